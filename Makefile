@@ -1,0 +1,73 @@
+# `make help` lists the targets. `make demo` and `make test` set everything up themselves, in .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+VENV := .venv
+ACCELERATOR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+STAMP := $(VENV)/.installed-$(ACCELERATOR)
+RUN := $(VENV)/bin/python
+
+# An environment that no longer holds the tested set is made again.
+HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.versions import check_versions; check_versions()' >/dev/null 2>&1 || rm -f $(STAMP))
+
+# Settings of the demo.
+SEED ?= 1
+SFT_ROWS ?= 40000
+DATA := data/countdown-$(SEED)
+TINY := models/tiny-$(SEED)
+WARM := models/tiny-sft-$(SEED)
+NAME ?= countdown-cpu-$(SEED)
+
+.PHONY: help setup demo test test-fast lint format docs bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo "Variables: SEED=$(SEED) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
+
+$(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh pyproject.toml
+	@requirements/install.sh $(ACCELERATOR) $(VENV) $(PYTHON)
+
+setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at the machine)
+
+demo: $(WARM)/config.json ## train a tiny model on Countdown and watch it get better (SEED=2 for another run)
+	@$(RUN) -m jobs.train experiment=countdown_cpu trainer.seed=$(SEED) trainer.experiment_name=$(NAME) \
+		data.train_files=$(DATA)/train.parquet data.val_files=$(DATA)/test.parquet model.path=$(WARM)
+
+$(DATA)/sft_train.parquet: | $(STAMP)
+	@$(RUN) -m jobs.prepare countdown --out $(DATA) --template short --sft $(SFT_ROWS) --seed $(SEED)
+
+$(TINY)/config.json: $(DATA)/sft_train.parquet | $(STAMP)
+	@rm -rf $(TINY)
+	@$(RUN) -m jobs.tiny --out $(TINY) --data $(DATA)/sft_train.parquet --seed $(SEED)
+
+$(WARM)/config.json: $(TINY)/config.json | $(STAMP)
+	@$(RUN) -m jobs.sft model.path=$(TINY) data.train_files=$(DATA)/sft_train.parquet \
+		data.val_files=$(DATA)/sft_test.parquet trainer.seed=$(SEED) output=$(WARM)
+
+test: $(STAMP) ## all tests
+	@$(RUN) -m pytest
+
+test-fast: $(STAMP) ## unit tests: no Ray, no engine
+	@$(RUN) -m pytest -m unit
+
+lint: $(STAMP) ## ruff and mypy
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy pipeline
+
+format: $(STAMP) ## let ruff format and fix the code
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+docs: $(STAMP) ## write docs/configuration.md anew from the dataclasses
+	@$(RUN) -m jobs.docs_configuration
+
+bench: $(STAMP) ## the measurements of docs/benchmarks.md
+	@for script in benchmarks/*.py; do echo "== $$script"; $(RUN) $$script; done
+
+clean: ## remove caches and builds; data, models, runs and .venv stay
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

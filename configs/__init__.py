@@ -1,0 +1,1 @@
+"""Config files: `train.yaml`, `sft.yaml` and the experiments."""

@@ -1,0 +1,46 @@
+"""Prepares prompts as parquet in verl's format: `python -m jobs.prepare DATASET --out DIR ...`.
+
+One module per data set, with `HELP`, `add_arguments(parser)` and `prepare(args)`; a new one is a line in `DATASETS`.
+A value that cannot be gives one sentence and exit code 2, a file that cannot be written one sentence and exit code 1.
+"""
+
+import argparse
+import sys
+from typing import NoReturn
+
+from jobs.prepare import countdown
+
+DATASETS = {"countdown": countdown}
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad option with a sentence instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    parser = Parser(prog="python -m jobs.prepare", description="Prepare a data set of prompts as parquet.")
+    datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
+    for name, module in DATASETS.items():
+        own = datasets.add_parser(name, help=module.HELP, description=f"{name}: {module.HELP}")
+        module.add_arguments(own)
+    args = parser.parse_args(argv)
+    try:
+        DATASETS[args.dataset].prepare(args)
+    except ValueError as error:
+        print(f"{parser.prog} {args.dataset}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{parser.prog} {args.dataset}: cannot write to {args.out}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{parser.prog} {args.dataset}: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

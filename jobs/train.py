@@ -1,0 +1,112 @@
+"""Train a policy: `python -m jobs.train experiment=countdown_cpu actor.optim.lr=1e-5`."""
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.config import Config, ConfigError, load_config, to_flat
+from pipeline.versions import check_versions
+
+EPILOG = """\
+settings:
+  key=value pairs in Hydra's grammar, laid over configs/train.yaml and the chosen experiment; all keys with their
+  meaning stand in docs/configuration.md.
+
+examples:
+  python -m jobs.train --dry-run experiment=countdown_cpu
+  python -m jobs.train experiment=countdown_cpu trainer.experiment_name=mine actor.optim.lr=1e-5
+  python -m jobs.train data.train_files=my.parquet model.path=Qwen/Qwen2.5-0.5B-Instruct ...
+
+the same command continues a run that was interrupted.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.train",
+        description="Train a language model by reinforcement learning.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and exit, without starting Ray")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        check_versions()
+        config = load_config(options.settings, config_dir=options.config_dir)
+        return train(config, options.dry_run, [*(arguments if arguments is not None else sys.argv[1:])])
+    except (ConfigError, ValueError, OSError, ImportError) as error:
+        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        return 2
+
+
+def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
+    """Check, plan and run."""
+    from pipeline.plan import check_resources, plan, render
+    from pipeline.run_folder import check_run_folder
+
+    plan(config)
+    run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
+    resume = check_run_folder(run_dir, config, config.trainer.resume)
+    # Everything below reads files; nothing has been started yet.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from pipeline.prompts.files import data_sources
+    from pipeline.prompts.stage import sources
+    from pipeline.reward.stage import check_sources
+
+    training, validation = sources(config)
+    for source in (training, validation):
+        if source is not None:
+            check_sources(data_sources(source.files), config.reward)
+            next(source.chunks(1))
+    resolved = plan(config, training.len_estimate)
+    if not os.environ.get("RAY_ADDRESS"):
+        check_resources(resolved)
+    if dry_run:
+        Console().print(render(resolved))
+        return 0
+
+    from pipeline.track.tracker import Tracker
+    from pipeline.train.run import run, start_ray, wait_until_gone
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    trainer = config.trainer
+    tracker = Tracker(
+        run_dir, to_flat(config), resolved.iterations, trainer.logger, trainer.project_name, trainer.experiment_name, resume
+    )
+    start_ray(config)
+    if os.environ.get("RAY_ADDRESS"):
+        import ray
+
+        check_resources(resolved, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    tracker.start()
+    status, places, error = "failed", {}, None
+    try:
+        outcome = run(config, resolved, tracker, run_dir)
+        status, error = outcome.status, outcome.error
+        if (run_dir / "model").is_dir() and status != "failed":
+            places["model"] = f"{run_dir / 'model'}"
+    except KeyboardInterrupt:
+        status = "interrupted"
+    finally:
+        command = shlex.join(["python", "-m", "jobs.train", *arguments])
+        more = resolved.iterations * 2 if status == "finished" and resolved.iterations else None
+        places["to continue"] = f"{command} trainer.total_training_steps={more}" if more else command
+        tracker.finish(status, places)
+        wait_until_gone()
+    if error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+    return {"finished": 0, "interrupted": 130}.get(status, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""Settings that are each valid and together impossible, found before anything is started.
+
+Every problem of a config is reported at once, as one sentence that names the keys, shows the arithmetic and says what
+to change. Only settings and local files are looked at: no model is loaded and no torch, Ray or vLLM is imported. What
+depends on the machine or the cluster is checked in `plan.check_resources`.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config, ConfigError
+
+CHOICES = {
+    "data.truncation": ("error", "left", "right", "middle"),
+    "model.dtype": ("float32", "bfloat16"),
+    "rollout.name": ("vllm",),
+    "rollout.dtype": ("float32", "bfloat16", "float16"),
+    "actor.fsdp.param_dtype": (None, "float32", "bfloat16"),
+    "actor.fsdp.reduce_dtype": ("float32", "bfloat16"),
+    "actor.optim.lr_scheduler_type": ("constant", "cosine", "linear"),
+    "actor.loss_agg_mode": (
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "seq-mean-token-mean",
+    ),
+    "actor.old_log_probs": ("recompute", "engine"),
+    "trainer.resume": ("auto", "never"),
+}
+"""Keys that take one of a few values."""
+
+AT_LEAST = {
+    "data.train_batch_size": 1,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    "data.shuffle_window_rows": 1,
+    "rollout.n": 1,
+    "rollout.val_kwargs.n": 1,
+    "rollout.val_kwargs.temperature": 0,
+    "rollout.chunk_prompts": 1,
+    "rollout.num_engines": 1,
+    "rollout.chunks_in_flight": 0,
+    "rollout.num_cpus": 0,
+    "rollout.num_gpus": 0,
+    "rollout.num_threads": 0,
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.cpu_kvcache_space_gb": 1,
+    "rollout.max_num_seqs": 1,
+    "reward.num_cpus": 0,
+    "actor.entropy_coeff": 0,
+    "actor.ppo_epochs": 1,
+    "actor.logits_chunk_tokens": 1,
+    "actor.optim.lr": 0,
+    "actor.optim.weight_decay": 0,
+    "actor.optim.lr_warmup_steps": -1,
+    "trainer.total_epochs": 1,
+    "trainer.num_workers": 1,
+    "trainer.cpus_per_worker": 0,
+    "trainer.num_threads": 0,
+    "trainer.max_ckpt_to_keep": 1,
+    "trainer.max_failures": -1,
+    "trainer.log_samples": 0,
+    "trainer.weight_bucket_mb": 1,
+}
+"""Smallest value of a key."""
+
+POSITIVE = (
+    "rollout.temperature",
+    "actor.optim.eps",
+    "actor.grad_clip",
+    "trainer.deadlines.engine_start",
+    "trainer.deadlines.admission",
+    "trainer.deadlines.chunk",
+    "trainer.deadlines.rows",
+    "trainer.deadlines.publish",
+)
+"""Keys whose value must be above 0."""
+
+SHARES = (
+    "reward.max_error_rate",
+    "actor.optim.lr_warmup_steps_ratio",
+    "actor.optim.min_lr_ratio",
+    "rollout.gpu_memory_utilization",
+)
+"""Keys whose value lies between 0 and 1."""
+
+LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
+"""Tracker: the Python package it needs."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def check(config: Config) -> None:
+    """Refuse a config that cannot be run.
+
+    Raises:
+        ConfigError: one sentence per problem found.
+    """
+    found = list(_problems(config))
+    if len(found) == 1:
+        raise ConfigError(found[0])
+    if found:
+        raise ConfigError(f"{len(found)} settings cannot be run:\n" + "\n".join(f"- {problem}" for problem in found))
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _problems(config: Config) -> Iterator[str]:
+    single = list(_single_values(config))
+    yield from single
+    yield from _model(config)
+    yield from _data(config)
+    yield from _algorithm(config)
+    yield from _trainer(config)
+    if not single:
+        # The arithmetic divides by values that were found to be positive above.
+        yield from _batches(config)
+        yield from _lengths(config)
+        yield from _rollout(config)
+
+
+def _single_values(config: Config) -> Iterator[str]:
+    for key, choices in CHOICES.items():
+        value = _value(config, key)
+        if value not in choices:
+            known = ", ".join("null" if choice is None else choice for choice in choices)
+            yield f"{key}={value} is not known; it must be one of {known}"
+    for key, least in AT_LEAST.items():
+        if not _value(config, key) >= least:
+            yield f"{key}={_value(config, key)} is too small; the smallest value is {least}"
+    for key in POSITIVE:
+        if not _value(config, key) > 0:
+            yield f"{key}={_value(config, key)} must be above 0"
+    for key in SHARES:
+        if not 0 <= _value(config, key) <= 1:
+            yield f"{key}={_value(config, key)} must lie between 0 and 1"
+    for key in ("rollout.top_p", "rollout.val_kwargs.top_p"):
+        if not 0 < _value(config, key) <= 1:
+            yield f"{key}={_value(config, key)} must be above 0 and at most 1; 1 keeps all tokens"
+    for key in ("rollout.top_k", "rollout.val_kwargs.top_k"):
+        if _value(config, key) != -1 and _value(config, key) < 1:
+            yield f"{key}={_value(config, key)} must be at least 1, or -1 for all tokens"
+    for key in ("data.train_max_samples", "data.val_max_samples", "trainer.test_freq", "trainer.save_freq"):
+        if _value(config, key) != -1 and _value(config, key) < 1:
+            yield f"{key}={_value(config, key)} must be at least 1, or -1 (see docs/configuration.md)"
+    for key in ("trainer.total_training_steps", "trainer.ray_num_cpus", "actor.ppo_mini_batch_size"):
+        if _value(config, key) is not None and _value(config, key) < 1:
+            yield f"{key}={_value(config, key)} must be at least 1, or null"
+    for key in ("trainer.object_store_gb", "trainer.max_log_prob_gap", "actor.loss_scale_factor"):
+        if _value(config, key) is not None and not _value(config, key) > 0:
+            yield f"{key}={_value(config, key)} must be above 0, or null"
+
+
+def _model(config: Config) -> Iterator[str]:
+    path = config.model.path
+    if not path:
+        yield "model.path is not set; give the folder or the hub name of a Hugging Face model"
+        return
+    folder = Path(path)
+    if not folder.exists():
+        # A hub name is `owner/name`; anything else, or a first part that is a folder here, was meant as a folder.
+        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1 or folder.parts[0] == "models":
+            yield f"model.path={path}: there is no such folder"
+        return
+    if not folder.is_dir():
+        yield f"model.path={path} is a file; give the folder that holds config.json"
+        return
+    if not (folder / "config.json").is_file():
+        yield f"model.path={path} holds no config.json, so it is not a Hugging Face model folder"
+    tokenizer = Path(config.model.tokenizer_path or path)
+    if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
+        yield (
+            f"{key}={tokenizer} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); save one there with "
+            "tokenizer.save_pretrained, or set model.tokenizer_path"
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, trainer = config.data, config.trainer
+    if not data.train_files:
+        yield "data.train_files is not set; give the parquet files of the training prompts"
+    if trainer.test_freq > 0 and not data.val_files:
+        yield (
+            f"trainer.test_freq={trainer.test_freq} asks for validation and data.val_files is not set; "
+            "give validation files or set trainer.test_freq=-1"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    from pipeline.advantage.estimators import get_adv_estimator
+
+    algorithm, actor = config.algorithm, config.actor
+    try:
+        get_adv_estimator(algorithm.adv_estimator)
+    except ValueError as error:
+        yield f"algorithm.adv_estimator={algorithm.adv_estimator}: {error}"
+    if algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
+        yield (
+            "rollout.n=1 gives GRPO groups of one, whose advantages are all 0, so nothing would be learned; "
+            "set rollout.n to 2 or more"
+        )
+    if algorithm.max_staleness != 0:
+        yield (
+            f"algorithm.max_staleness={algorithm.max_staleness}: this version trains strictly on-policy and supports "
+            "only 0; asynchronous training is not built yet"
+        )
+    for key in ("clip_ratio", "clip_ratio_low"):
+        value = getattr(actor, key)
+        if value is not None and not 0 < value < 1:
+            yield f"actor.{key}={value} must lie above 0 and below 1 (the ratio is clipped at 1 - {value})"
+    if actor.clip_ratio_high is not None and not actor.clip_ratio_high > 0:
+        yield f"actor.clip_ratio_high={actor.clip_ratio_high} must be above 0"
+    if not actor.clip_ratio_c > 1:
+        yield (
+            f"actor.clip_ratio_c={actor.clip_ratio_c} must be above 1: it bounds the ratio of tokens with a negative "
+            "advantage, and a ratio of 1 is no change"
+        )
+    if len(actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in actor.optim.betas):
+        yield f"actor.optim.betas={list(actor.optim.betas)} must be two numbers from 0 up to but not including 1"
+    if actor.old_log_probs == "engine" and (config.rollout.top_p < 1 or config.rollout.top_k > 0):
+        yield (
+            f"actor.old_log_probs=engine with rollout.top_p={config.rollout.top_p} and "
+            f"rollout.top_k={config.rollout.top_k}: the engine's log-probs are renormalised over the tokens it keeps, "
+            "the trainer's are not, so their ratio is not 1 before the first update; set actor.old_log_probs=recompute "
+            "or sample from all tokens (rollout.top_p=1 rollout.top_k=-1)"
+        )
+
+
+def _trainer(config: Config) -> Iterator[str]:
+    trainer, deadlines = config.trainer, config.trainer.deadlines
+    for name in trainer.logger:
+        if name not in LOGGERS:
+            yield f"trainer.logger: {name} is not known; it may hold {', '.join(LOGGERS)}"
+        elif importlib.util.find_spec(LOGGERS[name]) is None:
+            yield f"trainer.logger={name} needs the Python package {LOGGERS[name]}: pip install {LOGGERS[name]}"
+    name = trainer.experiment_name
+    if not name or name in (".", "..") or "/" in name:
+        yield f"trainer.experiment_name={name!r} names the run's folder; it may not be empty or hold a slash"
+    if deadlines.rows < deadlines.engine_start + deadlines.chunk:
+        yield (
+            f"trainer.deadlines.rows={deadlines.rows:g} is shorter than trainer.deadlines.engine_start + "
+            f"trainer.deadlines.chunk = {deadlines.engine_start:g} + {deadlines.chunk:g} = "
+            f"{deadlines.engine_start + deadlines.chunk:g} seconds, which the first rows may take; raise it"
+        )
+
+
+def _batches(config: Config) -> Iterator[str]:
+    batch, chunk, workers = config.data.train_batch_size, config.rollout.chunk_prompts, config.trainer.num_workers
+    mini = config.actor.ppo_mini_batch_size
+    if batch % chunk:
+        yield (
+            f"data.train_batch_size={batch} is not a whole number of chunks: {batch} = {batch // chunk} x "
+            f"rollout.chunk_prompts={chunk} + {batch % chunk}; {_neighbours(batch, chunk)}"
+        )
+    elif batch // chunk % workers:
+        yield (
+            f"an iteration has data.train_batch_size / rollout.chunk_prompts = {batch} / {chunk} = {batch // chunk} "
+            f"chunks, which trainer.num_workers={workers} cannot share evenly; {_neighbours(batch, chunk * workers)}, "
+            "or change rollout.chunk_prompts"
+        )
+    if mini is None:
+        return
+    if batch % mini:
+        yield (
+            f"actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch}: "
+            f"{batch} = {batch // mini} x {mini} + {batch % mini}"
+        )
+    if mini % (chunk * workers):
+        yield (
+            f"actor.ppo_mini_batch_size={mini} must be a multiple of rollout.chunk_prompts x trainer.num_workers = "
+            f"{chunk} x {workers} = {chunk * workers}, so that every worker gets whole chunks"
+        )
+
+
+def _neighbours(batch: int, step: int) -> str:
+    low, high = batch // step * step, (batch // step + 1) * step
+    return f"set data.train_batch_size to {f'{low} or ' if low else ''}{high}"
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    budget = config.actor.ppo_max_token_len_per_gpu
+    if prompt + response > budget:
+        yield (
+            f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
+            f"{prompt + response} tokens, more than actor.ppo_max_token_len_per_gpu={budget}; raise it or shorten rows"
+        )
+    if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
+        yield (
+            f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is below "
+            f"rollout.max_num_seqs={config.rollout.max_num_seqs}, so a step could not decode one token of each sequence"
+        )
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.tensor_model_parallel_size > 1 and rollout.num_gpus != rollout.tensor_model_parallel_size:
+        yield (
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs as many GPUs in each "
+            f"engine, and rollout.num_gpus={rollout.num_gpus:g}; set both to the same number"
+        )
+    if rollout.num_gpus > 1 and rollout.num_gpus != int(rollout.num_gpus):
+        yield f"rollout.num_gpus={rollout.num_gpus:g} must be a whole number, or a part of one GPU"
+    if rollout.num_gpus > 0 and rollout.gpu_memory_utilization == 0:
+        yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
+    if rollout.num_gpus == 0 and rollout.dtype == "float16":
+        yield "rollout.dtype=float16 is not supported by a CPU engine (rollout.num_gpus=0); set float32 or bfloat16"

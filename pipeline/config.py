@@ -1,0 +1,389 @@
+"""The settings of a training run: one typed tree, read from YAML and the command line, kept in the run's folder.
+
+What was chosen and why:
+
+1. Each package keeps its own part as a dataclass beside the code it configures; this module only joins them. Defaults
+   stand there and nowhere else.
+2. Hydra composes `configs/*.yaml`, the chosen `experiment/*.yaml` and `key=value` arguments onto the dataclasses, so
+   types are checked and an unknown key never passes. Its refusals are turned into one sentence that names the file or
+   argument, the key, what was expected and the nearest valid key.
+3. Code receives plain dataclass instances. Nothing below this module knows Hydra, and importing it loads neither
+   torch nor Ray nor vLLM.
+
+Impossible combinations of valid values are found in `checks.py`; what a config amounts to is worked out in `plan.py`.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
+from yaml import YAMLError
+
+from pipeline.advantage.config import AlgorithmConfig
+from pipeline.prompts.config import DataConfig
+from pipeline.reward.config import RewardConfig
+from pipeline.rollout.config import RolloutConfig
+from pipeline.train.config import ActorConfig, ModelConfig, TrainerConfig
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+UNKNOWN_SOURCE = "the config"
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A setting, or a combination of settings, that cannot be run; the message says which and what to do."""
+
+
+@dataclass
+class Config:
+    """All settings of a training run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Which prompts are read and how they become tokens."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The language model that is trained."""
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """The engine pool that turns prompts into responses."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """The stage that scores responses."""
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """How rewards become advantages."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The policy update."""
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The run: how long, how wide, what is kept."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting: its dotted name, its type, its default and the dataclass that declares it."""
+
+    name: str
+    type: Any
+    default: Any
+    owner: type
+
+
+def keys(schema: type) -> dict[str, Key]:
+    """Every setting of the dataclass `schema` by its dotted name, in the order of declaration."""
+    return {key.name: key for key in _keys(schema, "")}
+
+
+def _keys(schema: type, prefix: str) -> Iterator[Key]:
+    types_of = typing.get_type_hints(schema)
+    defaults = schema()
+    for item in dataclasses.fields(schema):
+        name, kind = prefix + item.name, types_of[item.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _keys(typing.cast(type, kind), name + ".")
+        else:
+            yield Key(name, kind, getattr(defaults, item.name), schema)
+
+
+def expected(kind: Any) -> str:
+    """What a value of type `kind` looks like, in words: `a whole number or null` for `int | None`."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return " or ".join(expected(part) for part in typing.get_args(kind))
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return f"a list, each entry {expected(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}, each {expected(args[0])}"
+    if origin is dict:
+        return "a mapping such as {name: value}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return words.get(kind, "any value")
+
+
+def nearest(key: str, valid: Iterable[str]) -> str | None:
+    """The valid dotted key that was most likely meant by `key`, or None when nothing is near.
+
+    In this order: the same key with sections added or left out in front (`actor_rollout_ref.rollout.n`), the same last
+    segment with the most segments in common (`actor.lr`), the most similar spelling (`data.train_bach_size`).
+    """
+    valid, segments = list(valid), key.split(".")
+    framed = [v for v in valid if key.endswith("." + v) or v.endswith("." + key)]
+    if framed:
+        return max(framed, key=lambda v: (min(len(v), len(key)), -len(v)))
+
+    def likeness(v: str) -> float:
+        return difflib.SequenceMatcher(None, key, v).ratio()
+
+    same_name = [v for v in valid if v.split(".")[-1] == segments[-1]]
+    if same_name:
+        return max(same_name, key=lambda v: (len(set(v.split(".")) & set(segments)), likeness(v)))
+
+    def last_likeness(v: str) -> float:
+        return difflib.SequenceMatcher(None, segments[-1], v.split(".")[-1]).ratio()
+
+    close = [v for v in valid if last_likeness(v) >= 0.75 or min(likeness(v) - 0.25, last_likeness(v)) >= 0.6]
+    return max(close, key=lambda v: last_likeness(v) + likeness(v)) if close else None
+
+
+def load_config(
+    overrides: Iterable[str] = (), config_name: str = "train", config_dir: str | Path | None = None
+) -> Config:
+    """The settings of a training run: `configs/<config_name>.yaml`, the chosen experiment, then `overrides`.
+
+    See `load` for arguments and errors. Values are of the right type; whether they fit together is for `checks.check`.
+    """
+    return load(Config, overrides, config_name, config_dir)
+
+
+def load(
+    schema: type[T], overrides: Iterable[str] = (), config_name: str = "train", config_dir: str | Path | None = None
+) -> T:
+    """An instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
+
+    The YAML file's defaults list may name `<config_name>_schema`, so that Hydra checks every file against `schema` as
+    it is merged and the file at fault can be named.
+
+    Args:
+        schema: Dataclass whose fields all have defaults; nested dataclasses are sections.
+        overrides: Arguments in Hydra's grammar, for example `actor.optim.lr=1e-5` or `experiment=countdown_cpu`.
+        config_name: Name of the file the composition starts from, without `.yaml`.
+        config_dir: Further folder with config files of your own, searched besides the packaged `configs/`.
+
+    Raises:
+        ConfigError: a file is missing, a key is unknown, or a value has the wrong type.
+    """
+    folders = [CONFIG_DIR]
+    if config_dir is not None:
+        own = Path(config_dir).resolve()
+        if not own.is_dir():
+            raise ConfigError(f"the config folder {config_dir} does not exist or is not a folder")
+        folders.insert(0, own)
+    primary = next((folder for folder in folders if (folder / f"{config_name}.yaml").is_file()), None)
+    if primary is None:
+        found = sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
+        raise ConfigError(f"there is no config file {config_name}.yaml; there are: {', '.join(found)}")
+
+    overrides = list(overrides)
+    arguments = _checked(overrides, schema, folders)
+    arguments += [f"hydra.searchpath=[file://{folder}]" for folder in folders if folder != primary]
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(primary), version_base="1.3"):
+            composed = compose(config_name, arguments)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), composed)
+        config = OmegaConf.to_object(merged)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(_sentence(error, schema, folders, overrides)) from error
+    _restore_tuples(config)
+    return typing.cast(T, config)
+
+
+def _restore_tuples(config: Any) -> None:
+    """Make tuples again of what OmegaConf turned into lists."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            _restore_tuples(value)
+        elif typing.get_origin(kind) is tuple:
+            setattr(config, name, tuple(value))
+
+
+def _open(key: str, valid: dict[str, Key]) -> bool:
+    """Whether `key` is, or lies inside, a mapping that takes any name (such as `rollout.engine_kwargs`)."""
+    segments = key.split(".")
+    heads = (".".join(segments[:i]) for i in range(1, len(segments) + 1))
+    return any(head in valid and typing.get_origin(valid[head].type) is dict for head in heads)
+
+
+def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[str]:
+    """The overrides as Hydra needs them.
+
+    Raises:
+        ConfigError: an argument cannot be read, or its key or config file does not exist.
+    """
+    valid, parser, result = keys(schema), OverridesParser.create(), []
+    groups = {
+        path.name for folder in folders for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))
+    }
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise ConfigError(
+                f"the argument {text!r} cannot be read as key=value ({str(error).splitlines()[0]}); "
+                "put values with special characters in quotes: 'key=\"value\"'"
+            ) from error
+        key = override.key_or_group
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"the argument {text!r} gives several values; one run takes one (a list is written [a,b])"
+            )
+        if key in groups:
+            options = sorted({path.stem for folder in folders for path in (folder / key).glob("*.yaml")})
+            value = override.value()
+            if not override.is_delete() and value is not None and value not in options:
+                raise ConfigError(f"{key}={value}: there is no such file; there are: {', '.join(options)}")
+            result.append(text)
+            continue
+        if override.is_delete() and not _open(key, valid):
+            raise ConfigError(f"the argument {text!r} removes a key; every key has a value, set another one instead")
+        for full in _leaf_keys(key, override.value()):
+            if full not in valid and not _open(full, valid):
+                raise ConfigError(_unknown(full, valid, f"the argument {text!r}"))
+        # Hydra refuses new names inside a mapping unless they are marked as added.
+        result.append(f"++{text.lstrip('+')}" if _open(key, valid) and not override.is_delete() else text.lstrip("+"))
+    return result
+
+
+def _leaf_keys(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaf_keys(f"{key}.{getattr(name, 'text', name)}", inner)
+    else:
+        yield key
+
+
+def _unknown(key: str, valid: dict[str, Key], where: str) -> str:
+    inside = [name for name in valid if name.startswith(key + ".")]
+    if inside:
+        return f"{where}: {key} is a section, not a value; its keys are {', '.join(inside)}"
+    guess = nearest(key, valid)
+    if guess:
+        return f"{where}: there is no key {key}; did you mean {guess}?"
+    section = key.split(".")[0]
+    known = [name.removeprefix(f"{section}.") for name in valid if name.split(".")[0] == section]
+    listed = f"the keys of {section} are {', '.join(known)}" if known else "see docs/configuration.md for all keys"
+    return f"{where}: there is no key {key}; {listed}"
+
+
+def _sentence(error: Exception, schema: type, folders: list[Path], overrides: list[str]) -> str:
+    """One sentence for what Hydra or OmegaConf refused."""
+    valid, cause = keys(schema), _cause(error)
+    if isinstance(cause, YAMLError):
+        return f"a config file is not valid YAML: {' '.join(str(cause).split())}"
+    full_key = getattr(cause, "full_key", None) or _value_for_section(str(error), valid, folders)
+    if not full_key or isinstance(cause, InterpolationResolutionError):
+        return f"the config could not be composed: {' '.join(str(cause).split())}"
+    full_key = str(full_key)
+
+    source, value = _source(str(error), full_key, folders, overrides)
+    key = full_key.split("[")[0]
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        return _unknown(full_key, valid, source)
+    if full_key not in valid and any(name.startswith(full_key + ".") for name in valid):
+        return _unknown(full_key, valid, source)
+    wanted = expected(valid[key].type) if key in valid else "another type"
+    return f"{source}: {key}={value} does not fit; expected {wanted}"
+
+
+def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path]) -> str | None:
+    """The section to which the file that `message` names gives a plain value (OmegaConf does not say which)."""
+    sections = {".".join(name.split(".")[:i]) for name in valid for i in range(1, name.count(".") + 1)}
+    for section in sorted(sections):
+        source, value = _source(message, section, folders, [])
+        if source != UNKNOWN_SOURCE and value is not None and not isinstance(value, dict):
+            return section
+    return None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The YAML error, or the innermost OmegaConf error that knows its key, behind `error`; else `error` itself."""
+    found, seen = error, error
+    while True:
+        if isinstance(seen, YAMLError) or getattr(seen, "full_key", None):
+            found = seen
+        following = seen.__cause__ or seen.__context__
+        if following is None:
+            return found
+        seen = following
+
+
+def _source(message: str, full_key: str, folders: list[Path], overrides: list[str]) -> tuple[str, Any]:
+    """Who set `full_key` (file or argument) and to what."""
+    if message.startswith("In '"):
+        name = message.split("'")[1]
+        for folder in folders:
+            path = folder / f"{name}.yaml"
+            if path.is_file():
+                content = OmegaConf.to_container(OmegaConf.load(path))
+                for segment in full_key.split("[")[0].split("."):
+                    content = content.get(segment) if isinstance(content, dict) else None
+                return f"{path}", content
+    for text in overrides:
+        if text.lstrip("+").split("=")[0] == full_key.split("[")[0]:
+            return f"the argument {text!r}", text.split("=", 1)[1]
+    return UNKNOWN_SOURCE, "?"
+
+
+def to_flat(config: Any) -> dict[str, Any]:
+    """Every setting by its dotted name; mappings such as `rollout.engine_kwargs` stay one value."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            flat |= {f"{item.name}.{name}": inner for name, inner in to_flat(value).items()}
+        else:
+            flat[item.name] = value
+    return flat
+
+
+def save_yaml(config: Any, path: str | Path) -> None:
+    """Write the resolved settings to `path` in one piece: a reader finds the old file or the new one."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    part.replace(path)
+
+
+def load_yaml(path: str | Path, schema: type[T]) -> T:
+    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, or a value has the wrong type.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no config file {path}")
+    try:
+        content = OmegaConf.load(path)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), content))
+    except (OmegaConfBaseException, YAMLError) as error:
+        folder, name = path.resolve().parent, path.stem
+        raise ConfigError(_sentence(_Located(name, error), schema, [folder], [])) from error
+    _restore_tuples(config)
+    return typing.cast(T, config)
+
+
+class _Located(Exception):
+    """An OmegaConf error of a known file, in the form in which Hydra reports it."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"In '{name}': {error}")
+        self.__cause__ = error
+
+
+def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:
+    """Settings in which two configs of the same kind differ, as (key, value in a, value in b)."""
+    flat_a, flat_b = to_flat(config_a), to_flat(config_b)
+    return [(key, flat_a[key], flat_b[key]) for key in flat_a if flat_a[key] != flat_b[key]]

@@ -1,0 +1,153 @@
+"""The prompt stage: page numbers in, the prompts of those iterations out.
+
+A **page** is the prompts of a few whole iterations, with the validation rows that are due between them. One actor turns
+pages into rows, one after the other, and the policy store paces it: a page is made when its first iteration is about to
+be admitted, so the source never runs ahead of the run, however large the data. The position behind every iteration is
+left in the store; a restarted actor and a resumed run go on from there.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+from pipeline.config import Config
+from pipeline.prompts import files
+from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
+from pipeline.prompts.source import PromptSource, Position, position_after, stamp
+from pipeline.rows import PROMPT
+
+MAX_PAGES = 1000
+LOOKAHEAD = 1
+"""Iterations whose prompts are made before they are admitted."""
+ANSWER_S = 60.0
+"""Seconds the policy store may take to answer what it can answer at once."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which iterations there are, which policy versions are validated, and how iterations are laid into pages."""
+
+    iterations: int
+    """Number of the last iteration."""
+    chunks_per_iteration: int
+    chunk_prompts: int
+    validation: bool
+    val_before_train: bool
+    test_freq: int
+
+    @classmethod
+    def of(cls, config: Config, iterations: int) -> "Schedule":
+        return cls(
+            iterations,
+            config.data.train_batch_size // config.rollout.chunk_prompts,
+            config.rollout.chunk_prompts,
+            bool(config.data.val_files),
+            config.trainer.val_before_train,
+            config.trainer.test_freq,
+        )
+
+    @property
+    def page_iterations(self) -> int:
+        return max(1, -(-self.iterations // MAX_PAGES))
+
+    @property
+    def pages(self) -> int:
+        """Pages of a run from the start: those of the iterations, and one for the last validation."""
+        return -(-self.iterations // self.page_iterations) + 1
+
+    def validates(self, version: int, last: bool) -> bool:
+        """Whether policy `version` is validated; the last one always is."""
+        if not self.validation:
+            return False
+        if version == 0:
+            return self.val_before_train
+        return last or (self.test_freq > 0 and version % self.test_freq == 0)
+
+
+def sources(config: Config) -> tuple[PromptSource, PromptSource | None]:
+    """The training source and, where there are validation files, the validation source.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used; see `files` and `chat`.
+    """
+    data = config.data
+    chat = ChatTokenizer(load_tokenizer(config.model), data)
+    train = files.resolve(data.train_files, "data.train_files", data.prompt_key)
+    val = files.resolve(data.val_files, "data.val_files", data.prompt_key) if data.val_files else None
+    seed = config.trainer.seed
+    return PromptSource(train, data, chat, seed), PromptSource(val, data, chat, seed, split="val") if val else None
+
+
+class Prompts:
+    """The one actor of the prompt stage."""
+
+    def __init__(self, config: Config, schedule: Schedule, store: Any, generation: int):
+        self._config, self._schedule = config, schedule
+        self._store, self._generation = store, generation
+        self._train, self._val = sources(config)
+        self._chunks: Iterator[pa.Table] = iter(())
+        self._next_page = -1
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The rows of one page; none once the data or the iterations are used up."""
+        page = table["id"][0].as_py()
+        schedule, deadlines = self._schedule, self._config.trainer.deadlines
+        before = page * schedule.page_iterations  # iterations of this generation before the page
+        base, _ = self._wait("start", deadlines.engine_start)
+        if self._ask("ended") is not None:
+            return PROMPT.empty_table()
+        self._wait("pace", before * schedule.chunks_per_iteration, LOOKAHEAD, deadlines.admission)
+        if page != self._next_page:
+            position = Position(*self._ask("position", base + before))
+            epochs = None if self._config.trainer.total_training_steps else self._config.trainer.total_epochs
+            self._chunks = self._train.chunks(schedule.chunk_prompts, position, epochs)
+        self._next_page = page + 1
+        made = [PROMPT.empty_table()]
+        for done in range(before, before + schedule.page_iterations):
+            made += self._iteration(base + done, done)
+        return pa.concat_tables(made)
+
+    def _iteration(self, version: int, done: int) -> Iterator[pa.Table]:
+        """Rows that policy `version` generates, `done` iterations into this generation: validation, then training."""
+        schedule = self._schedule
+        if self._ask("ended") is not None:
+            return
+        train = []
+        if version < schedule.iterations:
+            first = done * schedule.chunks_per_iteration
+            for chunk, prompts in enumerate(itertools.islice(self._chunks, schedule.chunks_per_iteration), first):
+                train.append(stamp(prompts, "train", chunk, version + 1))
+        last = len(train) < schedule.chunks_per_iteration
+        # What a resumed run starts from was validated before it stopped.
+        if schedule.validates(version, last) and (version == 0 or done > 0):
+            yield from self._validation(version)
+        if last:
+            self._ask("end", version)
+            return
+        yield from train
+        self._ask("set_position", version + 1, tuple(position_after(train[-1])))
+        source = self._train
+        counts = {"prompts/filtered_overlong": source.filtered_overlong, "prompts/truncated": source.truncated}
+        self._ask("post", "prompts", {"iteration": version + 1, "metrics": counts})
+
+    def _validation(self, version: int) -> Iterator[pa.Table]:
+        assert self._val is not None
+        size, rows = self._schedule.chunk_prompts, 0
+        for prompts in self._val.validation_rows(size):
+            rows += len(prompts)
+            yield stamp(prompts, "val", -1, version)
+            # Every chunk has the same number of rows; what fills up the last one is neither generated nor recorded.
+            yield from [stamp(prompts.slice(0, 1), "pad", -1, version)] * (size - len(prompts))
+        self._ask("post", "validation", {"version": version, "prompts": rows})
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the store that answers at once."""
+        return ray.get(getattr(self._store, method).remote(self._generation, *args), timeout=ANSWER_S)
+
+    def _wait(self, method: str, *args: Any) -> Any:
+        """Call a method of the store that waits; its last argument is its deadline, which a living run extends."""
+        return ray.get(getattr(self._store, method).remote(self._generation, *args), timeout=None)

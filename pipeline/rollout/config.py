@@ -1,0 +1,95 @@
+"""Settings of the rollout stage (`rollout.*`)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SamplingConfig:
+    """How validation responses are sampled (`rollout.val_kwargs.*`)."""
+
+    n: int = 1
+    """Responses per validation prompt."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+
+    top_p: float = 1.0
+    """Nucleus sampling mass."""
+
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 takes all."""
+
+
+@dataclass
+class RolloutConfig:
+    """The engine pool that turns prompts into responses."""
+
+    name: str = "vllm"
+    """Engine: `vllm`."""
+
+    n: int = 8
+    """Responses per training prompt (the group size)."""
+
+    temperature: float = 1.0
+    """Sampling temperature of training responses; the trainer's log-probs use the same."""
+
+    top_p: float = 1.0
+    """Nucleus sampling mass of training responses."""
+
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 takes all."""
+
+    ignore_eos: bool = False
+    """Go on to `data.max_response_length` past the end-of-sequence token (for benchmarks)."""
+
+    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    """Sampling of validation responses."""
+
+    chunk_prompts: int = 16
+    """Prompts in one chunk, the unit that flows through the stream."""
+
+    num_engines: int = 1
+    """Engines in the pool, each one Ray actor."""
+
+    chunks_in_flight: int = 0
+    """Chunks one engine works on at a time; 0 takes an iteration's share, so that an iteration runs as one batch."""
+
+    num_cpus: float = 1
+    """Ray CPUs of one engine actor."""
+
+    num_gpus: float = 0
+    """Ray GPUs of one engine actor."""
+
+    num_threads: int = 0
+    """Compute threads of one CPU engine; 0 takes `num_cpus`."""
+
+    dtype: str = "bfloat16"
+    """Type the engine computes in and weights travel in."""
+
+    tensor_model_parallel_size: int = 1
+    """GPUs one engine spreads a model over."""
+
+    gpu_memory_utilization: float = 0.5
+    """Share of a GPU's memory for the engine's weights and KV cache."""
+
+    cpu_kvcache_space_gb: int = 1
+    """GiB of KV cache of a CPU engine."""
+
+    max_num_seqs: int = 256
+    """Sequences one engine decodes at the same time."""
+
+    max_num_batched_tokens: int = 8192
+    """Tokens one engine step may process."""
+
+    enable_prefix_caching: bool = True
+    """Share the KV cache of equal prompt beginnings (the samples of one group) within one policy version."""
+
+    enforce_eager: bool = False
+    """Run the engine without CUDA graphs."""
+
+    seed_per_request: bool = True
+    """Seed every request from the run's seed, the prompt and the sample number, so that a run can be repeated."""
+
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further vLLM `EngineArgs`, passed as they are."""

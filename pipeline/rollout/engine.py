@@ -1,0 +1,158 @@
+"""The continuous engine loop: one vLLM engine stepped by one thread, chunks submitted from anywhere.
+
+The thread owns the engine. Callers hand it commands, which run between steps in the order they came: adding a chunk's
+requests, or loading weights. A command marked `when_idle` waits until no request is running, and the commands behind it
+wait for it; that is how weights change between chunks and never inside one. Finished requests are collected by chunk,
+and a chunk's future is set when its last request is done, so chunks overlap freely and the engine's batch stays full.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class EngineDead(RuntimeError):
+    """The engine's thread ended with an error; nothing more can be generated with it."""
+
+
+@dataclass
+class _Command:
+    run: Callable[[Any], Any] | None
+    future: Future
+    when_idle: bool
+
+
+@dataclass
+class _Chunk:
+    future: Future
+    order: list[str]
+    outputs: dict[str, Any] = field(default_factory=dict)
+
+
+class EngineLoop:
+    """Drives an engine with `add_request(id, prompt, params)` and `step() -> outputs` (vLLM's `LLMEngine`).
+
+    Args:
+        build: makes the engine; called in the loop's own thread.
+        start_timeout: seconds the engine may take to start.
+
+    Raises:
+        TimeoutError: the engine did not start in time.
+        Exception: whatever `build` raised.
+    """
+
+    def __init__(self, build: Callable[[], Any], start_timeout: float):
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._chunk_of: dict[str, _Chunk] = {}
+        self._next_id = 0
+        self._error: BaseException | None = None
+        self.steps = 0
+        self.busy_s = 0.0
+        started: Future = Future()
+        self._thread = threading.Thread(target=self._main, args=(build, started), name="engine", daemon=True)
+        self._thread.start()
+        try:
+            started.result(timeout=start_timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the rollout engine did not start within {start_timeout:.0f} s (trainer.deadlines.engine_start)"
+            ) from None
+
+    def call(self, run: Callable[[Any], Any], when_idle: bool = False) -> Future:
+        """Run `run(engine)` between two steps; with `when_idle`, once no request is running."""
+        future: Future = Future()
+        self._commands.put(_Command(run, future, when_idle))
+        if self._error is not None:
+            self._fail_everything()
+        return future
+
+    def submit(self, requests: Sequence[tuple[Any, Any]]) -> Future:
+        """Add one chunk: `(prompt, sampling params)` pairs. The future holds their outputs in the same order."""
+        chunk = _Chunk(Future(), [])
+        if not requests:
+            chunk.future.set_result([])
+            return chunk.future
+
+        def add(engine: Any) -> None:
+            for prompt, params in requests:
+                request_id = str(self._next_id)
+                self._next_id += 1
+                chunk.order.append(request_id)
+                self._chunk_of[request_id] = chunk
+                engine.add_request(request_id, prompt, params)
+
+        def failed(future: Future) -> None:
+            error = future.exception()
+            if error is not None and not chunk.future.done():
+                chunk.future.set_exception(error)
+
+        self.call(add).add_done_callback(failed)
+        return chunk.future
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Stop the thread; running requests are dropped."""
+        self._commands.put(_Command(None, Future(), False))
+        self._thread.join(timeout)
+
+    def _main(self, build: Callable[[], Any], started: Future) -> None:
+        try:
+            engine = build()
+        except BaseException as error:
+            self._error = error
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            self._loop(engine)
+        except BaseException as error:
+            self._error = error
+            self._fail_everything()
+
+    def _loop(self, engine: Any) -> None:
+        waiting: deque[_Command] = deque()
+        while True:
+            while not self._commands.empty() or not (self._chunk_of or waiting):
+                waiting.append(self._commands.get())
+            while waiting and not (waiting[0].when_idle and self._chunk_of):
+                command = waiting.popleft()
+                if command.run is None:
+                    return
+                try:
+                    command.future.set_result(command.run(engine))
+                except BaseException as error:
+                    command.future.set_exception(error)
+            if self._chunk_of:
+                begun = time.perf_counter()
+                outputs = engine.step()
+                self.busy_s += time.perf_counter() - begun
+                self.steps += 1
+                for output in outputs:
+                    if output.finished:
+                        self._collect(output)
+
+    def _collect(self, output: Any) -> None:
+        chunk = self._chunk_of.pop(output.request_id, None)
+        if chunk is None:
+            return
+        chunk.outputs[output.request_id] = output
+        if len(chunk.outputs) == len(chunk.order) and not chunk.future.done():
+            chunk.future.set_result([chunk.outputs[request_id] for request_id in chunk.order])
+
+    def _fail_everything(self) -> None:
+        error = EngineDead(f"the rollout engine died: {type(self._error).__name__}: {self._error}")
+        error.__cause__ = self._error
+        for chunk in {id(c): c for c in self._chunk_of.values()}.values():
+            if not chunk.future.done():
+                chunk.future.set_exception(error)
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if not command.future.done():
+                command.future.set_exception(error)

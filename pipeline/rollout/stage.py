@@ -1,0 +1,144 @@
+"""The rollout stage: prompt rows in, `n` trajectory rows for each out.
+
+The stage asks the policy store for admission, brings its engine to the admitted version, and only then generates. It is
+asynchronous, so one engine works on many chunks at a time; the engine loop keeps them in one batch.
+"""
+
+import asyncio
+import os
+import socket
+import time
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline import rows
+from pipeline.config import Config
+from pipeline.rollout import vllm
+from pipeline.rollout.engine import EngineLoop
+from pipeline.rollout.weights import checksum
+from pipeline.store import Ticket
+
+
+class Policy(Protocol):
+    """Where versions and weights come from; in a run, the policy store."""
+
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket: ...
+
+    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None: ...
+
+
+class StorePolicy:
+    """The policy store as one generation of the stream sees it."""
+
+    def __init__(self, store: Any, generation: int, timeout: float):
+        self._store, self._generation, self._timeout = store, generation, timeout
+
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+        if split == "train":
+            return await self._store.admit.remote(self._generation, chunk, self._timeout)
+        return await self._store.admit_validation.remote(self._generation, version, self._timeout)
+
+    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
+        await self._store.acknowledge.remote(self._generation, engine, version, crc, load_s)
+
+
+class Rollout:
+    """One engine of the pool.
+
+    Args:
+        config: the run's configuration.
+        policy: admits chunks and hands out weights.
+    """
+
+    def __init__(self, config: Config, policy: Policy):
+        from pipeline.prompts.chat import load_tokenizer
+
+        self._config = config
+        self._policy = policy
+        self._tokenizer = load_tokenizer(config.model)
+        self._version = -1
+        self._loading = asyncio.Lock()
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        length = config.data.max_prompt_length + config.data.max_response_length
+        self.engine = EngineLoop(
+            lambda: vllm.build(config.model, config.rollout, length, config.trainer.seed),
+            config.trainer.deadlines.engine_start,
+        )
+
+    async def __call__(self, table: pa.Table) -> pa.Table:
+        """Rows of one chunk to `n` rows each. Rows with split `pad`, which fill up a validation chunk, are left out."""
+        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
+        ticket = await self._policy.admit(split, chunk, version)
+        begun = time.perf_counter()
+        await self._bring_to(ticket)
+        loaded = time.perf_counter()
+        rollout = self._config.rollout
+        sampling = rollout if split == "train" else rollout.val_kwargs
+        table = table.filter(pc.not_equal(table["split"], "pad"))
+        pairs = vllm.requests(
+            table["prompt_ids"].to_pylist(),
+            table["uid"].to_pylist(),
+            sampling,
+            max_tokens=self._config.data.max_response_length,
+            version=ticket.version,
+            seed=self._config.trainer.seed if rollout.seed_per_request else None,
+            ignore_eos=rollout.ignore_eos,
+        )
+        deadline = self._config.trainer.deadlines.chunk
+        try:
+            outputs = await asyncio.wait_for(asyncio.wrap_future(self.engine.submit(pairs)), deadline)
+        except TimeoutError:
+            raise TimeoutError(
+                f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {ticket.version}, "
+                f"{len(pairs)} requests) within {deadline:.0f} s (trainer.deadlines.chunk)"
+            ) from None
+        done = time.perf_counter()
+        generations = [vllm.read(output) for output in outputs]
+        return self._rows(table, generations, sampling.n, ticket.version, done - loaded, loaded - begun)
+
+    async def _bring_to(self, ticket: Ticket) -> None:
+        async with self._loading:
+            if ticket.version <= self._version:
+                return
+            timeout = self._config.trainer.deadlines.publish
+            begun = time.perf_counter()
+            load = self.engine.call(lambda engine: vllm.load(engine, ticket.shards, timeout), when_idle=True)
+            await asyncio.wrap_future(load)
+            seconds = time.perf_counter() - begun
+            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds)
+            self._version = ticket.version
+
+    def _rows(
+        self,
+        table: pa.Table,
+        generations: list[vllm.Generation],
+        n: int,
+        version: int,
+        generate_s: float,
+        load_s: float,
+    ) -> pa.Table:
+        table = table.take(np.repeat(np.arange(len(table)), n))
+        offsets = np.cumsum([0, *(len(g.token_ids) for g in generations)])
+        tokens = np.concatenate([g.token_ids for g in generations])
+        log_probs = np.concatenate([g.log_probs for g in generations])
+        texts = self._tokenizer.batch_decode([g.token_ids for g in generations], skip_special_tokens=True)
+        count = len(table)
+        return rows.append(
+            table,
+            rows.ROLLOUT,
+            {
+                "sample": np.tile(np.arange(n, dtype=np.int32), count // n),
+                "response_ids": rows.ragged(tokens, offsets, rows.INTS),
+                "response_mask": rows.ragged(np.ones(len(tokens), np.int8), offsets, pa.list_(pa.int8())),
+                "rollout_log_probs": rows.ragged(log_probs, offsets, rows.FLOATS),
+                "response": texts,
+                "finish_reason": [g.finish_reason for g in generations],
+                "policy_version": np.full(count, version),
+                "engine": [self.name] * count,
+                "generate_s": np.full(count, generate_s, np.float32),
+                "load_s": np.full(count, load_s, np.float32),
+            },
+        )

@@ -1,0 +1,112 @@
+"""The row: one trajectory, as plain Arrow.
+
+Every stage takes a `pyarrow.Table` of rows and returns one with the same number of rows in the same order (rollout,
+which turns each prompt into `n` rows, is the one exception) and its own columns filled in. `SCHEMA` lists each column
+with the stage that writes it and those that read it; any stretch of the stream can be written to parquet as it is.
+"""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+INTS = pa.list_(pa.int32())
+FLOATS = pa.list_(pa.float32())
+
+
+def _column(name: str, type: pa.DataType, writer: str, readers: str, what: str) -> pa.Field:
+    return pa.field(name, type, metadata={"writer": writer, "readers": readers, "what": what})
+
+
+PROMPT = pa.schema(
+    [
+        _column("split", pa.string(), "prompts", "all", "`train` or `val`"),
+        _column("chunk", pa.int64(), "prompts", "rollout", "number of the chunk along the run; -1 for val"),
+        _column("iteration", pa.int64(), "prompts", "all", "train: the iteration that trains on the row (from 1); "
+                "val: the policy version that is validated"),
+        _column("uid", pa.string(), "prompts", "advantage", "group: the same for all samples of one prompt visit"),
+        _column("epoch", pa.int64(), "prompts", "resume", "pass over the data, from 0"),
+        _column("offset", pa.int64(), "prompts", "resume", "place in the epoch's order, filtered rows counted"),
+        _column("data_source", pa.string(), "prompts", "reward, metrics", "chooses the reward rule"),
+        _column("prompt", pa.string(), "prompts", "track", "chat messages as JSON"),
+        _column("prompt_ids", INTS, "prompts", "rollout, train", "prompt tokens after the chat template"),
+        _column("ground_truth", pa.string(), "prompts", "reward", "`reward_model.ground_truth` as JSON"),
+        _column("extra_info", pa.string(), "prompts", "reward", "`extra_info` as JSON"),
+    ]
+)
+
+ROLLOUT = pa.schema(
+    [
+        _column("sample", pa.int32(), "rollout", "track", "number of the sample in its group, from 0"),
+        _column("response_ids", INTS, "rollout", "reward, train", "generated tokens, end-of-sequence included"),
+        _column("response_mask", pa.list_(pa.int8()), "rollout", "advantage, train", "1 where the policy chose the "
+                "token and trains on it, same length as response_ids"),
+        _column("rollout_log_probs", FLOATS, "rollout", "train", "log-prob the engine sampled each token with"),
+        _column("response", pa.string(), "rollout", "reward, track", "decoded response, special tokens left out"),
+        _column("finish_reason", pa.string(), "rollout", "metrics", "`stop`, `length`, or `abort`"),
+        _column("policy_version", pa.int64(), "rollout", "train", "version that generated the row"),
+        _column("engine", pa.string(), "rollout", "metrics", "which engine: node and process"),
+        _column("generate_s", pa.float32(), "rollout", "metrics", "seconds from admission to the chunk's last token"),
+        _column("load_s", pa.float32(), "rollout", "metrics", "seconds the chunk waited for its weights to load"),
+    ]
+)
+
+REWARD = pa.schema(
+    [
+        _column("score", pa.float32(), "reward", "advantage, metrics", "reward of the whole response; 0 where it failed"),
+        _column("reward_parts", pa.string(), "reward", "track", "further numbers of the reward function, as JSON"),
+        _column("reward_error", pa.string(), "reward", "advantage, train, metrics", "why the reward failed, else null"),
+        _column("reward_s", pa.float32(), "reward", "metrics", "seconds spent on the chunk's rewards"),
+    ]
+)
+
+ADVANTAGE = pa.schema(
+    [
+        _column("advantages", FLOATS, "advantage", "train", "one per response token, 0 where the mask is 0"),
+        _column("returns", FLOATS, "advantage", "train", "one per response token"),
+    ]
+)
+
+SCHEMA = pa.schema([*PROMPT, *ROLLOUT, *REWARD, *ADVANTAGE])
+
+
+def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
+    """`table` with `columns` added; each value is an Arrow array or a list of one entry per row.
+
+    Raises:
+        ValueError: a column is missing from `values`, or has another length than the table.
+    """
+    for field in columns:
+        if field.name not in values:
+            raise ValueError(f"column {field.name!r} is missing")
+        column = values[field.name]
+        if not isinstance(column, (pa.Array, pa.ChunkedArray)):
+            column = pa.array(column, type=field.type)
+        if len(column) != len(table):
+            raise ValueError(f"column {field.name!r} has {len(column)} rows where the table has {len(table)}")
+        table = table.append_column(pa.field(field.name, field.type), column.cast(field.type))
+    return table
+
+
+def lengths(column: pa.ChunkedArray) -> list[int]:
+    """Length of each list of a list column."""
+    return pc.list_value_length(column).to_pylist()
+
+
+def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A list column as numpy: its values [N], one row after the other, and the offsets [R + 1] of the rows in them.
+
+    Raises:
+        ValueError: a row of the column is null.
+    """
+    array = table[name].combine_chunks()
+    if array.null_count:
+        row = array.is_null().to_pylist().index(True)
+        raise ValueError(f"column {name!r} is null in row {row}; an empty list is wanted there")
+    offsets = np.zeros(len(array) + 1, dtype=np.int64)
+    np.cumsum(pc.list_value_length(array).to_numpy(zero_copy_only=False), out=offsets[1:])
+    return array.flatten().to_numpy(zero_copy_only=False), offsets
+
+
+def ragged(values: np.ndarray, offsets: np.ndarray, type: pa.DataType) -> pa.Array:
+    """The list column of type `type` with these values and offsets; the inverse of `flat`."""
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, type.value_type))

@@ -1,0 +1,88 @@
+"""Whether a run may write into its folder.
+
+A run's name is its folder. Started again with the same settings it continues; with other settings it would mix two
+experiments in one curve, so it is refused, except for settings that only say how long to go on, what to report, or how
+the work is laid out on the machine.
+"""
+
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError, diff, load_yaml
+
+CONFIG_FILE = "config.yaml"
+
+MAY_DIFFER = (
+    "data.val_files",
+    "data.val_max_samples",
+    "rollout.num_engines",
+    "rollout.chunks_in_flight",
+    "rollout.num_cpus",
+    "rollout.num_gpus",
+    "rollout.num_threads",
+    "rollout.tensor_model_parallel_size",
+    "rollout.gpu_memory_utilization",
+    "rollout.cpu_kvcache_space_gb",
+    "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
+    "rollout.enforce_eager",
+    "reward.num_cpus",
+    "reward.max_error_rate",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.default_local_dir",
+    "trainer.total_epochs",
+    "trainer.total_training_steps",
+    "trainer.cpus_per_worker",
+    "trainer.num_threads",
+    "trainer.ray_num_cpus",
+    "trainer.object_store_gb",
+    "trainer.val_before_train",
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "trainer.max_ckpt_to_keep",
+    "trainer.resume",
+    "trainer.max_failures",
+    "trainer.max_log_prob_gap",
+    "trainer.logger",
+    "trainer.log_samples",
+    "trainer.weight_bucket_mb",
+    "trainer.deadlines.",
+    "trainer.env_vars",
+)
+"""Settings that a continued run may change; a name that ends in a dot stands for its section."""
+
+
+def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") -> bool:
+    """Whether `run_dir` already holds this run (and may be continued); False where the run is new.
+
+    Args:
+        run_dir: Folder of the run; it need not exist.
+        config: Settings the run is started with.
+        resume: `auto` lets an existing run of the same settings be continued, `never` refuses any existing run.
+
+    Raises:
+        ConfigError: the folder holds another run, or any run with `resume="never"`, or files that are no run.
+    """
+    run_dir = Path(run_dir)
+    remedies = f"choose another trainer.experiment_name or delete {run_dir}"
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is a file where the run's folder should be; {remedies}")
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return False
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is not empty and holds no {CONFIG_FILE}, so it is not a run; {remedies}")
+    if resume == "never":
+        raise ConfigError(f"{run_dir} already holds a run and trainer.resume=never; {remedies}")
+    try:
+        stored = load_yaml(run_dir / CONFIG_FILE, Config)
+    except ConfigError as error:
+        raise ConfigError(f"the run in {run_dir} cannot be continued by this version: {error}; {remedies}") from error
+    changed = [(key, old, new) for key, old, new in diff(stored, config) if not _may_differ(key)]
+    if changed:
+        listed = ", ".join(f"{key} ({old} there, {new} now)" for key, old, new in changed)
+        raise ConfigError(f"{run_dir} already holds a run with other settings: {listed}; {remedies}")
+    return True
+
+
+def _may_differ(key: str) -> bool:
+    return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in MAY_DIFFER)

@@ -1,0 +1,322 @@
+"""The policy store: which policy version exists, where its weights are, and which chunk may start.
+
+One small named actor between the train workers and the stream. It holds versions, object refs and the admission rule,
+never tensors. The protocol, for version v of one generation:
+
+    train ranks   put their shards, `publish(v, shard)`       v becomes current when every rank has published
+    prompt source `pace(chunk)`                               waits until the chunk may start, or soon may
+    engine        `admit(chunk)` -> version, shards           waits until the chunk may start
+    engine        loads, `acknowledge(v, checksum)`           nothing is generated before that
+
+Every (re)start of the train workers is a new **generation**: the stream starts over, `begin` says from which version,
+and whatever still waits for an older generation fails at once.
+
+Waits watch for progress: a deadline counts from the last sign of life (a publication, an acknowledgement, the start of
+a generation), so that a slow but living run never trips it, and a dead one always does, naming phase and party.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.rollout.weights import Shard, checksum
+
+
+class StaleGeneration(RuntimeError):
+    """The train workers have restarted since this caller's stream began."""
+
+
+class StoreTimeout(TimeoutError):
+    """A wait in the store passed its deadline; the message names phase, version and party."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The arithmetic of admission, all sizes in prompt groups."""
+
+    chunk_prompts: int
+    train_batch_size: int
+    max_staleness: int
+
+    def version_needed(self, chunk: int, dropped_groups: int = 0) -> int:
+        """Lowest policy version at which chunk `chunk` (from 0) may start.
+
+        The rule `(c + 1) * chunk_prompts - dropped <= (version + 1 + max_staleness) * train_batch_size`, solved for the
+        version. It depends on the chunk's number and on drops alone, never on who asks first.
+        """
+        groups = (chunk + 1) * self.chunk_prompts - dropped_groups
+        return max(0, -(-groups // self.train_batch_size) - 1 - self.max_staleness)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A chunk's permission to start: generate with `version`, whose weights are `shards`."""
+
+    version: int
+    shards: list[Shard]
+
+
+@dataclass
+class _Version:
+    shards: dict[int, Shard] = field(default_factory=dict)
+    stepped_at: float = 0.0
+    published_at: float = 0.0
+
+
+class PolicyStore:
+    """The state behind the actor; plain asyncio, usable without Ray.
+
+    Args:
+        admission: chunk and batch sizes and the staleness bound.
+    """
+
+    def __init__(self, admission: Admission):
+        self.admission = admission
+        self.generation = 0
+        self.base = -1
+        self.version = -1
+        self.dropped_groups = 0
+        self.stopping = False
+        self._world_size = 0
+        self._versions: dict[int, _Version] = {}
+        self._positions: dict[int, Any] = {}
+        self._start: Any = None
+        self._last_version: int | None = None
+        self._changed = asyncio.Condition()
+        self._alive_at = time.monotonic()
+        self._alive_by = "the store's own start"
+        self._waiting: Counter[str] = Counter()
+        self._events: list[dict[str, Any]] = []
+        self._event_count = 0
+
+    # generations
+
+    async def new_generation(self) -> int:
+        """Start over: called when the stream is (re)built. Waits of older generations fail at once."""
+        async with self._changed:
+            self.generation += 1
+            self.base = self.version = -1
+            self.dropped_groups = 0
+            self._versions.clear()
+            self._positions.clear()
+            self._start = self._last_version = None
+            self._sign_of_life("the stream")
+            return self.generation
+
+    async def current(self) -> int:
+        """Number of the current generation."""
+        return self.generation
+
+    async def begin(self, generation: int, version: int, world_size: int, start: Any) -> None:
+        """The restored train loop says which version it holds and from which prompt position to go on."""
+        async with self._changed:
+            self._check(generation)
+            self.base = version
+            self._world_size = world_size
+            self._start = start
+            self._sign_of_life("the train loop")
+
+    async def start(self, generation: int, timeout: float) -> tuple[int, Any]:
+        """`(version, position)` given to `begin`; waits for it."""
+        await self._wait(generation, lambda: self.base >= 0, timeout, "start", "the train loop's first message")
+        return self.base, self._start
+
+    # weights
+
+    async def publish(self, generation: int, version: int, shard: Shard, stepped_at: float) -> None:
+        """One rank's part of a version. `stepped_at` is the wall-clock time its optimiser step ended."""
+        async with self._changed:
+            self._check(generation)
+            entry = self._versions.setdefault(version, _Version())
+            entry.shards[shard.rank] = shard
+            entry.stepped_at = max(entry.stepped_at, stepped_at)
+            self._sign_of_life(f"train rank {shard.rank} (publishing version {version})")
+            if len(entry.shards) == self._world_size:
+                entry.published_at = time.time()
+                self.version = version
+                for old in [v for v in self._versions if v < version]:
+                    del self._versions[old]
+
+    async def acknowledge(self, generation: int, engine: str, version: int, crc: int, load_s: float) -> float:
+        """An engine has loaded a version. Returns the seconds since the optimiser step that made it.
+
+        Raises:
+            ValueError: the engine's checksum is not the published one.
+        """
+        async with self._changed:
+            self._check(generation)
+            entry = self._versions.get(version)
+            if entry is None:
+                raise ValueError(f"engine {engine} acknowledged version {version}, which is not the current one")
+            expected = checksum(list(entry.shards.values()))
+            if crc != expected:
+                raise ValueError(
+                    f"engine {engine} loaded version {version} with checksum {crc:08x}, published was {expected:08x}"
+                )
+            elapsed = time.time() - entry.stepped_at
+            self._post("loaded", version=version, engine=engine, load_s=load_s, update_s=elapsed)
+            self._sign_of_life(f"engine {engine}")
+            return elapsed
+
+    # admission
+
+    async def admit(self, generation: int, chunk: int, timeout: float) -> Ticket:
+        """Wait until chunk `chunk` of this generation may start."""
+
+        def ready() -> bool:
+            return self.base >= 0 and self.version >= self._needed(chunk)
+
+        await self._wait(generation, ready, timeout, "admission", lambda: self._needs(self._needed(chunk)))
+        return self._ticket()
+
+    async def admit_validation(self, generation: int, version: int, timeout: float) -> Ticket:
+        """Wait for exactly `version`.
+
+        Raises:
+            RuntimeError: a newer version is already current.
+        """
+        await self._wait(
+            generation, lambda: self.version >= version, timeout, "validation", lambda: self._needs(version)
+        )
+        if self.version != version:
+            raise RuntimeError(f"validation of policy version {version} came too late: version {self.version} is out")
+        return self._ticket()
+
+    async def pace(self, generation: int, chunk: int, lookahead: int, timeout: float) -> None:
+        """Hold the prompt source until chunk `chunk` is at most `lookahead` versions from admission."""
+
+        def ready() -> bool:
+            return self.base >= 0 and self.version + lookahead >= self._needed(chunk)
+
+        await self._wait(generation, ready, timeout, "pace", lambda: self._needs(self._needed(chunk) - lookahead))
+
+    async def drop(self, generation: int, groups: int) -> None:
+        """Report groups that will not be trained on; as many replacements are admitted."""
+        async with self._changed:
+            self._check(generation)
+            self.dropped_groups += groups
+            self._changed.notify_all()
+
+    # prompt positions: where a restarted source actor or a resumed run goes on
+
+    async def set_position(self, generation: int, iteration: int, position: Any) -> None:
+        """The prompts of `iteration` end at `position`."""
+        async with self._changed:
+            self._check(generation)
+            self._positions[iteration] = position
+            for old in [i for i in self._positions if i < self.version - 1]:
+                del self._positions[old]
+
+    async def position(self, generation: int, iteration: int) -> Any:
+        """Where the prompts of `iteration` ended.
+
+        Raises:
+            KeyError: the position is not known (any more).
+        """
+        self._check(generation)
+        if iteration == self.base:
+            return self._start
+        return self._positions[iteration]
+
+    async def end(self, generation: int, version: int) -> None:
+        """No prompt follows those that `version` generates."""
+        async with self._changed:
+            self._check(generation)
+            self._last_version = version
+
+    async def ended(self, generation: int) -> int | None:
+        """The last policy version that generates rows, once the prompts have ended."""
+        self._check(generation)
+        return self._last_version
+
+    # messages to the driver
+
+    async def post(self, generation: int, kind: str, payload: dict[str, Any]) -> None:
+        """Leave a message for the driver (`read`)."""
+        async with self._changed:
+            self._check(generation)
+            self._post(kind, **payload)
+
+    async def read(self, after: int, timeout: float) -> tuple[int, list[dict[str, Any]]]:
+        """Messages past number `after`, waiting up to `timeout` seconds for one. Messages read are forgotten."""
+        deadline = time.monotonic() + timeout
+        while self._event_count <= after and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._events = self._events[len(self._events) - max(0, self._event_count - after) :]
+        return self._event_count, list(self._events)
+
+    async def status(self) -> dict[str, Any]:
+        """What the run is doing: version, who waits for what, the last sign of life."""
+        return {
+            "generation": self.generation,
+            "version": self.version,
+            "waiting": dict(self._waiting),
+            "alive_s": time.monotonic() - self._alive_at,
+            "alive_by": self._alive_by,
+        }
+
+    async def stop(self) -> None:
+        """Ask the train loop to end after the iteration it is in."""
+        self.stopping = True
+
+    async def should_stop(self) -> bool:
+        return self.stopping
+
+    # inside
+
+    def _needed(self, chunk: int) -> int:
+        """Version that chunk `chunk` of this generation needs; -1 before `begin`."""
+        return -1 if self.base < 0 else self.base + self.admission.version_needed(chunk, self.dropped_groups)
+
+    def _needs(self, version: int) -> str:
+        missing = sorted(set(range(self._world_size)) - set(self._versions.get(version, _Version()).shards))
+        ranks = f"train rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "the train loop"
+        return f"policy version {version} from {ranks} (current is {self.version})"
+
+    def _ticket(self) -> Ticket:
+        shards = self._versions[self.version].shards
+        return Ticket(self.version, [shards[rank] for rank in sorted(shards)])
+
+    def _check(self, generation: int) -> None:
+        if generation != self.generation:
+            raise StaleGeneration(
+                f"generation {generation} of the stream has ended: the train workers restarted "
+                f"(now generation {self.generation})"
+            )
+
+    def _sign_of_life(self, party: str) -> None:
+        self._alive_at = time.monotonic()
+        self._alive_by = party
+        self._changed.notify_all()
+
+    def _post(self, kind: str, **payload: Any) -> None:
+        self._event_count += 1
+        self._events.append({"kind": kind, **payload})
+
+    async def _wait(
+        self, generation: int, ready: Callable[[], bool], timeout: float, phase: str, what: str | Callable[[], str]
+    ) -> None:
+        begun = time.monotonic()
+        self._waiting[phase] += 1
+        try:
+            async with self._changed:
+                while True:
+                    self._check(generation)
+                    if ready():
+                        return
+                    left = max(begun, self._alive_at) + timeout - time.monotonic()
+                    if left <= 0:
+                        waited_for = what if isinstance(what, str) else what()
+                        raise StoreTimeout(
+                            f"{phase}: waited {time.monotonic() - begun:.0f} s for {waited_for}; the last sign of life "
+                            f"came {time.monotonic() - self._alive_at:.0f} s ago from {self._alive_by}"
+                        )
+                    try:
+                        await asyncio.wait_for(self._changed.wait(), left)
+                    except TimeoutError:
+                        continue
+        finally:
+            self._waiting[phase] -= 1

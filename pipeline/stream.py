@@ -1,0 +1,103 @@
+"""The stream: every stage a row passes, in order.
+
+    pages ─► prompts ─► rollout ─► reward ─► validation ─► advantage ─► record ─► train workers
+                          ▲                  (ends here)                              │
+                          └───────────────────── policy store ◄───────────────────────┘
+
+One streaming execution serves the whole run, so engines start once and stay warm. Three rules keep it exact:
+
+- A block is a chunk. `batch_size=None` hands a stage whole blocks (a number would bundle several into one task, and a
+  strictly on-policy run would wait for a chunk that waits for it), and `repartition(strict=True)` cuts them exactly.
+- Every stage returns as many rows as it must: a failed row stays, with its error and a zero mask. Equal blocks in a
+  kept order are dealt to the train workers in turn, so each gets the same number of rows of every iteration.
+- Blocks are never shaped by size (`target_max_block_size=None`): a group that is split over two blocks has no mean.
+"""
+
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+import ray.data
+from ray.data import ActorPoolStrategy, DataContext, Dataset
+
+from pipeline.advantage.stage import Advantage
+from pipeline.config import Config
+from pipeline.prompts.stage import ANSWER_S, Prompts, Schedule
+from pipeline.reward.stage import Reward
+from pipeline.rollout.stage import Rollout, StorePolicy
+from pipeline.track.trajectories import Record
+
+SMALL = 0.1
+"""Ray CPUs of the stages that only shuffle Arrow buffers."""
+
+
+def build(config: Config, schedule: Schedule, store: Any, run_dir: str) -> Dataset:
+    """The stream of one generation. Ray Train calls this anew whenever its workers restart."""
+    # Ray Train builds the stream in its controller, which the driver's context does not reach.
+    context = DataContext.get_current()
+    context.target_max_block_size = None
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+
+    generation = ray.get(store.new_generation.remote(), timeout=ANSWER_S)
+    policy = StorePolicy(store, generation, config.trainer.deadlines.admission)
+    rollout = config.rollout
+    in_flight = rollout.chunks_in_flight or -(-schedule.chunks_per_iteration // rollout.num_engines)
+    engines = ActorPoolStrategy(
+        size=rollout.num_engines,
+        # Equal numbers: tasks in flight alone would wait in the actor's queue, one behind the other.
+        max_tasks_in_flight_per_actor=in_flight,
+        max_concurrent_calls_per_actor=in_flight,
+    )
+    one_by_one = ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1)
+    whole: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
+
+    advantage = Advantage(config.algorithm)
+    iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
+
+    stream = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
+    stream = stream.map_batches(
+        Prompts, fn_constructor_args=(config, schedule, store, generation), compute=one_by_one, num_cpus=SMALL, **whole
+    )
+    stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
+    stream = stream.map_batches(
+        Rollout,
+        fn_constructor_args=(config, policy),
+        compute=engines,
+        num_cpus=rollout.num_cpus,
+        num_gpus=rollout.num_gpus,
+        runtime_env={"env_vars": engine_env(config)},
+        **whole,
+    )
+    stream = stream.map_batches(Reward(config.reward), num_cpus=config.reward.num_cpus, **whole)
+    stream = stream.map_batches(Validation(run_dir, store, generation), num_cpus=SMALL, **whole)
+    if advantage.scope == "batch":
+        stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
+    stream = stream.map_batches(advantage, num_cpus=SMALL, **whole)
+    stream = stream.map_batches(Record(run_dir), num_cpus=SMALL, **whole)
+    return stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
+
+
+class Validation:
+    """Where validation rows leave the stream: recorded, and reported to the driver."""
+
+    COLUMNS = ("iteration", "data_source", "uid", "prompt", "response", "score", "reward_parts", "reward_error")
+
+    def __init__(self, run_dir: str, store: Any, generation: int):
+        self._record, self._store, self._generation = Record(run_dir), store, generation
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The training rows of `table`."""
+        validation = table.filter(pc.equal(table["split"], "val"))
+        if len(validation):
+            self._record(validation)
+            message = {"rows": validation.select(self.COLUMNS)}
+            ray.get(self._store.post.remote(self._generation, "validated", message), timeout=ANSWER_S)
+        return table.filter(pc.equal(table["split"], "train"))
+
+
+def engine_env(config: Config) -> dict[str, str]:
+    """Environment of an engine's process. Ray would give it one compute thread."""
+    threads = config.rollout.num_threads or max(1, round(config.rollout.num_cpus))
+    return {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}

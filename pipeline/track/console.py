@@ -1,0 +1,176 @@
+"""The run on the terminal: a live bar on a terminal, one plain line per iteration in a log, a table at the end.
+
+On a terminal the bar shares the screen with whatever else prints (Ray's worker output, warnings): rich catches
+`sys.stdout` and `sys.stderr` while the bar is alive and puts foreign lines above it. Elsewhere (CI, `ray job submit`)
+nothing is redrawn; the phases are printed until the first iteration, as engine start-up is the longest silence.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.track.history import REWARD, validation_scores
+
+THROUGHPUT = "perf/throughput"
+STEP = "timing_s/step"
+RECENT = 0.8
+
+
+class RunConsole:
+    """Progress of one run; methods may be called from several threads."""
+
+    def __init__(self, name: str, total_iterations: int | None, console: Console | None = None) -> None:
+        """
+        Args:
+            name: the run's name.
+            total_iterations: iterations in all, None when unknown.
+            console: where to print; standard output if None.
+        """
+        self._name = name
+        self._total = total_iterations
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._lock = threading.Lock()
+        self._began = self._last_at = time.monotonic()
+        self._first: int | None = None
+        self._iteration = 0
+        self._step_s: float | None = None
+        self._reward = self._validation = self._throughput = ""
+        self._status = "starting"
+
+    def start(self) -> None:
+        """Shows the bar (on a terminal)."""
+        self._began = self._last_at = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True)
+            self._live.start()
+
+    def status(self, text: str) -> None:
+        """What the run does or waits for now."""
+        with self._lock:
+            changed, self._status = text != self._status, text
+            plain = changed and self._live is None and self._first is None
+        if plain:
+            self._print(f"{self._name}: {text}")
+
+    def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Takes over one iteration's metrics."""
+        with self._lock:
+            now = time.monotonic()
+            # The time since the last iteration counts what a step's own clock leaves out, such as validation.
+            if self._first is None or iteration <= self._iteration:
+                self._step_s = metrics.get(STEP) if iteration > 0 else None
+                self._first = iteration if self._first is None else self._first
+            else:
+                took = (now - self._last_at) / (iteration - self._iteration)
+                self._step_s = took if self._step_s is None else RECENT * self._step_s + (1 - RECENT) * took
+            self._iteration, self._last_at = iteration, now
+            if REWARD in metrics:
+                self._reward = f"reward {metrics[REWARD]:.3f}"
+            scores = validation_scores(metrics)
+            if scores:
+                self._validation = f"validation {sum(scores.values()) / len(scores):.3f} (iteration {iteration})"
+            if THROUGHPUT in metrics:
+                self._throughput = f"{_number(metrics[THROUGHPUT])} tokens/s"
+            line = "  ".join([f"iteration {self._counter()}", *self._figures(), *self._times(now)])
+        if self._live is None:
+            self._print(line)
+
+    def stop(self) -> None:
+        """Takes the bar away; safe to call twice."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def summary(
+        self,
+        status: str,
+        records: Sequence[Mapping[str, Any]],
+        places: Mapping[str, str],
+        problems: Sequence[str] = (),
+    ) -> None:
+        """The last table.
+
+        Args:
+            status: how the run ended.
+            records: lines of `metrics.jsonl`.
+            places: what is where, or which command does what, in order.
+            problems: sentences on what went wrong beside the run.
+        """
+        rows = [*_outcome(records), *places.items()]
+        width = max((len(label) for label, _ in rows), default=0)
+        lines = [Text(""), Text(f"{self._name}: {status}", style="bold")]
+        lines += [Text.assemble((f"  {label:<{width}}  ", "bold"), text) for label, text in rows]
+        lines += [Text(f"  warning: {problem}", style="yellow") for problem in problems]
+        for line in lines:
+            # Commands and paths stay on one line however narrow the terminal, so that they can be copied.
+            self._console.print(line, soft_wrap=True)
+
+    def _render(self) -> Group:
+        with self._lock:
+            times = "  ".join(self._times(time.monotonic()))
+            figures = "  ".join(self._figures())
+            status = self._status
+            done, counter = self._iteration, self._counter()
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            Text(self._name, style="bold"),
+            ProgressBar(total=self._total, completed=done, width=30, pulse=self._total is None),
+            Text(counter),
+            Text(times, style="dim"),
+        )
+        parts = [bar, Text(figures)] if figures else [bar]
+        return Group(*parts, Text(status, style="dim", overflow="ellipsis", no_wrap=True))
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+        self._console.file.flush()
+
+    def _counter(self) -> str:
+        return f"{self._iteration}/{self._total}" if self._total is not None else str(self._iteration)
+
+    def _figures(self) -> list[str]:
+        pace = f"{self._step_s:.1f} s/iteration" if self._step_s is not None else ""
+        return [text for text in (self._reward, self._validation, self._throughput, pace) if text]
+
+    def _times(self, now: float) -> list[str]:
+        times = [f"elapsed {clock(now - self._began)}"]
+        if self._total is not None and self._step_s is not None:
+            left = (self._total - self._iteration) * self._step_s - (now - self._last_at)
+            times.append(f"left {clock(max(0.0, left))}")
+        return times
+
+
+def clock(seconds: float) -> str:
+    """Seconds as `h:mm:ss`, or `m:ss` below an hour."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def _outcome(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    rows = []
+    validated = [(record["iteration"], validation_scores(record)) for record in records]
+    for source in sorted({source for _, scores in validated for source in scores}):
+        points = [(iteration, scores[source]) for iteration, scores in validated if source in scores]
+        (first, before), (last, after) = points[0], points[-1]
+        text = f"{before:.3f} (iteration {first})"
+        if len(points) > 1:
+            text = f"{before:.3f} → {after:.3f}  {after - before:+.3f}  (iteration {first} → {last})"
+        rows.append((f"validation {source}", text))
+    if records:
+        rows.append(("iterations", str(records[-1]["iteration"])))
+        rows.append(("wall time", clock(float(records[-1].get("elapsed_s") or 0.0))))
+    return rows
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else str(value)

@@ -1,0 +1,111 @@
+"""From the run's messages to its record: the driver reads the policy store's mailbox and tells the tracker.
+
+An iteration's metrics come from several parties: the train workers, the engines (when they loaded a version), the
+prompt source, the validation stage. `Follower` puts them together, one record per iteration, and nothing of Ray is in
+it: messages go in, calls of the tracker come out.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from pipeline.prompts.stage import Schedule
+from pipeline.track.metrics import reduce, validation_metrics
+
+SAMPLES_EVERY = 10
+
+
+class Record(Protocol):
+    """The part of `Tracker` that is used here."""
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None: ...
+
+    def samples(self, iteration: int, rows: list[dict[str, Any]]) -> None: ...
+
+    def status(self, text: str) -> None: ...
+
+
+class Follower:
+    """Turns messages into records.
+
+    Args:
+        tracker: where records go.
+        schedule: which versions are validated.
+        val_n: responses per validation prompt.
+        log_samples: rows of a table of samples.
+        train_samples: `(iteration, count)` to sample trajectories of an iteration.
+    """
+
+    def __init__(
+        self,
+        tracker: Record,
+        schedule: Schedule,
+        val_n: int,
+        log_samples: int,
+        train_samples: Callable[[int, int], list[dict[str, Any]]],
+    ):
+        self._tracker, self._schedule = tracker, schedule
+        self._val_n, self._log_samples, self._train_samples = val_n, log_samples, train_samples
+        self._records: dict[int, dict[str, float]] = {}
+        self._extra: dict[int, dict[str, float]] = defaultdict(dict)
+        self._expected: dict[int, int] = {}
+        self._chunks: dict[int, list[pa.Table]] = defaultdict(list)
+        self.done: dict[str, Any] | None = None
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """Take one message of the policy store."""
+        getattr(self, f"_{message['kind']}")(message)
+
+    def _prompts(self, message: dict[str, Any]) -> None:
+        self._extra[message["iteration"]] |= message["metrics"]
+
+    def _loaded(self, message: dict[str, Any]) -> None:
+        # Version v generates iteration v + 1; the slowest engine counts.
+        extra = self._extra[message["version"] + 1]
+        for name, key in (("timing_s/update_weights", "update_s"), ("timing_s/load_weights", "load_s")):
+            extra[name] = max(extra.get(name, 0.0), message[key])
+        extra["rollout/engines_loaded"] = extra.get("rollout/engines_loaded", 0) + 1
+        self._tracker.status(f"iteration {message['version'] + 1}: generating")
+
+    def _iteration(self, message: dict[str, Any]) -> None:
+        iteration = message["iteration"]
+        self._records[iteration] = self._extra.pop(iteration, {}) | message["metrics"]
+        if not self._awaits_validation(iteration):
+            self._log(iteration)
+        if self._log_samples and iteration % SAMPLES_EVERY == 0:
+            self._tracker.samples(iteration, self._train_samples(iteration, self._log_samples))
+
+    def _validation(self, message: dict[str, Any]) -> None:
+        self._expected[message["version"]] = message["prompts"] * self._val_n
+        self._tracker.status(f"validating policy version {message['version']}")
+
+    def _validated(self, message: dict[str, Any]) -> None:
+        table = message["rows"]
+        version = table["iteration"][0].as_py()
+        chunks = self._chunks[version]
+        chunks.append(table)
+        if sum(len(chunk) for chunk in chunks) < self._expected[version]:
+            return
+        rows = pa.concat_tables(self._chunks.pop(version))
+        del self._expected[version]
+        record = self._records.setdefault(version, {})
+        record |= reduce([validation_metrics(rows)])
+        self._log(version)
+        if self._log_samples:
+            self._tracker.samples(version, rows.slice(0, self._log_samples).to_pylist())
+
+    def _done(self, message: dict[str, Any]) -> None:
+        self.done = message
+        # A run that was stopped does not validate its last version.
+        for iteration in sorted(self._records):
+            self._log(iteration)
+
+    def _awaits_validation(self, version: int) -> bool:
+        return version in self._expected or self._schedule.validates(version, version == self._schedule.iterations)
+
+    def _log(self, iteration: int) -> None:
+        self._tracker.log(iteration, self._records[iteration])
+        for logged in [i for i in self._records if i < iteration]:
+            del self._records[logged]

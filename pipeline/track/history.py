@@ -1,0 +1,178 @@
+"""`metrics.jsonl`: one JSON object per iteration, the run's own record.
+
+1. The file alone tells the run: plot, summary and every tracker can be made again from it.
+2. A line is `{"iteration": k, "time": Unix seconds, "elapsed_s": seconds the run has worked, pauses between resumes
+   left out, ...metrics}`. NaN and infinity, which JSON has no words for, become null.
+3. Iterations rise strictly. When one comes again (a resumed run, restarted train workers), it and all later lines are
+   dropped first, for the policy they speak of is gone.
+4. A line is one write and is synced to disk. What a kill or a full disk leaves half written is skipped by
+   `read_history` and removed at the next start.
+"""
+
+import json
+import math
+import numbers
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+REWARD = "critic/score/mean"
+VALIDATION = re.compile(r"^val-core/(?P<source>.+)/[^/]+/mean@\d+$")
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` in order, an unfinished last line left out; empty when there is no file.
+
+    Raises:
+        ValueError: a line before the last is not a JSON object with an `iteration`.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line to go on") from error
+        if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+            raise ValueError(f"{path}, line {number} is no object with an `iteration`; remove that line to go on")
+        records.append(record)
+    return records
+
+
+def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Validation score (`val-core/SOURCE/.../mean@N`) per data source; empty for an iteration without validation.
+
+    Where a source has several such metrics, the one of the most samples counts.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for name, value in metrics.items():
+        match = VALIDATION.match(name)
+        if match is None or value is None:
+            continue
+        samples = int(name.rpartition("@")[2])
+        if samples > found.get(match["source"], (0, 0.0))[0]:
+            found[match["source"]] = (samples, float(value))
+    return {source: value for source, (_, value) in sorted(found.items())}
+
+
+def plain_number(value: SupportsFloat) -> float | int:
+    """A Python number from a Python, numpy or one-element torch one.
+
+    Raises:
+        TypeError, ValueError: `value` is not one number.
+    """
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+class History:
+    """Writer of one run's `metrics.jsonl`."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """Opens the history at `path`; without `resume` an older one is emptied.
+
+        Raises:
+            ValueError: the file to be continued is damaged before its last line.
+            OSError: the file cannot be written.
+        """
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        self.records: list[dict[str, Any]] = read_history(path) if resume else []
+        self._rewrite()
+        self._earlier_s = float(self.records[-1].get("elapsed_s") or 0.0) if self.records else 0.0
+        self._began = time.monotonic()
+
+    def append(self, iteration: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
+        """Adds one iteration and returns its record.
+
+        Raises:
+            ValueError: a metric is named like one of the record's own keys, or is not a number.
+            OSError: the disk is full or the file not writable; earlier lines stay whole.
+        """
+        record: dict[str, Any] = {
+            "iteration": int(iteration),
+            "time": round(time.time(), 3),
+            "elapsed_s": round(self._earlier_s + time.monotonic() - self._began, 3),
+        }
+        for name, value in metrics.items():
+            if name in record:
+                raise ValueError(f"metric {name!r} has the name of a key that every line of {self.path} has already")
+            try:
+                record[name] = plain_number(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"metric {name!r} of iteration {iteration} is not a number: {value!r}") from error
+        if self.records and self.records[-1]["iteration"] >= iteration:
+            self.records = [earlier for earlier in self.records if earlier["iteration"] < iteration]
+            self._rewrite()
+        self._write_line(record)
+        self.records.append(record)
+        return record
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        try:
+            # Unbuffered, so that the line is one write and a kill leaves all of it or nothing.
+            with open(self.path, "ab", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                line = _line(record)
+                try:
+                    written = file.write(line)
+                    if written != len(line):
+                        raise OSError(28, "No space left on device")
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(end)
+                    raise
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def _rewrite(self) -> None:
+        try:
+            write_atomically(self.path, b"".join(_line(record) for record in self.records))
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Puts `content` at `path` so that a reader sees the old file or the new one, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Iterations that have metric `name`, and its values."""
+    pairs = [(record["iteration"], float(record[name])) for record in records if record.get(name) is not None]
+    return [iteration for iteration, _ in pairs], [value for _, value in pairs]
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+def _cannot_write(path: Path, error: OSError) -> OSError:
+    why = error.strerror or str(error)
+    remedy = "free space there or choose another folder with `trainer.default_local_dir`"
+    return OSError(error.errno or 5, f"the metrics cannot be written to {path} ({why}); {remedy}")

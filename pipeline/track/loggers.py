@@ -1,0 +1,181 @@
+"""Where metrics go besides `metrics.jsonl`: what a logger is, which there are, wandb and TensorBoard.
+
+A logger's methods run in its sender's thread, never in the run's. They raise when the tracker does not answer (they
+are then called again with the same arguments) and `Rejected` when it can never take the record.
+"""
+
+import difflib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.track.provenance import flattened, git_commit, masked, versions
+
+PACKAGES = {
+    "console": ("rich", "pip install rich"),
+    "mlflow": ("mlflow", "pip install mlflow"),
+    "wandb": ("wandb", "pip install 'slipstream-rl[wandb]'"),
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
+}
+
+
+class Logger(Protocol):
+    """One tracker."""
+
+    def start(self) -> None:
+        """Opens or, on resume, continues the run at the tracker."""
+
+    def log(self, iteration: int, time: float, metrics: Mapping[str, float]) -> None:
+        """Metrics of one iteration; `time` is Unix seconds."""
+
+    def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of sample trajectories."""
+
+    def image(self, path: Path) -> None:
+        """The picture at `path`, shown under its file name; an older one of that name is replaced."""
+
+    def finish(self, status: str) -> None:
+        """Ends the run as `finished`, `interrupted` or `failed`."""
+
+    def where(self) -> str:
+        """How a person looks at it: a command or an address. Answers at once."""
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Refuses loggers that cannot work, before anything is started.
+
+    Raises:
+        ValueError: an unknown name; the message offers the nearest valid one.
+        ImportError: the logger's package is not installed; the message has the command.
+    """
+    for name in names:
+        if name not in PACKAGES:
+            nearest = difflib.get_close_matches(str(name), PACKAGES, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"trainer.logger has {name!r}, which is no logger; did you mean {nearest!r}? "
+                f"There are {', '.join(PACKAGES)}."
+            )
+        package, command = PACKAGES[name]
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(
+                f"trainer.logger has {name!r}, but the package {package} is not installed; "
+                f"run `{command}` or take {name!r} out of trainer.logger"
+            )
+
+
+class TensorBoardLogger:
+    """Event files in `runs/NAME/tensorboard`."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> None:
+        self._folder = run_dir / "tensorboard"
+        self._config = config
+        self._resume = resume
+        self._writer: Any = None
+        self._last = -1
+
+    def start(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._resume:
+            for old in self._folder.glob("events.out.tfevents.*"):
+                old.unlink()
+
+    def log(self, iteration: int, time: float, metrics: Mapping[str, float]) -> None:
+        writer = self._open(iteration)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, global_step=iteration, walltime=time)
+        writer.flush()
+
+    def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = "\n\n".join("\n".join(f"    {key}: {value}" for key, value in row.items()) for row in rows)
+        self._open(None).add_text("samples", text, global_step=iteration)
+
+    def image(self, path: Path) -> None:
+        """TensorBoard draws its own curves; the picture stays in the run's folder."""
+
+    def finish(self, status: str) -> None:
+        self._open(None).add_text("status", status)
+        self._writer.close()
+
+    def where(self) -> str:
+        return f"tensorboard --logdir {shown(self._folder)}"
+
+    def _open(self, iteration: int | None) -> Any:
+        """The writer; one that is told an iteration at or before the last hides what is purged from it on."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        again = iteration is not None and self._writer is not None and iteration <= self._last
+        if self._writer is None or again:
+            if self._writer is not None:
+                self._writer.close()
+            purge = iteration if again or self._resume else None
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge)
+            if not again:
+                settings = "\n".join(f"    {key}: {value}" for key, value in flattened(masked(self._config)).items())
+                self._writer.add_text("config", settings)
+        if iteration is not None:
+            self._last = iteration
+        return self._writer
+
+
+class WandbLogger:
+    """Weights & Biases; `WANDB_*` variables (`WANDB_MODE`, `WANDB_BASE_URL`, ...) work as usual."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], project: str, name: str, *, resume: bool) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._project = project
+        self._name = name
+        self._id_file = run_dir / "wandb_run_id"
+        self._resume = resume
+        self._run: Any = None
+
+    def start(self) -> None:
+        import wandb
+
+        known = self._id_file.read_text().strip() if self._resume and self._id_file.exists() else None
+        self._run = wandb.init(
+            project=self._project,
+            name=self._name,
+            id=known,
+            resume="allow" if known else None,
+            dir=str(self._run_dir),
+            config=masked(self._config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._id_file.write_text(f"{self._run.id}\n")
+        # wandb's own step cannot go back, an iteration can when a run resumes.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+        commit = git_commit()
+        facts = {"versions": versions(), "git_commit": commit[0] if commit else None}
+        self._run.config.update({"provenance": facts}, allow_val_change=True)
+
+    def log(self, iteration: int, time: float, metrics: Mapping[str, float]) -> None:
+        self._run.log({"iteration": iteration, **metrics})
+
+    def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        columns = list(rows[0])
+        table = wandb.Table(columns=columns, data=[[row.get(column) for column in columns] for row in rows])
+        self._run.log({"iteration": iteration, "samples": table})
+
+    def image(self, path: Path) -> None:
+        import wandb
+
+        self._run.log({path.stem: wandb.Image(str(path))})
+
+    def finish(self, status: str) -> None:
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+    def where(self) -> str:
+        return str(getattr(self._run, "url", None) or f"wandb sync {shown(self._run_dir / 'wandb')}/*run-*")
+
+
+def shown(path: Path) -> str:
+    """`path` as a person types it: relative when it lies below the current folder."""
+    path = path.absolute()
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

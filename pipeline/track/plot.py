@@ -1,0 +1,138 @@
+"""The learning curve as a picture, drawn from `metrics.jsonl` alone.
+
+Large panel: validation score per data source (points and line) and training reward (thin as measured, thick
+smoothed) over iterations, with the minutes of work on the upper axis. Small panels: response length, and the gap
+between engine and trainer log-probs. Drawn without pyplot, whose global state is not safe in a background thread.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.track.history import REWARD, column, read_history, validation_scores, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LENGTH = "response_length/mean"
+GAPS = {"largest": "training/rollout_log_probs_diff_max", "mean": "training/rollout_log_probs_diff_mean"}
+SMOOTHED = 0.1
+COLOURS = ("#c2410c", "#0f766e", "#7c3aed", "#b91c1c", "#4d7c0f", "#0369a1")
+
+
+def learning_curve(metrics_jsonl: Path, out: Path, title: str) -> bool:
+    """Draws the run's curve into the PNG `out`, replacing an older one in one step.
+
+    Returns:
+        False when there is no iteration to draw yet; `out` is then left alone.
+
+    Raises:
+        ValueError: `metrics_jsonl` is damaged.
+        OSError: `out` cannot be written.
+    """
+    records = read_history(metrics_jsonl)
+    if not records:
+        return False
+    image = io.BytesIO()
+    draw(records, title).savefig(image, format="png", dpi=130)
+    write_atomically(out, image.getvalue())
+    return True
+
+
+def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
+    """The figure of `records` (lines of `metrics.jsonl` in order)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(2.6, 1))
+    scores = figure.add_subplot(grid[0, :])
+    _draw_scores(scores, records)
+    figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
+    _draw_small(figure.add_subplot(grid[1, 0], sharex=scores), records, {"mean": LENGTH}, "response length (tokens)")
+    panel = figure.add_subplot(grid[1, 1], sharex=scores)
+    _draw_small(panel, records, GAPS, "log-prob gap, engine to trainer")
+    if any(value > 0 for name in GAPS.values() for value in column(records, name)[1]):
+        panel.set_yscale("log")
+    return figure
+
+
+def smoothed(values: Sequence[float], share: float = SMOOTHED) -> list[float]:
+    """Exponential moving average without a bias to the first value; its span is `share` of the points, at least 10."""
+    keep = 1 - 2 / (max(10.0, share * len(values)) + 1)
+    total = weight = 0.0
+    result = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        result.append(total / weight)
+    return result
+
+
+def _draw_scores(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
+    iterations, rewards = column(records, REWARD)
+    if rewards:
+        axes.plot(iterations, rewards, color="#94a3b8", linewidth=0.7, alpha=0.7, gid="reward")
+        label = "training reward (smoothed)"
+        axes.plot(iterations, smoothed(rewards), color="#475569", linewidth=2, label=label, gid="reward smoothed")
+    validated = [(record["iteration"], validation_scores(record)) for record in records]
+    sources = sorted({source for _, scores in validated for source in scores})
+    for number, source in enumerate(sources):
+        points = [(iteration, scores[source]) for iteration, scores in validated if source in scores]
+        label = f"validation {source}: {' → '.join(f'{score:.3f}' for _, score in (points[0], *points[1:][-1:]))}"
+        axes.plot(
+            [iteration for iteration, _ in points],
+            [score for _, score in points],
+            color=COLOURS[number % len(COLOURS)],
+            linewidth=2.2,
+            marker="o",
+            markersize=6,
+            label=label,
+            gid=f"validation {source}",
+        )
+    first, last = records[0]["iteration"], records[-1]["iteration"]
+    margin = max(0.5, 0.02 * (last - first))
+    axes.set_xlim(first - margin, last + margin)
+    axes.set_xlabel("iteration", fontsize=11)
+    axes.set_ylabel("score", fontsize=11)
+    _style(axes)
+    if axes.lines:
+        axes.legend(loc="best", fontsize=11, framealpha=0.9)
+    _minutes_above(axes, records)
+
+
+def _minutes_above(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
+    import numpy as np
+    from matplotlib.ticker import MaxNLocator
+
+    iterations, seconds = column(records, "elapsed_s")
+    if len(iterations) < 2 or seconds[-1] <= seconds[0]:
+        return
+    minutes = [second / 60 for second in seconds]
+    ticks = [tick for tick in MaxNLocator(nbins=8).tick_values(minutes[0], minutes[-1]) if tick <= minutes[-1]]
+    ticks = [float(tick) for tick in ticks if tick >= minutes[0]]
+    above = axes.twiny()
+    above.set_xlim(axes.get_xlim())
+    above.set_xticks(np.interp(ticks, minutes, iterations).tolist(), [f"{tick:g}" for tick in ticks])
+    above.set_xlabel("minutes", fontsize=11)
+    above.spines[["right", "left", "bottom"]].set_visible(False)
+    above.tick_params(labelsize=10, colors="#475569")
+
+
+def _draw_small(axes: "Axes", records: Sequence[dict[str, Any]], metrics: dict[str, str], title: str) -> None:
+    for number, (label, name) in enumerate(metrics.items()):
+        iterations, values = column(records, name)
+        axes.plot(iterations, values, color=COLOURS[number + 1], linewidth=1.3, label=label, gid=name)
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_xlabel("iteration", fontsize=10)
+    if len(metrics) > 1:
+        axes.margins(y=0.3)
+        axes.legend(fontsize=9, loc="upper left", ncols=len(metrics), frameon=False)
+    _style(axes)
+
+
+def _style(axes: "Axes") -> None:
+    axes.grid(color="#e2e8f0", linewidth=0.8)
+    axes.spines[["right", "top"]].set_visible(False)
+    axes.tick_params(labelsize=10)
+    axes.locator_params(axis="x", integer=True)

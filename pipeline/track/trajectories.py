@@ -1,0 +1,163 @@
+"""Every trajectory as parquet under the run's folder, partitioned by iteration.
+
+`trajectories/iteration=NNNNNN/chunk-CCCCCC.parquet` holds the training rows of one chunk, `validation/...` those of
+one chunk of validation rows. A chunk's file name follows from its rows alone, so a chunk that Ray Data computes again
+replaces its own file; a file is written aside and renamed, so a reader never sees half of one. The column `iteration`
+stands in the folder's name and not in the file, as readers of partitioned data (pandas, pyarrow, DuckDB, polars)
+expect: with both they refuse the folder for its two types.
+"""
+
+import hashlib
+import os
+import uuid
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+FOLDERS = {"train": "trajectories", "val": "validation"}
+
+
+class Record:
+    """Map stage that writes the rows it sees and hands them on unchanged.
+
+    It must stand where a table holds whole chunks. With engines on several machines `run_dir` is a folder they share
+    or a URL (`s3://`, `gs://`, `hdfs://`, ...).
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        """
+        Raises:
+            ValueError: `run_dir` is a relative path (a worker's current folder is not the driver's), or a URL of a
+                file system that pyarrow does not know.
+        """
+        if "://" not in run_dir and not os.path.isabs(run_dir):
+            raise ValueError(f"the run's folder {run_dir!r} is relative; workers need an absolute path or a URL")
+        self._filesystem, self._root = _filesystem(run_dir)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Writes `table`, one file per split, iteration and chunk in it.
+
+        Raises:
+            ValueError: a row's `split` is neither `train` nor `val`.
+            OSError: a file cannot be written; the message names it.
+        """
+        keys = pa.table({name: table.column(name) for name in ("split", "iteration", "chunk")})
+        parts = keys.group_by(["split", "iteration", "chunk"]).aggregate([]).to_pylist()
+        for part in parts:
+            rows = table if len(parts) == 1 else table.filter(_mask(table, part))
+            folder = _folder(self._root, part["split"], part["iteration"])
+            path = f"{folder}/{_file_name(rows, part['chunk'])}"
+            try:
+                self._write(folder, path, rows.drop_columns(["iteration"]))
+            except OSError as error:
+                raise OSError(
+                    error.errno or 5,
+                    f"the trajectories of iteration {part['iteration']} cannot be written to {path} "
+                    f"({error.strerror or error}); free space there, allow writing, or choose another folder with "
+                    "`trainer.default_local_dir`",
+                ) from error
+        return table
+
+    def _write(self, folder: str, path: str, rows: pa.Table) -> None:
+        # The bytes are complete before a file is opened: closing a half-written stream of an object store would
+        # otherwise publish it.
+        content = pa.BufferOutputStream()
+        pq.write_table(rows, content, compression="zstd")
+        aside = f"{folder}/.{uuid.uuid4().hex}.tmp"
+        self._filesystem.create_dir(folder, recursive=True)
+        try:
+            with self._filesystem.open_output_stream(aside) as stream:
+                stream.write(content.getvalue())
+            self._filesystem.move(aside, path)
+        except OSError:
+            if self._filesystem.get_file_info(aside).type != pafs.FileType.NotFound:
+                self._filesystem.delete_file(aside)
+            raise
+
+
+def read_trajectories(run_dir: str, iteration: int, split: str = "train") -> pa.Table:
+    """Rows of one iteration in the order of their chunks, `iteration` put back in.
+
+    Args:
+        run_dir: the run's folder or URL.
+        iteration: which; with `split="val"` the policy version that was validated.
+        split: `train` or `val`.
+
+    Raises:
+        ValueError: `split` is neither, or the file system of a URL is unknown.
+        FileNotFoundError: nothing was recorded of that iteration.
+    """
+    filesystem, root = _filesystem(run_dir)
+    folder = _folder(root, split, iteration)
+    selector = pafs.FileSelector(folder, allow_not_found=True)
+    names = sorted(info.path for info in filesystem.get_file_info(selector) if info.base_name.endswith(".parquet"))
+    if not names:
+        have = [number for number, _ in _iterations(filesystem, root, split)]
+        range_ = f"iterations {have[0]} to {have[-1]} are there" if have else "there are none at all"
+        raise FileNotFoundError(2, f"no {split} trajectories of iteration {iteration} in {folder}; {range_}")
+    table = pa.concat_tables([pq.read_table(name, filesystem=filesystem, partitioning=None) for name in names])
+    place = table.schema.get_field_index("chunk") + 1
+    return table.add_column(place, "iteration", pa.array([iteration] * len(table), pa.int64()))
+
+
+def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
+    """Removes training rows of `iteration` and later ones and validation rows of versions after `iteration - 1`.
+
+    Called before a run resumes at `iteration`: chunks are numbered anew from there, so files of the abandoned try
+    would stand beside the new ones.
+
+    Returns:
+        The iterations whose training rows were removed.
+    """
+    filesystem, root = _filesystem(run_dir)
+    removed = []
+    for split in FOLDERS:
+        for number, path in _iterations(filesystem, root, split):
+            if number >= iteration:
+                filesystem.delete_dir(path)
+                if split == "train":
+                    removed.append(number)
+    return removed
+
+
+def _filesystem(run_dir: str) -> tuple[pafs.FileSystem, str]:
+    if "://" not in run_dir:
+        return pafs.LocalFileSystem(), os.path.abspath(run_dir)
+    try:
+        filesystem, root = pafs.FileSystem.from_uri(run_dir)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"the run's folder {run_dir!r} is on no file system that pyarrow knows: {error}") from error
+    return filesystem, root.rstrip("/")
+
+
+def _folder(root: str, split: str, iteration: int) -> str:
+    if split not in FOLDERS:
+        raise ValueError(f"split {split!r} of iteration {iteration} is neither `train` nor `val`")
+    return f"{root}/{FOLDERS[split]}/iteration={iteration:06d}"
+
+
+def _file_name(rows: pa.Table, chunk: int) -> str:
+    if chunk >= 0:
+        return f"chunk-{chunk:06d}.parquet"
+    # Validation chunks have no number: the first row's place keeps files in order, its group keeps them apart.
+    group = hashlib.blake2b(str(rows["uid"][0]).encode(), digest_size=4).hexdigest()
+    return f"chunk-{rows['offset'][0].as_py():06d}-{group}.parquet"
+
+
+def _mask(table: pa.Table, part: dict) -> pa.ChunkedArray:
+    mask = pc.equal(table["split"], part["split"])
+    for name in ("iteration", "chunk"):
+        mask = pc.and_(mask, pc.equal(table[name], part[name]))
+    return mask
+
+
+def _iterations(filesystem: pafs.FileSystem, root: str, split: str) -> list[tuple[int, str]]:
+    selector = pafs.FileSelector(f"{root}/{FOLDERS[split]}", allow_not_found=True)
+    found = []
+    for info in filesystem.get_file_info(selector):
+        name, _, number = info.base_name.partition("=")
+        if info.type == pafs.FileType.Directory and name == "iteration" and number.isdigit():
+            found.append((int(number), info.path))
+    return sorted(found)

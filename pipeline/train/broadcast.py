@@ -1,0 +1,85 @@
+"""The trainer's side of a weight update: own shards into the object store, refs to the policy store.
+
+Every rank copies the rows it holds of each parameter into a few large byte buffers and puts those; nothing is gathered
+between ranks. Buckets are cut by the parameters' whole sizes, so every rank has the same parameters in the same bucket
+and an engine can load bucket by bucket (`pipeline/rollout/weights.py`).
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard as Sharded
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from pipeline.rollout.weights import Piece, Shard
+
+
+def rows_of(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a parameter and the number of its first row; an unsharded one belongs to rank 0 alone.
+
+    Raises:
+        ValueError: the parameter is sharded along another dimension than the first.
+    """
+    if not isinstance(parameter, DTensor):
+        return (parameter if rank == 0 else parameter[:0] if parameter.dim() else parameter.new_empty(0)), 0
+    if any(isinstance(p, Sharded) and p.dim != 0 for p in parameter.placements):
+        raise ValueError(f"a parameter is sharded as {parameter.placements}; only rows (Shard(0)) can be broadcast")
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), offset[0] if offset else 0
+
+
+def buckets(model: nn.Module, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Parameters in order, in groups of at most `limit` bytes as `dtype`; a larger one is a group of its own."""
+    group: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in model.named_parameters():
+        nbytes = parameter.numel() * dtype.itemsize
+        if group and size + nbytes > limit:
+            yield group
+            group, size = [], 0
+        group.append((name, parameter))
+        size += nbytes
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def pack(
+    model: nn.Module,
+    rank: int,
+    dtype: torch.dtype,
+    limit: int,
+    put: Callable[[Any], Any],
+    rename: Callable[[str], str] = str,
+) -> Shard:
+    """This rank's part of the current weights.
+
+    Args:
+        model: sharded along dimension 0, or not at all.
+        rank: rank of this process.
+        dtype: type the weights travel in; the engine's.
+        limit: bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
+        put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
+        rename: turns a parameter's name into the engine's.
+    """
+    shard = Shard(rank, [], [], [])
+    for number, group in enumerate(buckets(model, dtype, limit)):
+        local = [(name, parameter, *rows_of(parameter, rank)) for name, parameter in group]
+        buffer = torch.empty(sum(rows.numel() for _, _, rows, _ in local) * dtype.itemsize, dtype=torch.uint8)
+        offset = 0
+        for name, parameter, rows, start in local:
+            nbytes = rows.numel() * dtype.itemsize
+            buffer[offset : offset + nbytes].view(dtype).copy_(rows.reshape(-1))
+            if nbytes:
+                stop = start + (rows.shape[0] if rows.dim() else 1)
+                shape = tuple(parameter.shape)
+                piece = Piece(rename(name), str(dtype).removeprefix("torch."), shape, start, stop, number, offset, nbytes)
+                shard.pieces.append(piece)
+            offset += nbytes
+        data = buffer.numpy()
+        shard.checksums.append(zlib.crc32(data))
+        shard.buckets.append(put(data))
+    return shard

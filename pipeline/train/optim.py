@@ -1,0 +1,69 @@
+"""AdamW and its learning-rate schedules.
+
+Weight decay applies to matrices alone: vectors (norms, biases) have no scale that decay should pull on.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from pipeline.train.config import OptimConfig
+
+# Share of the way from the peak to the floor, over the progress of the decay from 0 to 1.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 0.0,
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+    "linear": lambda progress: progress,
+}
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of `model`, decaying those with two or more dimensions.
+
+    Call it after sharding. Raises ValueError where a number is out of range.
+    """
+    if config.lr < 0:
+        raise ValueError(f"optim.lr={config.lr} is negative; give a learning rate of 0 or more.")
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        raise ValueError(f"optim.betas={list(config.betas)} must be two numbers from 0 to below 1.")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
+    """Linear warm-up from `lr / warmup` to `lr`, then the schedule down to `lr * min_lr_ratio` at the last step.
+
+    Args:
+        optimizer: from `build_optimizer`.
+        config: `lr_warmup_steps`, or where it is negative `lr_warmup_steps_ratio` of `total_steps`.
+        total_steps: optimiser steps of the whole run; `step()` is called once after each.
+
+    Raises:
+        ValueError: the schedule is unknown or a ratio lies outside 0 to 1.
+    """
+    shape = SHAPES.get(config.lr_scheduler_type)
+    if shape is None:
+        known = ", ".join(SHAPES)
+        raise ValueError(f"optim.lr_scheduler_type={config.lr_scheduler_type} is unknown; use one of {known}.")
+    for key in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        if not 0 <= getattr(config, key) <= 1:
+            raise ValueError(f"optim.{key}={getattr(config, key)} must lie between 0 and 1.")
+    warmup = config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+        return 1 - (1 - config.min_lr_ratio) * shape(progress)
+
+    return LambdaLR(optimizer, factor)

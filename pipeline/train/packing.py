@@ -1,0 +1,291 @@
+"""Rows become micro-batches: which rows share a forward pass, and the tensors of that pass.
+
+Chosen, and why:
+
+1. Rows are grouped by length until the padded size, rows * longest row, reaches the token budget. Padding is small
+   because neighbours in length share a batch, and every model that `transformers` knows takes padded batches.
+2. Ranks must run equally many forward passes (each one gathers weights from all ranks), so a rank can be asked for an
+   exact number of parts; parts without rows become a batch of one token that trains nothing.
+3. The response tokens are flat, `[N]`, as the losses want them, and cut out of Arrow's own buffers with numpy: no
+   Python work per token.
+4. Attention follows from lengths. `ids != pad` would mask a pad token that the policy itself chose.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from pipeline.rows import flat
+
+
+@dataclass
+class Rows:
+    """Rows of an iteration on one rank, as flat numpy arrays; R rows with N response tokens in all."""
+
+    prompt_ids: np.ndarray
+    """int32, prompt tokens of all rows, one row after the other."""
+    prompt_offsets: np.ndarray
+    """[R + 1] int64, where each row's prompt begins in `prompt_ids`."""
+    response_ids: np.ndarray
+    """[N] int32."""
+    response_offsets: np.ndarray
+    """[R + 1] int64, where each row's response begins in the arrays of length N."""
+    mask: np.ndarray
+    """[N] float32, 1 where the policy chose the token and trains on it."""
+    rollout_log_probs: np.ndarray
+    """[N] float32, log-probs of the engine."""
+    old_log_probs: np.ndarray
+    """[N] float32, log-probs the ratio is taken against. Begins as a copy of the engine's; the trainer writes its own
+    here (`rows.old_log_probs[batch.flat] = ...`) when `actor.old_log_probs` is `recompute`."""
+    advantages: np.ndarray
+    """[N] float32."""
+    returns: np.ndarray
+    """[N] float32."""
+
+    @classmethod
+    def from_table(cls, table: pa.Table) -> "Rows":
+        """Flat views of a table of finished rows.
+
+        Raises:
+            ValueError: a list column has another length than `response_ids` in some row, an advantage that trains is
+                not finite, or a response stands after an empty prompt.
+        """
+        prompt_ids, prompt_offsets = flat(table, "prompt_ids")
+        response_ids, offsets = flat(table, "response_ids")
+        columns: dict[str, np.ndarray] = {}
+        for name in ("response_mask", "rollout_log_probs", "advantages", "returns"):
+            values, other = flat(table, name)
+            if not np.array_equal(offsets, other):
+                row = int(np.flatnonzero(np.diff(offsets) != np.diff(other))[0])
+                raise ValueError(
+                    f"row {row} (uid {_uid(table, row)}) has {np.diff(other)[row]} entries in {name!r} but "
+                    f"{np.diff(offsets)[row]} response tokens; there must be one entry per response token"
+                )
+            columns[name] = values.astype(np.float32)
+        bad = ~np.isfinite(columns["advantages"]) & (columns["response_mask"] > 0)
+        if bad.any():
+            row = int(np.searchsorted(offsets, np.flatnonzero(bad)[0], side="right")) - 1
+            raise ValueError(f"row {row} (uid {_uid(table, row)}) has an advantage that is not a finite number")
+        orphan = (np.diff(prompt_offsets) == 0) & (np.diff(offsets) > 0)
+        if orphan.any():
+            row = int(np.flatnonzero(orphan)[0])
+            raise ValueError(
+                f"row {row} (uid {_uid(table, row)}) has an empty prompt, and nothing predicts the first token of its "
+                "response; the chat template must produce at least one token"
+            )
+        return cls(
+            prompt_ids=prompt_ids,
+            prompt_offsets=prompt_offsets,
+            response_ids=response_ids,
+            response_offsets=offsets,
+            mask=columns["response_mask"],
+            rollout_log_probs=columns["rollout_log_probs"],
+            old_log_probs=columns["rollout_log_probs"].copy(),
+            advantages=columns["advantages"],
+            returns=columns["returns"],
+        )
+
+    def __len__(self) -> int:
+        return len(self.response_offsets) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompt + response tokens of each row."""
+        return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
+
+    def mask_counts(self, index: list[int]) -> tuple[int, int]:
+        """Tokens that train in these rows, and rows with at least one; summed over ranks they normalise the loss."""
+        totals = np.concatenate([[0], np.cumsum(self.mask > 0)])
+        per_row = np.diff(totals[self.response_offsets])[index]
+        return int(per_row.sum()), int((per_row > 0).sum())
+
+
+@dataclass
+class MicroBatch:
+    """Tensors of one forward pass: B rows of T positions, with N response tokens in S = B sequences."""
+
+    input_ids: Tensor
+    """[B, T] int64, prompt and response, padded on the right."""
+    lengths: Tensor
+    """[B] int64, tokens of each row that are not padding."""
+    select: Tensor
+    """[N] int64, index into the B * T positions of the one that predicts each response token (the one before it)."""
+    targets: Tensor
+    """[N] int64, the response tokens."""
+    segment: Tensor
+    """[N] int64, row of each response token, below `sequences`."""
+    mask: Tensor
+    """[N] float32."""
+    old_log_probs: Tensor
+    """[N] float32."""
+    rollout_log_probs: Tensor
+    """[N] float32."""
+    advantages: Tensor
+    """[N] float32."""
+    returns: Tensor
+    """[N] float32."""
+    flat: np.ndarray
+    """[N] int64, place of each response token in the arrays of `Rows`; stays on the CPU."""
+
+    @property
+    def sequences(self) -> int:
+        """S, the number of rows."""
+        return len(self.lengths)
+
+    def attention_mask(self) -> Tensor:
+        """[B, T] int64, 1 where the position holds a token."""
+        positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return (positions < self.lengths[:, None]).long()
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same batch with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()
+        }
+        return MicroBatch(**moved)
+
+
+def _uid(table: pa.Table, row: int) -> str:
+    return str(table["uid"][row].as_py()) if "uid" in table.column_names else "unknown"
+
+
+def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[sum(counts)] the integers start, start + 1, ... of each span, one span after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+
+
+def collate(rows: Rows, index: list[int], pad_token_id: int = 0) -> MicroBatch:
+    """The micro-batch of the rows `index`, in that order.
+
+    An empty `index` gives one row of one pad token and no response token (N = 0): its forward and backward pass keeps
+    this rank in step with the others and contributes exact zeros.
+    """
+    order = np.asarray(index, dtype=np.int64)
+    prompt_starts = rows.prompt_offsets[order]
+    prompt_counts = rows.prompt_offsets[order + 1] - prompt_starts
+    starts = rows.response_offsets[order]
+    counts = rows.response_offsets[order + 1] - starts
+    lengths = prompt_counts + counts
+    if not len(order):
+        lengths = np.ones(1, dtype=np.int64)
+    width = max(int(lengths.max()), 1)
+
+    row_starts = np.arange(len(order)) * width
+    taken = _spans(starts, counts)
+    places = _spans(row_starts + prompt_counts, counts)
+    targets = rows.response_ids[taken].astype(np.int64)
+    input_ids = np.full(len(lengths) * width, pad_token_id, dtype=np.int64)
+    input_ids[_spans(row_starts, prompt_counts)] = rows.prompt_ids[_spans(prompt_starts, prompt_counts)]
+    input_ids[places] = targets
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids.reshape(len(lengths), width)),
+        lengths=torch.from_numpy(lengths),
+        select=torch.from_numpy(places - 1),
+        targets=torch.from_numpy(targets),
+        segment=torch.from_numpy(np.repeat(np.arange(len(order)), counts)),
+        mask=torch.from_numpy(rows.mask[taken]),
+        old_log_probs=torch.from_numpy(rows.old_log_probs[taken]),
+        rollout_log_probs=torch.from_numpy(rows.rollout_log_probs[taken]),
+        advantages=torch.from_numpy(rows.advantages[taken]),
+        returns=torch.from_numpy(rows.returns[taken]),
+        flat=taken,
+    )
+
+
+def _fill(sorted_lengths: list[int], budget: int) -> list[int]:
+    """Sizes of the fewest batches that hold these lengths (longest first) within `budget` padded tokens each.
+
+    Filling each batch with the longest rows left is optimal: any batch that holds the longest row has room for equally
+    many, and taking longer ones leaves the shorter.
+    """
+    sizes: list[int] = []
+    row = 0
+    while row < len(sorted_lengths):
+        size = min(budget // sorted_lengths[row], len(sorted_lengths) - row)
+        sizes.append(size)
+        row += size
+    return sizes
+
+
+def _longest_first(lengths: list[int], max_tokens: int) -> list[int]:
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    if order and lengths[order[0]] > max_tokens:
+        longest = lengths[order[0]]
+        raise ValueError(
+            f"row {order[0]} has {longest} tokens (prompt + response), {longest - max_tokens} more than the "
+            f"{max_tokens} that one forward pass may hold; raise actor.ppo_max_token_len_per_gpu to at least {longest}"
+        )
+    return order
+
+
+def minimum_parts(lengths: list[int], max_tokens: int) -> int:
+    """Fewest micro-batches that hold rows of these lengths within `max_tokens` padded tokens each; 0 without rows.
+
+    Raises:
+        ValueError: a single row is longer than `max_tokens`.
+    """
+    order = _longest_first(lengths, max_tokens)
+    return len(_fill([max(lengths[row], 1) for row in order], max_tokens))
+
+
+def split_micro_batches(lengths: list[int], max_tokens: int, parts: int | None = None) -> list[list[int]]:
+    """Rows of each micro-batch: exactly `parts` of them, or the fewest possible when `parts` is None.
+
+    Every row is in one batch, every batch has rows * longest <= max_tokens, and the largest padded size is as small as
+    `parts` batches allow. No batch is empty as long as there are rows enough; with fewer rows than parts the last
+    batches are empty lists. The longest rows come first, so that memory runs out at once or never. The result depends
+    on the arguments alone.
+
+    Args:
+        lengths: prompt + response tokens of each row.
+        max_tokens: `actor.ppo_max_token_len_per_gpu`.
+        parts: number of micro-batches, at least `minimum_parts(lengths, max_tokens)`.
+
+    Raises:
+        ValueError: a single row is longer than `max_tokens`, or `parts` is below the minimum.
+    """
+    order = _longest_first(lengths, max_tokens)
+    ordered = [max(lengths[row], 1) for row in order]
+    fewest = len(_fill(ordered, max_tokens))
+    if parts is None:
+        parts = fewest
+    if parts < fewest:
+        raise ValueError(f"{len(lengths)} rows need at least {fewest} micro-batches, but {parts} were asked for")
+    if not order:
+        return [[] for _ in range(parts)]
+
+    low, high = ordered[0], max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(ordered, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    # (padded size, first, last + 1) of each batch; only those with rows to give away stay in the heap.
+    lone: list[tuple[int, int, int]] = []
+    heap: list[tuple[int, int, int]] = []
+
+    def place(start: int, stop: int) -> None:
+        batch = (-ordered[start] * (stop - start), start, stop)
+        if stop - start > 1:
+            heapq.heappush(heap, batch)
+        else:
+            lone.append(batch)
+
+    start = 0
+    for size in _fill(ordered, low):
+        place(start, start + size)
+        start += size
+    while len(lone) + len(heap) < min(parts, len(order)):
+        _, start, stop = heapq.heappop(heap)
+        middle = (start + stop) // 2
+        place(start, middle)
+        place(middle, stop)
+    filled = [order[start:stop] for _, start, stop in sorted(lone + heap, key=lambda batch: batch[1])]
+    return filled + [[] for _ in range(parts - len(filled))]

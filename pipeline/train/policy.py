@@ -1,0 +1,162 @@
+"""The policy: a causal language model that returns log-probs of chosen tokens.
+
+1. The decoder runs once on right-padded ids without an attention mask. Under causal attention a token sees only what
+   stands before it, and right padding stands after every real token: it can change nothing that is read. So no mask
+   can be wrong, whatever ids are sampled, and the fast causal kernels apply.
+2. Only the hidden states that predict a wanted token reach the head, in chunks whose logits are recomputed in the
+   backward pass: logits of the whole batch never exist.
+3. The head is used inside `Policy.forward`, because FSDP2 gathers the root's weights only there.
+4. Dropout is off: the ratio of two log-probs of one token must measure the policy, not the noise.
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from pipeline.train.config import ModelConfig
+from pipeline.train.fsdp import torch_dtype
+
+PREFIX = "lm."
+
+
+class Policy(nn.Module):
+    """A `transformers` causal language model with a log-prob head.
+
+    Args:
+        lm: model with a decoder (`get_decoder()`) and a linear head (`get_output_embeddings()`).
+
+    Raises:
+        ValueError: the model computes its logits in a way this head does not reproduce.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+        config = lm.config.get_text_config()
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        for module in lm.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            elif isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = 0.0
+        self._check_head()
+
+    @staticmethod
+    def hf_name(name: str) -> str:
+        """The model's own name of a parameter of this wrapper: the name in a Hugging Face checkpoint."""
+        return name.removeprefix(PREFIX)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        select: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        chunk_tokens: int = 1024,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of `targets` under the policy at `temperature`.
+
+        Args:
+            input_ids: [B, T] int64, padded on the right with any id.
+            select: [N] int64, flat positions in B*T whose next-token distribution is wanted: token t of row b is
+                predicted at `b * T + t - 1`.
+            targets: [N] int64, the token looked up in each distribution.
+            temperature: divides the logits; above 0.
+            chunk_tokens: positions whose logits exist at a time.
+            with_entropy: also compute the entropy of each distribution.
+
+        Returns:
+            log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
+        """
+        hidden = self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
+        hidden = hidden.flatten(0, 1).index_select(0, select)  # [N, H]
+        log_probs, entropies = [], []
+        # At least one chunk even for N = 0: the head stays in the graph, and so in the ranks' collectives.
+        for start in range(0, max(1, len(select)), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            log_prob, entropy = checkpoint(
+                self._head, hidden[part], targets[part], temperature, with_entropy, use_reentrant=False
+            )
+            log_probs.append(log_prob)
+            entropies.append(entropy)
+        return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] float32 of hidden states [N, H], as the model itself computes them."""
+        logits = self.lm.get_output_embeddings()(hidden) * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.float()
+
+    def _head(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        log_probs = torch.log_softmax(self._logits(hidden) / temperature, dim=-1)  # [N, V]
+        chosen = log_probs.gather(-1, targets[:, None]).squeeze(-1)
+        return chosen, -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare the head with the model's own on random hidden states: families scale or cap logits in many ways."""
+        head, decoder = self.lm.get_output_embeddings(), self.lm.get_decoder()
+        name = type(self.lm).__name__
+        if not isinstance(head, nn.Linear) or decoder is self.lm:
+            raise ValueError(f"{name} has no decoder with a linear head, so it cannot be trained as a policy.")
+        generator = torch.Generator().manual_seed(0)
+        hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
+        with patch.object(decoder, "forward", return_value=MoeModelOutputWithPast(last_hidden_state=hidden)):
+            theirs = self.lm(input_ids=torch.zeros(1, 4, dtype=torch.long, device=hidden.device)).logits[0].float()
+        ours = self._logits(hidden[0])
+        if ours.shape != theirs.shape or (ours - theirs).abs().max() > 0.02 * theirs.abs().max() + 1e-6:
+            raise ValueError(
+                f"{name} computes its logits in a way that is not supported: a linear head with "
+                "final_logit_softcapping, logit_scale or logits_scaling gives other numbers. Use another model."
+            )
+
+
+def load_policy(config: ModelConfig) -> Policy:
+    """Build the policy from `model.path` on the CPU.
+
+    Raises:
+        ValueError: no path, an incomplete model folder, weights missing in the checkpoint, or an unsupported model.
+    """
+    if not config.path:
+        raise ValueError("model.path is not set; give a Hugging Face model folder or hub name.")
+    folder = Path(config.path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model.path={folder} has no config.json; give a Hugging Face model folder.")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            raise ValueError(f"model.path={folder} has no weights (*.safetensors); give a complete model folder.")
+    elif folder.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
+        raise ValueError(f"model.path={folder} does not exist on this machine; give a model folder or hub name.")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            dtype=torch_dtype(config.dtype, "model.dtype"),
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise ValueError(f"model.path={config.path} cannot be loaded: {error}") from error
+    lm, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"model.path={config.path} lacks {len(missing)} weights, the first {missing[0]}, which would start at "
+            "random; give a complete checkpoint."
+        )
+    if config.enable_gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Policy(lm.train())

@@ -1,0 +1,172 @@
+"""The driver: everything that starts, in order, and what becomes of it.
+
+    check all that can be checked ─► Ray ─► policy store ─► TorchTrainer (train loop + stream) ─► follow ─► summary
+
+Training runs in a thread of its own; the main thread reads the run's messages and Ctrl-C. The first Ctrl-C lets the
+iteration in work end, saves and stops; the second one ends the run at once.
+"""
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from pipeline import stream
+from pipeline.config import Config, save_yaml
+from pipeline.plan import Plan
+from pipeline.prompts.stage import ANSWER_S, Schedule
+from pipeline.store import Admission, PolicyStore
+from pipeline.track.follow import Follower
+from pipeline.track.tracker import Tracker
+from pipeline.track.trajectories import read_trajectories
+from pipeline.train.loop import LoopSettings, train_loop
+
+ENV = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # Tokenizers are called from threads of many processes; their own threads would only warn and compete.
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+@dataclass
+class Outcome:
+    """How a run ended: `finished`, `interrupted` or `failed`, and why it failed."""
+
+    status: str
+    version: int
+    error: str | None = None
+
+
+def start_ray(config: Config) -> None:
+    """Join the cluster that `RAY_ADDRESS` names (as in `ray job submit`), else start Ray on this machine."""
+    trainer = config.trainer
+    env = {**ENV, **{name: str(value) for name, value in trainer.env_vars.items()}}
+    os.environ.update(env)
+    if not ray.is_initialized():
+        options: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": env}}
+        if not os.environ.get("RAY_ADDRESS"):
+            options |= {"num_cpus": trainer.ray_num_cpus, "include_dashboard": False}
+            if trainer.object_store_gb:
+                options["object_store_memory"] = int(trainer.object_store_gb * 2**30)
+        ray.init(**options)
+
+
+def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
+    """Train as `config` says; Ray is running and everything has been checked.
+
+    Args:
+        config: the resolved configuration; also written to the run's folder.
+        plan: what it amounts to, with the number of iterations.
+        tracker: takes the metrics; started, and finished by the caller.
+        run_dir: the run's folder.
+    """
+    assert plan.iterations is not None
+    trainer = config.trainer
+    save_yaml(config, run_dir / "config.yaml")
+    schedule = Schedule.of(config, plan.iterations)
+    admission = Admission(config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness)
+    # Many chunks wait inside the store at the same time, each in a call of its own.
+    store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=10_000).remote(admission)
+
+    def rollouts() -> ray.data.Dataset:
+        return stream.build(config, schedule, store, str(run_dir))
+
+    options = DataConfig.default_ingest_options()
+    options.preserve_order = True
+    torch_trainer = TorchTrainer(
+        train_loop,
+        train_loop_config={"settings": LoopSettings(config, schedule, store, str(run_dir))},
+        datasets={"rollouts": rollouts},
+        dataset_config=DataConfig(execution_options=options),
+        scaling_config=ScalingConfig(
+            num_workers=trainer.num_workers,
+            use_gpu=trainer.use_gpu,
+            resources_per_worker={"CPU": trainer.cpus_per_worker} | ({"GPU": 1} if trainer.use_gpu else {}),
+        ),
+        run_config=RunConfig(
+            name="checkpoints",
+            storage_path=str(run_dir),
+            failure_config=FailureConfig(max_failures=trainer.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=trainer.max_ckpt_to_keep),
+        ),
+    )
+    failure: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            torch_trainer.fit()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=fit, name="fit", daemon=True)
+    thread.start()
+    tracker.status("starting the engines and the train workers")
+    follower = Follower(
+        tracker,
+        schedule,
+        config.rollout.val_kwargs.n,
+        trainer.log_samples,
+        lambda iteration, count: read_trajectories(str(run_dir), iteration).slice(0, count).to_pylist(),
+    )
+    interrupted = _follow(store, follower, thread, tracker)
+    if failure:
+        return Outcome("failed", -1, sentence(failure[0]))
+    if follower.done is None:
+        return Outcome("interrupted" if interrupted else "failed", -1, "the train workers ended without a word")
+    return Outcome("interrupted" if follower.done["stopped"] else "finished", follower.done["version"])
+
+
+def _follow(store: Any, follower: Follower, thread: threading.Thread, tracker: Tracker) -> bool:
+    """Handle messages until training has ended; whether Ctrl-C was pressed."""
+    read, interrupted = 0, False
+    while True:
+        try:
+            alive = thread.is_alive()
+            try:
+                read, messages = ray.get(store.read.remote(read, 1.0), timeout=ANSWER_S)
+            except ray.exceptions.RayActorError:
+                thread.join(timeout=ANSWER_S)
+                return interrupted
+            for message in messages:
+                follower.handle(message)
+            # One more read after the end: the last messages came before it.
+            if not alive:
+                return interrupted
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            ray.get(store.stop.remote(), timeout=ANSWER_S)
+            tracker.status("stopping after this iteration; Ctrl-C again ends the run at once")
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong, without the stack of every process it passed through."""
+    seen: BaseException = error
+    while True:
+        inner = getattr(seen, "cause", None) or seen.__cause__
+        failures = getattr(seen, "worker_failures", None)
+        if failures:
+            inner = next(iter(failures.values()))
+        if not isinstance(inner, BaseException) or inner is seen:
+            break
+        seen = inner
+    lines = [line for line in str(seen).strip().splitlines() if line.strip()]
+    return f"{type(seen).__name__}: {lines[-1] if lines else ''}"
+
+
+def wait_until_gone(timeout: float = 10.0) -> None:
+    """Give Ray's processes a moment to end, so that the next run on this machine finds its memory free."""
+    deadline = time.monotonic() + timeout
+    ray.shutdown()
+    while ray.is_initialized() and time.monotonic() < deadline:
+        time.sleep(0.1)

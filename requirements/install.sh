@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Fill a virtual environment with the tested set: install.sh ACCELERATOR VENV [PYTHON]
+# A finished install leaves VENV/.installed-ACCELERATOR; whatever lacks it, or was made for the other kind of machine, is
+# made anew, so that an interrupted install cannot leave half a package behind.
+set -euo pipefail
+
+accelerator=$1 venv=$2 python=${3:-}
+here=$(cd "$(dirname "$0")" && pwd)
+lock=$here/$accelerator.lock
+stamp=$venv/.installed-$accelerator
+
+say() { echo "setup: $*" >&2; }
+
+fits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+if [ ! -f "$lock" ]; then
+    say "ACCELERATOR=$accelerator is not known; it must be cpu or gpu"
+    exit 1
+fi
+if [ -z "$python" ]; then
+    for candidate in python3 python3.11 python3.12 python3.13; do
+        if fits "$candidate"; then
+            python=$candidate
+            break
+        fi
+    done
+fi
+if [ -z "$python" ] || ! fits "$python"; then
+    say "Python 3.11 or later is needed; ${python:-python3} is $("${python:-python3}" --version 2>&1 || true). Install it and run make PYTHON=python3.11 ..."
+    exit 1
+fi
+
+if [ ! -f "$stamp" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+fi
+rm -f "$stamp"
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+pip() { "$venv/bin/python" -m pip --quiet --quiet "$@"; }
+
+# The CPU build of torch is on no ordinary index; where pip's own settings do not lead to it, PyTorch's index has it.
+torch=$(grep '^torch==' "$lock")
+say "installing $torch"
+if ! pip install --no-deps "$torch"; then
+    if [ "$accelerator" != cpu ]; then
+        exit 1
+    fi
+    say "pip finds no $torch; trying PyTorch's own index of CPU builds"
+    pip install --no-deps "$torch" --index-url https://download.pytorch.org/whl/cpu
+fi
+say "installing $(grep -c == "$lock") pinned packages of requirements/$accelerator.lock (minutes the first time)"
+pip install --no-deps -r "$lock"
+pip install --no-deps --no-build-isolation --editable "$here/.."
+"$venv/bin/python" -c 'from pipeline.versions import check_versions; check_versions()'
+touch "$stamp"
+say "done; activate it with: . $venv/bin/activate"

@@ -1,0 +1,51 @@
+"""Fixtures of all tests, and the marker `unit` for every test without another one."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before any import of the libraries that read them; Ray's worker processes inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("ray", "vllm", "slow")):
+            item.add_marker(pytest.mark.unit)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One local Ray for all tests that need it, told of more CPUs than the machine has: test stages mostly wait."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=1 << 30,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a two-layer Qwen2 with tied embeddings, random weights and a tokenizer trained on Countdown text."""
+    from jobs.tiny import build_model, build_tokenizer, countdown_texts
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tokenizer = build_tokenizer(countdown_texts(512, seed=0), vocab_size=320)
+    model = build_model(tokenizer, hidden=64, layers=2, heads=2, kv_heads=2, tie=True, seed=0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

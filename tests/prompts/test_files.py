@@ -1,0 +1,159 @@
+import pickle
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pytest
+
+from pipeline.prompts.files import Slice, data_sources, resolve
+
+KEY = "data.train_files"
+
+
+@pytest.fixture
+def three(write, tmp_path, prompt_row):
+    for number, name in enumerate(("b.parquet", "a.parquet", "deep/c.parquet")):
+        write([prompt_row(i, data_source=f"source{number}") for i in range(number + 1)], name)
+    (tmp_path / "_SUCCESS").touch()
+    write([prompt_row(0)], "_temporary/d.parquet")
+    return tmp_path
+
+
+def names(files):
+    return [Path(file.name).name for file in files]
+
+
+def test_file_folder_glob_url_and_list_become_ordered_files(three):
+    assert names(resolve(str(three), KEY)) == ["a.parquet", "b.parquet", "c.parquet"]
+    assert names(resolve(three / "b.parquet", KEY)) == ["b.parquet"]
+    assert names(resolve(f"{three}/?.parquet", KEY)) == ["a.parquet", "b.parquet"]
+    assert names(resolve(f"{three}/**/c.parquet", KEY)) == ["c.parquet"]
+    assert names(resolve(f"file://{three}/a.parquet", KEY)) == ["a.parquet"]
+    assert names(resolve([f"{three}/b.parquet", f"{three}/[a]*", f"{three}/b.parquet"], KEY)) == [
+        "b.parquet",
+        "a.parquet",
+        "b.parquet",
+    ]
+
+
+def test_a_name_with_wildcard_letters_is_taken_literally_when_it_exists(write, prompt_row):
+    path = write([prompt_row(0)], "data[1].parquet")
+    assert [file.name for file in resolve(path, KEY)] == [path]
+
+
+def test_relative_path(three, monkeypatch):
+    monkeypatch.chdir(three)
+    assert names(resolve("deep", KEY)) == ["c.parquet"]
+
+
+def test_fsspec_url(three):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(three / "a.parquet"), "/bucket/x/a.parquet")
+    memory.put(str(three / "b.parquet"), "/bucket/x/b.parquet")
+    try:
+        for url in ("memory://bucket/x", "memory://bucket/*/*.parquet"):
+            files = resolve(url, KEY)
+            assert names(files) == ["a.parquet", "b.parquet"]
+            assert files[0].name.startswith("memory://")
+            assert data_sources(files) == ["source0", "source1"]
+        with pytest.raises(FileNotFoundError, match=r"data\.train_files: memory://bucket/y does not exist"):
+            resolve("memory://bucket/y", KEY)
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
+def test_row_groups_come_from_the_footer_and_files_can_be_pickled(write, prompt_row):
+    path = write([prompt_row(i) for i in range(25)], row_group_rows=10)
+    (file,) = pickle.loads(pickle.dumps(resolve(path, KEY)))
+    assert file.row_groups == (10, 10, 5)
+    assert file.rows == 25
+    assert file.place(2, 3).row == 23
+    read = list(file.read([Slice(2, 0, 2), Slice(1, 8, 10), Slice(1, 3, 4)], ["extra_info"]))
+    assert [part for part, _ in read] == [Slice(1, 3, 4), Slice(1, 8, 10), Slice(2, 0, 2)]
+    assert [row["extra_info"]["index"] for _, batch in read for row in batch.to_pylist()] == [13, 18, 19, 20, 21]
+
+
+def test_data_sources(three, write, prompt_row):
+    assert data_sources(resolve(str(three), KEY)) == ["source0", "source1", "source2"]
+    path = write([prompt_row(i, data_source=None if i == 13 else "x") for i in range(20)], "null.parquet")
+    with pytest.raises(ValueError, match=r"null\.parquet, row 13 \(row group 1\): `data_source` is null"):
+        data_sources(resolve(path, KEY))
+
+
+def test_nothing_there(three):
+    with pytest.raises(FileNotFoundError, match=r"data\.train_files: .*/aa\.parquet does not exist .*'a\.parquet'"):
+        resolve(f"{three}/aa.parquet", KEY)
+    with pytest.raises(FileNotFoundError, match=r"the glob .*/\*\.json matches no file; check"):
+        resolve(f"{three}/*.json", KEY)
+    (three / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"folder .*/empty holds no \.parquet file"):
+        resolve(f"{three}/empty", KEY)
+
+
+@pytest.mark.parametrize("paths", [None, 5, {"a": 1}, []])
+def test_not_a_path(paths):
+    with pytest.raises(ValueError, match=r"data\.val_files is .*; give it"):
+        resolve(paths, "data.val_files")
+
+
+def test_unknown_scheme():
+    with pytest.raises(ValueError, match=r"data\.train_files: zz://a/b cannot be opened: .*fsspec package"):
+        resolve("zz://a/b", KEY)
+
+
+def test_unreadable_file(three):
+    whole = (three / "a.parquet").read_bytes()
+    for content in (whole[: len(whole) // 2], b"PAR1", b"not parquet at all"):
+        (three / "a.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=r"data\.train_files: .*/a\.parquet cannot be read as parquet: .* Write"):
+            resolve(str(three), KEY)
+    (three / "a.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"a\.parquet .*is empty \(0 bytes\)"):
+        resolve(str(three), KEY)
+
+
+def test_no_rows(write, prompt_row):
+    path = write(pa.Table.from_pylist([prompt_row(0)]).slice(0, 0))
+    with pytest.raises(ValueError, match=r"train\.parquet has no rows"):
+        resolve(path, KEY)
+
+
+@pytest.mark.parametrize("column", ["data_source", "reward_model"])
+def test_missing_column(write, column, prompt_row):
+    table = pa.Table.from_pylist([prompt_row(0)])
+    path = write(table.rename_columns([name + "s" if name == column else name for name in table.column_names]))
+    with pytest.raises(ValueError, match=rf"train\.parquet has no column '{column}' \(the nearest is '{column}s'\)"):
+        resolve(path, KEY)
+
+
+def test_prompt_key(write, prompt_row):
+    path = write([{**prompt_row(0), "chat": prompt_row(0)["prompt"]}])
+    assert len(resolve(path, KEY, "chat")) == 1
+    with pytest.raises(ValueError, match=r"no column 'prompts' \(the nearest is 'prompt'\); .*data\.prompt_key"):
+        resolve(path, KEY, "prompts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "plain text"}, r"column 'prompt' \(data\.prompt_key\) is of type string where chat messages"),
+        ({"prompt": ["plain text"]}, r"where chat messages"),
+        ({"prompt": [{"role": "user", "text": "x"}]}, r"where chat messages"),
+        ({"prompt": [{"role": "user", "content": 3}]}, r"`content` in column 'prompt' .* type int64"),
+        ({"data_source": 3}, r"'data_source' is of type int64"),
+        ({"reward_model": "42"}, r"'reward_model' is of type string"),
+        ({"reward_model": {"ground_truths": "42"}}, r"\(the nearest is 'ground_truths'\)"),
+    ],
+)
+def test_wrong_type(write, changes, message, prompt_row):
+    with pytest.raises(ValueError, match=rf"data\.train_files: .*train\.parquet.*{message}"):
+        resolve(write([prompt_row(0, **changes)]), KEY)
+
+
+def test_large_and_dictionary_types_are_accepted(write, prompt_row):
+    message = pa.struct([("role", pa.dictionary(pa.int32(), pa.string())), ("content", pa.large_string())])
+    table = pa.Table.from_pylist([prompt_row(0)])
+    columns = {name: table[name] for name in table.column_names}
+    columns["prompt"] = pa.array([[{"role": "user", "content": "x"}]], pa.large_list(message))
+    columns["data_source"] = table["data_source"].dictionary_encode()
+    assert data_sources(resolve(write(pa.table(columns)), KEY)) == ["countdown"]

@@ -1,0 +1,86 @@
+"""Each impossible combination is refused with its keys and its arithmetic, and nothing else is."""
+
+import pytest
+
+from pipeline.checks import check
+from pipeline.config import ConfigError, load_config
+
+GOOD = ["data.train_files=train.parquet", "model.path=owner/model", "data.val_files=test.parquet"]
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(load_config([*GOOD, *overrides]))
+    return str(error.value)
+
+
+def test_defaults_with_data_and_model_pass():
+    check(load_config(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.path=null"], "model.path is not set"),
+        (["data.train_files=null"], "data.train_files is not set"),
+        (["data.val_files=null", "trainer.test_freq=5"], "data.val_files is not set"),
+        (
+            ["data.train_batch_size=100"],
+            "100 = 6 x rollout.chunk_prompts=16 + 4; set data.train_batch_size to 96 or 112",
+        ),
+        (["data.train_batch_size=8"], "set data.train_batch_size to 16"),
+        (["data.train_batch_size=64", "trainer.num_workers=3"], "64 / 16 = 4 chunks"),
+        (["actor.ppo_mini_batch_size=48"], "1024 = 21 x 48 + 16"),
+        (["actor.ppo_mini_batch_size=16", "trainer.num_workers=2"], "16 x 2 = 32"),
+        (["data.max_prompt_length=16000"], "16000 + 512 = 16512 tokens"),
+        (["actor.clip_ratio_c=1.0"], "actor.clip_ratio_c=1.0 must be above 1"),
+        (["actor.clip_ratio=1.5"], "actor.clip_ratio=1.5"),
+        (["actor.clip_ratio_low=0"], "actor.clip_ratio_low=0"),
+        (["actor.clip_ratio_high=-1"], "actor.clip_ratio_high=-1"),
+        (["rollout.n=0"], "rollout.n=0"),
+        (["rollout.n=1"], "set rollout.n to 2 or more"),
+        (["data.truncation=cut"], "error, left, right, middle"),
+        (["actor.old_log_probs=guess"], "recompute, engine"),
+        (["actor.old_log_probs=engine", "rollout.top_p=0.9"], "renormalised"),
+        (["actor.old_log_probs=engine", "rollout.top_k=50"], "renormalised"),
+        (["algorithm.max_staleness=1"], "supports only 0"),
+        (["algorithm.adv_estimator=nope"], "algorithm.adv_estimator=nope"),
+        (["actor.optim.betas=[0.9]"], "two numbers"),
+        (["trainer.logger=[console,abacus]"], "abacus is not known"),
+        (["trainer.test_freq=0"], "trainer.test_freq=0"),
+        (["trainer.total_training_steps=0"], "trainer.total_training_steps=0"),
+        (["trainer.experiment_name=a/b"], "slash"),
+        (["trainer.deadlines.rows=100"], "900 + 1800 = 2700 seconds"),
+        (["rollout.max_num_batched_tokens=100"], "rollout.max_num_batched_tokens=100"),
+        (["rollout.tensor_model_parallel_size=2", "rollout.num_gpus=1"], "rollout.num_gpus=1"),
+        (["rollout.temperature=0"], "rollout.temperature=0"),
+        (["reward.max_error_rate=2"], "between 0 and 1"),
+        (["model.path=./nowhere"], "no such folder"),
+    ],
+)
+def test_refused_with_keys_and_arithmetic(overrides, words):
+    sentence = refusal(*overrides)
+    assert words in sentence and "\n" not in sentence
+
+
+def test_engine_log_probs_are_fine_when_all_tokens_are_kept():
+    check(load_config([*GOOD, "actor.old_log_probs=engine"]))
+
+
+def test_tracker_without_its_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else object())
+    assert "pip install wandb" in refusal("trainer.logger=[wandb]")
+
+
+def test_all_problems_at_once():
+    sentence = refusal("rollout.n=1", "actor.clip_ratio_c=0.5", "data.truncation=cut")
+    assert sentence.startswith("3 settings") and sentence.count("\n- ") == 3
+
+
+def test_model_folder_needs_config_and_tokenizer(tmp_path):
+    path = f"model.path={tmp_path}"
+    assert "holds no config.json" in refusal(path)
+    (tmp_path / "config.json").write_text("{}")
+    assert f"model.path={tmp_path} holds no tokenizer" in refusal(path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check(load_config([*GOOD, path]))

@@ -1,0 +1,63 @@
+"""Who may write into a run's folder."""
+
+import pytest
+
+from pipeline.config import Config, ConfigError, keys, load_config, save_yaml
+from pipeline.run_folder import MAY_DIFFER, check_run_folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_yaml(load_config(["rollout.n=4"]), folder / "config.yaml")
+    return folder
+
+
+def test_new_and_empty_folders_are_free(tmp_path):
+    assert not check_run_folder(tmp_path / "new", Config())
+    assert not check_run_folder(tmp_path, Config(), resume="never")
+
+
+def test_the_same_settings_continue(run):
+    assert check_run_folder(run, load_config(["rollout.n=4"]))
+
+
+@pytest.mark.parametrize(
+    "change", ["trainer.total_training_steps=99", "trainer.deadlines.chunk=5", "rollout.num_cpus=2"]
+)
+def test_settings_of_length_and_layout_may_change(run, change):
+    assert check_run_folder(run, load_config(["rollout.n=4", change]))
+
+
+def test_other_settings_are_named_with_both_remedies(run):
+    with pytest.raises(ConfigError) as error:
+        check_run_folder(run, load_config(["rollout.n=8", "actor.optim.lr=0.5"]))
+    sentence = str(error.value)
+    assert "rollout.n (4 there, 8 now)" in sentence and "actor.optim.lr (1e-06 there, 0.5 now)" in sentence
+    assert "trainer.experiment_name" in sentence and f"delete {run}" in sentence
+
+
+def test_never_refuses_any_run(run):
+    with pytest.raises(ConfigError, match="trainer.resume=never"):
+        check_run_folder(run, load_config(["rollout.n=4"]), resume="never")
+
+
+def test_folder_that_is_no_run(tmp_path):
+    (tmp_path / "thesis.txt").write_text("")
+    with pytest.raises(ConfigError, match="is not a run"):
+        check_run_folder(tmp_path, Config())
+    with pytest.raises(ConfigError, match="is a file"):
+        check_run_folder(tmp_path / "thesis.txt", Config())
+
+
+def test_run_of_another_version(run):
+    (run / "config.yaml").write_text("old: {key: 1}\n")
+    with pytest.raises(ConfigError, match="cannot be continued by this version"):
+        check_run_folder(run, Config())
+
+
+def test_the_list_names_existing_keys():
+    names = keys(Config)
+    for entry in MAY_DIFFER:
+        assert entry in names or any(name.startswith(entry) for name in names if entry.endswith("."))

@@ -1,0 +1,92 @@
+"""What the terminal shows: plain lines in a log, a bar on a terminal, a table at the end."""
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from pipeline.track.console import RunConsole, clock
+
+
+def _console(*, terminal: bool = False) -> tuple[RunConsole, io.StringIO]:
+    out = io.StringIO()
+    return RunConsole("demo", 10, Console(file=out, force_terminal=terminal, width=100)), out
+
+
+METRICS = {"critic/score/mean": 0.4125, "perf/throughput": 3456.7, "timing_s/step": 4.0}
+
+
+def test_a_log_gets_one_plain_line_per_iteration() -> None:
+    console, out = _console()
+    console.start()
+    console.status("starting engines")
+    console.status("starting engines")
+    console.update(0, {"val-core/countdown/reward/mean@1": 0.25})
+    console.update(1, METRICS)
+    console.status("waiting for rollouts")
+    console.update(2, METRICS)
+    console.stop()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4 and "\x1b" not in out.getvalue()
+    assert lines[0] == "demo: starting engines"
+    assert lines[1].startswith("iteration 0/10  validation 0.250 (iteration 0)")
+    assert lines[2].startswith("iteration 1/10  reward 0.412  validation 0.250 (iteration 0)  3,457 tokens/s")
+    assert "elapsed 0:0" in lines[3] and "left 0:0" in lines[3] and "s/iteration" in lines[3]
+
+
+def test_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("pipeline.track.console.time.monotonic", lambda: now[0])
+    console, out = _console()
+    console.start()
+    for iteration in range(1, 5):
+        now[0] += 60.0
+        console.update(iteration, {"timing_s/step": 60.0})
+    assert out.getvalue().splitlines()[-1] == "iteration 4/10  60.0 s/iteration  elapsed 4:00  left 6:00"
+
+
+def test_a_terminal_gets_a_bar_that_survives_foreign_prints() -> None:
+    console, out = _console(terminal=True)
+    before = sys.stdout
+    console.start()
+    console.status("waiting for rollouts of version 3")
+    console.update(4, METRICS)
+    print("a line of a worker")
+    console.stop()
+    console.stop()
+    assert sys.stdout is before
+    text = out.getvalue()
+    assert "a line of a worker" in text and "4/10" in text and "reward 0.412" in text
+    assert "waiting for rollouts of version 3" in text and "iteration 4/10" not in text
+
+
+def test_summary_tells_before_and_after_and_keeps_commands_whole() -> None:
+    console, out = _console()
+    records = [
+        {"iteration": 0, "elapsed_s": 1.0, "val-core/countdown/reward/mean@1": 0.3},
+        {"iteration": 1, "elapsed_s": 50.0},
+        {"iteration": 2, "elapsed_s": 3700.0, "val-core/countdown/reward/mean@1": 0.45},
+    ]
+    command = "python -m jobs.train " + "experiment=countdown_cpu " * 8
+    console.summary("finished", records, {"to continue": command}, ["mlflow lacks records"])
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert "demo: finished" in lines
+    assert "validation countdown  0.300 → 0.450  +0.150  (iteration 0 → 2)" in lines
+    assert "wall time             1:01:40" in lines
+    assert f"to continue           {command}".strip() in lines
+    assert "warning: mlflow lacks records" in lines
+
+
+def test_unknown_total_and_bracketed_text_are_printed_as_they_are() -> None:
+    out = io.StringIO()
+    console = RunConsole("demo", None, Console(file=out))
+    console.status("loading [bold]model[/bold]")
+    console.update(3, METRICS)
+    assert "demo: loading [bold]model[/bold]" in out.getvalue()
+    assert "iteration 3  reward" in out.getvalue() and "left" not in out.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (61.9, "1:01"), (3600, "1:00:00")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

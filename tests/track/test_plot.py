@@ -1,0 +1,79 @@
+"""The picture shows the numbers of `metrics.jsonl`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.track.plot import draw, learning_curve, smoothed
+
+MAX_GAP = "training/rollout_log_probs_diff_max"
+
+
+def _records(count: int = 30) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    for iteration in range(count + 1):
+        record: dict[str, Any] = {"iteration": iteration, "time": 1e9, "elapsed_s": 60.0 + 12.0 * iteration}
+        if iteration % 10 == 0:
+            record["val-core/countdown/reward/mean@1"] = iteration / 100
+        if iteration:
+            record["critic/score/mean"] = None if iteration == 5 else iteration / 50
+            record["response_length/mean"] = 20.0 + iteration
+            record[MAX_GAP] = 1e-5 * iteration
+        records.append(record)
+    return records
+
+
+def _line(figure: Any, gid: str) -> tuple[list[float], list[float]]:
+    (line,) = [line for axes in figure.axes for line in axes.lines if line.get_gid() == gid]
+    return list(line.get_xdata()), list(line.get_ydata())
+
+
+def test_axes_hold_the_data() -> None:
+    figure = draw(_records(), "a title")
+    iterations, scores = _line(figure, "validation countdown")
+    assert iterations == [0, 10, 20, 30] and scores == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    iterations, rewards = _line(figure, "reward")
+    assert iterations == [number for number in range(1, 31) if number != 5]
+    assert rewards == pytest.approx([number / 50 for number in iterations])
+    assert _line(figure, "response_length/mean")[1] == pytest.approx([20.0 + number for number in range(1, 31)])
+    assert _line(figure, MAX_GAP)[1] == pytest.approx([1e-5 * number for number in range(1, 31)])
+    assert figure.get_suptitle() == "a title"
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert "validation countdown: 0.000 → 0.300" in legend
+
+
+def test_upper_axis_shows_minutes_where_they_were_reached() -> None:
+    figure = draw(_records(), "")
+    (above,) = [axes for axes in figure.axes if axes.get_xlabel() == "minutes"]
+    assert above.get_xlim() == figure.axes[0].get_xlim()
+    for place, label in zip(above.get_xticks(), above.get_xticklabels(), strict=True):
+        assert place == pytest.approx((float(label.get_text()) - 1) * 5)
+
+
+def test_file_is_a_png_and_replaced_whole(tmp_path: Path) -> None:
+    metrics, out = tmp_path / "metrics.jsonl", tmp_path / "learning_curve.png"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in _records()))
+    out.write_bytes(b"old")
+    assert learning_curve(metrics, out, "run")
+    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_short_runs_are_drawn(tmp_path: Path, count: int) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in _records(count)))
+    assert learning_curve(metrics, tmp_path / "curve.png", "run")
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    assert not learning_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "run")
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_smoothing_keeps_constants_and_damps_noise() -> None:
+    assert smoothed([0.4] * 50) == pytest.approx([0.4] * 50)
+    noisy = smoothed([0.0, 1.0] * 50)
+    assert noisy[0] == 0.0 and max(noisy[20:]) - min(noisy[20:]) < 0.3

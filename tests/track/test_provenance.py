@@ -1,0 +1,51 @@
+"""Settings are flattened, secrets masked, versions found."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.track import provenance
+from pipeline.track.provenance import flattened, git_commit, masked, versions
+
+
+def test_flattened_uses_dots_and_json() -> None:
+    config = {"actor": {"optim": {"lr": 1e-6, "betas": [0.9, 0.999]}, "clip": None}, "name": "run", "empty": {}}
+    assert flattened(config) == {
+        "actor.optim.lr": "1e-06",
+        "actor.optim.betas": "[0.9, 0.999]",
+        "actor.clip": "null",
+        "name": "run",
+        "empty": "{}",
+    }
+
+
+def test_secrets_in_env_vars_are_masked_and_nothing_else() -> None:
+    config = {
+        "trainer": {"env_vars": {"HF_TOKEN": "abc", "wandb_api_key": "abc", "OMP_NUM_THREADS": 1}},
+        "actor": {"ppo_max_token_len_per_gpu": 5},
+        "model": {"tokenizer_path": "there"},
+    }
+    masked_config = masked(config)
+    assert masked_config["trainer"]["env_vars"] == {"HF_TOKEN": "***", "wandb_api_key": "***", "OMP_NUM_THREADS": 1}
+    assert masked_config["actor"] == config["actor"] and masked_config["model"] == config["model"]
+    assert config["trainer"]["env_vars"]["HF_TOKEN"] == "abc"
+
+
+def test_versions_name_the_stack() -> None:
+    assert {"python", "ray", "torch", "transformers", "pyarrow"} <= versions().keys()
+
+
+def test_git_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "pipeline" / "track" / "provenance.py"))
+    assert git_commit() is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert git_commit() is None
+    (tmp_path / "a").write_text("1")
+    subprocess.run([*git, "add", "a"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert git_commit() == (head, False)
+    (tmp_path / "a").write_text("2")
+    assert git_commit() == (head, True)

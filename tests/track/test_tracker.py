@@ -1,0 +1,164 @@
+"""The whole tracker: MLflow on SQLite and TensorBoard for real, a dead server, loggers that cannot work."""
+
+import importlib.util
+import json
+import re
+import string
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.track.history import read_history
+from pipeline.track.loggers import check_loggers
+from pipeline.track.mlflow_logger import mlflow_name
+from pipeline.track.tracker import Tracker
+
+CONFIG: dict[str, Any] = {
+    "actor": {"optim": {"lr": 1e-6}},
+    "model": {"path": "m" * 7000},
+    "trainer": {"env_vars": {"HF_TOKEN": "secret-value"}, "total_training_steps": 2},
+    "many": {f"key{number}": number for number in range(150)},
+}
+VALIDATION = "val-core/countdown/reward/mean@1"
+
+
+def _tracker(folder: Path, loggers: list[str], config: dict[str, Any] = CONFIG, **options: Any) -> Tracker:
+    return Tracker(folder / "run", config, 2, loggers, "a project", "a run", **options)
+
+
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_mlflow_on_sqlite_and_resumed(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    tracker = _tracker(tmp_path, ["mlflow"])
+    tracker.start()
+    tracker.log(0, {VALIDATION: 0.25})
+    tracker.log(1, {"critic/score/mean": 0.5, "bad": float("nan")})
+    tracker.samples(1, [{"prompt": "p", "response": "r" * 9000, "score": 1.0}, {"prompt": "q", "extra": 3}])
+    assert tracker.finish("interrupted") == []
+    assert tracker.finish("finished") == []
+
+    run_dir = tmp_path / "run"
+    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
+    run_id = (run_dir / "mlflow_run_id").read_text().strip()
+    run = client.get_run(run_id)
+    assert run.info.status == "KILLED" and run.info.run_name == "a run"
+    assert client.get_experiment(run.info.experiment_id).name == "a project"
+    assert run.data.params["actor.optim.lr"] == "1e-06" and run.data.params["many.key149"] == "149"
+    assert len(run.data.params["model.path"]) == 6000
+    assert run.data.tags["version.torch"] and run.data.tags["version.ray"]
+    (point,) = client.get_metric_history(run_id, "val-core/countdown/reward/mean_at_1")
+    assert (point.step, point.value) == (0, 0.25)
+    assert abs(point.timestamp / 1000 - read_history(tracker.metrics_path)[0]["time"]) < 0.01
+    artifacts = run_dir / "mlartifacts" / run_id / "artifacts"
+    assert (artifacts / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    table = json.loads((artifacts / "samples" / "from_iteration_000000.json").read_text())
+    assert table["columns"] == ["iteration", "prompt", "response", "score", "extra"] and len(table["data"]) == 2
+    assert table["data"][0][2].endswith("(9000 characters)")
+    assert "secret-value" not in (artifacts / "config.yaml").read_text() + str(run.data.params)
+
+    longer = CONFIG | {"trainer": CONFIG["trainer"] | {"total_training_steps": 3}}
+    resumed = _tracker(tmp_path, ["mlflow"], longer, resume=True)
+    resumed.start()
+    resumed.log(1, {"critic/score/mean": 0.75})
+    resumed.log(2, {"critic/score/mean": 0.8})
+    assert resumed.finish("finished") == []
+    assert [record["iteration"] for record in read_history(tracker.metrics_path)] == [0, 1, 2]
+    (run,) = client.search_runs([run.info.experiment_id])
+    assert run.info.run_id == run_id and run.info.status == "FINISHED"
+    assert run.data.metrics["critic/score/mean"] == 0.8
+    assert run.data.params["trainer.total_training_steps"] == "2"
+    assert run.data.tags["resumed.trainer.total_training_steps"] == "3"
+
+
+def test_dead_server_costs_warnings_and_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    tracker = _tracker(tmp_path, ["mlflow"], flush_timeout_s=4.0)
+    tracker.start()
+    began = time.monotonic()
+    for iteration in range(20):
+        tracker.log(iteration, {"critic/score/mean": 0.1})
+    assert time.monotonic() - began < 3.0
+    (lacking,) = tracker.finish("finished")
+    assert time.monotonic() - began < 10.0
+    # The start, twenty iterations, one drawing at most and the end.
+    assert re.match(r"mlflow lacks records: 2[23] still waited", lacking)
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("pipeline.track")]
+    assert sum("could not take the start of the run" in message for message in messages) == 1
+    assert any("metrics.jsonl" in message for message in messages)
+    assert len(read_history(tracker.metrics_path)) == 20
+    assert tracker.plot_path.exists()
+
+
+def test_tensorboard_shows_what_a_resumed_run_did(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume, iterations in ((False, [1, 2, 3, 4]), (True, [3, 4])):
+        tracker = _tracker(tmp_path, ["tensorboard"], resume=resume)
+        tracker.start()
+        for iteration in iterations:
+            tracker.log(iteration, {"critic/score/mean": iteration + (0.5 if resume else 0.0)})
+        assert tracker.finish("finished") == []
+        time.sleep(1.1)  # event files are named by the second
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    points = [(point.step, point.value) for point in events.Scalars("critic/score/mean")]
+    assert points == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
+
+
+def test_console_table_and_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = _tracker(tmp_path, ["console"])
+    tracker.start()
+    tracker.status("starting engines")
+    tracker.log(0, {VALIDATION: 0.25})
+    tracker.log(1, {VALIDATION: 0.5})
+    tracker.finish("finished", {"to continue": "python -m jobs.train resume"})
+    out = capsys.readouterr().out
+    assert "starting engines" in out and "iteration 1/2" in out
+    assert "0.250 → 0.500  +0.250" in out and "learning_curve.png" in out
+    assert "python -m jobs.train resume" in out
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    tracker = _tracker(tmp_path, [])
+    with pytest.raises(RuntimeError, match="before the tracker's start"):
+        tracker.log(1, {})
+    with pytest.raises(ValueError, match="finished, interrupted, failed"):
+        tracker.finish("done")
+    assert tracker.finish("failed") == []
+
+
+def test_check_loggers_names_the_nearest_and_the_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_loggers(["console", "mlflow", "tensorboard"])
+    with pytest.raises(ValueError, match="'mlfow'.*did you mean 'mlflow'"):
+        check_loggers(["console", "mlfow"])
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "pipeline.track.loggers.importlib.util.find_spec",
+        lambda name: None if name == "wandb" else real(name),
+    )
+    with pytest.raises(ImportError, match=r"pip install 'slipstream-rl\[wandb\]'"):
+        check_loggers(["wandb"])
+
+
+def test_metric_names_for_mlflow() -> None:
+    assert mlflow_name("val-core/openai/gsm8k/acc/mean@8") == "val-core/openai/gsm8k/acc/mean_at_8"
+    assert mlflow_name("a//b") == "a/b"
+
+
+@given(st.text(alphabet=string.printable + "äπ@/.", max_size=300))
+def test_mlflow_takes_every_name_we_give_it(name: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    _validate_metric_name(mlflow_name(name))

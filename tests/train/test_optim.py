@@ -1,0 +1,71 @@
+"""The optimiser's groups and the schedules' values."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.train.config import OptimConfig
+from pipeline.train.optim import build_optimizer, build_scheduler
+
+
+def rates(total: int, **keys) -> list[float]:
+    """Learning rate of each of `total` steps."""
+    config = OptimConfig(lr=1.0, **keys)
+    optimizer = build_optimizer(nn.Linear(2, 2), config)
+    scheduler = build_scheduler(optimizer, config, total)
+    seen = []
+    for _ in range(total):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_only_matrices_decay() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    model[0].weight.requires_grad_(True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight, before["0.weight"] * 0.95)
+    assert torch.equal(model[0].bias, before["0.bias"]) and torch.equal(model[1].weight, before["1.weight"])
+
+
+def test_frozen_parameters_are_left_out_and_settings_arrive() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    optimizer = build_optimizer(model, OptimConfig(lr=0.3, betas=(0.8, 0.9), eps=1e-4))
+    assert [len(g["params"]) for g in optimizer.param_groups] == [1]
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.8, 0.9), 1e-4)
+
+
+def test_constant_with_warmup() -> None:
+    assert rates(6, lr_warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    assert rates(3) == [1, 1, 1]
+
+
+def test_cosine_and_linear_end_at_the_floor() -> None:
+    cosine = rates(5, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    assert cosine == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(5)])
+    assert rates(5, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_warmup_ratio_counts_when_steps_are_negative() -> None:
+    assert rates(10, lr_warmup_steps_ratio=0.2)[:3] == pytest.approx([0.5, 1, 1])
+    assert rates(10, lr_warmup_steps_ratio=0.5, lr_warmup_steps=0)[0] == 1
+
+
+def test_errors_name_key_and_choice() -> None:
+    with pytest.raises(ValueError, match="lr_scheduler_type=sine is unknown; use one of constant, cosine, linear"):
+        rates(1, lr_scheduler_type="sine")
+    with pytest.raises(ValueError, match="optim.min_lr_ratio=2 must lie between 0 and 1"):
+        rates(1, min_lr_ratio=2)
+    with pytest.raises(ValueError, match="optim.betas="):
+        build_optimizer(nn.Linear(1, 1), OptimConfig(betas=(0.9, 1.5)))
+    with pytest.raises(ValueError, match="optim.lr=-1"):
+        build_optimizer(nn.Linear(1, 1), OptimConfig(lr=-1))
