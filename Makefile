@@ -16,6 +16,7 @@ HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.versions import
 # Settings of the demo.
 SEED ?= 1
 SFT_ROWS ?= 40000
+SFT ?= optim.lr=2e-3 trainer.num_workers=2
 DATA := data/countdown-$(SEED)
 TINY := models/tiny-$(SEED)
 WARM := models/tiny-sft-$(SEED)
@@ -44,8 +45,8 @@ $(TINY)/config.json: $(DATA)/sft_train.parquet | $(STAMP)
 	@$(RUN) -m jobs.tiny --out $(TINY) --data $(DATA)/sft_train.parquet --seed $(SEED)
 
 $(WARM)/config.json: $(TINY)/config.json | $(STAMP)
-	@$(RUN) -m jobs.sft model.path=$(TINY) data.train_files=$(DATA)/sft_train.parquet \
-		data.val_files=$(DATA)/sft_test.parquet trainer.seed=$(SEED) output=$(WARM)
+	@$(RUN) -m jobs.sft out=$(WARM) model.path=$(TINY) data.train_files=$(DATA)/sft_train.parquet \
+		data.val_files=$(DATA)/sft_test.parquet trainer.seed=$(SEED) $(SFT)
 
 test: $(STAMP) ## all tests
 	@$(RUN) -m pytest

@@ -61,7 +61,7 @@ def check(config: SFTConfig) -> None:
         problems.append("out is not set; give the folder for the trained model.")
     elif Path(config.out).exists() and not (Path(config.out) / "config.json").exists() and os.listdir(config.out):
         problems.append(f"out={config.out} exists and holds no model; choose another folder or remove it.")
-    for key, value, least in (
+    counts: tuple[tuple[str, int | None, int], ...] = (
         ("data.train_batch_size", data.train_batch_size, 1),
         ("data.max_length", data.max_length, 2),
         ("trainer.num_workers", trainer.num_workers, 1),
@@ -69,17 +69,19 @@ def check(config: SFTConfig) -> None:
         ("trainer.logits_chunk_tokens", trainer.logits_chunk_tokens, 1),
         ("trainer.num_threads", trainer.num_threads, 0),
         ("trainer.total_training_steps", trainer.total_training_steps, 1),
-    ):
+    )
+    for key, value, least in counts:
         if value is not None and value < least:
             problems.append(f"{key}={value} must be at least {least}.")
-    for key, value in (
+    amounts = (
         ("trainer.grad_clip", trainer.grad_clip),
         ("trainer.data_timeout", trainer.data_timeout),
         ("trainer.start_timeout", trainer.start_timeout),
         ("trainer.cpus_per_worker", trainer.cpus_per_worker),
-    ):
-        if value <= 0:
-            problems.append(f"{key}={value} must be above 0.")
+    )
+    for name, amount in amounts:
+        if amount <= 0:
+            problems.append(f"{name}={amount} must be above 0.")
     if data.truncation not in ("error", "right"):
         problems.append(f"data.truncation={data.truncation} is unknown; use error or right.")
     if config.optim.lr_scheduler_type not in SHAPES:
@@ -135,7 +137,8 @@ def run(config: SFTConfig) -> dict[str, float]:
     _start_ray(config)
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)
 
-    board = ray.remote(num_cpus=0)(Board).remote()
+    board: Any = ray.remote(num_cpus=0)(Board)
+    board = board.remote()
     block_rows = data.train_batch_size // trainer.num_workers
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -158,7 +161,7 @@ def run(config: SFTConfig) -> dict[str, float]:
         run_config=RunConfig(
             name=storage,
             storage_path=str(out.parent),
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+            failure_config=FailureConfig(max_failures=0),
         ),
     )
     out.parent.mkdir(parents=True, exist_ok=True)

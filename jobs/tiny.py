@@ -34,10 +34,11 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU
 MIN_VOCAB = 256 + 3
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PIECES = r"[0-9]|[^0-9\n]*\n|[^0-9\n]+"
+# A newline right after a tag would be trimmed, so that one is an expression.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -81,7 +81,13 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     trainer = config.trainer
     tracker = Tracker(
-        run_dir, to_flat(config), resolved.iterations, trainer.logger, trainer.project_name, trainer.experiment_name, resume
+        run_dir,
+        to_flat(config),
+        resolved.iterations,
+        trainer.logger,
+        trainer.project_name,
+        trainer.experiment_name,
+        resume,
     )
     start_ray(config)
     if os.environ.get("RAY_ADDRESS"):

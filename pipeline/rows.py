@@ -21,8 +21,13 @@ PROMPT = pa.schema(
     [
         _column("split", pa.string(), "prompts", "all", "`train` or `val`"),
         _column("chunk", pa.int64(), "prompts", "rollout", "number of the chunk along the run; -1 for val"),
-        _column("iteration", pa.int64(), "prompts", "all", "train: the iteration that trains on the row (from 1); "
-                "val: the policy version that is validated"),
+        _column(
+            "iteration",
+            pa.int64(),
+            "prompts",
+            "all",
+            "train: the iteration that trains on the row (from 1); val: the policy version that is validated",
+        ),
         _column("uid", pa.string(), "prompts", "advantage", "group: the same for all samples of one prompt visit"),
         _column("epoch", pa.int64(), "prompts", "resume", "pass over the data, from 0"),
         _column("offset", pa.int64(), "prompts", "resume", "place in the epoch's order, filtered rows counted"),
@@ -38,8 +43,13 @@ ROLLOUT = pa.schema(
     [
         _column("sample", pa.int32(), "rollout", "track", "number of the sample in its group, from 0"),
         _column("response_ids", INTS, "rollout", "reward, train", "generated tokens, end-of-sequence included"),
-        _column("response_mask", pa.list_(pa.int8()), "rollout", "advantage, train", "1 where the policy chose the "
-                "token and trains on it, same length as response_ids"),
+        _column(
+            "response_mask",
+            pa.list_(pa.int8()),
+            "rollout",
+            "advantage, train",
+            "1 where the policy chose the token and trains on it, same length as response_ids",
+        ),
         _column("rollout_log_probs", FLOATS, "rollout", "train", "log-prob the engine sampled each token with"),
         _column("response", pa.string(), "rollout", "reward, track", "decoded response, special tokens left out"),
         _column("finish_reason", pa.string(), "rollout", "metrics", "`stop`, `length`, or `abort`"),
@@ -52,7 +62,7 @@ ROLLOUT = pa.schema(
 
 REWARD = pa.schema(
     [
-        _column("score", pa.float32(), "reward", "advantage, metrics", "reward of the whole response; 0 where it failed"),
+        _column("score", pa.float32(), "reward", "advantage, metrics", "reward of the response, 0 where it failed"),
         _column("reward_parts", pa.string(), "reward", "track", "further numbers of the reward function, as JSON"),
         _column("reward_error", pa.string(), "reward", "advantage, train, metrics", "why the reward failed, else null"),
         _column("reward_s", pa.float32(), "reward", "metrics", "seconds spent on the chunk's rewards"),

@@ -62,6 +62,7 @@ class Ticket:
 @dataclass
 class _Version:
     shards: dict[int, Shard] = field(default_factory=dict)
+    checksum: int = 0
     stepped_at: float = 0.0
     published_at: float = 0.0
 
@@ -136,9 +137,13 @@ class PolicyStore:
             self._sign_of_life(f"train rank {shard.rank} (publishing version {version})")
             if len(entry.shards) == self._world_size:
                 entry.published_at = time.time()
+                entry.checksum = checksum(list(entry.shards.values()))
                 self.version = version
                 for old in [v for v in self._versions if v < version]:
-                    del self._versions[old]
+                    # An engine may still be loading it; its refs live on in the ticket.
+                    self._versions[old].shards = {}
+                    if old < version - self.admission.max_staleness - 1:
+                        del self._versions[old]
 
     async def acknowledge(self, generation: int, engine: str, version: int, crc: int, load_s: float) -> float:
         """An engine has loaded a version. Returns the seconds since the optimiser step that made it.
@@ -149,12 +154,14 @@ class PolicyStore:
         async with self._changed:
             self._check(generation)
             entry = self._versions.get(version)
-            if entry is None:
-                raise ValueError(f"engine {engine} acknowledged version {version}, which is not the current one")
-            expected = checksum(list(entry.shards.values()))
-            if crc != expected:
+            if entry is None or version > self.version:
                 raise ValueError(
-                    f"engine {engine} loaded version {version} with checksum {crc:08x}, published was {expected:08x}"
+                    f"engine {engine} acknowledged version {version}, which nobody may use (current is {self.version})"
+                )
+            if crc != entry.checksum:
+                raise ValueError(
+                    f"engine {engine} loaded version {version} with checksum {crc:08x}, "
+                    f"published was {entry.checksum:08x}"
                 )
             elapsed = time.time() - entry.stepped_at
             self._post("loaded", version=version, engine=engine, load_s=load_s, update_s=elapsed)
@@ -245,7 +252,7 @@ class PolicyStore:
         deadline = time.monotonic() + timeout
         while self._event_count <= after and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self._events = self._events[len(self._events) - max(0, self._event_count - after) :]
+        self._events = self._events[max(0, len(self._events) - max(0, self._event_count - after)) :]
         return self._event_count, list(self._events)
 
     async def status(self) -> dict[str, Any]:

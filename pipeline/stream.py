@@ -32,8 +32,18 @@ SMALL = 0.1
 """Ray CPUs of the stages that only shuffle Arrow buffers."""
 
 
-def build(config: Config, schedule: Schedule, store: Any, run_dir: str) -> Dataset:
-    """The stream of one generation. Ray Train calls this anew whenever its workers restart."""
+def build(
+    config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout] = Rollout
+) -> Dataset:
+    """The stream of one generation. Ray Train calls this anew whenever its workers restart.
+
+    Args:
+        config: the run's configuration.
+        schedule: which iterations and validations there are.
+        store: handle of the policy store.
+        run_dir: where trajectories are recorded.
+        rollout_stage: class of the rollout stage; benchmarks put a stand-in here.
+    """
     # Ray Train builds the stream in its controller, which the driver's context does not reach.
     context = DataContext.get_current()
     context.target_max_block_size = None
@@ -62,7 +72,7 @@ def build(config: Config, schedule: Schedule, store: Any, run_dir: str) -> Datas
     )
     stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
     stream = stream.map_batches(
-        Rollout,
+        rollout_stage,
         fn_constructor_args=(config, policy),
         compute=engines,
         num_cpus=rollout.num_cpus,
@@ -82,7 +92,10 @@ def build(config: Config, schedule: Schedule, store: Any, run_dir: str) -> Datas
 class Validation:
     """Where validation rows leave the stream: recorded, and reported to the driver."""
 
-    COLUMNS = ("iteration", "data_source", "uid", "prompt", "response", "score", "reward_parts", "reward_error")
+    COLUMNS = (
+        *("iteration", "data_source", "uid", "prompt", "response"),
+        *("score", "reward_parts", "reward_error", "generate_s"),
+    )
 
     def __init__(self, run_dir: str, store: Any, generation: int):
         self._record, self._store, self._generation = Record(run_dir), store, generation

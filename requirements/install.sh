@@ -25,8 +25,10 @@ if [ -z "$python" ]; then
         fi
     done
 fi
-if [ -z "$python" ] || ! fits "$python"; then
-    say "Python 3.11 or later is needed; ${python:-python3} is $("${python:-python3}" --version 2>&1 || true). Install it and run make PYTHON=python3.11 ..."
+python=${python:-python3}
+if ! fits "$python"; then
+    found=$("$python" --version 2>/dev/null || echo "not to be found")
+    say "Python 3.11 or later is needed and $python is $found; install one and run make PYTHON=python3.11 ..."
     exit 1
 fi
 

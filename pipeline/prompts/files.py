@@ -122,8 +122,8 @@ class PromptFile:
         # Any filesystem package may stand behind the handle, each with its own exceptions.
         except Exception as error:
             raise OSError(
-                f"{self.key}: {self.name}, row group {row_group}: could not be read, though its footer was read when the "
-                f"run started: {reason(error)}. Put the file back as it was and start the same command again."
+                f"{self.key}: {self.name}, row group {row_group}: could not be read, though its footer was read when "
+                f"the run started: {reason(error)}. Put the file back as it was and start the same command again."
             ) from error
 
 

@@ -121,6 +121,8 @@ class PromptSource:
             ValueError: a row is not usable (see `ChatTokenizer`), or a whole epoch yields no prompt.
             OSError: a file has gone, is damaged or has changed since the start.
         """
+        if chunk_prompts < 1:
+            raise ValueError(f"a chunk of {chunk_prompts} prompts was asked for; it must have at least 1")
         rows = self._prompts(chunk_prompts, start, epochs)
         while len(chunk := list(itertools.islice(rows, chunk_prompts))) == chunk_prompts:
             yield _table(chunk)
@@ -153,8 +155,6 @@ class PromptSource:
 
     def _prompts(self, batch_rows: int, start: Position, epochs: int | None) -> Iterator[dict[str, Any]]:
         """Rows of `COLUMNS` one by one; tokenised `batch_rows` at a time."""
-        if batch_rows < 1:
-            raise ValueError(f"a chunk of {batch_rows} prompts was asked for; it must have at least 1")
         offset = start.offset
         for epoch in itertools.count(start.epoch):
             if epochs is not None and epoch >= epochs:

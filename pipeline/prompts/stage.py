@@ -17,7 +17,7 @@ import ray
 from pipeline.config import Config
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
-from pipeline.prompts.source import PromptSource, Position, position_after, stamp
+from pipeline.prompts.source import Position, PromptSource, position_after, stamp
 from pipeline.rows import PROMPT
 
 MAX_PAGES = 1000

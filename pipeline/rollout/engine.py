@@ -48,6 +48,7 @@ class EngineLoop:
 
     def __init__(self, build: Callable[[], Any], start_timeout: float):
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._waiting: deque[_Command] = deque()
         self._chunk_of: dict[str, _Chunk] = {}
         self._next_id = 0
         self._error: BaseException | None = None
@@ -74,6 +75,8 @@ class EngineLoop:
     def submit(self, requests: Sequence[tuple[Any, Any]]) -> Future:
         """Add one chunk: `(prompt, sampling params)` pairs. The future holds their outputs in the same order."""
         chunk = _Chunk(Future(), [])
+        # A running future cannot be cancelled, so nobody settles it while the loop is about to.
+        chunk.future.set_running_or_notify_cancel()
         if not requests:
             chunk.future.set_result([])
             return chunk.future
@@ -82,9 +85,9 @@ class EngineLoop:
             for prompt, params in requests:
                 request_id = str(self._next_id)
                 self._next_id += 1
+                engine.add_request(request_id, prompt, params)
                 chunk.order.append(request_id)
                 self._chunk_of[request_id] = chunk
-                engine.add_request(request_id, prompt, params)
 
         def failed(future: Future) -> None:
             error = future.exception()
@@ -95,36 +98,40 @@ class EngineLoop:
         return chunk.future
 
     def close(self, timeout: float = 30.0) -> None:
-        """Stop the thread; running requests are dropped."""
+        """Stop the thread; running requests are dropped, and whoever waits for them gets `EngineDead`."""
         self._commands.put(_Command(None, Future(), False))
         self._thread.join(timeout)
 
     def _main(self, build: Callable[[], Any], started: Future) -> None:
         try:
             engine = build()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (handed to the caller)
             self._error = error
             started.set_exception(error)
             return
         started.set_result(None)
         try:
             self._loop(engine)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (handed to every caller)
             self._error = error
+            for command in self._waiting:
+                self._commands.put(command)
             self._fail_everything()
 
     def _loop(self, engine: Any) -> None:
-        waiting: deque[_Command] = deque()
+        waiting = self._waiting
         while True:
             while not self._commands.empty() or not (self._chunk_of or waiting):
                 waiting.append(self._commands.get())
             while waiting and not (waiting[0].when_idle and self._chunk_of):
                 command = waiting.popleft()
                 if command.run is None:
-                    return
+                    raise RuntimeError("it was closed")
+                if not command.future.set_running_or_notify_cancel():
+                    continue
                 try:
                     command.future.set_result(command.run(engine))
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001 (handed to the caller)
                     command.future.set_exception(error)
             if self._chunk_of:
                 begun = time.perf_counter()

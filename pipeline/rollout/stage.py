@@ -124,7 +124,7 @@ class Rollout:
         offsets = np.cumsum([0, *(len(g.token_ids) for g in generations)])
         tokens = np.concatenate([g.token_ids for g in generations])
         log_probs = np.concatenate([g.log_probs for g in generations])
-        texts = self._tokenizer.batch_decode([g.token_ids for g in generations], skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode([g.token_ids.tolist() for g in generations], skip_special_tokens=True)
         count = len(table)
         return rows.append(
             table,

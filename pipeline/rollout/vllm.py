@@ -35,24 +35,24 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
     from vllm.v1.engine.llm_engine import LLMEngine
 
     register()
-    args: dict[str, Any] = dict(
-        model=model.path,
-        tokenizer=model.tokenizer_path or model.path,
-        trust_remote_code=model.trust_remote_code,
-        dtype=rollout.dtype,
-        load_format="dummy",
-        max_model_len=max_model_len,
-        tensor_parallel_size=rollout.tensor_model_parallel_size,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=max(rollout.max_num_batched_tokens, max_model_len),
-        enable_prefix_caching=rollout.enable_prefix_caching,
-        enforce_eager=rollout.enforce_eager,
-        logprobs_mode="processed_logprobs",
-        seed=seed,
-        disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-    )
+    args: dict[str, Any] = {
+        "model": model.path,
+        "tokenizer": model.tokenizer_path or model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": rollout.dtype,
+        "load_format": "dummy",
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len),
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "seed": seed,
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
     if rollout.tensor_model_parallel_size > 1:
         args["distributed_executor_backend"] = "ray"
     return LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))

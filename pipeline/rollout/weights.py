@@ -130,7 +130,8 @@ def register() -> None:
             def fetch(refs: list[Any]) -> list[Any]:
                 return ray.get(refs, timeout=update_info.timeout) if ray.is_initialized() else refs
 
-            self.model.load_weights(parameters(update_info.shards, fetch))
+            model: Any = self.model
+            model.load_weights(parameters(update_info.shards, fetch))
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)

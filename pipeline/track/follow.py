@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.prompts.stage import Schedule
 from pipeline.track.metrics import reduce, validation_metrics
@@ -51,6 +52,8 @@ class Follower:
         self._records: dict[int, dict[str, float]] = {}
         self._extra: dict[int, dict[str, float]] = defaultdict(dict)
         self._expected: dict[int, int] = {}
+        self._validated_early: dict[int, dict[str, float]] = {}
+        self._logged = -1
         self._chunks: dict[int, list[pa.Table]] = defaultdict(list)
         self.done: dict[str, Any] | None = None
 
@@ -71,14 +74,17 @@ class Follower:
 
     def _iteration(self, message: dict[str, Any]) -> None:
         iteration = message["iteration"]
-        self._records[iteration] = self._extra.pop(iteration, {}) | message["metrics"]
-        if not self._awaits_validation(iteration):
+        validation = self._validated_early.pop(iteration, {})
+        self._records[iteration] = self._extra.pop(iteration, {}) | message["metrics"] | validation
+        if validation or not self._awaits_validation(iteration):
             self._log(iteration)
         if self._log_samples and iteration % SAMPLES_EVERY == 0:
             self._tracker.samples(iteration, self._train_samples(iteration, self._log_samples))
 
     def _validation(self, message: dict[str, Any]) -> None:
         self._expected[message["version"]] = message["prompts"] * self._val_n
+        # Restarted train workers may validate a version again.
+        self._chunks.pop(message["version"], None)
         self._tracker.status(f"validating policy version {message['version']}")
 
     def _validated(self, message: dict[str, Any]) -> None:
@@ -90,9 +96,15 @@ class Follower:
             return
         rows = pa.concat_tables(self._chunks.pop(version))
         del self._expected[version]
-        record = self._records.setdefault(version, {})
-        record |= reduce([validation_metrics(rows)])
-        self._log(version)
+        validation = reduce([validation_metrics(rows)])
+        # All chunks of a validation start together, so the slowest one's time is the whole.
+        validation["timing_s/testing"] = pc.max(rows["generate_s"]).as_py()
+        if version in self._records or version == 0:
+            self._records[version] = self._records.get(version, {}) | validation
+            self._log(version)
+        else:
+            # A version is published before its iteration is reported, so a quick validation comes first.
+            self._validated_early[version] = validation
         if self._log_samples:
             self._tracker.samples(version, rows.slice(0, self._log_samples).to_pylist())
 
@@ -100,12 +112,14 @@ class Follower:
         self.done = message
         # A run that was stopped does not validate its last version.
         for iteration in sorted(self._records):
-            self._log(iteration)
+            if iteration > self._logged:
+                self._log(iteration)
 
     def _awaits_validation(self, version: int) -> bool:
         return version in self._expected or self._schedule.validates(version, version == self._schedule.iterations)
 
     def _log(self, iteration: int) -> None:
         self._tracker.log(iteration, self._records[iteration])
+        self._logged = iteration
         for logged in [i for i in self._records if i < iteration]:
             del self._records[logged]

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import Config
+from pipeline.track.metrics import Stat, Stats, log_prob_gap, mean, merge
 from pipeline.train.fsdp import clip_grad_norm, shard
 from pipeline.train.losses import agg_loss, get_policy_loss
 from pipeline.train.optim import build_optimizer, build_scheduler
 from pipeline.train.packing import MicroBatch, Rows, collate, minimum_parts, split_micro_batches
 from pipeline.train.policy import load_policy
-from pipeline.track.metrics import Stat, Stats, log_prob_gap, mean, merge
 
 
 class Actor:

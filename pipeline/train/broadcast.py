@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard as Sharded
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline.rollout.weights import Piece, Shard
@@ -75,11 +76,10 @@ def pack(
             buffer[offset : offset + nbytes].view(dtype).copy_(rows.reshape(-1))
             if nbytes:
                 stop = start + (rows.shape[0] if rows.dim() else 1)
-                shape = tuple(parameter.shape)
-                piece = Piece(rename(name), str(dtype).removeprefix("torch."), shape, start, stop, number, offset, nbytes)
-                shard.pieces.append(piece)
+                kind, shape = str(dtype).removeprefix("torch."), tuple(parameter.shape)
+                shard.pieces.append(Piece(rename(name), kind, shape, start, stop, number, offset, nbytes))
             offset += nbytes
-        data = buffer.numpy()
+        data: Any = buffer.numpy()
         shard.checksums.append(zlib.crc32(data))
         shard.buckets.append(put(data))
     return shard

@@ -68,8 +68,7 @@ class RowsFeed:
             item = self._queue.get(timeout=self._timeout)
         except queue.Empty:
             raise RowsTimeout(
-                f"no {what} within {self._timeout:.0f} s (trainer.deadlines.rows): "
-                f"{self._describe()}"
+                f"no {what} within {self._timeout:.0f} s (trainer.deadlines.rows): {self._describe()}"
             ) from None
         if isinstance(item, BaseException):
             raise item
@@ -80,5 +79,5 @@ class RowsFeed:
             for block in blocks:
                 self._queue.put(block)
             self._queue.put(None)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (handed to the trainer's thread)
             self._queue.put(error)

@@ -14,7 +14,7 @@ import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from pipeline.train.config import FSDPConfig
 
 if TYPE_CHECKING:
     from pipeline.train.policy import Policy
+
+Module = TypeVar("Module", bound=nn.Module)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,7 +68,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return []
 
 
-def shard(module: nn.Module, config: FSDPConfig, device: torch.device | str) -> nn.Module:
+def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Module:
     """Shard `module` in place over all ranks of the default process group and move it to `device`.
 
     Args:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 import ray.train
 import ray.train.torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import ANSWER_S, Schedule
-from pipeline.track.metrics import Stat, Stats, iteration_metrics, mean, reduce
+from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
 from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
 from pipeline.train.broadcast import pack
@@ -62,6 +63,7 @@ class Loop:
         self._generation = ray.get(self._store.current.remote(), timeout=ANSWER_S)
         self.actor = Actor(self.config, self.device, self._optimizer_steps())
         self.version, position = checkpoint.restore(self.actor)
+        self.saved = self.version
         if self.rank == 0:
             self._ask("begin", self.version, self.world_size, position)
         dist.barrier()
@@ -75,33 +77,37 @@ class Loop:
         self.feed = RowsFeed(iter(blocks), chunks, trainer.deadlines.rows, self._describe)
 
     def run(self) -> None:
-        """Iterate until the last iteration, the end of the data, or a request to stop."""
-        self._publish(time.time())
+        """Iterate until the last iteration, the end of the data, or a request to stop; then save."""
+        self._publish()
+        timings: Stats = {}
         stopping = False
         while self.version < self.schedule.iterations and not stopping:
-            iteration, begun, timings = self.version + 1, time.perf_counter(), {}
-            with timed(timings, "gen"):
-                table = self.feed.next(iteration)
-            if table is None:
-                break
-            stats = [self.actor.update(Rows.from_table(table)), iteration_metrics(table)]
-            self.version = iteration
-            with timed(timings, "publish"):
-                self._publish(time.time())
-            timings["timing_s/step"] = Stat("max", (time.perf_counter() - begun,))
-            stopping = self._report(iteration, table, [*stats, timings])
-            save_freq = self.config.trainer.save_freq
-            if stopping or iteration == self.schedule.iterations or (save_freq > 0 and iteration % save_freq == 0):
+            with timed(timings, "step"):
+                with timed(timings, "gen"):
+                    table = self.feed.next(self.version + 1)
+                if table is None:
+                    break
+                stats = [iteration_metrics(table), self.actor.update(Rows.from_table(table))]
+                self.version += 1
+                with timed(timings, "publish"):
+                    self._publish()
+            stopping = self._report(table, [*stats, timings])
+            timings = {}
+            if self.config.trainer.save_freq > 0 and self.version % self.config.trainer.save_freq == 0:
                 with timed(timings, "save_checkpoint"):
-                    checkpoint.save(self.actor, iteration, self._ask("position", iteration))
+                    self._save()
         if not stopping:
             # What is left of the stream is the validation of the last version.
             self.feed.drain()
+        if self.saved != self.version:
+            self._save()
         save_hf(self.actor.policy, load_tokenizer(self.config.model), f"{self.run_dir}/model")
-        self._ask("post", "done", {"version": self.version, "stopped": stopping})
+        if self.rank == 0:
+            self._ask("post", "done", {"version": self.version, "stopped": stopping})
 
-    def _publish(self, stepped_at: float) -> None:
+    def _publish(self) -> None:
         """Make the current weights the policy version `self.version`."""
+        stepped_at = time.time()
         shard = pack(
             self.actor.policy,
             self.rank,
@@ -112,20 +118,26 @@ class Loop:
         )
         self._ask("publish", self.version, shard, stepped_at)
 
-    def _report(self, iteration: int, table: pa.Table, stats: list[Stats]) -> bool:
+    def _save(self) -> None:
+        checkpoint.save(self.actor, self.version, self._ask("position", self.version))
+        self.saved = self.version
+
+    def _report(self, table: pa.Table, stats: list[Stats]) -> bool:
         """Merge all ranks' metrics, post them, and say whether to stop; a collective."""
-        tokens = sum(len(ids) for name in ("prompt_ids", "response_ids") for ids in table[name])
-        stats.append({"perf/total_num_tokens": Stat("sum", (float(tokens),))})
-        parts: list[Any] = [None] * self.world_size if self.rank == 0 else []
+        tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
+        stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
+        parts: list[Any] = [None] * self.world_size
         dist.gather_object(stats, parts if self.rank == 0 else None)
         verdict: list[Any] = [None, False]
         if self.rank == 0:
             metrics = reduce(part for rank in parts for part in rank)
-            step = metrics["timing_s/step"]
-            metrics["perf/time_per_step"] = step
-            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step / self.world_size
+            response, seconds = metrics.pop("response"), metrics["timing_s/step"]
+            metrics["perf/total_num_tokens"] = metrics.pop("prompt") + response
+            metrics["perf/time_per_step"] = seconds
+            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / seconds / self.world_size
+            metrics["perf/rollout_tokens_per_s"] = response / metrics["rollout/generate_s/max"]
             verdict = [self._complaint(metrics, table), self._ask_store("should_stop")]
-            self._ask("post", "iteration", {"iteration": iteration, "metrics": metrics})
+            self._ask("post", "iteration", {"iteration": self.version, "metrics": metrics})
         dist.broadcast_object_list(verdict)
         if verdict[0] is not None:
             raise RuntimeError(verdict[0])
@@ -138,15 +150,15 @@ class Loop:
             errors = [error for error in table["reward_error"].to_pylist() if error is not None]
             first = f"; one of them: {errors[0]}" if errors else ""
             return (
-                f"the reward failed for {metrics['reward/error_rate']:.0%} of the rows of iteration {self.version}, more "
-                f"than reward.max_error_rate={limit:.0%}{first}"
+                f"the reward failed for {metrics['reward/error_rate']:.0%} of the rows of iteration {self.version}, "
+                f"more than reward.max_error_rate={limit:.0%}{first}"
             )
         bound, gap = self.config.trainer.max_log_prob_gap, metrics.get("training/rollout_log_probs_diff_max", 0.0)
         if bound is not None and gap > bound:
             return (
-                f"engine and trainer disagree about a token's log-prob by {gap:.2g} in iteration {self.version}, more than "
-                f"trainer.max_log_prob_gap={bound:g}: the engine does not run the published weights, or computes in "
-                "another precision (rollout.dtype, actor.fsdp.param_dtype)"
+                f"engine and trainer disagree about a token's log-prob by {gap:.2g} in iteration {self.version}, "
+                f"more than trainer.max_log_prob_gap={bound:g}: the engine does not run the published weights, or "
+                "computes in another precision (rollout.dtype, actor.fsdp.param_dtype)"
             )
         return None
 

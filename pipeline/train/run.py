@@ -104,7 +104,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
     def fit() -> None:
         try:
             torch_trainer.fit()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (handed to the main thread)
             failure.append(error)
 
     thread = threading.Thread(target=fit, name="fit", daemon=True)

@@ -74,8 +74,8 @@ class Rows:
             item = self._queue.get(timeout=self._timeout)
         except queue.Empty:
             raise TimeoutError(
-                f"no rows for step {step} within {self._timeout:.0f} s (trainer.data_timeout); Ray Data may lack a free "
-                "CPU for its reader, or the files answer too slowly"
+                f"no rows for step {step} within {self._timeout:.0f} s (trainer.data_timeout); Ray Data may lack a "
+                "free CPU for its reader, or the files answer too slowly"
             ) from None
         if isinstance(item, BaseException):
             raise item
@@ -127,7 +127,8 @@ class SFTLoop:
         )
         self.rows = Rows(iter(blocks), trainer.data_timeout)
         self.tokenizer = load_tokenizer(self.config.model)
-        self.policy = shard(load_policy(self.config.model), self.config.fsdp, self.device)
+        self.policy = load_policy(self.config.model)
+        shard(self.policy, self.config.fsdp, self.device)
         self.optimizer = build_optimizer(self.policy, self.config.optim)
         self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
         self.val_rows = self._validation_rows()

@@ -77,9 +77,11 @@ def _of_path(path: str, config_key: str, messages_key: str) -> list[RowGroup]:
                 f"{config_key}: {fragment.path}: column {messages_key!r} is of type {kind} where a list of "
                 "{role, content} is needed."
             )
-        counts = [part.count_rows() for part in parts]
-        starts = itertools.accumulate(counts, initial=0)
-        found += [RowGroup(part, fragment.path, start, rows) for part, start, rows in zip(parts, starts, counts)]
+        counts = [part.row_groups[0].num_rows for part in parts]
+        starts = itertools.accumulate([0, *counts[:-1]])
+        found += [
+            RowGroup(part, fragment.path, start, rows) for part, start, rows in zip(parts, starts, counts, strict=True)
+        ]
     if not sum(group.rows for group in found):
         raise ValueError(f"{config_key}: {path} has no rows.")
     return [group for group in found if group.rows]
@@ -157,13 +159,14 @@ class Encoder:
         return segments
 
     def _render(self, messages: list[dict[str, Any]], generate: bool, place: str) -> str:
+        # A template is foreign code and may raise anything.
         try:
             return str(
                 self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=generate, **self.data.apply_chat_template_kwargs
                 )
             )
-        except Exception as error:  # noqa: BLE001 - a template is foreign code and may raise anything
+        except Exception as error:
             raise ValueError(f"{place}: the model's chat template fails: {type(error).__name__}: {error}") from error
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -96,7 +97,8 @@ def test_windows_mix_far_parts_and_stay_within_their_bound(folder, source_of):
 
 def test_the_order_is_pinned(folder, source_of):
     """Another order with the same seed would make a resumed run repeat some prompts and miss others."""
-    assert indices(source_of(folder).chunks(12))[:0] == []
+    (table,) = itertools.islice(source_of(folder).chunks(12), 1)
+    assert indices([table]) == [24, 22, 23, 25, 7, 8, 6, 34, 46, 45, 44, 36]
 
 
 def test_without_shuffling_rows_come_in_file_order(folder, source_of):
@@ -236,9 +238,9 @@ def test_a_file_that_breaks_in_the_middle_of_the_run(write, prompt_row, source_o
     if damage == "gone":
         os.remove(path)
     elif damage == "bytes":
-        whole = open(path, "rb").read()
+        whole = Path(path).read_bytes()
         footer = 8 + int.from_bytes(whole[-8:-4], "little")
-        open(path, "wb").write(b"PAR1" + b"\xff" * (len(whole) - footer - 4) + whole[-footer:])
+        Path(path).write_bytes(b"PAR1" + b"\xff" * (len(whole) - footer - 4) + whole[-footer:])
     else:
         write([prompt_row(i) for i in range(41)])
     with pytest.raises(
@@ -248,7 +250,7 @@ def test_a_file_that_breaks_in_the_middle_of_the_run(write, prompt_row, source_o
 
 
 def test_memory_is_bounded_by_the_window_however_the_files_were_written(write, prompt_row, source_of):
-    rows = 30_000
+    rows = 60_000
     row = pa.Table.from_pylist([prompt_row(0)])
     table = pa.concat_tables([row] * rows).combine_chunks()
     text = pa.array([f"{i:0500}" for i in range(rows)])
@@ -257,17 +259,17 @@ def test_memory_is_bounded_by_the_window_however_the_files_were_written(write, p
     table = table.set_column(1, "prompt", prompts)
     for row_group_rows in (rows, 500):
         path = write(table, f"{row_group_rows}.parquet", row_group_rows)
-        source = source_of(path, shuffle_window_rows=1000)
+        source = source_of(path, shuffle_window_rows=1000, max_prompt_length=600)
         pa.default_memory_pool().release_unused()
         base, peak = pa.total_allocated_bytes(), 0
         tracemalloc.start()
-        for _ in itertools.islice(source.chunks(16), 0, 200):
+        for _ in itertools.islice(source.chunks(16), 70):
             peak = max(peak, pa.total_allocated_bytes() - base)
         python_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        # The data is 15 MB; a window 0.5 MB, and the slices of a window lie in batches of 4096 rows.
+        # The data is 30 MB, a window 0.5 MB, each of its two slices lies in a batch of decoded rows of 2 MB.
         assert peak < 6e6
-        assert python_peak < 3e6
+        assert python_peak < 2e6
 
 
 @pytest.mark.parametrize(

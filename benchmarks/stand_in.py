@@ -1,0 +1,171 @@
+"""Stand-ins for the ends of the stream: an instant engine, the trainer's side of the protocol, a memory watch.
+
+The stages in between, the policy store and the schedule are those of a run.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+
+from pipeline import stream
+from pipeline.config import Config
+from pipeline.prompts.chat import load_tokenizer
+from pipeline.prompts.stage import ANSWER_S, Schedule
+from pipeline.rollout.stage import Policy, Rollout
+from pipeline.rollout.vllm import Generation
+from pipeline.rollout.weights import Shard, checksum
+from pipeline.store import Admission, PolicyStore
+from pipeline.train.feed import RowsFeed
+
+RANKS = 2
+SHORTEST, LONGEST = 4, 32
+
+
+class InstantRollout(Rollout):
+    """The rollout stage without an engine: random responses of 4 to 32 tokens, at once."""
+
+    def __init__(self, config: Config, policy: Policy):
+        self._config, self._policy = config, policy
+        self._tokenizer = load_tokenizer(config.model)
+        self._random = np.random.default_rng(config.trainer.seed)
+        self._version = -1
+        self.name = f"instant:{os.getpid()}"
+
+    async def __call__(self, table: pa.Table) -> pa.Table:
+        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
+        ticket = await self._policy.admit(split, chunk, version)
+        if ticket.version > self._version:
+            self._version = ticket.version
+            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), 0.0)
+        table = table.filter(pc.not_equal(table["split"], "pad"))
+        n = self._config.rollout.n
+        generations = [self._generation(length) for length in self._random.integers(SHORTEST, LONGEST, len(table) * n)]
+        return self._rows(table, generations, n, ticket.version, 0.0, 0.0)
+
+    def _generation(self, length: int) -> Generation:
+        tokens = self._random.integers(0, 100, length, dtype=np.int32)
+        return Generation(tokens, -self._random.random(length, dtype=np.float32), "stop")
+
+
+class StandInTrainer:
+    """Begins, publishes and reads rows as the train workers do, from two splits and without training.
+
+    Args:
+        config: the run's configuration.
+        iterations: iterations of the schedule, of which as many are read as `iterate` is called.
+        run_dir: where trajectories go.
+        rollout: class of the rollout stage.
+        shards: the weights that every version publishes.
+    """
+
+    def __init__(
+        self, config: Config, iterations: int, run_dir: str, rollout: type[Rollout], shards: Sequence[Shard]
+    ) -> None:
+        self.schedule = Schedule.of(config, iterations)
+        self._shards, self._version = shards, 0
+        admission = Admission(config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness)
+        self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=10_000).remote(admission)
+        begun = time.perf_counter()
+        dataset = stream.build(config, self.schedule, self.store, run_dir, rollout_stage=rollout)
+        splits = dataset.streaming_split(RANKS, equal=True)
+        self.build_s = time.perf_counter() - begun
+        self._generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
+        self._ask("begin", 0, len(shards), (0, 0))
+        self._feeds = [
+            RowsFeed(
+                iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)),
+                self.schedule.chunks_per_iteration // RANKS,
+                config.trainer.deadlines.rows,
+                lambda: str(ray.get(self.store.status.remote(), timeout=ANSWER_S)),
+            )
+            for split in splits
+        ]
+
+    def iterate(self) -> list[pa.Table]:
+        """Publish the current version and read the rows it generates, one table for each rank."""
+        for shard in self._shards:
+            self._ask("publish", self._version, shard, time.time())
+        self._version += 1
+        tables = [feed.next(self._version) for feed in self._feeds]
+        if any(table is None for table in tables):
+            raise RuntimeError(f"the stream ended before iteration {self._version}")
+        return [table for table in tables if table is not None]
+
+    def messages(self, after: int) -> tuple[int, list[dict[str, Any]]]:
+        """What the stream has posted, as the driver reads it."""
+        return ray.get(self.store.read.remote(after, 0.0), timeout=ANSWER_S)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return ray.get(getattr(self.store, method).remote(self._generation, *args), timeout=ANSWER_S)
+
+
+@dataclass
+class Sample:
+    """Memory at one moment, in MiB."""
+
+    second: float
+    chunks: int
+    by_process: dict[str, float] = field(default_factory=dict)
+    """Resident memory without pages shared with other processes (the object store counts separately)."""
+    object_store: float = 0.0
+
+
+class MemoryWatch:
+    """Samples the driver, Ray's processes and the object store in a thread.
+
+    Args:
+        chunks: how many chunks have been read so far.
+        every: seconds between samples.
+    """
+
+    def __init__(self, chunks: Callable[[], int], every: float = 2.0) -> None:
+        self.samples: list[Sample] = []
+        self._chunks, self._every, self._begun = chunks, every, time.perf_counter()
+        self._capacity = ray.cluster_resources().get("object_store_memory", 0.0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[Sample]:
+        self._stop.set()
+        self._thread.join(timeout=30.0)
+        return self.samples
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._every):
+            used = self._capacity - ray.available_resources().get("object_store_memory", 0.0)
+            self.samples.append(
+                Sample(time.perf_counter() - self._begun, self._chunks(), private_memory(), used / 2**20)
+            )
+
+
+def private_memory() -> dict[str, float]:
+    """MiB of this process and of everything it started, by kind of process: driver, Ray's own, each stage."""
+    driver = psutil.Process()
+    found: dict[str, float] = {}
+    for process in [driver, *driver.children(recursive=True)]:
+        try:
+            memory, title = process.memory_info(), process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        kind = "driver" if process == driver else _kind(" ".join(title))
+        found[kind] = found.get(kind, 0.0) + (memory.rss - memory.shared) / 2**20
+    return found
+
+
+def _kind(title: str) -> str:
+    if title.startswith("ray::"):
+        return title.removeprefix("ray::").split(",")[0].split(" ")[0].rstrip(".)")
+    for name in ("gcs_server", "raylet", "dashboard", "log_monitor", "runtime_env"):
+        if name in title:
+            return f"ray {name}"
+    return "other"

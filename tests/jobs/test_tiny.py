@@ -1,0 +1,124 @@
+"""The tiny policy's tokenizer, template and sizes."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jobs import tiny
+from jobs.prepare import countdown
+from jobs.prepare.puzzles import Puzzle
+
+PUZZLE = Puzzle((3, 17, 25), 64, "(25 - 17) * 3 + 40", "25 - 17 = 8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tiny") / "model"
+    assert tiny.main(["--out", str(out), "--rows", "500", "--hidden", "64", "--layers", "2"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text() | st.binary().map(lambda raw: raw.decode("utf-8", "replace")))
+def test_any_text_survives(tokenizer, text: str) -> None:
+    for special in tokenizer.all_special_tokens:
+        text = text.replace(special, "")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert not set(ids) & set(tokenizer.all_special_ids)
+
+
+def test_no_unknown_token_and_distinct_padding(tokenizer) -> None:
+    assert tokenizer.unk_token is None
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert len(tokenizer("".join(map(chr, range(0x110000 // 64, 0x110000 // 32))))["input_ids"]) > 0
+
+
+def test_digits_are_single_tokens(tokenizer) -> None:
+    ids = tokenizer("Numbers: 1234567890 + 42x7", add_special_tokens=False)["input_ids"]
+    for token in ids:
+        text = tokenizer.decode([token])
+        assert len(text) == 1 or not any(letter.isdigit() for letter in text)
+
+
+def test_constant_wording_is_cheap(tokenizer) -> None:
+    messages = countdown.messages(PUZZLE, "short", "answer")
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    digits = sum(letter.isdigit() for letter in messages[0]["content"])
+    # Spaces between numbers, three pieces of wording, and the frame of ChatML beside the digits.
+    assert len(prompt) <= digits + 2 + 3 + 6
+
+
+def test_template_is_chatml(tokenizer) -> None:
+    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    assert text == turns + "<|im_start|>assistant\n"
+
+
+def test_prompt_and_answer_split_where_generation_begins(tokenizer) -> None:
+    messages = countdown.messages(PUZZLE, "short", "steps")
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    both = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = both["input_ids"], both["assistant_masks"]
+    assert ids[: len(prompt)] == prompt and mask[: len(prompt)] == [0] * len(prompt)
+    answer = [token for token, learnt in zip(ids, mask, strict=True) if learnt]
+    assert tokenizer.decode(answer) == messages[1]["content"] + tokenizer.eos_token
+    assert answer == tokenizer(messages[1]["content"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+
+
+def test_model_loads_and_counts(folder: Path, tokenizer) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer)  # no id that the tokenizer cannot decode
+    assert model.config.eos_token_id == tokenizer.eos_token_id == model.generation_config.eos_token_id
+    assert model.config.head_dim == 32 and model.config.tie_word_embeddings
+
+
+def test_seed_and_tie(tmp_path: Path) -> None:
+    tokenizer = tiny.build_tokenizer(["1 + 2"], 300)
+    one, two, other = (tiny.build_model(tokenizer, 64, 1, 2, 1, tie=False, seed=seed) for seed in (1, 1, 2))
+    first, same, different = (model.lm_head.weight for model in (one, two, other))
+    assert (first == same).all() and not (first == different).all()
+    assert one.lm_head.weight is not one.model.embed_tokens.weight
+
+
+def test_data_files_shape_the_vocabulary(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    rows = [[{"role": "user", "content": "abracadabra"}, {"role": "assistant", "content": "hocus"}]] * 10
+    pq.write_table(pa.table({"messages": rows}), file)
+    assert list(tiny.texts([file], rows=2)) == ["abracadabra", "hocus"] * 2
+    tokenizer = tiny.build_tokenizer(tiny.texts([file], rows=10), 400)
+    assert len(tokenizer("abracadabra")["input_ids"]) == 1
+
+
+def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "m"
+    wrong = tmp_path / "wrong.parquet"
+    pq.write_table(pa.table({"text": ["x"]}), wrong)
+    (tmp_path / "broken.parquet").write_text("no parquet")
+    cases = {
+        "gives heads of 33.3333 dimensions": ["--hidden", "200", "--heads", "6"],
+        "is not a multiple of --kv-heads 4": ["--kv-heads", "4"],
+        "--vocab 100 is too small": ["--vocab", "100"],
+        "neither a `prompt` nor a `messages` column, but text": ["--data", str(wrong)],
+        "cannot be read as parquet": ["--data", str(tmp_path / "broken.parquet")],
+        "absent.parquet cannot be read": ["--data", str(tmp_path / "absent.parquet")],
+    }
+    for sentence, options in cases.items():
+        assert tiny.main(["--out", str(out), "--rows", "20", *options]) == 2
+        assert sentence in capsys.readouterr().err
+        assert not out.exists()
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    assert tiny.main(["--out", str(out)]) == 2
+    assert "already holds a model" in capsys.readouterr().err
