@@ -1,10 +1,15 @@
-"""Reads a million prompts in 20 parquet files through the prompt source and watches time and memory.
+"""Reads a million prompts in 20 parquet files, and watches time and memory.
 
     python -m benchmarks.prompt_stream                     # a temporary folder
-    python -m benchmarks.prompt_stream --dir DIR --rows 5000000 --row-group-rows 1000000
+    python -m benchmarks.prompt_stream --dir DIR --rows 5000000 --row-group-rows 1000000 --parts source
 
-The files, the byte tokenizer and its chat template are made here. Reported: seconds to resolve the files, to the
-first chunk and to a first chunk in the middle of the epoch, milliseconds per chunk, and resident memory over the run.
+The files, the byte tokenizer and its chat template are made here. Two parts:
+
+- `source`: the prompt source alone, in this process. Seconds to resolve the files, to the first chunk and to a first
+  chunk in the middle of the epoch, milliseconds per chunk, resident memory over the run.
+- `stream`: the whole stream on Ray Data with an instant stand-in for the engine and for the trainer. Seconds until the
+  stream is built and until the first chunk arrives, chunks per second, and the private memory of every kind of process
+  and the use of the object store along the run.
 """
 
 import argparse
@@ -12,20 +17,27 @@ import gc
 import json
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.stand_in import InstantRollout, StandInTrainer, Watch
+from pipeline.config import load_config
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.config import DataConfig
 from pipeline.prompts.files import resolve
 from pipeline.prompts.source import Position, PromptSource
+from pipeline.rollout.weights import Shard
+from pipeline.train.run import start_ray
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -118,6 +130,56 @@ def measure(folder: Path, chunk_prompts: int, chunks: int, window_rows: int) -> 
     }
 
 
+def measure_stream(folder: Path, model: Path, run_dir: str, chunk_prompts: int, chunks: int) -> dict[str, Any]:
+    """The whole stream, in Ray. Memory in MiB from the first chunk on, at tenths of the run."""
+    byte_tokenizer().save_pretrained(model)
+    config = load_config(
+        [
+            "experiment=countdown_cpu",
+            f"model.path={model}",
+            f"data.train_files={folder}",
+            "data.val_files=null",
+            "data.max_prompt_length=512",
+            f"rollout.chunk_prompts={chunk_prompts}",
+        ]
+    )
+    batch = config.data.train_batch_size
+    rows = sum(file.rows for file in resolve(str(folder), "data.train_files"))
+    start_ray(config)
+    begin = time.perf_counter()
+    # One empty bucket: weights of no size, so that only the protocol is paid for.
+    shard = Shard(0, [], [ray.put(np.zeros(1, np.uint8))], [zlib.crc32(bytes(1))])
+    trainer = StandInTrainer(config, rows // batch, run_dir, InstantRollout, [shard])
+    read, times, messages = 0, [], 0
+    memory = Watch(lambda: read)
+    while read < chunks:
+        trainer.iterate()
+        read += trainer.schedule.chunks_per_iteration
+        times.append(time.perf_counter() - begin)
+        messages, _ = trainer.messages(messages)  # as the driver of a run does, lest they pile up
+    samples = memory.stop()
+    trainer.close()
+    ray.shutdown()
+    warm = [sample for sample in samples if sample.chunks]
+    tenths = [warm[round(i * (len(warm) - 1) / 10)] for i in range(11)]
+    kinds = sorted(tenths[-1].private)
+    return {
+        "iterations_scheduled": trainer.schedule.iterations,
+        "pages": trainer.schedule.pages,
+        "build_s": trainer.build_s,
+        "first_iteration_s": times[0],
+        "chunks": read,
+        "chunks_per_s": (read - trainer.schedule.chunks_per_iteration) / (times[-1] - times[0]),
+        "cpu_ms_per_chunk": {
+            kind: round(1000 * (warm[-1].cpu_s[kind] - warm[0].cpu_s.get(kind, 0.0)) / (read - warm[0].chunks), 1)
+            for kind in kinds
+        },
+        "chunks_read": [sample.chunks for sample in tenths],
+        "object_store_mib": [round(sample.object_store, 1) for sample in tenths],
+        "private_mib": {kind: [round(sample.private.get(kind, 0.0)) for sample in tenths] for kind in kinds},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dir", type=Path, help="folder of the files; made when missing, kept and used again")
@@ -127,15 +189,25 @@ def main() -> None:
     parser.add_argument("--window-rows", type=int, default=DataConfig.shuffle_window_rows)
     parser.add_argument("--chunk-prompts", type=int, default=16)
     parser.add_argument("--chunks", type=int, default=1000)
+    parser.add_argument("--parts", choices=["source", "stream"], nargs="+", default=["source", "stream"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.dir or Path(temporary)
+        folder = args.dir or Path(temporary) / "prompts"
         if not any(folder.glob("*.parquet")):
             begin = time.perf_counter()
             write_prompts(folder, args.rows, args.files, args.row_group_rows)
             print(f"wrote {args.rows} prompts in {args.files} files in {time.perf_counter() - begin:.0f} s")
-        result = measure(folder, args.chunk_prompts, args.chunks, args.window_rows)
-        print(json.dumps({key: round(value, 3) for key, value in result.items()}, indent=2))
+        if "source" in args.parts:
+            _show("source", measure(folder, args.chunk_prompts, args.chunks, args.window_rows))
+        if "stream" in args.parts:
+            work = Path(temporary)
+            _show("stream", measure_stream(folder, work / "model", str(work / "run"), args.chunk_prompts, args.chunks))
+
+
+def _show(part: str, result: dict[str, Any]) -> None:
+    print(part, flush=True)
+    for key, value in result.items():
+        print(f"  {key}: {json.dumps(round(value, 3) if isinstance(value, float) else value)}", flush=True)
 
 
 if __name__ == "__main__":

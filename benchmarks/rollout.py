@@ -5,7 +5,8 @@
 
 Bare vLLM is all requests added to an `LLMEngine` at once and stepped until done. It takes turns with the stage on the
 very same engine, so weights, threads, arguments and whatever else the machine does are the same for both, and only
-ratios within one run are to be trusted. `--where ray` is the whole stream on Ray Data (prompts, rollout, reward,
+ratios within one run are to be trusted; on a machine that is busy with other work, those by CPU seconds more than
+those by the clock. `--where ray` is the whole stream on Ray Data (prompts, rollout, reward,
 advantage, record, splits), timed from the publication of a version to its last row at the trainer.
 
 Responses end by chance: several token ids count as end of sequence, so lengths are geometric with a long tail.
@@ -13,13 +14,13 @@ Responses end by chance: several token ids count as end of sequence, so lengths 
 
 import argparse
 import asyncio
-import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,18 +32,38 @@ from jobs import tiny
 from jobs.prepare import __main__ as prepare
 from pipeline import rows
 from pipeline.config import Config, load_config
-from pipeline.prompts.stage import ANSWER_S, sources, stamp
+from pipeline.prompts.source import stamp
+from pipeline.prompts.stage import sources
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.weights import Shard
 from pipeline.store import Ticket
-from pipeline.stream import engine_env
 from pipeline.train.broadcast import pack
 from pipeline.train.fsdp import torch_dtype
 from pipeline.train.run import start_ray
 
+CPU = " by CPU"
 STOP_IDS = [2, *range(100, 107)]
 """Ids that end a response: 8 of the tiny model's 300-odd tokens, for a mean of about 40 tokens."""
+
+
+class Generated(NamedTuple):
+    """What one generation of all requests took."""
+
+    tokens: int
+    seconds: float
+    cpu_s: float
+    """CPU seconds of this process."""
+
+    @classmethod
+    def since(cls, begun: tuple[float, float], tokens: int) -> "Generated":
+        now = clocks()
+        return cls(tokens, now[0] - begun[0], now[1] - begun[1])
+
+
+def clocks() -> tuple[float, float]:
+    """Wall-clock and CPU seconds of this process."""
+    return time.perf_counter(), time.process_time()
 
 
 class OneVersion:
@@ -73,9 +94,9 @@ class Probe(Rollout):
         self._tables.append(table)
         released = self._released
         if len(self._tables) == self._chunks:
-            tokens, seconds = bare(self, requests(self._config, self._tables, -1 - ticket.version))
+            found = bare(self, requests(self._config, self._tables, -1 - ticket.version))
             store, generation = self._policy._store, self._policy._generation  # type: ignore[attr-defined]
-            await store.post.remote(generation, "bare", {"tokens": tokens, "seconds": seconds})
+            await store.post.remote(generation, "bare", found._asdict())
             self._tables, self._released = [], asyncio.Event()
             released.set()
         await released.wait()
@@ -99,50 +120,57 @@ def requests(config: Config, chunks: Sequence[pa.Table], version: int, seeds: bo
     ]
 
 
-def bare(stage: Rollout, pairs: list[tuple[Any, Any]]) -> tuple[int, float]:
-    """(generated tokens, seconds) of all requests at once, in the engine's own thread."""
+def bare(stage: Rollout, pairs: list[tuple[Any, Any]]) -> Generated:
+    """All requests at once, in the engine's own thread."""
 
-    def generate(engine: Any) -> tuple[int, float]:
-        begun, tokens = time.perf_counter(), 0
+    def generate(engine: Any) -> Generated:
+        begun, tokens = clocks(), 0
         for number, (prompt, params) in enumerate(pairs):
             engine.add_request(f"bare-{number}", prompt, params)
         while engine.has_unfinished_requests():
             tokens += sum(len(output.outputs[0].token_ids) for output in engine.step() if output.finished)
-        return tokens, time.perf_counter() - begun
+        return Generated.since(begun, tokens)
 
     return stage.engine.call(generate, when_idle=True).result(timeout=600.0)
 
 
-async def staged(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table]) -> tuple[int, float]:
-    """(generated tokens, seconds) of the stage with all chunks in flight, its weights loaded anew."""
+async def staged(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table]) -> Generated:
+    """The stage with all chunks in flight, its weights loaded anew."""
     policy.version += 1
-    begun = time.perf_counter()
+    begun = clocks()
     tables = await asyncio.gather(*(stage(chunk) for chunk in chunks))
-    return sum(map(response_tokens, tables)), time.perf_counter() - begun
+    return Generated.since(begun, sum(map(response_tokens, tables)))
 
 
 def response_tokens(table: pa.Table) -> int:
     return sum(rows.lengths(table["response_ids"]))
 
 
-async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
-    """Tokens per second of each repeat, without Ray."""
-    policy = OneVersion([weights(config, lambda buffer: buffer)])
-    size = config.rollout.chunk_prompts
+def prompt_chunks(config: Config) -> list[pa.Table]:
+    """The chunks of one iteration."""
     train, _ = sources(config)
+    size = config.rollout.chunk_prompts
     prompts = train.chunks(size)
-    chunks = [stamp(next(prompts), "train", c, 1) for c in range(config.data.train_batch_size // size)]
+    return [stamp(next(prompts), "train", c, 1) for c in range(config.data.train_batch_size // size)]
+
+
+async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
+    """Tokens per second and per CPU second of each repeat, without Ray."""
+    policy = OneVersion([weights(config, lambda buffer: buffer)])
+    chunks = prompt_chunks(config)
     stage = Rollout(config, policy)
     await staged(stage, policy, chunks)
-    rates: dict[str, list[float]] = {"bare": [], "bare without seeds": [], "stage": []}
+    modes = ["bare", "bare without seeds", "stage"]
+    rates: dict[str, list[float]] = {name + unit: [] for unit in ("", CPU) for name in modes}
     for repeat in range(repeats):
-        for name in list(rates)[:: 1 if repeat % 2 else -1]:
+        for name in modes[:: 1 if repeat % 2 else -1]:
             if name == "stage":
-                tokens, seconds = await staged(stage, policy, chunks)
+                found = await staged(stage, policy, chunks)
             else:
                 seeds = name == "bare"
-                tokens, seconds = bare(stage, requests(config, chunks, -1 - 2 * repeat - seeds, seeds))
-            rates[name].append(tokens / seconds)
+                found = bare(stage, requests(config, chunks, -1 - 2 * repeat - seeds, seeds))
+            rates[name].append(found.tokens / found.seconds)
+            rates[name + CPU].append(found.tokens / found.cpu_s)
     stage.engine.close()
     return rates
 
@@ -150,7 +178,7 @@ async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
 def in_ray(config: Config, repeats: int, run_dir: str) -> dict[str, list[float]]:
     """Tokens per second of each repeat on Ray Data."""
     start_ray(config)
-    trainer = StandInTrainer(config, 1000, run_dir, Probe, [weights(config, ray.put)])
+    trainer = StandInTrainer(config, repeats + 1, run_dir, Probe, [weights(config, ray.put)])
     rates: dict[str, list[float]] = {"bare": [], "stream": []}
     read = 0
     for repeat in range(repeats + 1):
@@ -159,10 +187,10 @@ def in_ray(config: Config, repeats: int, run_dir: str) -> dict[str, list[float]]
         seconds = time.perf_counter() - begun
         read, messages = trainer.messages(read)
         probe = next(message for message in messages if message["kind"] == "bare")
-        if repeat:
+        if repeat:  # in the first one the engine starts
             rates["bare"].append(probe["tokens"] / probe["seconds"])
             rates["stream"].append(tokens / (seconds - probe["seconds"]))
-    ray.get(trainer.store.stop.remote(), timeout=ANSWER_S)
+    trainer.close()
     ray.shutdown()
     return rates
 
@@ -191,49 +219,57 @@ def settings(model: str, data: str, args: argparse.Namespace) -> Config:
     )
 
 
-def report(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and each mode's ratio to bare vLLM of the same repeat."""
-    bases = rates["bare"]
-    return {
-        name: {
-            "tokens_per_s": round(statistics.median(values)),
-            "ratio_to_bare": round(statistics.median(np.divide(values, bases)), 3),
-            "ratios": [round(float(ratio), 3) for ratio in np.divide(values, bases)],
-        }
-        for name, values in rates.items()
-    }
+def report(where: str, rates: dict[str, list[float]]) -> None:
+    """Print medians, and each mode's ratio to bare vLLM of the same repeat."""
+    for name, values in rates.items():
+        ratios = np.divide(values, rates["bare" + CPU * name.endswith(CPU)])
+        listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        unit = "tokens per CPU second" if name.endswith(CPU) else "tokens per second"
+        median = f"{statistics.median(values):8.0f} {unit}, {statistics.median(ratios):.2f} of bare"
+        print(f"{where:8} {name.removesuffix(CPU):19}{median} ({listed})", flush=True)
+
+
+def inputs(model: str | None, data: str | None, folder: str) -> tuple[str, str]:
+    """The given model and prompts; tiny ones are made in `folder` where they are left out."""
+    if data is None:
+        data = f"{folder}/countdown/train.parquet"
+        prepare.main(
+            ["countdown", "--out", f"{folder}/countdown", "--template", "short", "--train", "1000", "--test", "10"]
+        )
+    if model is None:
+        model = f"{folder}/tiny"
+        tiny.main(["--out", model])
+    return model, data
+
+
+def parser() -> argparse.ArgumentParser:
+    own = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    own.add_argument("--model", help="model folder; a tiny one is made when left out")
+    own.add_argument("--data", help="prompts as parquet; Countdown prompts are made when left out")
+    own.add_argument("--where", choices=["process", "ray"], nargs="+", default=["process", "ray"])
+    own.add_argument("--prompts", type=int, default=64)
+    own.add_argument("--samples", type=int, default=8)
+    own.add_argument("--chunk-prompts", type=int, default=16)
+    own.add_argument("--max-tokens", type=int, default=256)
+    own.add_argument("--threads", type=int, default=1)
+    own.add_argument("--repeats", type=int, default=4)
+    own.add_argument("settings", nargs="*", metavar="key=value", help="further settings of the run")
+    return own
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="model folder; a tiny one is made when left out")
-    parser.add_argument("--data", help="prompts as parquet; Countdown prompts are made when left out")
-    parser.add_argument("--where", choices=["process", "ray"], nargs="+", default=["process", "ray"])
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--chunk-prompts", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="further settings of the run")
-    args = parser.parse_args()
+    args = parser().parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != str(args.threads):
+        # OpenMP reads it when the process starts; the stream sets it for its engines.
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"OMP_NUM_THREADS": str(args.threads)})
     with tempfile.TemporaryDirectory() as folder:
-        model, data = args.model or f"{folder}/tiny", args.data or f"{folder}/countdown/train.parquet"
-        if not args.data:
-            prepare.main(["countdown", "--out", f"{folder}/countdown", "--template", "short", "--train", "1000",
-                          "--test", "10"])  # fmt: skip
-        if not args.model:
-            tiny.main(["--out", model])
-        config = settings(model, data, args)
+        config = settings(*inputs(args.model, args.data, folder), args)
         for where in args.where:
             if where == "process":
-                import os
-
-                os.environ.update(engine_env(config))
                 rates = asyncio.run(in_process(config, args.repeats))
             else:
                 rates = in_ray(config, args.repeats, folder)
-            print(json.dumps({"where": where, **report(rates)}, indent=2), flush=True)
+            report(where, rates)
 
 
 if __name__ == "__main__":

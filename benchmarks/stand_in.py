@@ -3,11 +3,13 @@
 The stages in between, the policy store and the schedule are those of a run.
 """
 
+import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,7 +74,9 @@ class StandInTrainer:
     ) -> None:
         self.schedule = Schedule.of(config, iterations)
         self._shards, self._version = shards, 0
-        admission = Admission(config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness)
+        admission = Admission(
+            config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
+        )
         self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=10_000).remote(admission)
         begun = time.perf_counter()
         dataset = stream.build(config, self.schedule, self.store, run_dir, rollout_stage=rollout)
@@ -100,6 +104,14 @@ class StandInTrainer:
             raise RuntimeError(f"the stream ended before iteration {self._version}")
         return [table for table in tables if table is not None]
 
+    def close(self) -> None:
+        """End the stream: whatever waits in the store belongs to an older generation now, and fails."""
+        ray.get(self.store.new_generation.remote(), timeout=ANSWER_S)
+        for feed in self._feeds:
+            with contextlib.suppress(ray.exceptions.RayError):
+                while feed.next(self._version + 1) is not None:
+                    pass
+
     def messages(self, after: int) -> tuple[int, list[dict[str, Any]]]:
         """What the stream has posted, as the driver reads it."""
         return ray.get(self.store.read.remote(after, 0.0), timeout=ANSWER_S)
@@ -110,16 +122,18 @@ class StandInTrainer:
 
 @dataclass
 class Sample:
-    """Memory at one moment, in MiB."""
+    """One moment of a run. Memory in MiB, by kind of process."""
 
     second: float
     chunks: int
-    by_process: dict[str, float] = field(default_factory=dict)
-    """Resident memory without pages shared with other processes (the object store counts separately)."""
-    object_store: float = 0.0
+    private: dict[str, float]
+    """Resident memory without pages shared with other processes; the object store counts separately."""
+    cpu_s: dict[str, float]
+    """CPU seconds so far of the processes that are alive."""
+    object_store: float
 
 
-class MemoryWatch:
+class Watch:
     """Samples the driver, Ray's processes and the object store in a thread.
 
     Args:
@@ -143,29 +157,35 @@ class MemoryWatch:
     def _watch(self) -> None:
         while not self._stop.wait(self._every):
             used = self._capacity - ray.available_resources().get("object_store_memory", 0.0)
-            self.samples.append(
-                Sample(time.perf_counter() - self._begun, self._chunks(), private_memory(), used / 2**20)
-            )
+            second = time.perf_counter() - self._begun
+            self.samples.append(Sample(second, self._chunks(), *_processes(), used / 2**20))
 
 
-def private_memory() -> dict[str, float]:
-    """MiB of this process and of everything it started, by kind of process: driver, Ray's own, each stage."""
+def _processes() -> tuple[dict[str, float], dict[str, float]]:
+    """Private MiB and CPU seconds of this process and of everything it started, by kind."""
     driver = psutil.Process()
-    found: dict[str, float] = {}
+    private: Counter[str] = Counter()
+    cpu_s: Counter[str] = Counter()
     for process in [driver, *driver.children(recursive=True)]:
         try:
-            memory, title = process.memory_info(), process.cmdline()
+            memory, cpu, title = process.memory_info(), process.cpu_times(), " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
-        kind = "driver" if process == driver else _kind(" ".join(title))
-        found[kind] = found.get(kind, 0.0) + (memory.rss - memory.shared) / 2**20
-    return found
+        kind = "driver" if process == driver else _kind(title)
+        private[kind] += (memory.rss - memory.shared) / 2**20
+        cpu_s[kind] += cpu.user + cpu.system
+    return dict(private), dict(cpu_s)
 
 
 def _kind(title: str) -> str:
-    if title.startswith("ray::"):
-        return title.removeprefix("ray::").split(",")[0].split(" ")[0].rstrip(".)")
-    for name in ("gcs_server", "raylet", "dashboard", "log_monitor", "runtime_env"):
-        if name in title:
-            return f"ray {name}"
-    return "other"
+    kinds = {
+        "ray::MapWorker(MapBatches(Prompts": "prompts",
+        "ray::MapWorker": "rollout",
+        "ray::PolicyStore": "policy store",
+        "ray::SplitCoordinator": "stream executor",
+        "ray::MapBatches": "tasks of other stages",
+        "ray::Streaming": "tasks of other stages",
+        "ray::ReadRange": "tasks of other stages",
+        "ray::IDLE": "tasks of other stages",
+    }
+    return next((kind for start, kind in kinds.items() if title.startswith(start)), "Ray itself")

@@ -140,11 +140,10 @@ def run(config: SFTConfig) -> dict[str, float]:
     board: Any = ray.remote(num_cpus=0)(Board)
     board = board.remote()
     block_rows = data.train_batch_size // trainer.num_workers
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    # Without it blocks come as they are finished, and the run could not be repeated.
-    context.execution_options.preserve_order = True
+    # Without an order blocks come as they are finished, and the run could not be repeated.
+    options = ray.data.ExecutionOptions(preserve_order=True)
     stream = train_dataset(train_groups, config.model, data, trainer.seed, epochs, block_rows)
+    stream.context.enable_progress_bars = False
     storage = f".{out.name}.ray-train"
     resources = {"CPU": trainer.cpus_per_worker}
     fit = TorchTrainer(
@@ -157,7 +156,7 @@ def run(config: SFTConfig) -> dict[str, float]:
             resources_per_worker={**resources, "GPU": 1} if trainer.use_gpu else resources,
         ),
         datasets={"train": stream},
-        dataset_config=DataConfig(execution_options=context.execution_options),
+        dataset_config=DataConfig(execution_options=options),
         run_config=RunConfig(
             name=storage,
             storage_path=str(out.parent),
@@ -170,6 +169,9 @@ def run(config: SFTConfig) -> dict[str, float]:
     line.start()
     try:
         fit.fit()
+    except SystemExit as stopped:
+        # On Ctrl-C Ray Train aborts the workers and leaves with exit code 0, as if the model were there.
+        raise KeyboardInterrupt from stopped
     finally:
         done.set()
         line.join(timeout=ANSWER_S)
@@ -220,7 +222,10 @@ def _show(board: Any, steps: int, done: threading.Event) -> None:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task, printed = progress.add_task("sft", total=steps, numbers="starting"), time.monotonic()
         while not done.wait(POLL_S):
-            metrics = ray.get(board.read.remote(), timeout=ANSWER_S)
+            try:
+                metrics = ray.get(board.read.remote(), timeout=POLL_S)
+            except ray.exceptions.GetTimeoutError:
+                continue  # a busy machine answers a moment later; the run itself does not depend on it
             if not metrics:
                 continue
             progress.update(task, completed=metrics["step"], numbers=describe(metrics))

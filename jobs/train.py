@@ -1,6 +1,7 @@
 """Train a policy: `python -m jobs.train experiment=countdown_cpu actor.optim.lr=1e-5`."""
 
 import argparse
+import itertools
 import logging
 import os
 import shlex
@@ -8,9 +9,10 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
-from pipeline.config import Config, ConfigError, load_config, to_flat
-from pipeline.versions import check_versions
+from pipeline.config import Config, load_config, to_flat
+from pipeline.versions import VersionError, check_versions
 
 EPILOG = """\
 settings:
@@ -25,6 +27,9 @@ examples:
 the same command continues a run that was interrupted.
 """
 
+CHECKED_PROMPTS = 256
+"""Prompts of each split that are made before anything starts; the others are checked as they are read."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
@@ -37,15 +42,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and exit, without starting Ray")
     parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
-    options = parser.parse_args(arguments)
-    console = Console(stderr=True)
+    # Settings and options may be mixed in any order.
+    options = parser.parse_intermixed_args(arguments)
     try:
         check_versions()
         config = load_config(options.settings, config_dir=options.config_dir)
         return train(config, options.dry_run, [*(arguments if arguments is not None else sys.argv[1:])])
-    except (ConfigError, ValueError, OSError, ImportError) as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+    except (ValueError, OSError, ImportError, VersionError) as error:
+        complain(str(error))
         return 2
+
+
+def complain(error: str) -> None:
+    """Print an error on stderr; brackets in it are text, not markup."""
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
 
 
 def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
@@ -66,7 +76,8 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     for source in (training, validation):
         if source is not None:
             check_sources(data_sources(source.files), config.reward)
-            next(source.chunks(1))
+            for _ in itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS):
+                pass
     resolved = plan(config, training.len_estimate)
     if not os.environ.get("RAY_ADDRESS"):
         check_resources(resolved)
@@ -89,7 +100,7 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
         trainer.experiment_name,
         resume,
     )
-    start_ray(config)
+    started = start_ray(config)
     if os.environ.get("RAY_ADDRESS"):
         import ray
 
@@ -108,9 +119,10 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
         more = resolved.iterations * 2 if status == "finished" and resolved.iterations else None
         places["to continue"] = f"{command} trainer.total_training_steps={more}" if more else command
         tracker.finish(status, places)
-        wait_until_gone()
+        if started:
+            wait_until_gone()
     if error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        complain(error)
     return {"finished": 0, "interrupted": 130}.get(status, 1)
 
 

@@ -15,7 +15,6 @@ from pipeline.config import Config, ConfigError
 CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("float32", "bfloat16"),
-    "rollout.name": ("vllm",),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
     "actor.fsdp.param_dtype": (None, "float32", "bfloat16"),
     "actor.fsdp.reduce_dtype": ("float32", "bfloat16"),

@@ -5,6 +5,7 @@ experiments in one curve, so it is refused, except for settings that only say ho
 the work is laid out on the machine.
 """
 
+import os
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, diff, load_yaml
@@ -61,12 +62,23 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
         resume: `auto` lets an existing run of the same settings be continued, `never` refuses any existing run.
 
     Raises:
-        ConfigError: the folder holds another run, or any run with `resume="never"`, or files that are no run.
+        ConfigError: the folder cannot be made or written, or holds another run, or any run with `resume="never"`, or
+            files that are no run.
     """
     run_dir = Path(run_dir)
     remedies = f"choose another trainer.experiment_name or delete {run_dir}"
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is a file where the run's folder should be; {remedies}")
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ConfigError(
+            f"{place} is a file, so the run's folder {run_dir} cannot be made; choose another trainer.default_local_dir"
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{place} is not writable, so the run cannot be kept in {run_dir}; allow writing or choose another "
+            "trainer.default_local_dir"
+        )
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return False
     if not (run_dir / CONFIG_FILE).is_file():

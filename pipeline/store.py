@@ -322,7 +322,8 @@ class PolicyStore:
                             f"came {time.monotonic() - self._alive_at:.0f} s ago from {self._alive_by}"
                         )
                     try:
-                        await asyncio.wait_for(self._changed.wait(), left)
+                        async with asyncio.timeout(left):
+                            await self._changed.wait()
                     except TimeoutError:
                         continue
         finally:

@@ -53,7 +53,7 @@ def build(
     generation = ray.get(store.new_generation.remote(), timeout=ANSWER_S)
     policy = StorePolicy(store, generation, config.trainer.deadlines.admission)
     rollout = config.rollout
-    in_flight = rollout.chunks_in_flight or -(-schedule.chunks_per_iteration // rollout.num_engines)
+    in_flight = rollout.in_flight(schedule.chunks_per_iteration)
     engines = ActorPoolStrategy(
         size=rollout.num_engines,
         # Equal numbers: tasks in flight alone would wait in the actor's queue, one behind the other.

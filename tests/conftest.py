@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+# A tracking server or a cluster of the developer's own is no place for test runs.
+for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
+    os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,7 +45,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a two-layer Qwen2 with tied embeddings, random weights and a tokenizer trained on Countdown text."""
+    """Folder of a two-layer Qwen3 with tied embeddings, random weights and a tokenizer trained on Countdown text."""
     from jobs.tiny import build_model, build_tokenizer, countdown_texts
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
@@ -49,3 +54,38 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """Parquet files in verl's format."""
+
+    train: str
+    train_rows: int
+    val: str
+    val_rows: int
+
+
+@pytest.fixture(scope="session")
+def prompt_files(tmp_path_factory: pytest.TempPathFactory) -> PromptFiles:
+    """40 training prompts in row groups of 10 and 7 validation prompts; `extra_info.index` numbers them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("prompts")
+    files = PromptFiles(str(folder / "train.parquet"), 40, str(folder / "val.parquet"), 7)
+    for path, rows in ((files.train, files.train_rows), (files.val, files.val_rows)):
+        table = pa.Table.from_pylist(
+            [
+                {
+                    "data_source": "countdown",
+                    "prompt": [{"role": "user", "content": f"Numbers: {i + 1}, {i + 2}. Target: {2 * i + 3}."}],
+                    "ability": "math",
+                    "reward_model": {"style": "rule", "ground_truth": {"target": 2 * i + 3, "numbers": [i + 1, i + 2]}},
+                    "extra_info": {"index": i},
+                }
+                for i in range(rows)
+            ]
+        )
+        pq.write_table(table, path, row_group_size=10)
+    return files

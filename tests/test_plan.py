@@ -42,7 +42,10 @@ def test_hand_worked_numbers():
     assert numbers.rows_per_rank == 128
     assert numbers.mini_batches == 2
     assert numbers.optimizer_steps_per_iteration == 6
-    assert numbers.chunks_in_flight_per_engine == 3  # 8 chunks over 3 engines, rounded up
+    # One validation sample per prompt: 256 sequences of the engine / 8 prompts of a chunk, more than a share of 8 / 3.
+    assert numbers.chunks_in_flight_per_engine == 32
+    assert small("rollout.max_num_seqs=8").chunks_in_flight_per_engine == 3  # 8 chunks over 3 engines, rounded up
+    assert small("rollout.chunks_in_flight=5").chunks_in_flight_per_engine == 5
     assert numbers.iterations == 15
     assert numbers.cpus == 3 * 1 + 2 * 1 + 1 + 1
     assert numbers.gpus == 0

@@ -25,9 +25,6 @@ class SamplingConfig:
 class RolloutConfig:
     """The engine pool that turns prompts into responses."""
 
-    name: str = "vllm"
-    """Engine: `vllm`."""
-
     n: int = 8
     """Responses per training prompt (the group size)."""
 
@@ -53,7 +50,8 @@ class RolloutConfig:
     """Engines in the pool, each one Ray actor."""
 
     chunks_in_flight: int = 0
-    """Chunks one engine works on at a time; 0 takes an iteration's share, so that an iteration runs as one batch."""
+    """Chunks one engine works on at a time; 0 takes an engine's share of an iteration, and at least as many as fill
+    `max_num_seqs`."""
 
     num_cpus: float = 1
     """Ray CPUs of one engine actor."""
@@ -93,3 +91,9 @@ class RolloutConfig:
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further vLLM `EngineArgs`, passed as they are."""
+
+    def in_flight(self, chunks_per_iteration: int) -> int:
+        """Chunks one engine works on at a time."""
+        share = -(-chunks_per_iteration // self.num_engines)
+        fill = -(-self.max_num_seqs // (self.chunk_prompts * min(self.n, self.val_kwargs.n)))
+        return self.chunks_in_flight or max(share, fill)

@@ -10,9 +10,10 @@ tensor-parallel workers.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 BACKEND = "ray_object_store"
 
@@ -52,7 +53,9 @@ def checksum(shards: Sequence[Shard]) -> int:
     return value
 
 
-def parameters(shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def parameters(
+    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]]
+) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks at a time.
 
     Args:
@@ -62,6 +65,10 @@ def parameters(shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]])
     Raises:
         ValueError: a bucket's bytes do not match its checksum, or a parameter's rows do not add up.
     """
+    # Not at the top: the policy store and every worker of the stream's small stages import this module, and torch
+    # would cost each of them 100 MiB and a second of CPU at its start.
+    import torch
+
     for number in range(len(shards[0].buckets)):
         buffers = fetch([shard.buckets[number] for shard in shards])
         whole: dict[str, torch.Tensor] = {}

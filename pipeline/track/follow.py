@@ -75,6 +75,9 @@ class Follower:
     def _iteration(self, message: dict[str, Any]) -> None:
         iteration = message["iteration"]
         validation = self._validated_early.pop(iteration, {})
+        # Restarted train workers repeat iterations: what is known of this one and later ones is void.
+        self._records = {i: record for i, record in self._records.items() if i < iteration}
+        self._logged = min(self._logged, iteration - 1)
         self._records[iteration] = self._extra.pop(iteration, {}) | message["metrics"] | validation
         if validation or not self._awaits_validation(iteration):
             self._log(iteration)
@@ -83,8 +86,8 @@ class Follower:
 
     def _validation(self, message: dict[str, Any]) -> None:
         self._expected[message["version"]] = message["prompts"] * self._val_n
-        # Restarted train workers may validate a version again.
         self._chunks.pop(message["version"], None)
+        self._validated_early.pop(message["version"], None)
         self._tracker.status(f"validating policy version {message['version']}")
 
     def _validated(self, message: dict[str, Any]) -> None:
@@ -111,15 +114,17 @@ class Follower:
     def _done(self, message: dict[str, Any]) -> None:
         self.done = message
         # A run that was stopped does not validate its last version.
-        for iteration in sorted(self._records):
-            if iteration > self._logged:
-                self._log(iteration)
+        if (last := max(self._records, default=-1)) > self._logged:
+            self._log(last)
 
     def _awaits_validation(self, version: int) -> bool:
         return version in self._expected or self._schedule.validates(version, version == self._schedule.iterations)
 
     def _log(self, iteration: int) -> None:
+        # An earlier one still waits when a restart cut its validation off; it goes out as it is.
+        for number in [i for i in sorted(self._records) if self._logged < i < iteration]:
+            self._tracker.log(number, self._records.pop(number))
         self._tracker.log(iteration, self._records[iteration])
         self._logged = iteration
-        for logged in [i for i in self._records if i < iteration]:
-            del self._records[logged]
+        # The last one stays: at an early end of the data, its validation may be announced after it.
+        self._records = {i: record for i, record in self._records.items() if i >= iteration}

@@ -250,6 +250,10 @@ def maj_at_n(scores: list[float], answers: list[str]) -> float:
 def validation_metrics(table: pa.Table) -> Stats:
     """mean@N, best@k, worst@k, maj@N and std@N of each data source; groups (`uid`) must be whole on a rank.
 
+    They are given for `reward`, the score, and where the reward function also returns `acc` (whether the answer is
+    right, 0 to 1) for that; what a source is judged by, `acc` where there is one, stands under `val-core`, the other
+    under `val-aux`.
+
     Each is worked out per prompt and averaged over prompts. N is the largest number of responses of a prompt in the
     source. Rows whose reward failed are left out of their prompt, and counted in
     `val-aux/{source}/reward/error_rate`.
@@ -266,7 +270,7 @@ def validation_metrics(table: pa.Table) -> Stats:
         _optional(table, "reward_error"),
         strict=True,
     )
-    prompts: dict[str, dict[str, tuple[list[float], list[str]]]] = defaultdict(dict)
+    prompts: dict[tuple[str, str], dict[str, tuple[list[float], list[str]]]] = defaultdict(dict)
     samples: Counter[tuple[str, str]] = Counter()
     failed: Counter[str] = Counter()
     for source, uid, score, response, parts, error in rows:
@@ -274,23 +278,31 @@ def validation_metrics(table: pa.Table) -> Stats:
         if error is not None:
             failed[source] += 1
             continue
-        scores, answers = prompts[source].setdefault(uid, ([], []))
-        scores.append(score)
-        answers.append(_answer(response, parts))
+        known = json.loads(parts) if parts else {}
+        # A `pred` that is there and null is an answer too.
+        answer = json.dumps(known["pred"], sort_keys=True) if "pred" in known else response.strip()
+        for variable, value in (("reward", score), ("acc", known.get("acc"))):
+            if value is not None:
+                scores, answers = prompts[source, variable].setdefault(uid, ([], []))
+                scores.append(float(value))
+                answers.append(answer)
 
     stats: Stats = {}
     for source in dict.fromkeys(source for source, _ in samples):
         sizes = [count for (other, _), count in samples.items() if other == source]
         stats[f"val-aux/{source}/reward/error_rate"] = mean(failed[source], sum(sizes))
-        groups = list(prompts[source].values())
-        if groups:
-            stats |= _source_metrics(source, groups, max(sizes))
+        judged = "acc" if prompts[source, "acc"] else "reward"
+        for variable in ("acc", "reward"):
+            groups = list(prompts[source, variable].values())
+            if groups:
+                level = "val-core" if variable == judged else "val-aux"
+                stats |= _source_metrics(
+                    f"{level}/{source}/{variable}", f"val-aux/{source}/{variable}", groups, max(sizes)
+                )
     return stats
 
 
-def _source_metrics(source: str, groups: list[tuple[list[float], list[str]]], n: int) -> Stats:
-    core, aux = f"val-core/{source}/reward", f"val-aux/{source}/reward"
-
+def _source_metrics(core: str, aux: str, groups: list[tuple[list[float], list[str]]], n: int) -> Stats:
     def over_prompts(values: Iterable[float]) -> Stat:
         return mean(math.fsum(values), len(groups))
 
@@ -312,9 +324,3 @@ def _source_metrics(source: str, groups: list[tuple[list[float], list[str]]], n:
 
 def _optional(table: pa.Table, name: str) -> list[Any]:
     return table[name].to_pylist() if name in table.column_names else [None] * len(table)
-
-
-def _answer(response: str, parts: str | None) -> str:
-    """`pred` of the reward's parts, as JSON text, where the reward function gave one; else the response, stripped."""
-    known = json.loads(parts) if parts else {}
-    return json.dumps(known["pred"], sort_keys=True) if "pred" in known else response.strip()

@@ -100,7 +100,7 @@ class Actor:
         stats.append(
             {
                 "actor/grad_norm": mean(norm, 1) if math.isfinite(norm) else mean(0, 0),
-                "actor/skipped_steps": Stat("max", (float(not step),)),
+                "actor/skipped_steps": Stat("sum", (float(not step) / dist.get_world_size(),)),
                 "actor/lr": Stat("max", (self.optimizer.param_groups[0]["lr"],)),
             }
         )

@@ -27,6 +27,7 @@ class RowsFeed:
     def __init__(self, blocks: Iterator[pa.Table], chunks: int, timeout: float, describe: Callable[[], str]):
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=1)
         self._chunks, self._timeout, self._describe = chunks, timeout, describe
+        self._ended = False
         self._thread = threading.Thread(target=self._fetch, args=(blocks,), name="rows", daemon=True)
         self._thread.start()
 
@@ -63,6 +64,8 @@ class RowsFeed:
                 raise RuntimeError(f"{len(table)} rows came after the last iteration")
 
     def _take(self, iteration: int) -> pa.Table | None:
+        if self._ended:
+            return None
         what = f"rows for iteration {iteration}" if iteration > 0 else "end of the stream"
         try:
             item = self._queue.get(timeout=self._timeout)
@@ -72,6 +75,7 @@ class RowsFeed:
             ) from None
         if isinstance(item, BaseException):
             raise item
+        self._ended = item is None
         return item
 
     def _fetch(self, blocks: Iterator[pa.Table]) -> None:

@@ -24,6 +24,7 @@ from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import ANSWER_S, Schedule
 from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
+from pipeline.track.trajectories import discard_trajectories
 from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
 from pipeline.train.broadcast import pack
@@ -65,6 +66,8 @@ class Loop:
         self.version, position = checkpoint.restore(self.actor)
         self.saved = self.version
         if self.rank == 0:
+            # What an interrupted try recorded of later iterations would stand beside the rows that come now.
+            discard_trajectories(self.run_dir, self.version + 1)
             self._ask("begin", self.version, self.world_size, position)
         dist.barrier()
         blocks = ray.train.get_dataset_shard("rollouts").iter_batches(

@@ -46,18 +46,25 @@ class Outcome:
     error: str | None = None
 
 
-def start_ray(config: Config) -> None:
-    """Join the cluster that `RAY_ADDRESS` names (as in `ray job submit`), else start Ray on this machine."""
+def start_ray(config: Config) -> bool:
+    """Join the cluster that `RAY_ADDRESS` names (as in `ray job submit`), else start Ray on this machine.
+
+    Returns:
+        whether that was done here: False where this process was using Ray already.
+    """
     trainer = config.trainer
     env = {**ENV, **{name: str(value) for name, value in trainer.env_vars.items()}}
     os.environ.update(env)
-    if not ray.is_initialized():
-        options: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": env}}
-        if not os.environ.get("RAY_ADDRESS"):
-            options |= {"num_cpus": trainer.ray_num_cpus, "include_dashboard": False}
-            if trainer.object_store_gb:
-                options["object_store_memory"] = int(trainer.object_store_gb * 2**30)
-        ray.init(**options)
+    if ray.is_initialized():
+        return False
+    options: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": env}}
+    if not os.environ.get("RAY_ADDRESS"):
+        # Without an address Ray would first look for a cluster that somebody else started on this machine.
+        options |= {"address": "local", "num_cpus": trainer.ray_num_cpus, "include_dashboard": False}
+        if trainer.object_store_gb:
+            options["object_store_memory"] = int(trainer.object_store_gb * 2**30)
+    ray.init(**options)
+    return True
 
 
 def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:

@@ -109,7 +109,7 @@ def test_score_of_a_tree(tree: Tree, error: int) -> None:
 def test_cases(response: str, score: float) -> None:
     result = compute_score(response, TRUTH)
     assert result["score"] == score
-    assert (result["correct"], result["format"]) == (int(score == 1.0), int(score > 0))
+    assert (result["acc"], result["format"]) == (int(score == 1.0), int(score > 0))
 
 
 def test_division_is_exact() -> None:

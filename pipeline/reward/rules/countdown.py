@@ -133,7 +133,7 @@ def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> dict[str, 
         ground_truth: `{"target": int, "numbers": [int, ...]}`.
 
     Returns:
-        `score` (1.0, 0.1 or 0.0), `correct` and `format` (0 or 1: the answer is right; there is one), and `pred`, the
+        `score` (1.0, 0.1 or 0.0), `acc` and `format` (0 or 1: the answer is right; there is one), and `pred`, the
         answer without blanks, at most `MAX_LENGTH` characters of it, "" where there is none (for majority votes).
 
     Raises:
@@ -142,10 +142,10 @@ def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> dict[str, 
     numbers, target = _read(ground_truth)
     answer = extract_answer(solution_str)
     if answer is None:
-        return {"score": 0.0, "correct": 0, "format": 0, "pred": ""}
+        return {"score": 0.0, "acc": 0, "format": 0, "pred": ""}
     correct = is_correct(answer, numbers, target)
     pred = "".join(answer[:MAX_LENGTH].split())
-    return {"score": 1.0 if correct else 0.1, "correct": int(correct), "format": 1, "pred": pred}
+    return {"score": 1.0 if correct else 0.1, "acc": int(correct), "format": 1, "pred": pred}
 
 
 def _read(ground_truth: Any) -> tuple[list[int], int]:

@@ -1,0 +1,320 @@
+"""The prompt stage against the real policy store, which runs in a thread instead of a Ray actor."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import Config
+from pipeline.prompts import stage
+from pipeline.prompts.stage import Prompts, Schedule
+from pipeline.rollout.weights import Shard
+from pipeline.rows import PROMPT
+from pipeline.store import Admission, PolicyStore
+
+WAIT = 30.0
+
+
+class LocalActor:
+    """An object whose methods are called as those of a Ray actor are: `actor.method.remote(...)` gives a future."""
+
+    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop):
+        self._target, self._loop = target, loop
+
+    def __getattr__(self, name: str) -> Any:
+        class Method:
+            @staticmethod
+            def remote(*args: Any) -> Future:
+                return asyncio.run_coroutine_threadsafe(getattr(self._target, name)(*args), self._loop)
+
+        return Method
+
+
+def get(future: Future, timeout: float | None = None) -> Any:
+    return future.result(WAIT if timeout is None else timeout)
+
+
+class Run:
+    """A store and the prompt stage of one generation."""
+
+    def __init__(self, config: Config, schedule: Schedule, loop: asyncio.AbstractEventLoop):
+        self.config, self.schedule = config, schedule
+        admission = Admission(config.rollout.chunk_prompts, config.data.train_batch_size, 0)
+        self.store = LocalActor(PolicyStore(admission), loop)
+        self.start()
+
+    def start(self, version: int = 0, position: tuple[int, int] = (0, 0)) -> None:
+        """A new generation of the stream, from `version` on."""
+        self.generation = get(self.store.new_generation.remote())
+        get(self.store.begin.remote(self.generation, version, 1, position))
+        self.publish(version)
+        self.prompts = self.actor()
+
+    def actor(self) -> Prompts:
+        return Prompts(self.config, self.schedule, self.store, self.generation)
+
+    def publish(self, version: int) -> None:
+        get(self.store.publish.remote(self.generation, version, Shard(0, [], [], []), 0.0))
+
+    def page(self, number: int, prompts: Prompts | None = None) -> list[dict[str, Any]]:
+        table = (prompts or self.prompts)(pa.table({"id": [number]}))
+        assert table.schema.equals(PROMPT)
+        return table.to_pylist()
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return get(getattr(self.store, method).remote(self.generation, *args))
+
+    def messages(self) -> list[dict[str, Any]]:
+        return get(self.store.read.remote(0, 0.0))[1]
+
+
+@pytest.fixture
+def make(
+    write: Callable[..., str],
+    prompt_row: Callable[..., dict[str, Any]],
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., Run]]:
+    """Makes a run: chunks of 2 prompts, 2 chunks to an iteration."""
+    monkeypatch.setattr(stage, "load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr(ray, "get", get)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def make_run(
+        iterations: int, rows: int = 40, epochs: int = 1, val_rows: int = 0, test_freq: int = -1, **data: Any
+    ) -> Run:
+        config = Config()
+        config.data.train_files = write([prompt_row(i) for i in range(rows)])
+        if val_rows:
+            config.data.val_files = write([prompt_row(100 + i) for i in range(val_rows)], "val.parquet")
+        config.data.train_batch_size = 4
+        config.rollout.chunk_prompts = 2
+        config.trainer.total_epochs = epochs
+        config.trainer.test_freq = test_freq
+        for name, value in data.items():
+            setattr(config.data, name, value)
+        return Run(config, Schedule.of(config, iterations), loop)
+
+    yield make_run
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(WAIT)
+    loop.close()
+
+
+def shape(rows: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    return [(row["split"], row["chunk"], row["iteration"]) for row in rows]
+
+
+def train(iteration: int, first: int) -> list[tuple[str, int, int]]:
+    """The two chunks of an iteration, of which the first has the number `first`."""
+    return [("train", first + i // 2, iteration) for i in range(4)]
+
+
+# schedule
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200_000))
+def test_pages_hold_every_iteration_and_one_more(iterations: int) -> None:
+    schedule = Schedule(iterations, 2, 2, False, True, -1)
+    assert (schedule.pages - 1) * schedule.page_iterations >= iterations
+    assert (schedule.pages - 2) * schedule.page_iterations < iterations
+    assert schedule.pages <= stage.MAX_PAGES + 1
+    assert schedule.page_iterations == 1 or iterations > stage.MAX_PAGES
+
+
+def test_which_versions_are_validated() -> None:
+    def validated(validation: bool = True, before: bool = True, freq: int = -1) -> list[int]:
+        schedule = Schedule(5, 2, 2, validation, before, freq)
+        return [version for version in range(6) if schedule.validates(version, version == 5)]
+
+    assert validated() == [0, 5]
+    assert validated(freq=2) == [0, 2, 4, 5]
+    assert validated(before=False, freq=1) == [1, 2, 3, 4, 5]
+    assert validated(validation=False, freq=1) == []
+
+
+def test_schedule_of_a_config() -> None:
+    config = Config()
+    config.data.train_batch_size, config.rollout.chunk_prompts = 12, 4
+    config.trainer.val_before_train, config.trainer.test_freq = False, 7
+    assert Schedule.of(config, 9) == Schedule(9, 3, 4, False, False, 7)
+    config.data.val_files = "val.parquet"
+    assert Schedule.of(config, 9).validation
+
+
+# prompts
+
+
+def test_a_page_is_an_iteration_and_is_paced_by_the_store(make: Callable[..., Run]) -> None:
+    run = make(iterations=4)
+    assert shape(run.page(0)) == train(1, 0)
+    assert shape(run.page(1)) == train(2, 2)  # one iteration ahead of admission
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(run.page, 2)
+        with pytest.raises(TimeoutError):
+            third.result(0.3)
+        run.publish(1)
+        assert shape(third.result(WAIT)) == train(3, 4)
+    run.publish(2)
+    run.publish(3)
+    assert shape(run.page(3)) == train(4, 6)
+    assert run.ask("ended") is None
+    assert run.page(4) == []
+    assert run.ask("ended") == 4
+
+
+def test_rows_follow_the_order_of_the_source(make: Callable[..., Run]) -> None:
+    run = make(iterations=3, shuffle=False)
+    rows = [row for page in range(2) for row in run.page(page)]
+    assert [row["offset"] for row in rows] == list(range(8))
+    assert [row["uid"] for row in rows] == [f"0-{i}" for i in range(8)]
+    assert [run.ask("position", iteration) for iteration in range(3)] == [(0, 0), (0, 4), (0, 8)]
+    assert run.messages() == [
+        {
+            "kind": "prompts",
+            "iteration": iteration,
+            "metrics": {"prompts/filtered_overlong": 0, "prompts/truncated": 0},
+        }
+        for iteration in (1, 2)
+    ]
+
+
+def test_overlong_prompts_are_counted(make: Callable[..., Run]) -> None:
+    # "question 10" is one letter longer than "question 9".
+    longest = len("<user>question 9<assistant>")
+    run = make(iterations=2, rows=24, shuffle=False, max_prompt_length=longest, truncation="left")
+    run.page(0)
+    run.page(1)
+    run.publish(1)
+    run.page(2)
+    assert [message["metrics"]["prompts/truncated"] for message in run.messages()] == [0, 0]
+    run = make(iterations=5, rows=24, shuffle=False, max_prompt_length=longest, truncation="left")
+    for iteration in range(4):
+        run.page(iteration)
+        run.publish(iteration + 1)
+    assert [message["metrics"]["prompts/truncated"] for message in run.messages()] == [0, 0, 2, 6]
+
+
+def test_a_resumed_run_goes_on_where_it_stopped(make: Callable[..., Run]) -> None:
+    run = make(iterations=6, rows=10, epochs=3)
+    whole = []
+    for page in range(6):
+        whole.append(run.page(page))
+        run.publish(page + 1)
+    assert {row["epoch"] for rows in whole for row in rows} == {0, 1, 2}
+    position = run.ask("position", 4)
+    run.start(version=4, position=position)
+    resumed = [run.page(0), run.page(1)]
+    assert [[row["uid"] for row in rows] for rows in resumed] == [[row["uid"] for row in rows] for rows in whole[4:]]
+    # Chunks are counted from the start of the generation, iterations along the run.
+    assert shape(resumed[0]) == train(5, 0) and shape(resumed[1]) == train(6, 2)
+    run.publish(5)
+    run.publish(6)
+    assert run.page(2) == [] == run.page(3)
+
+
+def test_a_restarted_actor_makes_the_same_page_again(make: Callable[..., Run]) -> None:
+    run = make(iterations=6, rows=10, epochs=3)
+    made = []
+    for page in range(3):
+        made.append(run.page(page))
+        run.publish(page)
+    assert run.page(2, run.actor()) == made[2]
+    # Without a restart a page may come again too, and out of turn.
+    assert run.page(1) == made[1] and run.page(2) == made[2]
+
+
+@pytest.mark.parametrize("rows", [8, 10, 11])
+def test_data_that_ends_early(make: Callable[..., Run], rows: int) -> None:
+    run = make(iterations=9, rows=rows, val_rows=2)
+    run.config.trainer.val_before_train = False
+    assert shape(run.page(0))[-4:] == train(1, 0)
+    assert shape(run.page(1)) == train(2, 2)
+    run.publish(1)
+    # Too few prompts for a whole iteration: the last policy is validated, and that is all.
+    assert shape(run.page(2)) == [("val", -1, 2)] * 2
+    assert run.ask("ended") == 2
+    run.publish(2)
+    assert run.page(3) == []
+    assert run.page(4) == []
+
+
+def test_total_training_steps_go_round_the_data(make: Callable[..., Run]) -> None:
+    run = make(iterations=5, rows=6)
+    run.config.trainer.total_training_steps = 5
+    run.prompts = run.actor()
+    epochs = []
+    for page in range(5):
+        epochs += [row["epoch"] for row in run.page(page)]
+        run.publish(page + 1)
+    assert epochs == [i // 6 for i in range(20)]
+    assert run.page(5) == []
+
+
+def test_validation_stands_before_the_rows_of_the_same_version(make: Callable[..., Run]) -> None:
+    run = make(iterations=3, val_rows=3, test_freq=2)
+    pages = []
+    for page in range(4):
+        pages.append(run.page(page))
+        run.publish(page + 1)
+
+    def validation(version: int) -> list[tuple[str, int, int]]:
+        # Three rows in chunks of two: the last one is filled up.
+        return [("val", -1, version)] * 3 + [("pad", -1, version)]
+
+    assert [shape(rows) for rows in pages] == [
+        validation(0) + train(1, 0),
+        train(2, 2),
+        validation(2) + train(3, 4),
+        validation(3),
+    ]
+    assert [row["uid"] for row in pages[0][:3]] == ["val-0", "val-1", "val-2"]
+    assert [m for m in run.messages() if m["kind"] == "validation"] == [
+        {"kind": "validation", "version": version, "prompts": 3} for version in (0, 2, 3)
+    ]
+    assert run.ask("ended") == 3
+
+
+def test_what_a_resumed_run_starts_from_is_not_validated_again(make: Callable[..., Run]) -> None:
+    run = make(iterations=4, val_rows=2, test_freq=1)
+    run.start(version=2, position=(0, 8))
+    assert shape(run.page(0)) == train(3, 0)
+    assert shape(run.page(1)) == [("val", -1, 3)] * 2 + train(4, 2)
+    run.publish(3)
+    assert shape(run.page(2)) == [("val", -1, 4)] * 2
+    # A run that had already reached its end has nothing left to do.
+    run.start(version=4, position=(0, 16))
+    assert run.page(0) == []
+    assert run.ask("ended") == 4
+
+
+def test_a_page_of_several_iterations(make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "MAX_PAGES", 2)
+    run = make(iterations=5, val_rows=2, test_freq=2)
+    assert (run.schedule.page_iterations, run.schedule.pages) == (3, 3)
+    validation = [[("val", -1, version)] * 2 for version in range(6)]
+    assert shape(run.page(0)) == validation[0] + train(1, 0) + train(2, 2) + validation[2] + train(3, 4)
+    run.publish(1)
+    run.publish(2)
+    second = run.page(1)
+    assert shape(second) == train(4, 6) + validation[4] + train(5, 8) + validation[5]
+    assert run.page(1, run.actor()) == []  # the end was already told
+    assert run.page(2) == []
+
+
+def test_a_stage_of_an_old_generation_fails(make: Callable[..., Run]) -> None:
+    run = make(iterations=4)
+    old = run.prompts
+    run.start()
+    with pytest.raises(RuntimeError, match="generation 1 of the stream has ended"):
+        run.page(0, old)

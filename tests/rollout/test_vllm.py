@@ -1,0 +1,375 @@
+"""The real engine: its log-probs are the trainer's after every weight update, and its tokens are the ones it is asked.
+
+vLLM keeps global state and its engines do not share a process well, so each of the two engines (tied and untied heads)
+lives in a process of its own for the whole module, with the trainer's copy of the policy beside it.
+"""
+
+import asyncio
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline import rows
+from pipeline.config import Config
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+START_S = 240.0
+CALL_S = 120.0
+MAX_TOKENS = 48
+PROMPT_TOKENS = 100
+BLOCK = 32
+"""Tokens of a KV block; a prompt holds several whole ones, so there is something to find in the prefix cache."""
+
+
+class Versions:
+    """A policy store without Ray: every version that was published, each handed out to those who ask for it."""
+
+    def __init__(self) -> None:
+        self.shards: dict[int, list[Any]] = {}
+        self.acknowledged: list[tuple[str, int, int]] = []
+
+    async def admit(self, split: str, chunk: int, version: int) -> Any:
+        from pipeline.store import Ticket
+
+        number = version - 1 if split == "train" else version
+        return Ticket(number, self.shards[number])
+
+    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
+        self.acknowledged.append((engine, version, crc))
+
+
+class Place:
+    """What one engine process holds: the rollout stage, and the trainer's policy at every version."""
+
+    def __init__(self, tie: bool, folder: str) -> None:
+        import torch
+
+        from jobs.tiny import build_model, build_tokenizer, countdown_texts
+        from pipeline.rollout.stage import Rollout
+        from pipeline.train.policy import load_policy
+
+        torch.set_num_threads(1)
+        tokenizer = build_tokenizer(countdown_texts(256, seed=0), vocab_size=320)
+        self.eos, self.vocab = tokenizer.eos_token_id, len(tokenizer)
+        build_model(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, tie=tie, seed=3).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+        config = Config()
+        config.model.path = folder
+        config.data.max_prompt_length, config.data.max_response_length = PROMPT_TOKENS, MAX_TOKENS
+        config.rollout.n, config.rollout.dtype, config.rollout.max_num_seqs = 4, "float32", 64
+        config.rollout.enforce_eager = config.rollout.enable_prefix_caching = True
+        config.rollout.engine_kwargs = {"block_size": BLOCK}
+        self.config = config
+        self.versions = Versions()
+        self.loop = asyncio.new_event_loop()
+        self.policy = load_policy(config.model).eval()
+        self.weights: dict[int, dict[str, Any]] = {}
+        self.publish()
+        self.rollout = Rollout(config, self.versions)
+
+    def publish(self) -> int:
+        """The policy's weights as the next version: two ranks' shards, a handful of buckets, no Ray."""
+        import torch
+
+        from pipeline.train.broadcast import pack
+
+        version = len(self.versions.shards)
+        self.versions.shards[version] = [
+            pack(self.policy, rank, torch.float32, 60_000, lambda data: data, self.policy.hf_name) for rank in (0, 1)
+        ]
+        self.weights[version] = {name: tensor.clone() for name, tensor in self.policy.state_dict().items()}
+        return version
+
+    def step(self) -> int:
+        """Stands for an optimiser step that moves every weight by much; returns the new version."""
+        import torch
+
+        generator = torch.Generator().manual_seed(len(self.versions.shards))
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+        return self.publish()
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Always the same ones; random ids, which no tokenizer would give for any text."""
+        random = np.random.default_rng(5)
+        return [random.integers(3, self.vocab, PROMPT_TOKENS).tolist() for _ in range(count)]
+
+    def chunk(self, version: int, split: str = "train", count: int = 4, chunk: int = 0, pads: int = 0) -> pa.Table:
+        prompts = self.prompts(count) + self.prompts(1) * pads
+        return pa.table(
+            {
+                "split": [split] * count + ["pad"] * pads,
+                "chunk": [chunk if split == "train" else -1] * (count + pads),
+                "iteration": [version + 1 if split == "train" else version] * (count + pads),
+                "uid": [f"0-{i}" for i in range(count + pads)],
+                "epoch": [0] * (count + pads),
+                "offset": list(range(count + pads)),
+                "data_source": ["countdown"] * (count + pads),
+                "prompt": ["[]"] * (count + pads),
+                "prompt_ids": prompts,
+                "ground_truth": ["{}"] * (count + pads),
+                "extra_info": ["{}"] * (count + pads),
+            },
+            schema=rows.PROMPT,
+        )
+
+    def generate(self, *chunks: pa.Table) -> list[pa.Table]:
+        """The chunks' rows, generated together."""
+
+        async def all_of_them() -> list[pa.Table]:
+            return list(await asyncio.gather(*(self.rollout(chunk) for chunk in chunks)))
+
+        return self.loop.run_until_complete(asyncio.wait_for(all_of_them(), CALL_S))
+
+    def gap(self, table: pa.Table, version: int | None = None, temperature: float | None = None) -> float:
+        """Largest |engine - trainer| log-prob of the table's tokens, under the weights of its own version if None."""
+        worst = 0.0
+        for ids, reference in zip(
+            table["rollout_log_probs"].to_pylist(), self._rescored(table, version, temperature), strict=True
+        ):
+            worst = max(worst, float(np.abs(np.asarray(ids, np.float32) - reference[0]).max()))
+        return worst
+
+    def regret(self, table: pa.Table) -> float:
+        """How much likelier than the chosen token the likeliest one was, at most."""
+        return max(float((best - chosen).max()) for chosen, best in self._rescored(table, None, 1.0))
+
+    def _rescored(self, table: pa.Table, version: int | None, temperature: float | None) -> Iterator[tuple[Any, Any]]:
+        """Per row, the trainer's log-probs of its tokens and of the likeliest tokens there."""
+        import torch
+
+        (own,) = set(table["policy_version"].to_pylist())
+        current = self.weights[max(self.weights)]
+        self.policy.load_state_dict(self.weights[own if version is None else version])
+        try:
+            for prompt, response in zip(
+                table["prompt_ids"].to_pylist(), table["response_ids"].to_pylist(), strict=True
+            ):
+                ids = torch.tensor([prompt + response])
+                select = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
+                degrees = self.config.rollout.temperature if temperature is None else temperature
+                with torch.no_grad():
+                    chosen, _ = self.policy(ids, select, torch.tensor(response), temperature=degrees)
+                    logits = self.policy.lm(ids).logits[0, select].float()
+                yield chosen.numpy(), torch.log_softmax(logits / degrees, -1).max(-1).values.numpy()
+        finally:
+            self.policy.load_state_dict(current)
+
+
+# What runs in the engine's process. `place` is made once there.
+
+place: Place
+
+
+def open_place(tie: bool, folder: str) -> int:
+    global place
+    place = Place(tie, folder)
+    return os.getpid()
+
+
+def updates(temperature: float) -> dict[str, Any]:
+    """Four versions, the same prompts each time: the gap to the trainer, and to the trainer one version earlier."""
+    place.config.rollout.temperature = temperature
+    found: dict[str, Any] = {"gaps": [], "stale": [], "versions": [], "acknowledged": 0}
+    for _ in range(3):
+        version = place.step()
+        (table,) = place.generate(place.chunk(version))
+        found["versions"].append((version, set(table["policy_version"].to_pylist())))
+        found["gaps"].append(place.gap(table))
+        found["stale"].append(place.gap(table, version - 1))
+    place.config.rollout.temperature = 1.0
+    return found
+
+
+def greedy() -> dict[str, Any]:
+    version = place.step()
+    table, again = place.generate(place.chunk(version, "val", pads=2), place.chunk(version, "val"))
+    return {
+        "rows": len(table),
+        "gap": place.gap(table, temperature=1.0),
+        "regret": place.regret(table),
+        "same": table["response_ids"].equals(again["response_ids"]),
+    }
+
+
+def overlapping() -> dict[str, Any]:
+    """Chunks of one version and the next one submitted together, then both again in one version."""
+    first, second = place.step(), place.step()
+    tables = place.generate(
+        *(place.chunk(first, chunk=i) for i in range(2)), *(place.chunk(second, chunk=i) for i in range(2, 4))
+    )
+    return {
+        "versions": [set(table["policy_version"].to_pylist()) for table in tables],
+        "wanted": [{first}, {first}, {second}, {second}],
+        "gaps": [place.gap(table) for table in tables],
+    }
+
+
+def repeated() -> dict[str, Any]:
+    version = place.step()
+    chunk = place.chunk(version)
+    (table,) = place.generate(chunk)
+    # In another company, and after the prefix cache has been filled.
+    again, _, _ = place.generate(chunk, place.chunk(version, "val"), place.chunk(version, "val", count=7))
+    place.config.trainer.seed += 1
+    (other,) = place.generate(chunk)
+    place.config.trainer.seed -= 1
+    return {
+        name: found["response_ids"].to_pylist()
+        for name, found in (("first", table), ("again", again), ("other", other))
+    }
+
+
+def responses() -> tuple[pa.Table, int, int]:
+    version = place.step()
+    return place.generate(place.chunk(version, count=24))[0], place.eos, version
+
+
+def cached_prompts() -> dict[str, Any]:
+    """Run one chunk twice in a version and say how many prompt tokens the engine found in its prefix cache."""
+    version = place.step()
+    place.generate(place.chunk(version))
+    counts: list[int] = []
+
+    def watch(output: Any) -> Any:
+        counts.append(output.num_cached_tokens or 0)
+        return read(output)
+
+    from pipeline.rollout import vllm
+
+    read, vllm.read = vllm.read, watch
+    try:
+        place.generate(place.chunk(version))
+    finally:
+        vllm.read = read
+    return {"cached": counts}
+
+
+def acknowledged() -> dict[str, Any]:
+    from pipeline.rollout.weights import checksum
+
+    return {
+        "seen": place.versions.acknowledged,
+        "published": {version: checksum(shards) for version, shards in place.versions.shards.items()},
+        "name": place.rollout.name,
+    }
+
+
+def damaged() -> str:
+    """Publish a version with one flipped bit; what the stage says, and that the engine lives on."""
+    version = place.step()
+    shard = place.versions.shards[version][0]
+    shard.buckets[1] = shard.buckets[1].copy()
+    shard.buckets[1][7] ^= 1
+    try:
+        place.generate(place.chunk(version))
+    except ValueError as error:
+        version = place.step()
+        (table,) = place.generate(place.chunk(version))
+        return f"{error}; afterwards {place.gap(table) < 1e-4}"
+    return "nothing was raised"
+
+
+class Engine:
+    """The engine's process as the tests see it: `engine(function, *args)` runs the function there."""
+
+    def __init__(self, tie: bool, folder: Path) -> None:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.pid = self._pool.submit(open_place, tie, str(folder)).result(START_S)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._pool.submit(function, *args).result(CALL_S)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    running = Engine(request.param, tmp_path_factory.mktemp("engine") / "model")
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_the_trainers_after_every_update(engine: Engine, temperature: float) -> None:
+    found = engine(updates, temperature)
+    assert all(seen == {version} for version, seen in found["versions"])
+    assert max(found["gaps"]) < 1e-4, found
+    # The weights did change, so an engine that kept any of the old ones would have been noticed.
+    assert min(found["stale"]) > 0.1, found
+
+
+def test_greedy_validation(engine: Engine) -> None:
+    found = engine(greedy)
+    assert found["rows"] == 4, "one response for each prompt, none for rows that fill up the chunk"
+    assert found["gap"] < 1e-4
+    assert found["regret"] < 1e-5, "the likeliest token everywhere"
+    assert found["same"]
+
+
+def test_chunks_of_two_versions_in_flight(engine: Engine) -> None:
+    found = engine(overlapping)
+    assert found["versions"] == found["wanted"]
+    assert max(found["gaps"]) < 1e-4, found
+
+
+def test_seed_makes_responses_repeatable(engine: Engine) -> None:
+    found = engine(repeated)
+    assert found["first"] == found["again"]
+    assert found["first"] != found["other"]
+    for prompt in range(4):
+        samples = found["first"][4 * prompt : 4 * prompt + 4]
+        assert len({tuple(sample) for sample in samples}) == 4, "the samples of a group differ"
+
+
+def test_rows_of_responses(engine: Engine) -> None:
+    table, eos, version = engine(responses)
+    assert table.schema.names == [*rows.PROMPT.names, *rows.ROLLOUT.names]
+    assert table["uid"].to_pylist() == [f"0-{i}" for i in range(24) for _ in range(4)]
+    assert table["sample"].to_pylist() == [0, 1, 2, 3] * 24
+    assert set(table["policy_version"].to_pylist()) == {version}
+    ended = Counter()
+    for row in table.to_pylist():
+        ids = row["response_ids"]
+        ended[row["finish_reason"]] += 1
+        assert len(ids) == len(row["rollout_log_probs"]) == len(row["response_mask"]) and set(row["response_mask"]) == {
+            1
+        }
+        assert "<|im_end|>" not in row["response"]
+        if row["finish_reason"] == "stop":
+            assert ids.index(eos) == len(ids) - 1, "the end-of-sequence token is the last one, and there"
+        else:
+            assert len(ids) == MAX_TOKENS and eos not in ids
+    assert set(ended) == {"stop", "length"}, ended
+
+
+def test_prefix_cache_serves_prompts_within_a_version(engine: Engine) -> None:
+    """Else the tests above would say nothing about stale entries in it."""
+    found = engine(cached_prompts)
+    assert min(found["cached"]) >= PROMPT_TOKENS // BLOCK * BLOCK - BLOCK > 0, found
+
+
+def test_damaged_weights_are_refused(engine: Engine) -> None:
+    said = engine(damaged)
+    assert "bucket 1 of train rank 0 arrived damaged" in said and said.endswith("afterwards True")
+
+
+def test_every_version_is_loaded_and_acknowledged_once(engine: Engine) -> None:
+    (first, *_), found = engine(updates, 1.0)["versions"], engine(acknowledged)
+    versions = [version for _, version, _ in found["seen"]]
+    assert versions == sorted(set(versions)) and first[0] in versions
+    assert all(crc == found["published"][version] for _, version, crc in found["seen"])
+    assert {name for name, _, _ in found["seen"]} == {found["name"]}
+    assert found["name"].endswith(f":{engine.pid}"), "one process, one engine, all the time"

@@ -1,0 +1,237 @@
+"""From messages to records: a recording tracker instead of the real one, no Ray."""
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pipeline.prompts.stage import Schedule
+from pipeline.track.follow import Follower
+from pipeline.track.metrics import reduce, validation_metrics
+
+CORE = "val-core/countdown/reward/mean@2"
+
+
+class Log:
+    """Keeps what a tracker is told."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.sampled: list[tuple[int, list[dict[str, Any]]]] = []
+        self.said: list[str] = []
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        self.logged.append((iteration, dict(metrics)))
+
+    def samples(self, iteration: int, rows: list[dict[str, Any]]) -> None:
+        self.sampled.append((iteration, rows))
+
+    def status(self, text: str) -> None:
+        self.said.append(text)
+
+
+class Run:
+    """A follower and the messages of a run."""
+
+    def __init__(self, iterations: int = 3, test_freq: int = -1, validation: bool = False, log_samples: int = 0):
+        self.tracker = Log()
+        schedule = Schedule(iterations, 2, 4, validation, True, test_freq)
+        self.follower = Follower(
+            self.tracker,
+            schedule,
+            val_n=2,
+            log_samples=log_samples,
+            train_samples=lambda iteration, count: [{"iteration": iteration, "number": i} for i in range(count)],
+        )
+
+    def prompts(self, iteration: int) -> None:
+        metrics = {"prompts/truncated": float(iteration)}
+        self.follower.handle({"kind": "prompts", "iteration": iteration, "metrics": metrics})
+
+    def loaded(self, version: int, load_s: float = 0.1, update_s: float = 1.0) -> None:
+        message = {"version": version, "engine": "e", "load_s": load_s, "update_s": update_s}
+        self.follower.handle({"kind": "loaded", **message})
+
+    def iteration(self, iteration: int, score: float = 0.5) -> None:
+        self.follower.handle({"kind": "iteration", "iteration": iteration, "metrics": {"critic/score/mean": score}})
+
+    def announce(self, version: int, prompts: int = 4) -> None:
+        self.follower.handle({"kind": "validation", "version": version, "prompts": prompts})
+
+    def validated(self, version: int, prompts: range = range(4), score: float = 1.0) -> pa.Table:
+        rows = [
+            {
+                "iteration": version,
+                "data_source": "countdown",
+                "uid": f"val-{prompt}",
+                "prompt": "[]",
+                "response": f"answer {prompt}.{sample}",
+                "score": score * (prompt % 2),
+                "reward_parts": None,
+                "reward_error": None,
+                "generate_s": 1.0 + prompt,
+            }
+            for prompt in prompts
+            for sample in range(2)
+        ]
+        table = pa.Table.from_pylist(rows)
+        self.follower.handle({"kind": "validated", "rows": table})
+        return table
+
+    def done(self, version: int, stopped: bool = False) -> None:
+        self.follower.handle({"kind": "done", "version": version, "stopped": stopped})
+
+    @property
+    def numbers(self) -> list[int]:
+        return [iteration for iteration, _ in self.tracker.logged]
+
+    @property
+    def records(self) -> dict[int, dict[str, float]]:
+        return dict(self.tracker.logged)
+
+
+def test_one_complete_record_per_iteration() -> None:
+    run = Run()
+    for iteration in (1, 2, 3):
+        run.prompts(iteration)
+        run.loaded(iteration - 1, load_s=0.1, update_s=3.0)
+        run.loaded(iteration - 1, load_s=0.4, update_s=2.0)
+        run.iteration(iteration, score=iteration / 10)
+        assert run.numbers[-1] == iteration
+    run.done(3)
+    assert run.numbers == [1, 2, 3]
+    assert run.records[2] == {
+        "prompts/truncated": 2.0,
+        "timing_s/update_weights": 3.0,
+        "timing_s/load_weights": 0.4,
+        "rollout/engines_loaded": 2,
+        "critic/score/mean": 0.2,
+    }
+    assert run.follower.done is not None and run.follower.done["version"] == 3
+
+
+def test_validation_is_merged_into_its_iteration() -> None:
+    run = Run(iterations=3, test_freq=2, validation=True)
+    run.announce(0)
+    run.validated(0, range(2))
+    assert run.numbers == []
+    run.validated(0, range(2, 4))
+    assert run.numbers == [0]  # the initial policy has no iteration of its own
+    run.iteration(1)
+    assert run.numbers == [0, 1] and CORE not in run.records[1]
+    run.announce(2)
+    run.iteration(2)
+    run.validated(2, range(3))
+    assert run.numbers == [0, 1]
+    run.validated(2, range(3, 4))
+    assert run.numbers == [0, 1, 2]
+    assert run.records[2]["critic/score/mean"] == 0.5 and run.records[2][CORE] == 0.5
+    assert run.records[2]["timing_s/testing"] == 4.0
+    run.iteration(3)
+    run.announce(3)
+    run.validated(3)
+    run.done(3)
+    assert run.numbers == [0, 1, 2, 3]
+    assert run.records[3]["critic/score/mean"] == 0.5 and run.records[3][CORE] == 0.5
+
+
+def test_chunks_of_a_validation_count_as_one() -> None:
+    run = Run(validation=True)
+    run.announce(0)
+    parts = [run.validated(0, range(1)), run.validated(0, range(1, 4))]
+    expected = reduce([validation_metrics(pa.concat_tables(parts))])
+    assert run.records[0] == expected | {"timing_s/testing": 4.0}
+
+
+def test_a_validation_quicker_than_its_iterations_message_is_not_lost() -> None:
+    run = Run(iterations=4, test_freq=2, validation=True)
+    run.iteration(1)
+    run.announce(2)
+    run.validated(2)
+    assert run.numbers == [1]
+    run.iteration(2)
+    assert run.numbers == [1, 2]
+    assert run.records[2]["critic/score/mean"] == 0.5 and run.records[2][CORE] == 0.5
+    run.iteration(3)
+    assert run.numbers == [1, 2, 3]
+
+
+@pytest.mark.parametrize("announced_first", [True, False])
+def test_data_that_ends_early(announced_first: bool) -> None:
+    run = Run(iterations=100, validation=True)
+    run.iteration(1)
+    if announced_first:
+        run.announce(2)
+        run.iteration(2)
+        assert run.numbers == [1]
+    else:
+        run.iteration(2)
+        run.announce(2)
+    run.validated(2)
+    run.done(2)
+    assert run.numbers[-1] == 2 and set(run.numbers) == {1, 2}
+    assert run.records[2]["critic/score/mean"] == 0.5 and run.records[2][CORE] == 0.5
+
+
+def test_a_stopped_run_logs_the_iteration_whose_validation_never_comes() -> None:
+    run = Run(iterations=9, test_freq=2, validation=True)
+    run.iteration(1)
+    run.announce(2)
+    run.iteration(2)
+    run.validated(2, range(1))
+    assert run.numbers == [1]
+    run.done(2, stopped=True)
+    run.done(2, stopped=True)  # every train worker says so
+    assert run.numbers == [1, 2]
+    assert run.records[2] == {"critic/score/mean": 0.5}
+
+
+def test_restarted_train_workers_repeat_iterations() -> None:
+    run = Run(iterations=9, test_freq=2, validation=True)
+    run.iteration(1)
+    run.announce(2)
+    run.iteration(2)
+    run.validated(2)
+    run.iteration(3)
+    run.announce(4)
+    run.iteration(4, score=0.1)
+    run.validated(4, range(3), score=9.0)  # cut off: the workers restart from version 2
+    run.iteration(3)
+    run.announce(4)
+    run.validated(4, range(2))
+    run.iteration(4, score=0.7)
+    run.validated(4, range(2, 4))
+    assert run.numbers == [1, 2, 3, 3, 4]
+    assert run.records[4]["critic/score/mean"] == 0.7 and run.records[4][CORE] == 0.5
+
+
+def test_an_iteration_is_logged_even_when_a_restart_cut_its_validation_off() -> None:
+    run = Run(iterations=9, test_freq=2, validation=True)
+    run.iteration(1)
+    run.announce(2)
+    run.iteration(2)
+    # The workers restart from version 2, which is not validated again.
+    run.iteration(3)
+    assert run.numbers == [1, 2, 3]
+
+
+def test_samples() -> None:
+    run = Run(iterations=20, validation=True, log_samples=3)
+    run.announce(0)
+    table = run.validated(0)
+    assert run.tracker.sampled == [(0, table.slice(0, 3).to_pylist())]
+    for iteration in range(1, 20):
+        run.iteration(iteration)
+    assert run.tracker.sampled[1:] == [(10, [{"iteration": 10, "number": i} for i in range(3)])]
+    silent = Run(iterations=20, validation=True, log_samples=0)
+    silent.announce(0)
+    silent.validated(0)
+    silent.iteration(10)
+    assert silent.tracker.sampled == []
+
+
+def test_the_status_says_what_is_going_on() -> None:
+    run = Run(validation=True)
+    run.announce(0)
+    run.loaded(0)
+    assert run.tracker.said == ["validating policy version 0", "iteration 1: generating"]
