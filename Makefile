@@ -15,8 +15,10 @@ HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.versions import
 
 # Settings of the demo.
 SEED ?= 1
-SFT_ROWS ?= 40000
-SFT ?= optim.lr=2e-3 trainer.num_workers=2
+PUZZLES ?= --template short --numbers 3 --max-number 30 --min-target 1 --max-target 60 --train 10000 --test 500
+SFT_DATA ?= --sft 24000 --sft-test 400 --sft-solution answer
+SFT ?= data.train_batch_size=64 trainer.total_training_steps=560 trainer.num_workers=2 \
+	optim.lr=2e-3 optim.min_lr_ratio=0 optim.weight_decay=0.1 'optim.betas=[0.9,0.98]'
 DATA := data/countdown-$(SEED)
 TINY := models/tiny-$(SEED)
 WARM := models/tiny-sft-$(SEED)
@@ -38,7 +40,7 @@ demo: $(WARM)/config.json ## train a tiny model on Countdown and watch it get be
 		data.train_files=$(DATA)/train.parquet data.val_files=$(DATA)/test.parquet model.path=$(WARM)
 
 $(DATA)/sft_train.parquet: | $(STAMP)
-	@$(RUN) -m jobs.prepare countdown --out $(DATA) --template short --sft $(SFT_ROWS) --seed $(SEED)
+	@$(RUN) -m jobs.prepare countdown --out $(DATA) $(PUZZLES) $(SFT_DATA) --seed $(SEED)
 
 $(TINY)/config.json: $(DATA)/sft_train.parquet | $(STAMP)
 	@rm -rf $(TINY)
@@ -67,7 +69,8 @@ docs: $(STAMP) ## write docs/configuration.md anew from the dataclasses
 	@$(RUN) -m jobs.docs_configuration
 
 bench: $(STAMP) ## the measurements of docs/benchmarks.md
-	@for script in benchmarks/*.py; do echo "== $$script"; $(RUN) $$script; done
+	@for name in prompt_stream rollout engine_env; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
+	@if ls runs/*/metrics.jsonl >/dev/null 2>&1; then echo "== iteration"; $(RUN) -m benchmarks.iteration runs/*/metrics.jsonl; fi
 
 clean: ## remove caches and builds; data, models, runs and .venv stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -98,7 +98,7 @@ class Prompts:
         schedule, deadlines = self._schedule, self._config.trainer.deadlines
         before = page * schedule.page_iterations  # iterations of this generation before the page
         base, _ = self._wait("start", deadlines.engine_start)
-        if self._ask("ended") is not None:
+        if self._past_end(base + before):
             return PROMPT.empty_table()
         self._wait("pace", before * schedule.chunks_per_iteration, LOOKAHEAD, deadlines.admission)
         if page != self._next_page:
@@ -114,7 +114,7 @@ class Prompts:
     def _iteration(self, version: int, done: int) -> Iterator[pa.Table]:
         """Rows that policy `version` generates, `done` iterations into this generation: validation, then training."""
         schedule = self._schedule
-        if self._ask("ended") is not None:
+        if self._past_end(version):
             return
         train = []
         if version < schedule.iterations:
@@ -143,6 +143,11 @@ class Prompts:
             # Every chunk has the same number of rows; what fills up the last one is neither generated nor recorded.
             yield from [stamp(prompts.slice(0, 1), "pad", -1, version)] * (size - len(prompts))
         self._ask("post", "validation", {"version": version, "prompts": rows})
+
+    def _past_end(self, version: int) -> bool:
+        # Not merely whether the end is known: a restarted actor makes the page again in which it came.
+        ended = self._ask("ended")
+        return ended is not None and version > ended
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the store that answers at once."""

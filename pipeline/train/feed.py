@@ -1,4 +1,4 @@
-"""The trainer's end of the stream: one iteration's rows of this rank, or a sentence about what did not come."""
+"""The trainer's end of a stream: blocks with a deadline on every wait, and one iteration's rows made of them."""
 
 import queue
 import threading
@@ -12,24 +12,57 @@ class RowsTimeout(TimeoutError):
     """The next rows did not come within the deadline."""
 
 
-class RowsFeed:
-    """Hands out whole iterations from an iterator of blocks, with a deadline on every wait.
+class Blocks:
+    """Blocks from an iterator, with a deadline on every wait; empty ones are left out.
 
     The iterator is drained by a thread of its own, so that a stream that never answers cannot hold the trainer.
 
     Args:
-        blocks: Arrow tables, one chunk each, in the order of the stream.
-        chunks: chunks of one iteration that come to this rank.
-        timeout: seconds one chunk may take.
-        describe: says what the run is waiting for, for the error.
+        blocks: Arrow tables.
+        timeout: seconds one block may take.
+        hint: says what the run is waiting for, or which setting to look at, for the error.
     """
 
-    def __init__(self, blocks: Iterator[pa.Table], chunks: int, timeout: float, describe: Callable[[], str]):
+    def __init__(self, blocks: Iterator[pa.Table], timeout: float, hint: Callable[[], str]):
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=1)
-        self._chunks, self._timeout, self._describe = chunks, timeout, describe
-        self._ended = False
-        self._thread = threading.Thread(target=self._fetch, args=(blocks,), name="rows", daemon=True)
-        self._thread.start()
+        self._timeout, self._hint = timeout, hint
+        threading.Thread(target=self._fetch, args=(blocks,), name="rows", daemon=True).start()
+
+    def next(self, what: str) -> pa.Table | None:
+        """The next block; None when the stream has ended.
+
+        Raises:
+            RowsTimeout: it did not come in time; the message names `what`.
+            Exception: whatever the iterator raised.
+        """
+        try:
+            item = self._queue.get(timeout=self._timeout)
+        except queue.Empty:
+            raise RowsTimeout(f"no {what} within {self._timeout:.0f} s: {self._hint()}") from None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _fetch(self, blocks: Iterator[pa.Table]) -> None:
+        try:
+            for block in blocks:
+                if len(block):
+                    self._queue.put(block)
+            self._queue.put(None)
+        except BaseException as error:  # noqa: BLE001 (handed to the trainer's thread)
+            self._queue.put(error)
+
+
+class RowsFeed:
+    """Hands out whole iterations.
+
+    Args:
+        blocks: chunks in the order of the stream.
+        chunks: chunks of one iteration that come to this rank.
+    """
+
+    def __init__(self, blocks: Blocks, chunks: int):
+        self._blocks, self._chunks = blocks, chunks
 
     def next(self, iteration: int) -> pa.Table | None:
         """The rows of `iteration`, in chunk order; None when the stream has ended.
@@ -40,13 +73,12 @@ class RowsFeed:
         """
         tables: list[pa.Table] = []
         while len(tables) < self._chunks:
-            table = self._take(iteration)
+            table = self._blocks.next(f"rows for iteration {iteration}")
             if table is None:
                 if tables:
                     raise RuntimeError(f"the stream ended inside iteration {iteration}, after {len(tables)} chunks")
                 return None
-            if len(table):
-                tables.append(table)
+            tables.append(table)
         rows = pa.concat_tables(tables)
         found = set(rows["iteration"].to_pylist())
         if found != {iteration}:
@@ -59,29 +91,5 @@ class RowsFeed:
         Raises:
             RuntimeError: there were rows.
         """
-        while (table := self._take(-1)) is not None:
-            if len(table):
-                raise RuntimeError(f"{len(table)} rows came after the last iteration")
-
-    def _take(self, iteration: int) -> pa.Table | None:
-        if self._ended:
-            return None
-        what = f"rows for iteration {iteration}" if iteration > 0 else "end of the stream"
-        try:
-            item = self._queue.get(timeout=self._timeout)
-        except queue.Empty:
-            raise RowsTimeout(
-                f"no {what} within {self._timeout:.0f} s (trainer.deadlines.rows): {self._describe()}"
-            ) from None
-        if isinstance(item, BaseException):
-            raise item
-        self._ended = item is None
-        return item
-
-    def _fetch(self, blocks: Iterator[pa.Table]) -> None:
-        try:
-            for block in blocks:
-                self._queue.put(block)
-            self._queue.put(None)
-        except BaseException as error:  # noqa: BLE001 (handed to the trainer's thread)
-            self._queue.put(error)
+        if (table := self._blocks.next("end of the stream")) is not None:
+            raise RuntimeError(f"{len(table)} rows came after the last iteration")

@@ -28,7 +28,7 @@ from pipeline.track.trajectories import discard_trajectories
 from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
 from pipeline.train.broadcast import pack
-from pipeline.train.feed import RowsFeed
+from pipeline.train.feed import Blocks, RowsFeed
 from pipeline.train.fsdp import save_hf, torch_dtype
 from pipeline.train.packing import Rows
 
@@ -77,7 +77,7 @@ class Loop:
             prefetch_batches=0,
         )
         chunks = self.schedule.chunks_per_iteration // self.world_size
-        self.feed = RowsFeed(iter(blocks), chunks, trainer.deadlines.rows, self._describe)
+        self.feed = RowsFeed(Blocks(iter(blocks), trainer.deadlines.rows, self._describe), chunks)
 
     def run(self) -> None:
         """Iterate until the last iteration, the end of the data, or a request to stop; then save."""
@@ -174,8 +174,8 @@ class Loop:
         status = self._ask_store("status")
         waits = ", ".join(f"{count} in {phase}" for phase, count in status["waiting"].items() if count) or "none"
         return (
-            f"policy version {status['version']} is out, store waits: {waits}, last sign of life "
-            f"{status['alive_s']:.0f} s ago from {status['alive_by']}"
+            f"trainer.deadlines.rows; policy version {status['version']} is out, store waits: {waits}, "
+            f"last sign of life {status['alive_s']:.0f} s ago from {status['alive_by']}"
         )
 
     def _ask(self, method: str, *args: Any) -> Any:

@@ -6,9 +6,11 @@ Training runs in a thread of its own; the main thread reads the run's messages a
 iteration in work end, saves and stops; the second one ends the run at once.
 """
 
+import logging
 import os
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,10 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
     def rollouts() -> ray.data.Dataset:
         return stream.build(config, schedule, store, str(run_dir))
 
-    options = DataConfig.default_ingest_options()
+    with warnings.catch_warnings():
+        # Ray's own default sets an option that Ray deprecates.
+        warnings.simplefilter("ignore")
+        options = DataConfig.default_ingest_options()
     options.preserve_order = True
     torch_trainer = TorchTrainer(
         train_loop,

@@ -9,8 +9,6 @@
 """
 
 import math
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.rows import flat
+from pipeline.train.feed import Blocks
 from pipeline.train.fsdp import clip_grad_norm, save_hf, shard
 from pipeline.train.optim import build_optimizer, build_scheduler
 from pipeline.train.packing import minimum_parts, split_micro_batches
@@ -50,47 +49,6 @@ class SFTSettings:
 def train_loop(settings: dict[str, SFTSettings]) -> None:
     """Entry point of a Ray Train worker."""
     SFTLoop(settings["settings"]).run()
-
-
-class Rows:
-    """Blocks from an iterator, with a deadline on every wait.
-
-    The iterator is drained by a thread of its own, so a stream that never answers cannot hold the trainer.
-    """
-
-    def __init__(self, blocks: Iterator[pa.Table], timeout: float) -> None:
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=2)
-        self._timeout = timeout
-        threading.Thread(target=self._fetch, args=(blocks,), name="rows", daemon=True).start()
-
-    def next(self, step: int) -> pa.Table:
-        """The next block that has rows.
-
-        Raises:
-            TimeoutError: none came in time.
-            RuntimeError: the stream has ended.
-        """
-        try:
-            item = self._queue.get(timeout=self._timeout)
-        except queue.Empty:
-            raise TimeoutError(
-                f"no rows for step {step} within {self._timeout:.0f} s (trainer.data_timeout); Ray Data may lack a "
-                "free CPU for its reader, or the files answer too slowly"
-            ) from None
-        if isinstance(item, BaseException):
-            raise item
-        if item is None:
-            raise RuntimeError(f"the rows ended before step {step}; did a file change while it was read?")
-        return item
-
-    def _fetch(self, blocks: Iterator[pa.Table]) -> None:
-        try:
-            for block in blocks:
-                if len(block):
-                    self._queue.put(block)
-            self._queue.put(None)
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-            self._queue.put(error)
 
 
 def collate(table: pa.Table, index: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +83,8 @@ class SFTLoop:
         blocks = ray.train.get_dataset_shard("train").iter_batches(
             batch_size=None, batch_format="pyarrow", prefetch_batches=1
         )
-        self.rows = Rows(iter(blocks), trainer.data_timeout)
+        hint = "trainer.data_timeout; Ray Data may lack a free CPU for its reader, or the files answer too slowly"
+        self.rows = Blocks(iter(blocks), trainer.data_timeout, lambda: hint)
         self.tokenizer = load_tokenizer(self.config.model)
         self.policy = load_policy(self.config.model)
         shard(self.policy, self.config.fsdp, self.device)
@@ -139,7 +98,9 @@ class SFTLoop:
         steps, test_freq = self.settings.steps, self.config.trainer.test_freq
         tokens_seen, begun = 0, time.perf_counter()
         for step in range(1, steps + 1):
-            table = self.rows.next(step)
+            table = self.rows.next(f"rows for step {step}")
+            if table is None:
+                raise RuntimeError(f"the rows ended before step {step}; did a file change while it was read?")
             if len(table) != self.block_rows:
                 raise RuntimeError(f"step {step} got {len(table)} rows where {self.block_rows} were expected")
             metrics = {"step": step, "lr": self.optimizer.param_groups[0]["lr"], **self._step(table)}
