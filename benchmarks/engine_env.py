@@ -101,7 +101,11 @@ def main() -> None:
         rounds = []
         for number in range(args.rounds):
             order = variants if number % 2 == 0 else variants[::-1]
-            rounds.append({name: run(name, args.threads, arguments) for name in order})
+            found = {}
+            for name in order:
+                found[name] = run(name, args.threads, arguments)
+                print(f"round {number + 1} {name}: {json.dumps(found[name])}", flush=True)
+            rounds.append(found)
     for name in variants:
         for key in rounds[0][name]:
             values = [one[name][key] for one in rounds]

@@ -26,7 +26,7 @@ from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.vllm import Generation
 from pipeline.rollout.weights import Shard, checksum
 from pipeline.store import Admission, PolicyStore
-from pipeline.train.feed import RowsFeed
+from pipeline.train.feed import Blocks, RowsFeed
 
 RANKS = 2
 SHORTEST, LONGEST = 4, 32
@@ -84,12 +84,15 @@ class StandInTrainer:
         self.build_s = time.perf_counter() - begun
         self._generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
         self._ask("begin", 0, len(shards), (0, 0))
+        chunks = self.schedule.chunks_per_iteration // RANKS
         self._feeds = [
             RowsFeed(
-                iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)),
-                self.schedule.chunks_per_iteration // RANKS,
-                config.trainer.deadlines.rows,
-                lambda: str(ray.get(self.store.status.remote(), timeout=ANSWER_S)),
+                Blocks(
+                    iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)),
+                    config.trainer.deadlines.rows,
+                    lambda: str(ray.get(self.store.status.remote(), timeout=ANSWER_S)),
+                ),
+                chunks,
             )
             for split in splits
         ]

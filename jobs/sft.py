@@ -24,6 +24,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pipeline import cluster
 from pipeline.config import ConfigError, load
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.train.optim import SHAPES
@@ -126,7 +127,7 @@ def run(config: SFTConfig) -> dict[str, float]:
         TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError: the run failed.
     """
     check(config)
-    config.model.path = _absolute(config.model.path)
+    config.model.path = cluster.absolute(config.model.path)
     out = Path(config.out or "").resolve()
     config.out = str(out)
     data, trainer = config.data, config.trainer
@@ -179,24 +180,11 @@ def run(config: SFTConfig) -> dict[str, float]:
     return dict(ray.get(board.read.remote(), timeout=ANSWER_S))
 
 
-def _absolute(path: str | None) -> str | None:
-    """Workers have another working directory, so an existing folder is named from the root."""
-    return str(Path(path).resolve()) if path and Path(path).is_dir() else path
-
-
 def _start_ray(config: SFTConfig) -> None:
-    if ray.is_initialized():
-        return
     trainer = config.trainer
-    variables = {"RAY_TRAIN_V2_ENABLED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    root = str(Path(__file__).resolve().parent.parent)
-    variables["PYTHONPATH"] = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(runtime_env={"env_vars": variables}, log_to_driver=False)
-    else:
-        needed = round(trainer.num_workers * trainer.cpus_per_worker + 0.5) + DATA_CPUS
-        cpus = trainer.ray_num_cpus or max(os.cpu_count() or 1, needed)
-        ray.init(num_cpus=cpus, include_dashboard=False, runtime_env={"env_vars": variables}, log_to_driver=False)
+    needed = round(trainer.num_workers * trainer.cpus_per_worker + 0.5) + DATA_CPUS
+    if not cluster.start(trainer.ray_num_cpus or max(os.cpu_count() or 1, needed), None, {}):
+        return
     have = ray.cluster_resources()
     for name, key, want in (
         ("CPU", "trainer.cpus_per_worker", trainer.num_workers * trainer.cpus_per_worker + 1),

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -58,12 +59,31 @@ def complain(error: str) -> None:
     Console(stderr=True).print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
 
 
+def _name_from_root(config: Config) -> None:
+    """Make local paths absolute: workers have another working directory than this command."""
+    from pipeline.cluster import absolute
+
+    config.model.path = absolute(config.model.path)
+    config.model.tokenizer_path = absolute(config.model.tokenizer_path)
+    custom = config.reward.custom_reward_function
+    custom.path = absolute(custom.path)
+    data = config.data
+    data.train_files, data.val_files = _files_from_root(data.train_files), _files_from_root(data.val_files)
+
+
+def _files_from_root(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if "://" in value else os.path.abspath(value)
+    return [_files_from_root(item) for item in value] if isinstance(value, list) else value
+
+
 def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     """Check, plan and run."""
     from pipeline.plan import check_resources, plan, render
     from pipeline.run_folder import check_run_folder
 
     plan(config)
+    _name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
     resume = check_run_folder(run_dir, config, config.trainer.resume)
     # Everything below reads files; nothing has been started yet.

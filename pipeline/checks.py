@@ -45,7 +45,6 @@ AT_LEAST = {
     "rollout.num_cpus": 0,
     "rollout.num_gpus": 0,
     "rollout.num_threads": 0,
-    "rollout.tensor_model_parallel_size": 1,
     "rollout.cpu_kvcache_space_gb": 1,
     "rollout.max_num_seqs": 1,
     "reward.num_cpus": 0,
@@ -302,13 +301,8 @@ def _lengths(config: Config) -> Iterator[str]:
 
 def _rollout(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.tensor_model_parallel_size > 1 and rollout.num_gpus != rollout.tensor_model_parallel_size:
-        yield (
-            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs as many GPUs in each "
-            f"engine, and rollout.num_gpus={rollout.num_gpus:g}; set both to the same number"
-        )
-    if rollout.num_gpus > 1 and rollout.num_gpus != int(rollout.num_gpus):
-        yield f"rollout.num_gpus={rollout.num_gpus:g} must be a whole number, or a part of one GPU"
+    if rollout.num_gpus > 1:
+        yield f"rollout.num_gpus={rollout.num_gpus:g}: an engine uses one GPU or a part of one"
     if rollout.num_gpus > 0 and rollout.gpu_memory_utilization == 0:
         yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
     if rollout.num_gpus == 0 and rollout.dtype == "float16":

@@ -277,11 +277,8 @@ def _memory(config: Config) -> Memory | None:
         train_optimizer=2 * shard,
         # Logits, their softmax and the gradient of both, in float32.
         train_logits=3 * 4 * actor.logits_chunk_tokens * model.get("vocab_size", 0),
-        engine_weights=parameters * BYTES[rollout.dtype] // rollout.tensor_model_parallel_size,
-        engine_kv_needed=_kv_bytes_per_token(model, BYTES[rollout.dtype])
-        * tokens
-        * rollout.max_num_seqs
-        // rollout.tensor_model_parallel_size,
+        engine_weights=parameters * BYTES[rollout.dtype],
+        engine_kv_needed=_kv_bytes_per_token(model, BYTES[rollout.dtype]) * tokens * rollout.max_num_seqs,
         rows=data.train_batch_size
         * rollout.n
         * (data.max_prompt_length * 4 + data.max_response_length * ROW_BYTES_PER_TOKEN),

@@ -20,7 +20,6 @@ MAY_DIFFER = (
     "rollout.num_cpus",
     "rollout.num_gpus",
     "rollout.num_threads",
-    "rollout.tensor_model_parallel_size",
     "rollout.gpu_memory_utilization",
     "rollout.cpu_kvcache_space_gb",
     "rollout.max_num_seqs",

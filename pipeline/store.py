@@ -1,6 +1,6 @@
 """The policy store: which policy version exists, where its weights are, and which chunk may start.
 
-One small named actor between the train workers and the stream. It holds versions, object refs and the admission rule,
+One small actor between the train workers and the stream. It holds versions, object refs and the admission rule,
 never tensors. The protocol, for version v of one generation:
 
     train ranks   put their shards, `publish(v, shard)`       v becomes current when every rank has published

@@ -113,4 +113,8 @@ class Validation:
 def engine_env(config: Config) -> dict[str, str]:
     """Environment of an engine's process. Ray would give it one compute thread."""
     threads = config.rollout.num_threads or max(1, round(config.rollout.num_cpus))
-    return {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+    env = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+    if config.rollout.num_gpus == 0 and config.rollout.enforce_eager:
+        # vLLM compiles one function of its sampler even then: seconds of the first generation, and a C++ compiler.
+        env["TORCHDYNAMO_DISABLE"] = "1"
+    return env

@@ -52,7 +52,7 @@ def test_defaults_with_data_and_model_pass():
         (["trainer.experiment_name=a/b"], "slash"),
         (["trainer.deadlines.rows=100"], "900 + 1800 = 2700 seconds"),
         (["rollout.max_num_batched_tokens=100"], "rollout.max_num_batched_tokens=100"),
-        (["rollout.tensor_model_parallel_size=2", "rollout.num_gpus=1"], "rollout.num_gpus=1"),
+        (["rollout.num_gpus=2"], "rollout.num_gpus=2"),
         (["rollout.temperature=0"], "rollout.temperature=0"),
         (["reward.max_error_rate=2"], "between 0 and 1"),
         (["model.path=./nowhere"], "no such folder"),

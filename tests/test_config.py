@@ -187,7 +187,6 @@ def reads() -> Iterator[tuple[str, str, str]]:
 
 
 READ_OTHERWISE = {
-    "rollout.name": "`vllm` is the only engine; checks.py refuses every other name",
     "data.train_max_samples": "getattr with the split's name in prompts/source.py",
     "data.val_max_samples": "getattr with the split's name in prompts/source.py",
 }

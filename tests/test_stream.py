@@ -34,7 +34,7 @@ from pipeline.rollout.vllm import Generation
 from pipeline.rollout.weights import Shard, checksum
 from pipeline.store import Admission, PolicyStore
 from pipeline.track.trajectories import read_trajectories
-from pipeline.train.feed import RowsFeed
+from pipeline.train.feed import Blocks, RowsFeed
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -116,17 +116,18 @@ class Run:
         self.generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
         self.ask("begin", self.base, 1, self.start)
         self.feeds = [
-            RowsFeed(
-                iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)),
-                CHUNKS // RANKS,
-                WAIT_S,
-                lambda: str(ray.get(self.store.status.remote(), timeout=ANSWER_S)),
+            RowsFeed(Blocks(blocks, WAIT_S, self.describe), CHUNKS // RANKS)
+            for blocks in (
+                iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
+                for split in splits
             )
-            for split in splits
         ]
 
     def ask(self, method: str, *args: Any) -> Any:
         return ray.get(getattr(self.store, method).remote(self.generation, *args), timeout=ANSWER_S)
+
+    def describe(self) -> str:
+        return str(ray.get(self.store.status.remote(), timeout=ANSWER_S))
 
     def publish(self, version: int) -> None:
         self.published[version] = time.time()

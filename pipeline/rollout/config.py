@@ -65,9 +65,6 @@ class RolloutConfig:
     dtype: str = "bfloat16"
     """Type the engine computes in and weights travel in."""
 
-    tensor_model_parallel_size: int = 1
-    """GPUs one engine spreads a model over."""
-
     gpu_memory_utilization: float = 0.5
     """Share of a GPU's memory for the engine's weights and KV cache."""
 

@@ -73,7 +73,8 @@ class Rollout:
         split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
         ticket = await self._policy.admit(split, chunk, version)
         begun = time.perf_counter()
-        await self._bring_to(ticket)
+        # What the engine holds, which may be newer than the ticket where chunks overtake each other.
+        policy_version = await self._bring_to(ticket)
         loaded = time.perf_counter()
         rollout = self._config.rollout
         sampling = rollout if split == "train" else rollout.val_kwargs
@@ -83,7 +84,7 @@ class Rollout:
             table["uid"].to_pylist(),
             sampling,
             max_tokens=self._config.data.max_response_length,
-            version=ticket.version,
+            version=policy_version,
             seed=self._config.trainer.seed if rollout.seed_per_request else None,
             ignore_eos=rollout.ignore_eos,
         )
@@ -92,17 +93,18 @@ class Rollout:
             outputs = await asyncio.wait_for(asyncio.wrap_future(self.engine.submit(pairs)), deadline)
         except TimeoutError:
             raise TimeoutError(
-                f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {ticket.version}, "
+                f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {policy_version}, "
                 f"{len(pairs)} requests) within {deadline:.0f} s (trainer.deadlines.chunk)"
             ) from None
         done = time.perf_counter()
         generations = [vllm.read(output) for output in outputs]
-        return self._rows(table, generations, sampling.n, ticket.version, done - loaded, loaded - begun)
+        return self._rows(table, generations, sampling.n, policy_version, done - loaded, loaded - begun)
 
-    async def _bring_to(self, ticket: Ticket) -> None:
+    async def _bring_to(self, ticket: Ticket) -> int:
+        """Load the ticket's version unless a newer one is loaded; the version the engine then holds."""
         async with self._loading:
             if ticket.version <= self._version:
-                return
+                return self._version
             timeout = self._config.trainer.deadlines.publish
             begun = time.perf_counter()
             load = self.engine.call(lambda engine: vllm.load(engine, ticket.shards, timeout), when_idle=True)
@@ -110,6 +112,7 @@ class Rollout:
             seconds = time.perf_counter() - begun
             await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds)
             self._version = ticket.version
+            return self._version
 
     def _rows(
         self,

@@ -42,7 +42,6 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "dtype": rollout.dtype,
         "load_format": "dummy",
         "max_model_len": max_model_len,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_len),
@@ -53,8 +52,6 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
-    if rollout.tensor_model_parallel_size > 1:
-        args["distributed_executor_backend"] = "ray"
     return LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))
 
 

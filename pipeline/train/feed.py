@@ -26,21 +26,25 @@ class Blocks:
     def __init__(self, blocks: Iterator[pa.Table], timeout: float, hint: Callable[[], str]):
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=1)
         self._timeout, self._hint = timeout, hint
+        self._ended = False
         threading.Thread(target=self._fetch, args=(blocks,), name="rows", daemon=True).start()
 
     def next(self, what: str) -> pa.Table | None:
-        """The next block; None when the stream has ended.
+        """The next block; None when the stream has ended, however often it is asked.
 
         Raises:
             RowsTimeout: it did not come in time; the message names `what`.
             Exception: whatever the iterator raised.
         """
+        if self._ended:
+            return None
         try:
             item = self._queue.get(timeout=self._timeout)
         except queue.Empty:
             raise RowsTimeout(f"no {what} within {self._timeout:.0f} s: {self._hint()}") from None
         if isinstance(item, BaseException):
             raise item
+        self._ended = item is None
         return item
 
     def _fetch(self, blocks: Iterator[pa.Table]) -> None:

@@ -6,8 +6,6 @@ Training runs in a thread of its own; the main thread reads the run's messages a
 iteration in work end, saves and stops; the second one ends the run at once.
 """
 
-import logging
-import os
 import threading
 import time
 import warnings
@@ -20,7 +18,7 @@ import ray.train
 from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from pipeline import stream
+from pipeline import cluster, stream
 from pipeline.config import Config, save_yaml
 from pipeline.plan import Plan
 from pipeline.prompts.stage import ANSWER_S, Schedule
@@ -29,14 +27,6 @@ from pipeline.track.follow import Follower
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
 from pipeline.train.loop import LoopSettings, train_loop
-
-ENV = {
-    "RAY_TRAIN_V2_ENABLED": "1",
-    # Tokenizers are called from threads of many processes; their own threads would only warn and compete.
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 
 
 @dataclass
@@ -49,24 +39,9 @@ class Outcome:
 
 
 def start_ray(config: Config) -> bool:
-    """Join the cluster that `RAY_ADDRESS` names (as in `ray job submit`), else start Ray on this machine.
-
-    Returns:
-        whether that was done here: False where this process was using Ray already.
-    """
+    """Join or start Ray; False where this process was using Ray already."""
     trainer = config.trainer
-    env = {**ENV, **{name: str(value) for name, value in trainer.env_vars.items()}}
-    os.environ.update(env)
-    if ray.is_initialized():
-        return False
-    options: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": env}}
-    if not os.environ.get("RAY_ADDRESS"):
-        # Without an address Ray would first look for a cluster that somebody else started on this machine.
-        options |= {"address": "local", "num_cpus": trainer.ray_num_cpus, "include_dashboard": False}
-        if trainer.object_store_gb:
-            options["object_store_memory"] = int(trainer.object_store_gb * 2**30)
-    ray.init(**options)
-    return True
+    return cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
 
 
 def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:

@@ -145,7 +145,7 @@ def test_the_checksum_tells_versions_apart(published: Path) -> None:
     made = shards(published, 2, "float32")
     model = Model()
     with torch.no_grad():
-        next(iter(model.parameters()))[3, 2] += 1e-3
+        model.embedding.weight[3, 2] += 1e-3
     assert checksum([publish(Model(), 0, "float32")]) == checksum([publish(Model(), 0, "float32")])
     assert checksum([publish(Model(), 0, "float32")]) != checksum([publish(model, 0, "float32")])
     swapped = [replace(made[0], checksums=made[0].checksums[::-1]), made[1]]
@@ -164,10 +164,10 @@ def test_damaged_bytes_are_refused(published: Path) -> None:
 
 def test_missing_rows_are_refused(published: Path) -> None:
     made = shards(published, 3, "float32")
-    with pytest.raises(ValueError, match=r"'model.embedding.weight': the ranks published 8 of 11 rows"):
+    with pytest.raises(ValueError, match=r"'model.deep': the ranks published 6 of 7 rows"):
         list(parameters(made[:2], fetch))
-    lacking = replace(made[0], pieces=[p for p in made[0].pieces if p.name != "model.deep"])
-    with pytest.raises(ValueError, match=r"'model.deep': the ranks published 4 of 7 rows"):
+    lacking = replace(made[0], pieces=[p for p in made[0].pieces if p.name != "model.embedding.weight"])
+    with pytest.raises(ValueError, match=r"'model.embedding.weight': the ranks published 7 of 11 rows"):
         list(parameters([lacking, *made[1:]], fetch))
 
 
@@ -200,4 +200,4 @@ def test_bucket_limits() -> None:
         # Greedy: what begins a bucket had no room in the one before.
         for before, after in zip(range(len(groups)), groups[1:], strict=False):
             assert sizes[before] + after[0][1].numel() * 4 > limit
-    assert len(list(buckets(model, torch.bfloat16, 600))) < len(list(buckets(model, torch.float32, 600)))
+    assert len(list(buckets(model, torch.bfloat16, 200))) < len(list(buckets(model, torch.float32, 200)))

@@ -1,0 +1,57 @@
+"""Ray for a driver: the cluster that `RAY_ADDRESS` names, as in `ray job submit`, else one on this machine."""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+ENV = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # Tokenizers are called from threads of many processes; their own threads would only warn and compete.
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping[str, Any]) -> bool:
+    """Join or start Ray.
+
+    Args:
+        num_cpus: CPUs a Ray on this machine is told it has; None takes the machine's.
+        object_store_gb: GiB of its object store; None leaves it to Ray.
+        env_vars: environment of all workers, beside `ENV`.
+
+    Returns:
+        whether that was done here: False where this process was using Ray already.
+    """
+    # The source tree that runs here runs in the workers too, installed or not.
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env = {**ENV, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
+    env |= {name: str(value) for name, value in env_vars.items()}
+    os.environ.update(env)
+    if ray.is_initialized():
+        return False
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "runtime_env": {"env_vars": env},
+    }
+    if not os.environ.get("RAY_ADDRESS"):
+        # Ray counts the machine's cores and warns when more processes than that start together.
+        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_cpus or 0))
+        # Without an address Ray would first look for a cluster that somebody else started on this machine.
+        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+        if object_store_gb:
+            options["object_store_memory"] = int(object_store_gb * 2**30)
+    ray.init(**options)
+    return True
+
+
+def absolute(path: str | None) -> str | None:
+    """An existing file or folder named from the root: workers have another working directory."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
