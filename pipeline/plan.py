@@ -26,7 +26,7 @@ ROW_BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4
 """Ids, mask, log-probs, advantages and returns of one response token (`rows.py`)."""
 
 SHARED_STAGE_CPUS = 1.0
-"""CPUs of the prompt source and the advantage stage, which take turns."""
+"""CPUs of the prompt source and the tasks that cut its pages into chunks, which take turns."""
 
 Resources = Mapping[str, float]
 
@@ -158,9 +158,9 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         iterations=_iterations(config, train_rows),
         train_rows=train_rows,
         stages=(
-            Stage("prompts, advantage", 1, SHARED_STAGE_CPUS),
+            Stage("prompts", 1, SHARED_STAGE_CPUS),
             Stage("rollout", rollout.num_engines, rollout.num_cpus, rollout.num_gpus),
-            Stage("reward", 1, config.reward.num_cpus, at_least=True),
+            Stage("reward, advantage", 1, config.reward.num_cpus, at_least=True),
             Stage("train", trainer.num_workers, trainer.cpus_per_worker, float(trainer.use_gpu)),
         ),
         memory=memory,
@@ -218,7 +218,7 @@ def check_resources(plan: Plan, nodes: Iterable[Resources] | None = None) -> Non
     if plan.cpus > have_cpus:
         raise ConfigError(
             f"the run needs rollout.num_engines x rollout.num_cpus + trainer.num_workers x trainer.cpus_per_worker + "
-            f"reward.num_cpus + {SHARED_STAGE_CPUS:g} for prompts and advantage = "
+            f"reward.num_cpus + {SHARED_STAGE_CPUS:g} for prompts = "
             f"{rollout.num_engines} x {rollout.num_cpus:g} + {trainer.num_workers} x {trainer.cpus_per_worker:g} + "
             f"{plan.config.reward.num_cpus:g} + {SHARED_STAGE_CPUS:g} = {plan.cpus:g} CPUs and {cpu_place} "
             f"{have_cpus:g}; {remedy}"

@@ -7,7 +7,8 @@
 One streaming execution serves the whole run, so engines start once and stay warm. Three rules keep it exact:
 
 - A block is a chunk. `batch_size=None` hands a stage whole blocks (a number would bundle several into one task, and a
-  strictly on-policy run would wait for a chunk that waits for it), and `repartition(strict=True)` cuts them exactly.
+  strictly on-policy run would wait for a chunk that waits for it), and `repartition(strict=True)` cuts them exactly
+  where a stage's input is not a chunk.
 - Every stage returns as many rows as it must: a failed row stays, with its error and a zero mask. Equal blocks in a
   kept order are dealt to the train workers in turn, so each gets the same number of rows of every iteration.
 - Blocks are never shaped by size (`target_max_block_size=None`): a group that is split over two blocks has no mean.
@@ -28,8 +29,8 @@ from pipeline.reward.stage import Reward
 from pipeline.rollout.stage import Rollout, StorePolicy
 from pipeline.track.trajectories import Record
 
-SMALL = 0.1
-"""Ray CPUs of the stages that only shuffle Arrow buffers."""
+SOURCE_CPUS = 0.1
+"""Ray CPUs of the prompt source, which mostly waits."""
 
 
 def build(
@@ -68,7 +69,11 @@ def build(
 
     stream = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
     stream = stream.map_batches(
-        Prompts, fn_constructor_args=(config, schedule, store, generation), compute=one_by_one, num_cpus=SMALL, **whole
+        Prompts,
+        fn_constructor_args=(config, schedule, store, generation),
+        compute=one_by_one,
+        num_cpus=SOURCE_CPUS,
+        **whole,
     )
     stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
     stream = stream.map_batches(
@@ -80,13 +85,17 @@ def build(
         runtime_env={"env_vars": engine_env(config)},
         **whole,
     )
-    stream = stream.map_batches(Reward(config.reward), num_cpus=config.reward.num_cpus, **whole)
-    stream = stream.map_batches(Validation(run_dir, store, generation), num_cpus=SMALL, **whole)
+    # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
+    light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, **whole}
+    stream = stream.map_batches(Reward(config.reward), **light)
+    stream = stream.map_batches(Validation(run_dir, store, generation), **light)
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
-    stream = stream.map_batches(advantage, num_cpus=SMALL, **whole)
-    stream = stream.map_batches(Record(run_dir), num_cpus=SMALL, **whole)
-    return stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
+    stream = stream.map_batches(advantage, **light)
+    stream = stream.map_batches(Record(run_dir), **light)
+    if advantage.scope == "batch":
+        stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
+    return stream
 
 
 class Validation:

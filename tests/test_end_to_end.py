@@ -33,7 +33,7 @@ BATCH, SAMPLES, CHUNKS = 8, 4, 2
 # Of random text every rule would make 0; this one differs inside nearly every group.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return {"score": len(solution_str) % 4 / 3, "length": len(solution_str)}
+    return {"score": (len(solution_str) + extra_info["index"]) % 4 / 3, "length": len(solution_str)}
 """
 TIMED = ("timing_s/", "perf/", "rollout/generate_s", "rollout/load_s")
 """Prefixes of metrics that say how long something took."""

@@ -8,9 +8,9 @@ import argparse
 import sys
 from typing import NoReturn
 
-from jobs.prepare import countdown
+from jobs.prepare import countdown, gsm8k
 
-DATASETS = {"countdown": countdown}
+DATASETS = {"countdown": countdown, "gsm8k": gsm8k}
 
 
 class Parser(argparse.ArgumentParser):

@@ -20,7 +20,8 @@ from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
 from pipeline.prompts.source import Position, PromptSource, position_after, stamp
 from pipeline.rows import PROMPT
 
-MAX_PAGES = 1000
+MAX_PAGES = 256
+"""Each page costs a task at the start of the run; more iterations a page cost memory for their prompts."""
 LOOKAHEAD = 1
 """Iterations whose prompts are made before they are admitted."""
 ANSWER_S = 60.0

@@ -54,7 +54,7 @@ class Follower:
         self._expected: dict[int, int] = {}
         self._validated_early: dict[int, dict[str, float]] = {}
         self._logged = -1
-        self._chunks: dict[int, list[pa.Table]] = defaultdict(list)
+        self._chunks: dict[int, dict[str, pa.Table]] = defaultdict(dict)
         self.done: dict[str, Any] | None = None
 
     def handle(self, message: dict[str, Any]) -> None:
@@ -94,10 +94,11 @@ class Follower:
         table = message["rows"]
         version = table["iteration"][0].as_py()
         chunks = self._chunks[version]
-        chunks.append(table)
-        if sum(len(chunk) for chunk in chunks) < self._expected[version]:
+        # A task that Ray repeats reports its chunk again.
+        chunks[table["uid"][0].as_py()] = table
+        if sum(len(chunk) for chunk in chunks.values()) < self._expected[version]:
             return
-        rows = pa.concat_tables(self._chunks.pop(version))
+        rows = pa.concat_tables(self._chunks.pop(version).values())
         del self._expected[version]
         validation = reduce([validation_metrics(rows)])
         # All chunks of a validation start together, so the slowest one's time is the whole.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pytest
 
-from pipeline.train.feed import RowsFeed, RowsTimeout
+from pipeline.train.feed import Blocks, RowsFeed, RowsTimeout
 
 WAIT = 30.0
 EMPTY = pa.table({"iteration": pa.array([], pa.int64()), "row": pa.array([], pa.int64())})
@@ -18,7 +18,7 @@ def block(iteration: int, *rows: int) -> pa.Table:
 
 
 def feed(blocks: Iterator[pa.Table], chunks: int = 2, timeout: float = WAIT) -> RowsFeed:
-    return RowsFeed(blocks, chunks, timeout, lambda: "3 in admission")
+    return RowsFeed(Blocks(blocks, timeout, lambda: "3 in admission"), chunks)
 
 
 def test_whole_iterations_in_chunk_order_then_none() -> None:
@@ -54,9 +54,7 @@ def test_the_deadline_says_what_is_waited_for() -> None:
 
     made = feed(silent(), timeout=0.1)
     begun = time.monotonic()
-    with pytest.raises(
-        RowsTimeout, match=r"no rows for iteration 1 within 0 s \(trainer.deadlines.rows\): 3 in admission"
-    ):
+    with pytest.raises(RowsTimeout, match=r"no rows for iteration 1 within 0 s: 3 in admission"):
         made.next(1)
     assert 0.1 <= time.monotonic() - begun < 10
     with pytest.raises(RowsTimeout, match="no end of the stream within"):
@@ -103,3 +101,9 @@ def test_drain_reads_to_the_end_and_refuses_rows() -> None:
     made.drain()
     with pytest.raises(RuntimeError, match="2 rows came after the last iteration"):
         feed(iter([EMPTY, block(2, 0, 1)])).drain()
+
+
+def test_blocks_leave_empty_ones_out_and_end_for_good() -> None:
+    made = Blocks(iter([EMPTY, block(1, 0), EMPTY, block(1, 1), EMPTY]), WAIT, lambda: "nothing")
+    assert [made.next("block")["row"].to_pylist() for _ in range(2)] == [[0], [1]]
+    assert [made.next("block") for _ in range(3)] == [None] * 3

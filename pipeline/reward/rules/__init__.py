@@ -8,12 +8,14 @@ cannot use: that is an error of the data, never a 0. A new rule is one module he
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.reward.rules import countdown
+from pipeline.reward.rules import countdown, gsm8k
 
 Rule = Callable[[str, Any], float | dict[str, Any]]
 
 RULES: dict[str, Rule] = {
     "countdown": countdown.compute_score,
+    "gsm8k": gsm8k.compute_score,
+    "openai/gsm8k": gsm8k.compute_score,  # the name in verl's files
 }
 
 

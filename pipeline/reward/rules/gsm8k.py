@@ -1,0 +1,107 @@
+"""Reward of a GSM8K answer: 1.0 for the right number, 0.0 for any other or none.
+
+Two ways to find the answer, both in the whole response, however much text follows:
+- `strict`: the last `####` that is followed by a number on its line, as the prompt asks.
+- `flexible` (the default): the same, and where there is no such `####` the last number of the response, so that a
+  model which says "The answer is 42." learns from it.
+
+Chosen:
+1. Numbers are compared as numbers, in a canonical form instead of a float: `42`, `42.0`, `$42`, `42.` and `042` are
+   one number, `1,000` is `1000`, and ten thousand digits cost no conversion.
+2. A number is ASCII digits with at most one decimal point, and commas only between groups of three. What looks like a
+   number and is none (`1.2.3`, `3,4`, digits of other scripts) is a wrong answer; no earlier number stands in for it.
+3. A minus is a sign unless something stands right before it: `5-7` ends in 7, `= -7` in -7.
+"""
+
+import math
+import re
+from decimal import Decimal
+from typing import Any, Literal
+
+METHODS = ("strict", "flexible")
+MAX_PRED = 100  # characters of `pred`
+
+# A greedy `.*` tries the end of the response first. Each run is read once from its first character on, so time is
+# linear. A run is of digits of any script, so that a number is never the ASCII part of one that is refused.
+_STRICT = re.compile(r"(?s:.*)####[ \t]*+([-+\u2212$\\]{0,3})([\d.,]*\d)")
+_LAST = re.compile(r"(?s:.*)(?<![\d.,])([\d.,]*\d)")
+_SIGN = re.compile(r"(?<![\w)\]}%-])[-\u2212]\\?\$?\Z")
+_NUMBER = re.compile(r"([0-9]*|[0-9]{1,3}(?:,[0-9]{3})++)(?:\.([0-9]+))?")
+_TRUTH = re.compile(r"\s*([-+\u2212$]{0,2})([\d.,]*\d)\.?\s*")
+
+
+def canonical(digits: str, negative: bool) -> str | None:
+    """The one way to write a number: no commas, no needless zeros; None where `digits` is no number.
+
+    Two numbers are equal exactly if their canonical forms are.
+    """
+    # Dots and commas before the number belong to the text ("is...42"), but a single dot is a decimal point.
+    digits = digits.lstrip(",")
+    match = _NUMBER.fullmatch(digits.lstrip(".") if digits.startswith("..") else digits)
+    if match is None:
+        return None
+    whole, fraction = match[1].replace(",", "").lstrip("0") or "0", (match[2] or "").rstrip("0")
+    number = f"{whole}.{fraction}" if fraction else whole
+    return f"-{number}" if negative and number != "0" else number
+
+
+def strict_answer(solution_str: str) -> tuple[str, bool] | None:
+    """Digits behind the last `####` that has any, and whether a minus stands before them; None where there is none."""
+    match = _STRICT.match(solution_str)
+    return None if match is None else (match[2], _minus(match[1]))
+
+
+def last_number(solution_str: str) -> tuple[str, bool] | None:
+    """Digits of the last number of the response, and whether it is negative; None where there is no digit."""
+    match = _LAST.match(solution_str)
+    if match is None:
+        return None
+    start = match.start(1)
+    return match[1], _SIGN.search(solution_str[max(0, start - 4) : start]) is not None
+
+
+def compute_score(
+    solution_str: str, ground_truth: str | int | float, method: Literal["strict", "flexible"] = "flexible"
+) -> dict[str, Any]:
+    """Score of a response to a GSM8K problem.
+
+    Args:
+        solution_str: the decoded response, any text at all.
+        ground_truth: the number, or text that holds it alone, such as `"1,000"`.
+        method: where to look for the answer, see above.
+
+    Returns:
+        `score` (1.0 or 0.0), `acc` and `format` (0 or 1: the answer is right; a number follows `####`), and `pred`,
+        the answer in canonical form, at most `MAX_PRED` characters of it, "" where there is none (for majority votes).
+
+    Raises:
+        ValueError: `ground_truth` is no number, or there is no such method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}, but must be one of {', '.join(METHODS)}")
+    truth = _read(ground_truth)
+    strict = strict_answer(solution_str)
+    answer = last_number(solution_str) if strict is None and method == "flexible" else strict
+    if answer is None:
+        return {"score": 0.0, "acc": 0, "format": 0, "pred": ""}
+    number = canonical(*answer)
+    pred = answer[0] if number is None else number
+    correct = number == truth
+    return {"score": float(correct), "acc": int(correct), "format": int(strict is not None), "pred": pred[:MAX_PRED]}
+
+
+def _minus(text: str) -> bool:
+    return "-" in text or "\u2212" in text
+
+
+def _read(ground_truth: Any) -> str:
+    number = None
+    if isinstance(ground_truth, str):
+        match = _TRUTH.fullmatch(ground_truth)
+        number = None if match is None else canonical(match[2], _minus(match[1]))
+    elif type(ground_truth) is int or (isinstance(ground_truth, float) and math.isfinite(ground_truth)):
+        number = canonical(f"{Decimal(str(ground_truth)).copy_abs():f}", ground_truth < 0)
+    if number is None:
+        shown = repr(ground_truth)[:MAX_PRED]
+        raise ValueError(f"reward_model.ground_truth of a gsm8k row must be a number or the text of one, not {shown}")
+    return number

@@ -1,0 +1,227 @@
+"""The GSM8K rule: numbers against `Decimal`, ways to write an answer, and responses meant to hurt."""
+
+import time
+from decimal import Decimal
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.reward.rules import gsm8k, rule_of
+from pipeline.reward.rules.gsm8k import MAX_PRED, canonical, compute_score
+
+Method = Literal["strict", "flexible"]
+METHODS: tuple[Method, ...] = ("strict", "flexible")
+
+digits = st.text("0123456789", min_size=1, max_size=30)
+numbers = st.builds(lambda whole, fraction: f"{whole}.{fraction}" if fraction else whole, digits, digits | st.just(""))
+
+
+def grouped(number: str) -> str:
+    """The number with commas between groups of three."""
+    whole, dot, fraction = number.partition(".")
+    first = len(whole) % 3
+    parts = ([whole[:first]] if first else []) + [whole[i : i + 3] for i in range(first, len(whole), 3)]
+    return ",".join(parts) + dot + fraction
+
+
+@given(numbers, numbers, st.booleans(), st.booleans())
+def test_canonical_forms_are_equal_exactly_if_the_numbers_are(a: str, b: str, minus_a: bool, minus_b: bool) -> None:
+    values = [Decimal(f"-{text}" if minus else text) for text, minus in ((a, minus_a), (b, minus_b))]
+    forms = [canonical(a, minus_a), canonical(b, minus_b)]
+    assert (forms[0] == forms[1]) == (values[0] == values[1])
+    assert [Decimal(form or "nan") for form in forms] == values
+
+
+@given(numbers, st.booleans(), st.sampled_from(["", "$", "\\$"]), st.integers(0, 5), st.booleans(), st.booleans())
+def test_every_way_to_write_a_number(
+    number: str, minus: bool, money: str, zeros: int, commas: bool, sign_first: bool
+) -> None:
+    text = f"0.{'0' * zeros}" if not number.strip("0.") else number  # a zero has no sign to lose
+    text = grouped(text) if commas else text
+    text += "0" * zeros if "." in text else ("." + "0" * zeros if zeros else "")
+    sign = "-" if minus else ""
+    text = f"{sign}{money}{text}" if sign_first else f"{money}{sign}{text}"
+    truth = f"{sign}{number}"
+    for method in METHODS:
+        for tail in ("", ".", " apples", "%", "\n", ", I think."):
+            result = compute_score(f"3 + 4 = 7\n#### {text}{tail}", truth, method)
+            assert result == {"score": 1.0, "acc": 1, "format": 1, "pred": canonical(number, minus)}
+    for tail in ("", ".", " apples", "**", "}$", "!\n\nDone."):
+        assert compute_score(f"3 + 4 = 7. The answer is {text}{tail}", truth)["acc"] == 1
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-3, 3))
+def test_only_the_right_number_scores(truth: int, error: int) -> None:
+    for shape in ("#### {:,}", "#### {}.0", "The answer is {}."):
+        assert compute_score(shape.format(truth + error), str(truth))["score"] == float(error == 0)
+
+
+@pytest.mark.parametrize(
+    ("response", "strict", "flexible"),
+    [
+        ("6 * 7 = 42\n#### 42", 1, 1),
+        ("####42", 1, 1),
+        ("#### \t 42", 1, 1),
+        ("##### 42", 1, 1),
+        ("#### 42\nI checked it in 3 ways.", 1, 1),
+        ("#### 42" + " and so on" * 1000, 1, 1),
+        ("#### 7\n#### 42", 1, 1),
+        ("#### 42\n#### done", 1, 1),
+        ("#### \u221242", 0, 0),
+        ("#### 42\n#### 7", 0, 0),
+        ("#### 7\nNo, it is 42.", 0, 0),
+        ("#### -42", 0, 0),
+        ("#### 42.5", 0, 0),
+        ("#### 4,2", 0, 0),
+        ("#### 42,00", 0, 0),
+        ("#### 42.0.0", 0, 0),
+        ("#### 1e42", 0, 0),
+        ("The answer is 42.", 0, 1),
+        ("The answer is...42", 0, 1),
+        ("The answer is,42", 0, 1),
+        ("The answer is 42" + " and so on" * 1000, 0, 1),
+        (r"\boxed{42}", 0, 1),
+        ("#### **42**", 0, 1),
+        ("####\n42", 0, 1),
+        ("### 42", 0, 1),
+        ("#### \\boxed{42}", 0, 1),
+        ("It lies in 40-42", 0, 1),
+        ("It is x-42", 0, 1),
+        ("It is (50)-42", 0, 1),
+        ("that is--42", 0, 1),
+        ("It is -42", 0, 0),
+        ("= -$42", 0, 0),
+        ("= $-42", 0, 0),
+        ("= \u221242", 0, 0),
+        ("42 of 43", 0, 0),
+        ("42, not 4,3", 0, 0),
+        ("no number", 0, 0),
+        ("", 0, 0),
+        ("...", 0, 0),
+        ("####", 0, 0),
+    ],
+)
+def test_cases(response: str, strict: int, flexible: int) -> None:
+    for method, acc in zip(METHODS, (strict, flexible), strict=True):
+        result = compute_score(response, "42", method)
+        assert (result["acc"], result["score"]) == (acc, float(acc))
+
+
+@pytest.mark.parametrize(
+    ("response", "method", "expected"),
+    [
+        ("#### 7", "strict", {"format": 1, "pred": "7"}),
+        ("#### $-1,007.50 in all", "flexible", {"format": 1, "pred": "-1007.5"}),
+        ("it is 7", "flexible", {"format": 0, "pred": "7"}),
+        ("it is 7", "strict", {"format": 0, "pred": ""}),
+        ("it is 3,4", "flexible", {"format": 0, "pred": "3,4"}),
+        ("it is -.50", "flexible", {"format": 0, "pred": "-0.5"}),
+        ("it is -0.0", "flexible", {"format": 0, "pred": "0"}),
+        ("nothing", "flexible", {"format": 0, "pred": ""}),
+        ("9" * (MAX_PRED + 1), "flexible", {"format": 0, "pred": "9" * MAX_PRED}),
+    ],
+)
+def test_parts(response: str, method: Method, expected: dict[str, Any]) -> None:
+    result = compute_score(response, "42", method)
+    assert {key: result[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", "gsm8k"])
+def test_rows_are_scored_flexibly(source: str) -> None:
+    assert rule_of(source)("The answer is 42.", "42") == {"score": 1.0, "acc": 1, "format": 0, "pred": "42"}
+
+
+@pytest.mark.parametrize("digit", ["\u0664", "\uff14", "\u096a"])
+def test_digits_of_other_scripts_are_refused(digit: str) -> None:
+    # A number counts whole: neither its ASCII part nor an earlier number is taken for it.
+    for text in (digit, f"4{digit}", f"{digit}4", f"4.{digit}"):
+        for response in (f"#### {text}", f"4, or rather {text}"):
+            assert compute_score(response, "4")["acc"] == 0
+
+
+MEGA = 1_000_000
+HOSTILE = {
+    "no digit": "x" * MEGA,
+    "a million digits": "7" * MEGA,
+    "a million digits behind the sign": "#### " + "7" * MEGA,
+    "zeros": "#### " + "0" * MEGA,
+    "commas": "#### " + "7," * MEGA + "7",
+    "groups": "#### 777" + ",777" * MEGA,
+    "fraction": "#### 7." + "7" * MEGA,
+    "dots": "." * MEGA,
+    "dots behind the sign": "####" + "." * MEGA,
+    "dots behind a number": "8" + "." * MEGA,
+    "signs": "#" * MEGA,
+    "signs and blanks": "#### " * (MEGA // 5),
+    "signs and many blanks": "####" + " " * MEGA,
+    "signs and money": "####-$" * (MEGA // 6),
+    "signs and dots": "####.," * (MEGA // 6),
+    "numbers": "8 " * MEGA,
+    "answers": "#### 8\n" * MEGA,
+    "arabic digits": "\u0667" * MEGA,
+    "minus": "-" * MEGA + "8",
+    "nul": "\0" * MEGA,
+    "surrogate": "\ud800" * MEGA + "8",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_responses_are_wrong_and_cheap(name: str) -> None:
+    for method in METHODS:
+        start = time.perf_counter()
+        result = compute_score(HOSTILE[name], "7", method)
+        assert time.perf_counter() - start < 2  # quadratic time would take minutes
+        assert result["score"] == 0.0 and len(result["pred"]) <= MAX_PRED
+
+
+@given(st.text(max_size=60) | st.text("0123456789#$.,+-\\ \n\u2212\u0664", max_size=60))
+def test_no_response_raises(response: str) -> None:
+    for method in METHODS:
+        result = compute_score(response, 42, method)
+        assert result["score"] in (0.0, 1.0) and set(result) == {"score", "acc", "format", "pred"}
+
+
+@pytest.mark.parametrize("truth", ["1000", "1,000", " $1,000.00 ", "1000.", 1000, 1000.0, 1e3, "+1000"])
+def test_ground_truth_is_text_or_a_number(truth: str | int | float) -> None:
+    assert compute_score("#### 1,000", truth)["score"] == 1.0
+    assert compute_score("#### 1,001", truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "text"),
+    [(-7, "-7"), (-7.5, "-7.5"), ("-$7", "-7"), ("\u22127", "-7"), (0.1, ".1"), (10**400, f"1{'0' * 400}")],
+)
+def test_ground_truth_keeps_sign_and_digits(truth: str | int | float, text: str) -> None:
+    assert compute_score(f"#### {text}", truth)["score"] == 1.0
+    assert compute_score(f"#### {text}1", truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        None,
+        "",
+        "x",
+        "12 apples",
+        "#### 12",
+        "1,00",
+        "1.2.3",
+        "\u0664",
+        "1e3",
+        True,
+        float("nan"),
+        float("inf"),
+        [7],
+        {},
+    ],
+)
+def test_malformed_ground_truth_is_an_error(truth: Any) -> None:
+    with pytest.raises(ValueError, match=r"reward_model\.ground_truth of a gsm8k row"):
+        compute_score("#### 7", truth)
+
+
+def test_unknown_method_is_an_error() -> None:
+    with pytest.raises(ValueError, match="method is 'lax', but must be one of strict, flexible"):
+        gsm8k.compute_score("#### 7", "7", "lax")  # type: ignore[arg-type]
