@@ -4,6 +4,9 @@ An update goes over an iteration's rows `actor.ppo_epochs` times in mini-batches
 one optimiser step each. A mini-batch is a whole number of chunks dealt to the ranks in turn, so it holds the same rows
 whatever the number of ranks; its loss is normalised by counts over all ranks before the first backward pass, so neither
 ranks nor micro-batches change loss or gradient.
+
+Rows whose advantages are all 0 (groups whose rewards agree) add nothing to loss or gradient, but count in what it is
+normalised by. Without an entropy bonus they are left out of the update's passes: the same step for less work.
 """
 
 import math
@@ -82,14 +85,18 @@ class Actor:
     @torch.no_grad()
     def _recompute(self, rows: Rows) -> Stats:
         """Write the trainer's own log-probs into `rows.old_log_probs`."""
+        stats = []
         for batch in self._micro_batches(rows, list(range(len(rows)))):
-            log_probs, _ = self._forward(batch)
+            log_probs, entropy = self._forward(batch)
             rows.old_log_probs[batch.flat] = log_probs.cpu().numpy()
-        return log_prob_gap(rows.rollout_log_probs, rows.old_log_probs, rows.mask)
+            stats.append(entropy_of(entropy, batch.mask))
+        return merge([log_prob_gap(rows.rollout_log_probs, rows.old_log_probs, rows.mask), *stats])
 
     def _step(self, rows: Rows, index: list[int], fresh: bool) -> Stats:
         """One optimiser step on the mini-batch of rows `index`."""
         tokens, sequences = self._sum(rows.mask_counts(index))
+        if not self.config.entropy_coeff:
+            index = rows.with_advantages(index)
         stats: list[Stats] = []
         self.optimizer.zero_grad(set_to_none=True)
         for batch in self._micro_batches(rows, index):
@@ -141,13 +148,13 @@ class Actor:
             loss = loss - config.entropy_coeff * aggregate(entropy)
         loss.backward()
         share = 1.0 / (self.mini_batches * config.ppo_epochs)
-        entropies = torch.where(batch.mask > 0, entropy.detach(), 0.0)
         stats = {
             "actor/pg_loss": Stat("sum", (pg_loss.item() * share,)),
             "actor/loss": Stat("sum", (loss.item() * share,)),
-            "actor/entropy": mean(entropies.sum().item(), (batch.mask > 0).sum().item()),
             **{f"actor/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()},
         }
+        if self.config.old_log_probs == "engine":
+            stats |= entropy_of(entropy, batch.mask)
         if fresh:
             stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.mask.cpu())
         return stats
@@ -168,3 +175,9 @@ class Actor:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op)
         return tensor.tolist()
+
+
+def entropy_of(entropy: Tensor, mask: Tensor) -> Stats:
+    """Mean entropy of the tokens that train."""
+    keep = mask > 0
+    return {"actor/entropy": mean(torch.where(keep, entropy.detach(), 0.0).sum().item(), keep.sum().item())}

@@ -104,6 +104,12 @@ class Rows:
         per_row = np.diff(totals[self.response_offsets])[index]
         return int(per_row.sum()), int((per_row > 0).sum())
 
+    def with_advantages(self, index: list[int]) -> list[int]:
+        """Those of these rows that have a token that trains and whose advantage is not 0."""
+        totals = np.concatenate([[0], np.cumsum((self.mask > 0) & (self.advantages != 0))])
+        per_row = np.diff(totals[self.response_offsets])
+        return [row for row in index if per_row[row]]
+
 
 @dataclass
 class MicroBatch:
