@@ -131,6 +131,8 @@ def run(config: SFTConfig) -> dict[str, float]:
     out = Path(config.out or "").resolve()
     config.out = str(out)
     data, trainer = config.data, config.trainer
+    data.train_files = cluster.absolute_files(data.train_files)
+    data.val_files = cluster.absolute_files(data.val_files)
     train_groups = row_groups(data.train_files, "data.train_files", data.messages_key)
     val_groups = row_groups(data.val_files, "data.val_files", data.messages_key) if data.val_files else []
     steps, epochs = plan(config, train_groups)

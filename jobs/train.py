@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -61,20 +60,14 @@ def complain(error: str) -> None:
 
 def _name_from_root(config: Config) -> None:
     """Make local paths absolute: workers have another working directory than this command."""
-    from pipeline.cluster import absolute
+    from pipeline.cluster import absolute, absolute_files
 
     config.model.path = absolute(config.model.path)
     config.model.tokenizer_path = absolute(config.model.tokenizer_path)
     custom = config.reward.custom_reward_function
     custom.path = absolute(custom.path)
     data = config.data
-    data.train_files, data.val_files = _files_from_root(data.train_files), _files_from_root(data.val_files)
-
-
-def _files_from_root(value: Any) -> Any:
-    if isinstance(value, str):
-        return value if "://" in value else os.path.abspath(value)
-    return [_files_from_root(item) for item in value] if isinstance(value, list) else value
+    data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
 
 
 def train(config: Config, dry_run: bool, arguments: list[str]) -> int:

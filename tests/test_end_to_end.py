@@ -4,9 +4,12 @@ The runs are started once for the module, in this order: two iterations, the sam
 iteration of the first, and one iteration with one train worker. A last run in a process of its own takes Ctrl-C.
 """
 
+import contextlib
+import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +23,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jobs.train import main
 from pipeline.config import Config, load_config, load_yaml
 from pipeline.track.trajectories import read_trajectories
 
@@ -90,12 +95,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_
 @pytest.fixture(scope="module")
 def start(settings: list[str], ray_session: None) -> Start:
     """Run the command line in this process, on the session's Ray."""
-    import contextlib
-    import io
-
-    import ray
-
-    from jobs.train import main
 
     def run(name: str, *more: str) -> Run:
         out = io.StringIO()
@@ -144,6 +143,10 @@ def mlflow_run(first: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def continued(start: Start, first: Run, final_model: Any, mlflow_run: Any) -> Run:
+    # As a broken-off try of iteration 3 would have left it: chunks are numbered anew in a continued run.
+    stale = first.folder / "trajectories" / "iteration=000003" / "chunk-000099.parquet"
+    stale.parent.mkdir(exist_ok=True)
+    shutil.copyfile(next(first.folder.glob("trajectories/iteration=000002/*.parquet")), stale)
     return start("first", *TWO, "trainer.total_training_steps=3")
 
 

@@ -226,7 +226,7 @@ def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         time.sleep(HOLD_S)
         run.held = {  # type: ignore[attr-defined]
             "asked": {event["iteration"] for event in run.events("asked")},
-            "admitted": {event["version"] for event in run.events("admitted")},
+            "admitted": {(event["split"], event["iteration"]) for event in run.events("admitted")},
             "positions": [known(run, iteration) for iteration in range(1, 5)],
         }
         run.train(2, ITERATIONS)
@@ -276,7 +276,7 @@ def test_strictly_on_policy(whole: Run) -> None:
 def test_nothing_starts_while_a_version_is_awaited(whole: Run) -> None:
     held = whole.held  # type: ignore[attr-defined]
     assert 2 in held["asked"], "the next iteration's chunks do wait at the engine"
-    assert held["admitted"] == {0}
+    assert held["admitted"] == {("val", 0), ("train", 1)}
 
 
 def test_prompts_are_made_at_most_one_iteration_ahead(whole: Run) -> None:

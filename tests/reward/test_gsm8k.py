@@ -34,6 +34,13 @@ def test_canonical_forms_are_equal_exactly_if_the_numbers_are(a: str, b: str, mi
     assert [Decimal(form or "nan") for form in forms] == values
 
 
+@given(numbers, st.integers(1, 9))
+def test_needless_zeros_and_commas_change_nothing(number: str, zeros: int) -> None:
+    form = canonical(number, False)
+    assert canonical("0" * zeros + number, False) == canonical(grouped(number), False) == form
+    assert canonical(number + ("" if "." in number else ".") + "0" * zeros, False) == form
+
+
 @given(numbers, st.booleans(), st.sampled_from(["", "$", "\\$"]), st.integers(0, 5), st.booleans(), st.booleans())
 def test_every_way_to_write_a_number(
     number: str, minus: bool, money: str, zeros: int, commas: bool, sign_first: bool

@@ -13,7 +13,6 @@ Chosen:
 3. A minus is a sign unless something stands right before it: `5-7` ends in 7, `= -7` in -7.
 """
 
-import math
 import re
 from decimal import Decimal
 from typing import Any, Literal
@@ -99,7 +98,7 @@ def _read(ground_truth: Any) -> str:
     if isinstance(ground_truth, str):
         match = _TRUTH.fullmatch(ground_truth)
         number = None if match is None else canonical(match[2], _minus(match[1]))
-    elif type(ground_truth) is int or (isinstance(ground_truth, float) and math.isfinite(ground_truth)):
+    elif isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool):
         number = canonical(f"{Decimal(str(ground_truth)).copy_abs():f}", ground_truth < 0)
     if number is None:
         shown = repr(ground_truth)[:MAX_PRED]
