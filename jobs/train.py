@@ -70,10 +70,18 @@ def _name_from_root(config: Config) -> None:
     data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
 
 
+def _command(arguments: list[str], iterations: int | None) -> str:
+    """The command that continues the run, up to `iterations` where given."""
+    if iterations is not None:
+        key = "trainer.total_training_steps="
+        arguments = [*(argument for argument in arguments if not argument.startswith(key)), f"{key}{iterations}"]
+    return shlex.join(["python", "-m", "jobs.train", *arguments])
+
+
 def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     """Check, plan and run."""
     from pipeline.plan import check_resources, plan, render
-    from pipeline.run_folder import check_run_folder
+    from pipeline.run_folder import check_run_folder, reached
 
     plan(config)
     _name_from_root(config)
@@ -96,6 +104,11 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
         check_resources(resolved)
     if dry_run:
         Console().print(render(resolved))
+        return 0
+    assert resolved.iterations is not None
+    if resume and reached(run_dir) >= resolved.iterations:
+        print(f"{run_dir} has reached iteration {resolved.iterations}; nothing is left to do.")
+        print(f"to continue: {_command(arguments, resolved.iterations * 2)}")
         return 0
 
     from pipeline.track.tracker import Tracker
@@ -128,9 +141,7 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         status = "interrupted"
     finally:
-        command = shlex.join(["python", "-m", "jobs.train", *arguments])
-        more = resolved.iterations * 2 if status == "finished" and resolved.iterations else None
-        places["to continue"] = f"{command} trainer.total_training_steps={more}" if more else command
+        places["to continue"] = _command(arguments, resolved.iterations * 2 if status == "finished" else None)
         tracker.finish(status, places)
         if started:
             wait_until_gone()

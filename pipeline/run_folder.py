@@ -95,5 +95,14 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
     return True
 
 
+def reached(run_dir: str | Path) -> int:
+    """The iteration of the newest checkpoint in `run_dir` of a run that also saved its model; 0 without."""
+    run_dir = Path(run_dir)
+    if not (run_dir / "model" / "config.json").is_file():
+        return 0
+    saved = (run_dir / "checkpoints").glob("iteration_*")
+    return max((int(folder.name.removeprefix("iteration_")) for folder in saved), default=0)
+
+
 def _may_differ(key: str) -> bool:
     return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in MAY_DIFFER)
