@@ -50,6 +50,8 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "logprobs_mode": "processed_logprobs",
         "seed": seed,
         "disable_log_stats": True,
+        # vLLM rewinds the generator of a request whose prompt takes two steps, which CPU generators refuse.
+        "enable_chunked_prefill": rollout.num_gpus > 0,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     return LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))

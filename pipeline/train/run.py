@@ -6,6 +6,7 @@ Training runs in a thread of its own; the main thread reads the run's messages a
 iteration in work end, saves and stops; the second one ends the run at once.
 """
 
+import re
 import threading
 import time
 import warnings
@@ -136,19 +137,27 @@ def _follow(store: Any, follower: Follower, thread: threading.Thread, tracker: T
             tracker.status("stopping after this iteration; Ctrl-C again ends the run at once")
 
 
+ENDINGS = ("Error", "Exception", "Timeout", "Dead", "StaleGeneration", "Interrupt", "Exit")
+RAISED = re.compile(r"^(?:\x1b\[\d+m)*((?:\w+\.)*\w+): (.+)$", re.MULTILINE)
+"""A traceback's last line: the exception's class and message."""
+
+
 def sentence(error: BaseException) -> str:
-    """What went wrong, without the stack of every process it passed through."""
-    seen: BaseException = error
-    while True:
-        inner = getattr(seen, "cause", None) or seen.__cause__
-        failures = getattr(seen, "worker_failures", None)
-        if failures:
-            inner = next(iter(failures.values()))
-        if not isinstance(inner, BaseException) or inner is seen:
-            break
-        seen = inner
-    lines = [line for line in str(seen).strip().splitlines() if line.strip()]
-    return f"{type(seen).__name__}: {lines[-1] if lines else ''}"
+    """What went wrong, without the stacks of the processes it passed through.
+
+    Ray hands exceptions on as text inside others; the last one in it that is not Ray's own is the one that says most.
+    """
+    failures = getattr(error, "worker_failures", None)
+    if failures:
+        error = next(iter(failures.values()))
+    text = f"{type(error).__name__}: {error}"
+    raised = [
+        (name.split(".")[-1], message)
+        for name, message in RAISED.findall(text)
+        if name.split(".")[-1].endswith(ENDINGS) and not name.startswith("ray.")
+    ]
+    name, message = raised[-1] if raised else (type(error).__name__, str(error).strip().splitlines()[-1])
+    return f"{name}: {message}"
 
 
 def wait_until_gone(timeout: float = 10.0) -> None:
