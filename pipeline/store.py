@@ -164,7 +164,14 @@ class PolicyStore:
                     f"published was {entry.checksum:08x}"
                 )
             elapsed = time.time() - entry.stepped_at
-            self._post("loaded", version=version, engine=engine, load_s=load_s, update_s=elapsed)
+            # The first version of a generation waited for the engines to start.
+            self._post(
+                "loaded",
+                version=version,
+                engine=engine,
+                load_s=load_s,
+                update_s=elapsed if version > self.base else None,
+            )
             self._sign_of_life(f"engine {engine}")
             return elapsed
 

@@ -176,9 +176,11 @@ def test_metrics_of_every_iteration(first: Run, prompt_files: Any) -> None:
         assert record["reward/error_rate"] == 0
         assert record["actor/grad_norm"] > 1e-3 and record["actor/skipped_steps"] == 0
         assert record["actor/lr"] == 1e-2
-        for name in ("step", "gen", "update_actor", "update_weights", "load_weights", "reward", "publish"):
+        for name in ("step", "gen", "update_actor", "load_weights", "reward", "publish"):
             assert record[f"timing_s/{name}"] > 0, name
-        assert record["timing_s/update_weights"] >= record["timing_s/load_weights"]
+        # The first weights waited for the engine to start, which is no figure of an update.
+        assert ("timing_s/update_weights" in record) == (iteration > 1)
+        assert record.get("timing_s/update_weights", 1e9) >= record["timing_s/load_weights"]
         assert record["perf/throughput"] > 0
     for iteration in (0, 1, 2):
         assert 0 < first.records[iteration]["val-core/countdown/reward/mean@1"] < 1

@@ -169,9 +169,13 @@ def test_an_engine_must_have_loaded_what_was_published() -> None:
         with pytest.raises(ValueError, match=r"engine e0 acknowledged version 1, .*\(current is 0\)"):
             await store.acknowledge(1, "e0", 1, checksum(shards), load_s=0.5)
         assert await store.read(0, 0.0) == (0, [])
-        since_step = await store.acknowledge(1, "e0", 0, checksum(shards), load_s=0.5)
-        _, [message] = await store.read(0, 0.0)
-        assert message == {"kind": "loaded", "version": 0, "engine": "e0", "load_s": 0.5, "update_s": since_step}
+        await store.acknowledge(1, "e0", 0, checksum(shards), load_s=0.5)
+        read, [message] = await store.read(0, 0.0)
+        assert message == {"kind": "loaded", "version": 0, "engine": "e0", "load_s": 0.5, "update_s": None}
+        shards = await publish(store, 1, world=2)
+        since_step = await store.acknowledge(1, "e0", 1, checksum(shards), load_s=0.5)
+        _, [message] = await store.read(read, 0.0)
+        assert message == {"kind": "loaded", "version": 1, "engine": "e0", "load_s": 0.5, "update_s": since_step}
         assert since_step > 1e9  # the optimiser step was in 1970
 
     run(test)

@@ -68,7 +68,8 @@ class Follower:
         # Version v generates iteration v + 1; the slowest engine counts.
         extra = self._extra[message["version"] + 1]
         for name, key in (("timing_s/update_weights", "update_s"), ("timing_s/load_weights", "load_s")):
-            extra[name] = max(extra.get(name, 0.0), message[key])
+            if message[key] is not None:
+                extra[name] = max(extra.get(name, 0.0), message[key])
         extra["rollout/engines_loaded"] = extra.get("rollout/engines_loaded", 0) + 1
         self._tracker.status(f"iteration {message['version'] + 1}: generating")
 

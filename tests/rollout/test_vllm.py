@@ -68,6 +68,8 @@ class Place:
         config.data.max_prompt_length, config.data.max_response_length = PROMPT_TOKENS, MAX_TOKENS
         config.rollout.n, config.rollout.dtype, config.rollout.max_num_seqs = 4, "float32", 64
         config.rollout.enforce_eager = config.rollout.enable_prefix_caching = True
+        # Less than a chunk's prompts, so that prompts wait for a later step.
+        config.rollout.max_num_batched_tokens = 256
         config.rollout.engine_kwargs = {"block_size": BLOCK}
         self.config = config
         self.versions = Versions()
