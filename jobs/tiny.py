@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from jobs.prepare import countdown
 from jobs.prepare.puzzles import Ranges, puzzles
@@ -199,6 +200,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = build_tokenizer(corpus, args.vocab)
     kv_heads = heads if args.kv_heads is None else args.kv_heads
     model = build_model(tokenizer, args.hidden, args.layers, heads, kv_heads, args.tie, args.seed)
+    disable_progress_bar()
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     return {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}

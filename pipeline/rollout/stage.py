@@ -105,10 +105,18 @@ class Rollout:
         async with self._loading:
             if ticket.version <= self._version:
                 return self._version
-            timeout = self._config.trainer.deadlines.publish
+            deadlines = self._config.trainer.deadlines
             begun = time.perf_counter()
-            load = self.engine.call(lambda engine: vllm.load(engine, ticket.shards, timeout), when_idle=True)
-            await asyncio.wrap_future(load)
+            load = self.engine.call(lambda engine: vllm.load(engine, ticket.shards, deadlines.publish), when_idle=True)
+            # Chunks of the old version may have to end first.
+            patience = deadlines.chunk + deadlines.publish
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(load), patience)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"engine {self.name} did not load policy version {ticket.version} within {patience:.0f} s "
+                    "(trainer.deadlines.chunk + trainer.deadlines.publish)"
+                ) from None
             seconds = time.perf_counter() - begun
             await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds)
             self._version = ticket.version
