@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jobs import sft as job
 from jobs.tiny import build_model, build_tokenizer, countdown_texts
 from pipeline.config import ConfigError, load
-from pipeline.train.sft import Rows, collate
+from pipeline.train.sft import collate
 from pipeline.train.sft_config import SFTConfig, SFTDataConfig
 from pipeline.train.sft_data import Encoder, row_groups
 
@@ -110,21 +110,6 @@ def test_collate_points_at_the_predecessors() -> None:
     assert select.tolist() == [0, 1, 3] and targets.tolist() == [6, 7, 9]
     ids, select, targets = collate(table, [])
     assert ids.shape == (1, 1) and len(select) == len(targets) == 0
-
-
-def test_rows_that_never_come_end_the_wait() -> None:
-    import threading
-
-    def stuck():
-        threading.Event().wait(30)
-        yield None
-
-    with pytest.raises(TimeoutError, match="no rows for step 4 within 0 s"):
-        Rows(stuck(), 0.1).next(4)
-    rows = Rows(iter([pa.table({"input_ids": []}), pa.table({"input_ids": [[1]]})]), 5.0)
-    assert len(rows.next(1)) == 1
-    with pytest.raises(RuntimeError, match="the rows ended before step 2"):
-        rows.next(2)
 
 
 def test_check_names_every_problem() -> None:
