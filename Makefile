@@ -15,8 +15,8 @@ HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.versions import
 
 # Settings of the demo.
 SEED ?= 1
-PUZZLES ?= --template short --numbers 3 --max-number 30 --min-target 1 --max-target 60 --train 10000 --test 500
-SFT_DATA ?= --sft 24000 --sft-test 400 --sft-solution answer
+PUZZLES ?= --template short --numbers 3 --max-number 30 --min-target 1 --max-target 60 --train 10000 --test 1000
+SFT_DATA ?= --sft 23000 --sft-test 400 --sft-solution answer
 SFT ?= data.train_batch_size=64 trainer.total_training_steps=400 trainer.num_workers=2 \
 	optim.lr=2e-3 optim.min_lr_ratio=0 optim.weight_decay=0.1 'optim.betas=[0.9,0.98]'
 DATA := data/countdown-$(SEED)
