@@ -111,8 +111,10 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
         print(f"to continue: {_command(arguments, resolved.iterations * 2)}")
         return 0
 
+    import ray
+
     from pipeline.track.tracker import Tracker
-    from pipeline.train.run import run, start_ray, wait_until_gone
+    from pipeline.train.run import run, start_ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -128,8 +130,6 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     )
     started = start_ray(config)
     if os.environ.get("RAY_ADDRESS"):
-        import ray
-
         check_resources(resolved, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     tracker.start()
     status, places, error = "failed", {}, None
@@ -144,7 +144,7 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
         places["to continue"] = _command(arguments, resolved.iterations * 2 if status == "finished" else None)
         tracker.finish(status, places)
         if started:
-            wait_until_gone()
+            ray.shutdown()
     if error:
         complain(error)
     return {"finished": 0, "interrupted": 130}.get(status, 1)

@@ -97,11 +97,6 @@ def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
     return table
 
 
-def lengths(column: pa.ChunkedArray) -> list[int]:
-    """Length of each list of a list column."""
-    return pc.list_value_length(column).to_pylist()
-
-
 def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """A list column as numpy: its values [N], one row after the other, and the offsets [R + 1] of the rows in them.
 

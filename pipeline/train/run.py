@@ -8,7 +8,6 @@ iteration in work end, saves and stops; the second one ends the run at once.
 
 import re
 import threading
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,11 +157,3 @@ def sentence(error: BaseException) -> str:
     ]
     name, message = raised[-1] if raised else (type(error).__name__, str(error).strip().splitlines()[-1])
     return f"{name}: {message}"
-
-
-def wait_until_gone(timeout: float = 10.0) -> None:
-    """Give Ray's processes a moment to end, so that the next run on this machine finds its memory free."""
-    deadline = time.monotonic() + timeout
-    ray.shutdown()
-    while ray.is_initialized() and time.monotonic() < deadline:
-        time.sleep(0.1)
