@@ -1,0 +1,157 @@
+"""Advantage estimators: pure functions from rewards to one advantage per response token.
+
+An estimator is `f(data: EstimatorInput, config: AlgorithmConfig) -> Estimate` under
+`@register_adv_est("name", scope=...)`. Its scope says how much it must see at once:
+
+- `group`: the samples of one prompt. Chunks stream through one by one.
+- `batch`: all rows of an iteration (whitening over the batch, for example).
+
+What it `needs` beyond rewards is made by further stages of the stream, and by nothing where no estimator asks:
+
+- `values`: a critic, and the stage that evaluates it;
+- `baselines`: a greedy response to every prompt, generated and scored beside its group;
+- `sum_pi_squared`: a forward pass of the policy over its own responses;
+- `parts`: the named rewards that the reward function returned.
+
+Rows and tokens are flat: R rows, N response tokens, row i owns the tokens `offsets[i]:offsets[i + 1]`. What an
+estimator does not need it does not read: outcome estimators (GRPO, RLOO, OPO) read `rewards` and `group`, token
+estimators (GAE, REINFORCE++, ReMax) read `token_rewards` and `mask`. Rows whose reward failed never reach an
+estimator. Everything is float64.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import numpy as np
+
+from pipeline.advantage.config import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class EstimatorInput:
+    """What an estimator may look at."""
+
+    rewards: np.ndarray
+    """[R] float64, reward of the whole response, penalties included."""
+    group: np.ndarray
+    """[R] int64, number of the row's group (samples of one prompt), from 0."""
+    offsets: np.ndarray
+    """[R + 1] int64, where each row's tokens begin."""
+    mask: np.ndarray
+    """[N] bool, true where the policy chose the token; false on tokens of tools and environments."""
+    token_rewards: np.ndarray
+    """[N] float64, the score on the row's last true token of the mask, 0 elsewhere, less the KL penalty of each true
+    token where there is one. They add up to `rewards`, except in rows without a true token, which hold none."""
+    log_probs: np.ndarray
+    """[N] float64, log-probs the tokens were sampled with."""
+    values: np.ndarray | None = None
+    """[N] float64, the critic's value before each token; None without a critic."""
+    baselines: np.ndarray | None = None
+    """[R] float64, score of the prompt's greedy response; None where the estimator does not need it."""
+    sum_pi_squared: np.ndarray | None = None
+    """[N] float64, the policy's squared probabilities summed over the vocabulary, at each token; or None."""
+    parts: dict[str, np.ndarray] | None = None
+    """Name to [R] float64: the numbers the reward function returned for every row, and `score`; or None."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[R] int64, response tokens of each row."""
+        return np.diff(self.offsets)
+
+    def per_token(self, rows: np.ndarray) -> np.ndarray:
+        """[N] the row values [R] repeated over the row's tokens, 0 where the mask is false."""
+        return np.repeat(rows, self.lengths) * self.mask
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an estimator returns."""
+
+    advantages: np.ndarray
+    """[N] float64."""
+    returns: np.ndarray
+    """[N] float64: the critic's target, or the sums that the advantages were made of, or the advantages."""
+
+
+AdvantageFunction = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A registered estimator."""
+
+    name: str
+    scope: str
+    """`group` or `batch`."""
+    function: AdvantageFunction
+    needs: tuple[str, ...] = ()
+    """Of `NEEDS`, what it reads beyond rewards."""
+
+
+NEEDS = ("values", "baselines", "sum_pi_squared", "parts")
+
+_ESTIMATORS: dict[str, Estimator] = {}
+
+
+def register_adv_est(
+    name: str, scope: str = "group", needs: tuple[str, ...] = ()
+) -> Callable[[AdvantageFunction], AdvantageFunction]:
+    """Decorator that makes an estimator known as `algorithm.adv_estimator=name`.
+
+    Raises:
+        ValueError: the scope is neither `group` nor `batch`, a need is none of `NEEDS`, or the name is taken by another
+            function.
+    """
+    if scope not in ("group", "batch"):
+        raise ValueError(f"the scope of estimator {name!r} is {scope!r}; it must be 'group' or 'batch'")
+    if unknown := set(needs) - set(NEEDS):
+        raise ValueError(f"estimator {name!r} needs {sorted(unknown)}; it may need {', '.join(NEEDS)}")
+
+    def register(function: AdvantageFunction) -> AdvantageFunction:
+        if name in _ESTIMATORS and _ESTIMATORS[name].function is not function:
+            raise ValueError(f"advantage estimator {name!r} is registered twice; give the second one another name")
+        _ESTIMATORS[name] = Estimator(name, scope, function, tuple(needs))
+        return function
+
+    return register
+
+
+def get_adv_estimator(name: str) -> Estimator:
+    """The estimator of `algorithm.adv_estimator`: a registered name or an import path `package.module:function`.
+
+    A function reached by import path has the scope it was registered with; one that is not registered has scope
+    `group`: it sees whole groups, but not whole iterations.
+
+    Raises:
+        ValueError: no such name (the sentence gives the nearest), or the import path leads nowhere.
+    """
+    if ":" in name:
+        return _imported(name)
+    if name not in _ESTIMATORS:
+        near = get_close_matches(name, _ESTIMATORS, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"algorithm.adv_estimator {name!r} is unknown.{hint} Known are {', '.join(sorted(_ESTIMATORS))}, and any "
+            "function of yours as 'package.module:function'."
+        )
+    return _ESTIMATORS[name]
+
+
+def _imported(path: str) -> Estimator:
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"algorithm.adv_estimator {path!r}: module {module_name!r} cannot be imported ({error}); "
+            "it must be on the Python path of every worker"
+        ) from error
+    function = getattr(module, attribute, None)
+    if function is None or not callable(function):
+        raise ValueError(f"algorithm.adv_estimator {path!r}: module {module_name!r} has no function {attribute!r}")
+    for known in _ESTIMATORS.values():
+        if known.function is function:
+            return known
+    return Estimator(path, "group", function)

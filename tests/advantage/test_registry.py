@@ -1,0 +1,28 @@
+import pytest
+
+from pipeline.advantage.estimators import get_adv_estimator, register_adv_est
+from pipeline.advantage.outcome import grpo
+
+
+def test_names():
+    assert get_adv_estimator("grpo").function is grpo
+    with pytest.raises(ValueError, match=r"'grop' is unknown. Did you mean 'grpo'\?"):
+        get_adv_estimator("grop")
+    with pytest.raises(ValueError, match="registered twice"):
+        register_adv_est("grpo", scope="group")(lambda data, config: None)
+    with pytest.raises(ValueError, match="'group' or 'batch'"):
+        register_adv_est("other", scope="token")
+    with pytest.raises(ValueError, match=r"needs \['luck'\]; it may need values, baselines"):
+        register_adv_est("other", needs=("values", "luck"))
+
+
+def test_import_path():
+    assert get_adv_estimator("pipeline.advantage.outcome:grpo").function is grpo
+    assert get_adv_estimator("pipeline.advantage.outcome:gpg").scope == "batch"
+    assert get_adv_estimator("pipeline.advantage.returns:gae").needs == ("values",)
+    with pytest.raises(ValueError, match="module 'no.such' cannot be imported"):
+        get_adv_estimator("no.such:f")
+    with pytest.raises(ValueError, match="has no function 'nothing'"):
+        get_adv_estimator("pipeline.advantage.outcome:nothing")
+    with pytest.raises(ValueError, match="has no function 'STD_EPS'"):
+        get_adv_estimator("pipeline.advantage.outcome:STD_EPS")

@@ -1,0 +1,118 @@
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.advantage.ragged_batches import Row, advantages, assert_close, estimate, ragged_rows, rows_of
+
+
+def whitened(rows: list[Row], tokens: list[list[float]]) -> list[list[float]]:
+    trained = [x for row, xs in zip(rows, tokens, strict=True) for x, m in zip(xs, row.mask, strict=True) if m]
+    mean = statistics.fmean(trained) if trained else 0.0
+    scale = math.sqrt(statistics.variance(trained) + 1e-8) if len(trained) > 1 else 1.0
+    return [
+        [(x - mean) / scale * m for x, m in zip(xs, row.mask, strict=True)]
+        for row, xs in zip(rows, tokens, strict=True)
+    ]
+
+
+def test_gae_by_hand():
+    # delta: 0.9 * 0.6 - 0.5 = 0.04, 0.9 * 0.7 - 0.6 = 0.03, 1 - 0.7 = 0.3; each A is delta + 0.9 * 0.8 * the next A.
+    expected = [0.04 + 0.72 * 0.246, 0.03 + 0.72 * 0.3, 0.3]
+    rows = [Row(1.0, values=[0.5, 0.6, 0.7], mask=[1, 1, 1])]
+    got, returns = estimate("gae", rows, gamma=0.9, lam=0.8)
+    assert_close(returns, [[0.21712 + 0.5, 0.246 + 0.6, 1.0]])
+    assert_close(got, whitened(rows, [expected]))
+    # Tokens of a tool in between, whatever the critic says about them, and at the end: no step, no discount.
+    rows = [Row(1.0, values=[0.5, 9.0, 0.6, math.nan, 0.7, -3.0], mask=[1, 0, 1, 0, 1, 0])]
+    got, returns = estimate("gae", rows, gamma=0.9, lam=0.8)
+    assert_close(returns, [[0.21712 + 0.5, 0, 0.246 + 0.6, 0, 1.0, 0]])
+    a, b, c = whitened([Row(0.0, mask=[1, 1, 1])], [expected])[0]
+    assert_close(got, [[a, 0, b, 0, c, 0]])
+
+
+def test_reinforce_plus_plus_by_hand():
+    # Returns 0.25, 0.5, 1 and -2: mean -0.0625.
+    rows = [Row(1.0, mask=[1, 1, 0, 1]), Row(-2.0, mask=[1])]
+    got, returns = estimate("reinforce_plus_plus", rows, gamma=0.5)
+    assert returns == [[0.25, 0.5, 0, 1], [-2]]
+    scale = math.sqrt((0.3125**2 + 0.5625**2 + 1.0625**2 + 1.9375**2) / 3 + 1e-8)
+    assert_close(got, [[0.3125 / scale, 0.5625 / scale, 0, 1.0625 / scale], [-1.9375 / scale]])
+
+
+def test_remax_by_hand():
+    rows = [Row(1.0, mask=[1, 0, 1], penalties=[0.25, 7.0, 0.5], baseline=0.75), Row(1.0, mask=[1], baseline=1.0)]
+    got, returns = estimate("remax", rows)
+    assert returns == [[0.25, 0, 0.5], [1]]
+    assert got == [[-0.5, 0, -0.25], [0]]
+    assert estimate("remax", rows, gamma=0.5) == ([[-0.75, 0, -0.25], [0]], [[0.0, 0, 0.5], [1]])
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_fewer_than_two_tokens_and_equal_ones(name):
+    assert advantages(name, [Row(3.0)]) == [[0]]
+    assert advantages(name, [Row(3.0, mask=[0, 1]), Row(2.0, mask=[0]), Row(2.0, mask=[])]) == [[0, 0], [0], []]
+    assert advantages(name, rows_of([0.1] * 3, lengths=[1, 3, 2])) == [[0], [0, 0, 0], [0, 0]]
+
+
+def test_a_constant_reward_is_no_reason_to_prefer_a_token():
+    # With gamma 1 all returns move by the same, and the batch is the baseline.
+    rows = [Row(1.0, mask=[1, 1]), Row(0.0, mask=[1, 0, 1])]
+    moved = [replace(row, score=row.score + 5) for row in rows]
+    assert_close(advantages("reinforce_plus_plus", moved), advantages("reinforce_plus_plus", rows))
+    # A critic that knows the constant takes it away.
+    told = [replace(row, values=[5.0] * len(row.mask)) for row in moved]
+    assert_close(advantages("gae", told, lam=0.7), advantages("gae", rows, lam=0.7))
+
+
+def padded(rows: list[Row], name: str) -> torch.Tensor:
+    lists = [torch.tensor(getattr(row, name), dtype=torch.float64) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+
+
+def unpadded(rows: list[Row], tokens: torch.Tensor) -> list[list[float]]:
+    return [tokens[i, : len(row.mask)].tolist() for i, row in enumerate(rows)]
+
+
+def reference(name: str, rows: list[Row], gamma: float, lam: float) -> tuple[list[list[float]], list[list[float]]]:
+    """All rows padded to one length, one column at a time from the end; a masked column carries what came after it."""
+    mask, rewards = padded(rows, "mask"), padded(rows, "token_rewards")
+    values = padded(rows, "values") if name == "gae" else torch.zeros_like(rewards)
+    decay = gamma * lam if name == "gae" else gamma
+    next_value, next_sum = torch.zeros(len(rows)), torch.zeros(len(rows))
+    sums = torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + (gamma * next_value if name == "gae" else 0.0) - values[:, t]
+        next_sum = torch.where(mask[:, t] > 0, delta + decay * next_sum, next_sum)
+        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)
+        sums[:, t] = next_sum
+    returns = unpadded(rows, (sums + values) * mask)
+    if name == "remax":
+        baseline = torch.tensor([[row.baseline] for row in rows], dtype=torch.float64)
+        return unpadded(rows, (sums - baseline) * mask), returns
+    return whitened(rows, unpadded(rows, sums)), returns
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
+@settings(max_examples=50, deadline=None)
+@given(rows=ragged_rows(min_size=1), gamma=st.sampled_from([1.0, 0.9, 0.0]), lam=st.sampled_from([1.0, 0.95, 0.0]))
+def test_like_one_padded_column_at_a_time(name, rows, gamma, lam):
+    got, returns = estimate(name, rows, gamma=gamma, lam=lam)
+    expected, expected_returns = reference(name, rows, gamma, lam)
+    assert_close(returns, expected_returns)
+    assert_close(got, expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=ragged_rows(), gamma=st.sampled_from([1.0, 0.9]))
+def test_gae_with_lam_1_targets_the_return_and_with_lam_0_one_step(rows, gamma):
+    assert_close(estimate("gae", rows, gamma=gamma)[1], estimate("reinforce_plus_plus", rows, gamma=gamma)[1])
+    rows = [row.without_masked_tokens() for row in rows]
+    one_step = [
+        [r + gamma * v for r, v in zip(row.token_rewards, [*row.values[1:], 0.0], strict=False)] for row in rows
+    ]
+    assert_close(estimate("gae", rows, gamma=gamma, lam=0.0)[1], one_step)

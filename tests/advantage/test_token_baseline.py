@@ -1,0 +1,120 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.advantage.ragged_batches import Row, advantages, assert_close, estimate, ragged_rows, rows_of
+
+BOTH = ["optimal_token_baseline", "tir_optimal_token_baseline"]
+HALF, FIFTH = math.log(0.5), math.log(0.2)
+# With pi 0.5 and squares adding up to 0.5 w is 0.5; with 0.2 and 0.4 it is 1.
+SHORT = Row(1.0, 0, [1, 1], log_probs=[HALF, FIFTH], sum_pi_squared=[0.5, 0.4])
+LONG = Row(2.0, 0, [1, 1, 1], log_probs=[FIFTH] * 3, sum_pi_squared=[0.4] * 3)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_by_hand(name):
+    # W: 0.5 and 1.5 in the short one, 1, 2 and 3 in the long one.
+    first, second = (0.5 * 1 + 1 * 2) / 1.5, (1.5 * 1 + 2 * 2) / 3.5
+    got, returns = estimate(name, [SHORT, LONG])
+    assert_close(got, [[1 - first, 1 - second], [2 - first, 2 - second, 2]])
+    assert returns == [[1, 1], [2, 2, 2]]
+    got = advantages(name, [SHORT, LONG], handle_zero_tail=False)
+    assert_close(got, [[1 - first, 1 - second], [2 - first, 2 - second, 0]])
+
+
+def test_places_with_tools_in_between():
+    # At the second place of the plain form the short one's tool speaks: the long one is alone there.
+    turns = Row(1.0, 0, [1, 0, 1], log_probs=[HALF, 3.0, FIFTH], sum_pi_squared=[0.5, math.nan, 0.4])
+    first, compact = (0.5 + 2) / 1.5, (1.5 + 2 * 2) / 3.5
+    third = (1.5 + 3 * 2) / 4.5
+    got = advantages("optimal_token_baseline", [turns, LONG])
+    assert_close(got, [[1 - first, 0, 1 - third], [2 - first, 2, 2 - third]])
+    got = advantages("tir_optimal_token_baseline", [turns, LONG])
+    assert_close(got, [[1 - first, 0, 1 - compact], [2 - first, 2 - compact, 2]])
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_alone_from_the_start(name):
+    for rows in ([Row(3.0, 0, [1, 0, 1])], [Row(3.0, 0, [1, 0, 1]), Row(9.0, 0, []), Row(9.0, 0, [0])]):
+        assert estimate(name, rows)[0][0] == [3, 0, 3]
+        assert estimate(name, rows, handle_zero_tail=False)[0][0] == [0, 0, 0]
+        assert estimate(name, rows)[1][0] == [3, 0, 3]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_equal_returns_give_exactly_zero(name):
+    rows = [replace(row, score=0.1) for row in (SHORT, LONG, SHORT, LONG)]
+    assert advantages(name, rows) == [[0, 0], [0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_certain_policy_has_the_plain_mean_and_no_weight_is_negative(name):
+    certain = [replace(row, log_probs=[0.0], sum_pi_squared=[1.0]) for row in rows_of([1, 0, 5])]
+    assert_close(advantages(name, certain), [[-1], [-2], [3]])
+    # pi and its squares from different policies: 1 - 2 * 0.9 + 0.5 is below 0, and counts as 0.
+    stale = replace(certain[0], log_probs=[math.log(0.9)], sum_pi_squared=[0.5])
+    unsure = replace(certain[1], log_probs=[HALF], sum_pi_squared=[0.5])
+    assert_close(advantages(name, [stale, unsure]), [[1], [0]])
+    # However small the weights, it is their proportion that counts.
+    tiny = [replace(row, sum_pi_squared=[1 + w]) for row, w in zip(certain, (2**-40, 2**-40, 2**-39), strict=True)]
+    assert_close(advantages(name, tiny), [[1 - 11 / 4], [-11 / 4], [5 - 11 / 4]])
+
+
+def test_the_weight_is_the_squared_gradient_of_the_logits_and_the_baseline_makes_it_least():
+    generator = torch.Generator().manual_seed(0)
+    rows, energies = [], []
+    for score, length in ((1.0, 3), (0.0, 3), (0.5, 3)):
+        logits = (2 * torch.randn(length, 7, generator=generator, dtype=torch.float64)).requires_grad_()
+        log_probs = logits.log_softmax(-1)
+        chosen = log_probs[range(length), torch.randint(7, (length,), generator=generator)]
+        (gradient,) = torch.autograd.grad(chosen.sum(), logits, retain_graph=True)
+        energies.append(gradient.square().sum(-1).cumsum(0))
+        squares = log_probs.exp().square().sum(-1)
+        rows.append(Row(score, 0, [1] * length, log_probs=chosen.tolist(), sum_pi_squared=squares.tolist()))
+    got = torch.tensor(advantages("optimal_token_baseline", rows), dtype=torch.float64)
+    energy = torch.stack(energies).detach()
+    # d/dB of sum(W (G - B)^2) is 0 at every place.
+    assert (energy * got).sum(0).tolist() == pytest.approx([0, 0, 0], abs=1e-12)
+    assert (energy * (got + 0.01) ** 2).sum() > (energy * got**2).sum() < (energy * (got - 0.01) ** 2).sum()
+
+
+def reference(rows: list[Row], handle_zero_tail: bool) -> list[list[float]]:
+    """One token at a time, against the tokens at its place in the rows of its group."""
+
+    def weight(row: Row, t: int) -> float:
+        terms = zip(row.log_probs, row.sum_pi_squared, row.mask, strict=True)
+        return sum(1 - 2 * math.exp(p) + s for p, s, m in list(terms)[: t + 1] if m)
+
+    def one(row: Row, t: int) -> float:
+        there = [o for o in rows if o.group == row.group and t < len(o.mask) and o.mask[t]]
+        own = sum(row.token_rewards[t:])
+        if len(there) == 1:
+            return own if handle_zero_tail else 0.0
+        total = sum(weight(o, t) for o in there)
+        return own - sum(sum(o.token_rewards[t:]) * weight(o, t) for o in there) / total
+
+    return [[one(row, t) if m else 0.0 for t, m in enumerate(row.mask)] for row in rows]
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@settings(max_examples=50, deadline=None)
+@given(rows=ragged_rows())
+def test_like_one_token_at_a_time(tail, rows):
+    assert_close(advantages("optimal_token_baseline", rows, handle_zero_tail=tail), reference(rows, tail))
+    compact = [row.without_masked_tokens() for row in rows]
+    got = advantages("tir_optimal_token_baseline", rows, handle_zero_tail=tail)
+    trained = [[x for x, m in zip(xs, row.mask, strict=True) if m] for row, xs in zip(rows, got, strict=True)]
+    assert_close(trained, reference(compact, tail))
+    assert all(x == 0 for row, xs in zip(rows, got, strict=True) for x, m in zip(xs, row.mask, strict=True) if not m)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@settings(max_examples=25, deadline=None)
+@given(rows=ragged_rows())
+def test_a_constant_for_a_whole_group_changes_nothing_outside_the_tail(name, rows):
+    shifted = [replace(row, score=row.score + row.group - 2) for row in rows]
+    got, expected = (advantages(name, batch, handle_zero_tail=False) for batch in (shifted, rows))
+    assert_close(got, expected)
