@@ -71,8 +71,46 @@ class FSDPConfig:
 
 
 @dataclass
+class PolicyLossConfig:
+    """Which policy loss, and the options of those that have some (`actor.policy_loss.*`)."""
+
+    loss_mode: str = "vanilla"
+    """Registered name of the policy loss, or an import path `package.module:function`."""
+
+    clip_cov_ratio: float = 2e-4
+    """`clip_cov`: share of the mini-batch's tokens that lose their gradient, at least one token."""
+
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: tokens are drawn from those whose covariance lies above this."""
+
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: and below this."""
+
+    kl_cov_ratio: float = 2e-4
+    """`kl_cov`: share of the mini-batch's tokens, those of highest covariance, that pay a KL penalty; at least one."""
+
+    ppo_kl_coef: float = 0.1
+    """`kl_cov`: weight of that penalty."""
+
+    dro_beta: float | None = None
+    """`dro`: weight of the squared log ratio; must be given."""
+
+    tau_pos: float = 1.0
+    """`sapo`: temperature of the gate where the advantage is positive."""
+
+    tau_neg: float = 1.05
+    """`sapo`: temperature of the gate where it is not."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of a loss of your own, which reads them from here."""
+
+
+@dataclass
 class ActorConfig:
     """The policy update."""
+
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """The loss."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimiser and schedule."""
@@ -102,6 +140,16 @@ class ActorConfig:
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
 
+    use_kl_loss: bool = False
+    """Add the KL to the reference policy to the loss."""
+
+    kl_loss_coef: float = 0.001
+    """Weight of that KL."""
+
+    kl_loss_type: str = "low_var_kl"
+    """Estimate of that KL: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3); with a `+` behind it, its value with
+    the gradient of k2, which is the gradient of the KL itself."""
+
     grad_clip: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
 
@@ -115,11 +163,59 @@ class ActorConfig:
     """Most tokens (padding counted) in one forward pass of one rank; rows are grouped by length to fit."""
 
     old_log_probs: str = "recompute"
-    """Where the old log-probs of the ratio come from: `recompute` (a pass of the trainer before the update) or
-    `engine` (those the engine sampled with)."""
+    """Where the old log-probs of the ratio come from: `recompute` (a pass of the trainer before the update; decoupled
+    mode) or `engine` (those the engine sampled with; bypass mode)."""
 
     logits_chunk_tokens: int = 1024
     """Response tokens whose logits are held at a time; bounds the memory of large vocabularies."""
+
+    @property
+    def clip_low(self) -> float:
+        """Lower clip range in force."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip range in force."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@dataclass
+class CriticConfig:
+    """The value model and its update."""
+
+    enable: bool | None = None
+    """Train a critic; null trains one where the advantage estimator reads values (`gae`)."""
+
+    path: str | None = None
+    """Hugging Face model whose decoder the critic starts from; null takes `model.path`. The value head starts at 0."""
+
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """Optimiser and schedule."""
+
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+
+    warmup: int = 0
+    """First iterations in which only the critic is trained and the policy stays as it is."""
+
+    cliprange_value: float = 0.5
+    """A value may move this far from the one in the row before its loss is held."""
+
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number; as `actor.loss_agg_mode`."""
+
+    grad_clip: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+
+    ppo_epochs: int | None = None
+    """Passes over an iteration's rows; null takes the actor's."""
+
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimiser step; null takes the actor's."""
+
+    ppo_max_token_len_per_gpu: int | None = None
+    """Most tokens (padding counted) in one forward pass of one rank; null takes the actor's."""
 
 
 @dataclass

@@ -1,0 +1,28 @@
+"""All losses of an update: the policy's, its KL to the reference, the critic's. Importing this fills the registry."""
+
+from pipeline.train.losses import covariance, plain, ppo, sequence, smooth  # noqa: F401 (each registers its losses)
+from pipeline.train.losses.aggregate import AGG_MODES, agg_loss
+from pipeline.train.losses.kl import kl_loss
+from pipeline.train.losses.registry import (
+    Candidates,
+    LossInput,
+    PolicyLoss,
+    Sums,
+    get_policy_loss,
+    register_policy_loss,
+)
+from pipeline.train.losses.value import explained_variance, value_loss
+
+__all__ = [
+    "AGG_MODES",
+    "Candidates",
+    "LossInput",
+    "PolicyLoss",
+    "Sums",
+    "agg_loss",
+    "explained_variance",
+    "get_policy_loss",
+    "kl_loss",
+    "register_policy_loss",
+    "value_loss",
+]
