@@ -3,10 +3,13 @@
 One small actor between the train workers and the stream. It holds versions, object refs and the admission rule,
 never tensors. The protocol, for version v of one generation:
 
-    train ranks   put their shards, `publish(v, shard)`       v becomes current when every rank has published
+    train ranks   put their shards, `publish(v, shards)`      v becomes current when every rank has published
     prompt source `pace(chunk)`                               waits until the chunk may start, or soon may
     engine        `admit(chunk)` -> version, shards           waits until the chunk may start
     engine        loads, `acknowledge(v, checksum)`           nothing is generated before that
+    value replica `weights("critic", v)` -> version, shards   the critic that belongs to the rows of version v
+
+A version is all models that are trained, policy and critic, as they stand after the same iteration.
 
 Every (re)start of the train workers is a new **generation**: the stream starts over, `begin` says from which version,
 and whatever still waits for an older generation fails at once.
@@ -51,20 +54,31 @@ class Admission:
         return max(0, -(-groups // self.train_batch_size) - 1 - self.max_staleness)
 
 
+POLICY = "policy"
+CRITIC = "critic"
+
+
 @dataclass(frozen=True)
 class Ticket:
-    """A chunk's permission to start: generate with `version`, whose weights are `shards`."""
+    """One model's weights of one version. For a chunk of prompts it is the permission to start."""
 
     version: int
     shards: list[Shard]
+    kl_coef: float = 0.0
+    """Coefficient of the KL in the reward that belongs to the version."""
 
 
 @dataclass
 class _Version:
-    shards: dict[int, Shard] = field(default_factory=dict)
+    shards: dict[str, dict[int, Shard]] = field(default_factory=dict)
+    """By model and rank."""
     checksum: int = 0
+    """Of the policy."""
+    kl_coef: float = 0.0
     stepped_at: float = 0.0
-    published_at: float = 0.0
+
+    def ranks(self) -> set[int]:
+        return set(self.shards.get(POLICY, {}))
 
 
 class PolicyStore:
@@ -127,17 +141,27 @@ class PolicyStore:
 
     # weights
 
-    async def publish(self, generation: int, version: int, shard: Shard, stepped_at: float) -> None:
-        """One rank's part of a version. `stepped_at` is the wall-clock time its optimiser step ended."""
+    async def publish(
+        self, generation: int, version: int, shards: dict[str, Shard], stepped_at: float, kl_coef: float = 0.0
+    ) -> None:
+        """One rank's part of a version.
+
+        Args:
+            generation: of the train workers.
+            version: the number of the version.
+            shards: the rank's shard of each trained model, the policy (`POLICY`) always among them.
+            stepped_at: wall-clock time at which the rank's last optimiser step ended.
+            kl_coef: coefficient of the KL in the reward for the rows of this version.
+        """
         async with self._changed:
             self._check(generation)
-            entry = self._versions.setdefault(version, _Version())
-            entry.shards[shard.rank] = shard
+            entry = self._versions.setdefault(version, _Version(kl_coef=kl_coef))
+            for model, shard in shards.items():
+                entry.shards.setdefault(model, {})[shard.rank] = shard
             entry.stepped_at = max(entry.stepped_at, stepped_at)
-            self._sign_of_life(f"train rank {shard.rank} (publishing version {version})")
-            if len(entry.shards) == self._world_size:
-                entry.published_at = time.time()
-                entry.checksum = checksum(list(entry.shards.values()))
+            self._sign_of_life(f"train rank {shards[POLICY].rank} (publishing version {version})")
+            if len(entry.ranks()) == self._world_size:
+                entry.checksum = checksum(list(entry.shards[POLICY].values()))
                 self.version = version
                 for old in [v for v in self._versions if v < version]:
                     # An engine may still be loading it; its refs live on in the ticket.
@@ -146,7 +170,7 @@ class PolicyStore:
                         del self._versions[old]
 
     async def acknowledge(self, generation: int, engine: str, version: int, crc: int, load_s: float) -> float:
-        """An engine has loaded a version. Returns the seconds since the optimiser step that made it.
+        """An engine has loaded a policy version. Returns the seconds since the optimiser step that made it.
 
         Raises:
             ValueError: the engine's checksum is not the published one.
@@ -174,6 +198,13 @@ class PolicyStore:
             )
             self._sign_of_life(f"engine {engine}")
             return elapsed
+
+    async def weights(self, generation: int, model: str, version: int, timeout: float) -> Ticket:
+        """The current weights of `model`, which are those of `version` or, in an asynchronous run, newer ones."""
+        await self._wait(
+            generation, lambda: self.version >= version, timeout, f"{model} weights", lambda: self._needs(version)
+        )
+        return self._ticket(model)
 
     # admission
 
@@ -286,13 +317,16 @@ class PolicyStore:
         return -1 if self.base < 0 else self.base + self.admission.version_needed(chunk, self.dropped_groups)
 
     def _needs(self, version: int) -> str:
-        missing = sorted(set(range(self._world_size)) - set(self._versions.get(version, _Version()).shards))
+        missing = sorted(set(range(self._world_size)) - self._versions.get(version, _Version()).ranks())
         ranks = f"train rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "the train loop"
         return f"policy version {version} from {ranks} (current is {self.version})"
 
-    def _ticket(self) -> Ticket:
-        shards = self._versions[self.version].shards
-        return Ticket(self.version, [shards[rank] for rank in sorted(shards)])
+    def _ticket(self, model: str = POLICY) -> Ticket:
+        entry = self._versions[self.version]
+        if model not in entry.shards:
+            raise ValueError(f"the train workers publish no {model}; they publish {', '.join(sorted(entry.shards))}")
+        shards = entry.shards[model]
+        return Ticket(self.version, [shards[rank] for rank in sorted(shards)], entry.kl_coef)
 
     def _check(self, generation: int) -> None:
         if generation != self.generation:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.rollout.weights import Shard, checksum
-from pipeline.store import Admission, PolicyStore, StaleGeneration, StoreTimeout, Ticket
+from pipeline.store import CRITIC, POLICY, Admission, PolicyStore, StaleGeneration, StoreTimeout, Ticket
 
 LONG = 30.0
 """Deadline of waits that must not reach it."""
@@ -30,7 +30,7 @@ def shard(rank: int, version: int) -> Shard:
 async def publish(store: PolicyStore, version: int, world: int = 1, generation: int = 1) -> list[Shard]:
     shards = [shard(rank, version) for rank in range(world)]
     for part in shards:
-        await store.publish(generation, version, part, stepped_at=0.0)
+        await store.publish(generation, version, {POLICY: part}, stepped_at=0.0)
     return shards
 
 
@@ -151,11 +151,95 @@ def test_a_version_is_out_when_every_rank_has_published_it() -> None:
         store = await begun(world=3)
         first = asyncio.ensure_future(store.admit(1, 0, LONG))
         for rank in (2, 0, 0):
-            await store.publish(1, 0, shard(rank, 0), stepped_at=0.0)
+            await store.publish(1, 0, {POLICY: shard(rank, 0)}, stepped_at=0.0)
             await settle()
             assert not first.done() and store.version == -1
-        await store.publish(1, 0, shard(1, 0), stepped_at=0.0)
+        await store.publish(1, 0, {POLICY: shard(1, 0)}, stepped_at=0.0)
         assert await first == Ticket(0, [shard(rank, 0) for rank in range(3)])
+
+    run(test)
+
+
+def models(rank: int, version: int) -> dict[str, Shard]:
+    """One rank's shards of both trained models."""
+    data = f"critic of rank {rank} of version {version}".encode()
+    return {POLICY: shard(rank, version), CRITIC: Shard(rank, [], [data], [zlib.crc32(data)])}
+
+
+def ticket(model: str, version: int, world: int, kl_coef: float = 0.0) -> Ticket:
+    return Ticket(version, [models(rank, version)[model] for rank in range(world)], kl_coef)
+
+
+def test_weights_of_each_model_wait_for_their_version() -> None:
+    async def test() -> None:
+        store = await begun(world=2)
+        for version in range(2):
+            waits = {model: asyncio.ensure_future(store.weights(1, model, version, LONG)) for model in (POLICY, CRITIC)}
+            # Ranks come in any order; the shards are those of ranks 0, 1 in this order.
+            for rank in (1, 0):
+                await settle()
+                assert not any(wait.done() for wait in waits.values()) and store.version == version - 1
+                await store.publish(1, version, models(rank, version), stepped_at=0.0)
+            for model, wait in waits.items():
+                assert await wait == ticket(model, version, world=2)
+        # A replica that is late gets the current version, and never a mixture.
+        assert await store.weights(1, CRITIC, 0, LONG) == ticket(CRITIC, 1, world=2)
+        assert await store.admit(1, 0, LONG) == ticket(POLICY, 1, world=2)
+
+    run(test)
+
+
+def test_a_half_published_version_is_nobodys() -> None:
+    async def test() -> None:
+        store = await begun(world=2)
+        for rank in range(2):
+            await store.publish(1, 0, models(rank, 0), stepped_at=0.0)
+        await store.publish(1, 1, models(1, 1), stepped_at=0.0)
+        assert await store.weights(1, CRITIC, 0, LONG) == ticket(CRITIC, 0, world=2)
+        assert await store.admit(1, 0, LONG) == ticket(POLICY, 0, world=2)
+
+    run(test)
+
+
+def test_a_model_that_nobody_trains() -> None:
+    async def test() -> None:
+        store = await begun()
+        await publish(store, 0)
+        with pytest.raises(ValueError, match="^the train workers publish no critic; they publish policy$"):
+            await store.weights(1, CRITIC, 0, LONG)
+        await store.publish(1, 1, models(0, 1), stepped_at=0.0)
+        with pytest.raises(ValueError, match="^the train workers publish no reward; they publish critic, policy$"):
+            await store.weights(1, "reward", 1, LONG)
+
+    run(test)
+
+
+def test_engines_are_held_to_the_policys_checksum_alone() -> None:
+    async def test() -> None:
+        store = await begun(world=2)
+        for rank in range(2):
+            await store.publish(1, 0, models(rank, 0), stepped_at=0.0)
+        policy, critic = (ticket(model, 0, world=2).shards for model in (POLICY, CRITIC))
+        for other in (critic, policy + critic):
+            with pytest.raises(ValueError, match="checksum"):
+                await store.acknowledge(1, "e0", 0, checksum(other), load_s=0.1)
+        await store.acknowledge(1, "e0", 0, checksum(policy), load_s=0.1)
+
+    run(test)
+
+
+def test_the_kl_coefficient_travels_with_its_version() -> None:
+    async def test() -> None:
+        store = await begun(world=2)
+        for version, kl_coef in enumerate((0.2, 0.3)):
+            for rank in range(2):
+                await store.publish(1, version, models(rank, version), 0.0, kl_coef)
+            assert await store.admit(1, 2 * version, LONG) == ticket(POLICY, version, 2, kl_coef)
+            assert await store.admit_validation(1, version, LONG) == ticket(POLICY, version, 2, kl_coef)
+            assert await store.weights(1, CRITIC, version, LONG) == ticket(CRITIC, version, 2, kl_coef)
+        # Half of the next version is there: its coefficient is not in force yet.
+        await store.publish(1, 2, models(0, 2), 0.0, 0.4)
+        assert (await store.admit(1, 0, LONG)).kl_coef == 0.3
 
     run(test)
 
@@ -202,7 +286,7 @@ def test_old_versions_are_let_go() -> None:
     async def test() -> None:
         store = await begun(Admission(2, 4, 1))
         for version in range(50):
-            await publish(store, version)
+            await store.publish(1, version, models(0, version), stepped_at=0.0)
         held = [entry for entry in store._versions.values() if entry.shards]
         assert len(held) == 1 and len(store._versions) <= 4
 
@@ -240,6 +324,7 @@ def test_a_new_generation_fails_every_older_wait_at_once_and_forgets() -> None:
                 store.admit(1, 90, LONG),
                 store.admit_validation(1, 9, LONG),
                 store.pace(1, 90, 1, LONG),
+                store.weights(1, CRITIC, 9, LONG),
             )
         ]
         await settle()
@@ -251,9 +336,10 @@ def test_a_new_generation_fails_every_older_wait_at_once_and_forgets() -> None:
         for call in (
             lambda: store.begin(1, 0, 1, None),
             lambda: store.start(1, LONG),
-            lambda: store.publish(1, 1, shard(0, 1), 0.0),
+            lambda: store.publish(1, 1, {POLICY: shard(0, 1)}, 0.0),
             lambda: store.acknowledge(1, "e", 0, 0, 0.0),
             lambda: store.admit(1, 0, LONG),
+            lambda: store.weights(1, POLICY, 0, LONG),
             lambda: store.drop(1, 1),
             lambda: store.set_position(1, 1, None),
             lambda: store.position(1, 1),
@@ -303,11 +389,17 @@ def test_deadlines_name_phase_version_and_party() -> None:
             f"{life} the train loop"
         )
         await publish(store, 0, world=3)
-        await store.publish(1, 1, shard(1, 1), 0.0)
+        await store.publish(1, 1, {POLICY: shard(1, 1)}, 0.0)
         with pytest.raises(StoreTimeout) as error:
             await store.admit_validation(1, 1, 0.02)
         assert sentence(error) == (
             "validation: waited N s for policy version 1 from train ranks 0, 2 (current is 0); "
+            f"{life} train rank 1 (publishing version 1)"
+        )
+        with pytest.raises(StoreTimeout) as error:
+            await store.weights(1, CRITIC, 1, 0.02)
+        assert sentence(error) == (
+            "critic weights: waited N s for policy version 1 from train ranks 0, 2 (current is 0); "
             f"{life} train rank 1 (publishing version 1)"
         )
         await store.acknowledge(1, "node:7", 0, checksum([shard(rank, 0) for rank in range(3)]), 0.0)

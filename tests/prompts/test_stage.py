@@ -17,7 +17,7 @@ from pipeline.prompts import stage
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.rollout.weights import Shard
 from pipeline.rows import PROMPT
-from pipeline.store import Admission, PolicyStore
+from pipeline.store import POLICY, Admission, PolicyStore
 
 WAIT = 30.0
 
@@ -61,7 +61,7 @@ class Run:
         return Prompts(self.config, self.schedule, self.store, self.generation)
 
     def publish(self, version: int) -> None:
-        get(self.store.publish.remote(self.generation, version, Shard(0, [], [], []), 0.0))
+        get(self.store.publish.remote(self.generation, version, {POLICY: Shard(0, [], [], [])}, 0.0))
 
     def page(self, number: int, prompts: Prompts | None = None) -> list[dict[str, Any]]:
         table = (prompts or self.prompts)(pa.table({"id": [number]}))
