@@ -2,6 +2,9 @@
 
 The stage asks the policy store for admission, brings its engine to the admitted version, and only then generates. It is
 asynchronous, so one engine works on many chunks at a time; the engine loop keeps them in one batch.
+
+Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
+follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
 """
 
 import asyncio
@@ -19,6 +22,7 @@ from pipeline.config import Config
 from pipeline.rollout import vllm
 from pipeline.rollout.engine import EngineLoop
 from pipeline.rollout.weights import checksum
+from pipeline.stages import uses_baselines
 from pipeline.store import Ticket
 
 
@@ -59,7 +63,7 @@ class Rollout:
         self._config = config
         self._policy = policy
         self._tokenizer = load_tokenizer(config.model)
-        self._version = -1
+        self._version, self._kl_coef = -1, 0.0
         self._loading = asyncio.Lock()
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         length = config.data.max_prompt_length + config.data.max_response_length
@@ -69,15 +73,19 @@ class Rollout:
         )
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        """Rows of one chunk to `n` rows each. Rows with split `pad`, which fill up a validation chunk, are left out."""
+        """Rows of one chunk to `n` rows each; with baselines to `n + 1`, the last of split `baseline` and sample `n`.
+
+        Rows with split `pad`, which fill up a validation chunk, are left out.
+        """
         split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
         ticket = await self._policy.admit(split, chunk, version)
         begun = time.perf_counter()
         # What the engine holds, which may be newer than the ticket where chunks overtake each other.
-        policy_version = await self._bring_to(ticket)
+        policy_version, kl_coef = await self._bring_to(ticket)
         loaded = time.perf_counter()
         rollout = self._config.rollout
         sampling = rollout if split == "train" else rollout.val_kwargs
+        greedy = split == "train" and uses_baselines(self._config)
         table = table.filter(pc.not_equal(table["split"], "pad"))
         pairs = vllm.requests(
             table["prompt_ids"].to_pylist(),
@@ -87,6 +95,7 @@ class Rollout:
             version=policy_version,
             seed=self._config.trainer.seed if rollout.seed_per_request else None,
             ignore_eos=rollout.ignore_eos,
+            greedy=greedy,
         )
         deadline = self._config.trainer.deadlines.chunk
         try:
@@ -98,13 +107,15 @@ class Rollout:
             ) from None
         done = time.perf_counter()
         generations = [vllm.read(output) for output in outputs]
-        return self._rows(table, generations, sampling.n, policy_version, done - loaded, loaded - begun)
+        seconds = done - loaded, loaded - begun
+        return self._rows(table, generations, sampling.n, policy_version, *seconds, kl_coef, greedy)
 
-    async def _bring_to(self, ticket: Ticket) -> int:
-        """Load the ticket's version unless a newer one is loaded; the version the engine then holds."""
+    async def _bring_to(self, ticket: Ticket) -> tuple[int, float]:
+        """Load the ticket's version unless a newer one is loaded; the version the engine then holds, and its KL's
+        coefficient."""
         async with self._loading:
             if ticket.version <= self._version:
-                return self._version
+                return self._version, self._kl_coef
             deadlines = self._config.trainer.deadlines
             begun = time.perf_counter()
             load = self.engine.call(lambda engine: vllm.load(engine, ticket.shards, deadlines.publish), when_idle=True)
@@ -119,8 +130,8 @@ class Rollout:
                 ) from None
             seconds = time.perf_counter() - begun
             await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds)
-            self._version = ticket.version
-            return self._version
+            self._version, self._kl_coef = ticket.version, ticket.kl_coef
+            return self._version, self._kl_coef
 
     def _rows(
         self,
@@ -130,8 +141,17 @@ class Rollout:
         version: int,
         generate_s: float,
         load_s: float,
+        kl_coef: float = 0.0,
+        greedy: bool = False,
     ) -> pa.Table:
-        table = table.take(np.repeat(np.arange(len(table)), n))
+        """The rows of `generations`, which hold `n` for each prompt, or with `greedy` one more, the last one."""
+        prompts, per_prompt = len(table), n + greedy
+        table = table.take(np.repeat(np.arange(prompts), per_prompt))
+        sample = np.tile(np.arange(per_prompt, dtype=np.int32), prompts)
+        if greedy:
+            column = table.column_names.index("split")
+            split = pc.if_else(pa.array(sample == n), "baseline", table["split"])
+            table = table.set_column(column, table.schema.field(column), split)
         offsets = np.cumsum([0, *(len(g.token_ids) for g in generations)])
         tokens = np.concatenate([g.token_ids for g in generations])
         log_probs = np.concatenate([g.log_probs for g in generations])
@@ -141,7 +161,7 @@ class Rollout:
             table,
             rows.ROLLOUT,
             {
-                "sample": np.tile(np.arange(n, dtype=np.int32), count // n),
+                "sample": sample,
                 "response_ids": rows.ragged(tokens, offsets, rows.INTS),
                 "response_mask": rows.ragged(np.ones(len(tokens), np.int8), offsets, pa.list_(pa.int8())),
                 "rollout_log_probs": rows.ragged(log_probs, offsets, rows.FLOATS),
@@ -151,5 +171,6 @@ class Rollout:
                 "engine": [self.name] * count,
                 "generate_s": np.full(count, generate_s, np.float32),
                 "load_s": np.full(count, load_s, np.float32),
+                "kl_coef": np.full(count, kl_coef, np.float32),
             },
         )

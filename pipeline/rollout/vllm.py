@@ -12,6 +12,9 @@ from pipeline.rollout.config import RolloutConfig, SamplingConfig
 from pipeline.rollout.weights import BACKEND, Shard, register
 from pipeline.train.config import ModelConfig
 
+GREEDY = SamplingConfig(n=1, temperature=0.0, top_p=1.0, top_k=-1)
+"""The likeliest token each time, whatever the run samples with."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -73,24 +76,28 @@ def requests(
     version: int,
     seed: int | None,
     ignore_eos: bool = False,
+    greedy: bool = False,
 ) -> list[tuple[Any, Any]]:
-    """`n` requests for each prompt, samples of one prompt next to each other.
+    """`n` requests for each prompt, samples of one prompt next to each other; with `greedy` one more, the likeliest
+    token each time, behind them.
 
     Tokens go in and tokens come out: nothing is decoded and encoded again on the way. With a `seed`, every request has
-    its own, made from the run's seed, the prompt's uid and the sample's number.
+    its own, made from the run's seed, the prompt's uid and the sample's number, so that the greedy request changes no
+    sample.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    settings = [sampling] * sampling.n + [GREEDY] * greedy
     pairs = []
     for prompt, uid in zip(prompts, uids, strict=True):
-        for sample in range(sampling.n):
+        for sample, chosen in enumerate(settings):
             params = SamplingParams(
                 max_tokens=max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=_seed(seed, uid, sample) if seed is not None and sampling.temperature > 0 else None,
+                temperature=chosen.temperature,
+                top_p=chosen.top_p,
+                top_k=chosen.top_k,
+                seed=_seed(seed, uid, sample) if seed is not None and chosen.temperature > 0 else None,
                 ignore_eos=ignore_eos,
                 logprobs=0,
                 flat_logprobs=True,

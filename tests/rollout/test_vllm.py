@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from pipeline import rows
@@ -233,6 +234,22 @@ def repeated() -> dict[str, Any]:
     }
 
 
+def baselines() -> dict[str, Any]:
+    """A chunk with and without greedy responses beside its samples, and its greedy responses on their own."""
+    version = place.step()
+    chunk = place.chunk(version)
+    (plain,) = place.generate(chunk)
+    (alone,) = place.generate(place.chunk(version, "val"))
+    place.config.algorithm.adv_estimator = "remax"
+    (table,) = place.generate(chunk)
+    place.config.algorithm.adv_estimator = "grpo"
+    samples, greedy = (table.filter(pc.equal(table["split"], split)) for split in ("train", "baseline"))
+    return {
+        **{"rows": len(table), "samples": samples, "plain": plain, "greedy": greedy, "alone": alone},
+        **{"gap": place.gap(samples), "greedy_gap": place.gap(greedy, temperature=1.0), "regret": place.regret(greedy)},
+    }
+
+
 def responses() -> tuple[pa.Table, int, int]:
     version = place.step()
     return place.generate(place.chunk(version, count=24))[0], place.eos, version
@@ -334,6 +351,20 @@ def test_seed_makes_responses_repeatable(engine: Engine) -> None:
     for prompt in range(4):
         samples = found["first"][4 * prompt : 4 * prompt + 4]
         assert len({tuple(sample) for sample in samples}) == 4, "the samples of a group differ"
+
+
+def test_greedy_baselines_beside_the_samples(engine: Engine) -> None:
+    found = engine(baselines)
+    samples, plain, greedy, alone = (found[name] for name in ("samples", "plain", "greedy", "alone"))
+    assert found["rows"] == len(samples) + len(greedy) == 4 * 4 + 4
+    assert greedy["uid"].to_pylist() == [f"0-{i}" for i in range(4)] and set(greedy["sample"].to_pylist()) == {4}
+    for column in ("response_ids", "response", "finish_reason"):
+        assert greedy[column].equals(alone[column]), "what the engine gives for a greedy request on its own"
+        assert samples[column].equals(plain[column]), "what it gives without greedy requests"
+    assert found["regret"] < 1e-5, "the likeliest token everywhere"
+    assert max(found["gap"], found["greedy_gap"]) < 1e-4
+    sampled = {tuple(ids) for ids in samples["response_ids"].to_pylist()}
+    assert not sampled & {tuple(ids) for ids in greedy["response_ids"].to_pylist()}
 
 
 def test_rows_of_responses(engine: Engine) -> None:

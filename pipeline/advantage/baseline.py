@@ -1,0 +1,50 @@
+"""The baseline stage: the score of each prompt's greedy response becomes a column of its group.
+
+ReMax (Li et al. 2023) reads it. The rollout stage generates the greedy response beside the group, the reward stage
+scores it like any other, and here its row leaves the stream. It trains nothing: the greedy response is a yardstick, no
+sample of the policy.
+
+A greedy response whose reward failed leaves its group without a yardstick. The group's rows stay in the stream, with
+the failure as their own error, so that the advantage stage masks them and the run counts them.
+"""
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.rows import BASELINE, append
+
+FAILED = "the reward of the greedy baseline failed: "
+
+
+class Baseline:
+    """Stage that turns the rows of split `baseline` into the column `baseline` (float32) of the rows with their uid."""
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The rows of `table` that are no baselines, in their order, with the column `BASELINE`.
+
+        Every prompt loses one row, so tables of whole groups stay equally long. Where the reward of the greedy response
+        failed, `baseline` is null and `reward_error` says so, unless the row has an error of its own.
+
+        Args:
+            table: scored rows of whole groups, each with one row of split `baseline`; no rows at all will do too.
+
+        Raises:
+            ValueError: rows have no greedy response among the rows of their uid.
+        """
+        is_baseline = pc.equal(table["split"], "baseline")
+        greedy, samples = table.filter(is_baseline), table.filter(pc.invert(is_baseline))
+        group = pc.index_in(samples["uid"], value_set=greedy["uid"].combine_chunks())
+        if group.null_count:
+            alone = samples["uid"].filter(pc.is_null(group))
+            raise ValueError(
+                f"{len(alone)} of {len(samples)} rows have no greedy response, the first of them with uid "
+                f"{alone[0].as_py()!r}: one row of split 'baseline' was expected for every uid; the rollout stage "
+                "generates it where algorithm.adv_estimator needs baselines, and the stages between must keep it"
+            )
+        error = greedy["reward_error"]
+        score = pc.if_else(pc.is_null(error), greedy["score"], None)
+        passed_on = pc.binary_join_element_wise(FAILED, error, "")
+        column = samples.column_names.index("reward_error")
+        errors = pc.coalesce(samples["reward_error"], passed_on.take(group))
+        samples = samples.set_column(column, samples.schema.field(column), errors)
+        return append(samples, BASELINE, {"baseline": score.take(group)})

@@ -1,0 +1,177 @@
+"""The rollout stage on a fake engine that answers at once; `test_vllm.py` has the real one."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from pipeline import rows
+from pipeline.config import Config
+from pipeline.rollout import vllm
+from pipeline.rollout.stage import Rollout
+from pipeline.store import Ticket
+
+GREEDY_TOKEN = 7
+PROMPTS = [[11, 12], [13], [14, 15, 16]]
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None}
+
+
+class FakeEngine:
+    """A response tells what was asked for: its first token is the prompt's, its second one follows from the seed."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[dict[str, Any], SimpleNamespace]] = []
+        self._running: list[tuple[str, list[int]]] = []
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: SimpleNamespace) -> None:
+        self.asked.append((prompt, params))
+        drawn = 20 + params.seed % 1000 if params.temperature > 0 else GREEDY_TOKEN
+        self._running.append((request_id, [prompt["prompt_token_ids"][0], drawn]))
+
+    def step(self) -> list[SimpleNamespace]:
+        done, self._running = self._running[::-1], []
+        return [
+            SimpleNamespace(
+                request_id=request_id,
+                finished=True,
+                outputs=[
+                    SimpleNamespace(
+                        token_ids=tokens,
+                        logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)),
+                        finish_reason="stop",
+                    )
+                ],
+            )
+            for request_id, tokens in done
+        ]
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
+        pass
+
+
+class Tickets:
+    """A policy store that hands out tickets as they were given to it."""
+
+    def __init__(self, *tickets: Ticket) -> None:
+        self._tickets = list(tickets)
+
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+        return self._tickets.pop(0)
+
+    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
+        pass
+
+
+Make = Callable[..., Rollout]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A stage for an estimator and tickets, without vLLM and without a model; its engine is at `.fake`."""
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(tokens) for tokens in ids])
+    monkeypatch.setattr("pipeline.prompts.chat.load_tokenizer", lambda model: tokenizer)
+
+    def made(estimator: str, *tickets: Ticket, n: int = 2) -> Rollout:
+        config = Config()
+        config.algorithm.adv_estimator = estimator
+        config.data.max_response_length = 9
+        config.rollout.n = n
+        for name, value in SAMPLED.items():
+            setattr(config.rollout, name, value)
+        config.rollout.val_kwargs.n, config.rollout.val_kwargs.temperature = 2, 0.3
+        engine = FakeEngine()
+        monkeypatch.setattr(vllm, "build", lambda *args: engine)
+        stage = Rollout(config, Tickets(*(tickets or [Ticket(0, [])])))
+        stage.fake = engine  # type: ignore[attr-defined]
+        return stage
+
+    return made
+
+
+def chunk(split: str = "train", pads: int = 0) -> pa.Table:
+    count = len(PROMPTS) + pads
+    values: dict[str, list[Any]] = dict.fromkeys(rows.PROMPT.names, [None] * count) | {
+        "split": [split] * len(PROMPTS) + ["pad"] * pads,
+        "chunk": [4] * count,
+        "iteration": [1] * count,
+        "uid": [f"u{i}" for i in range(count)],
+        "prompt_ids": PROMPTS + [[1]] * pads,
+    }
+    return pa.table(values, schema=rows.PROMPT)
+
+
+def generate(stage: Rollout, table: pa.Table) -> pa.Table:
+    return asyncio.run(asyncio.wait_for(stage(table), 30.0))
+
+
+def without_times(table: pa.Table) -> pa.Table:
+    return table.drop_columns(["generate_s", "load_s"])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_greedy_row_follows_the_samples_of_its_prompt(make: Make, n: int) -> None:
+    stage = make("remax", n=n)
+    table = generate(stage, chunk())
+    assert table.schema.names == [*rows.PROMPT.names, *rows.ROLLOUT.names]
+    assert table["uid"].to_pylist() == [f"u{i}" for i in range(3) for _ in range(n + 1)]
+    assert table["split"].to_pylist() == [*["train"] * n, "baseline"] * 3
+    assert table["sample"].to_pylist() == [*range(n + 1)] * 3
+    responses = table["response_ids"].to_pylist()
+    assert [first for first, _ in responses] == [ids[0] for ids in PROMPTS for _ in range(n + 1)]
+    assert [drawn == GREEDY_TOKEN for _, drawn in responses] == [*[False] * n, True] * 3
+    assert set(table["iteration"].to_pylist()) == {1} and set(table["chunk"].to_pylist()) == {4}
+
+
+def test_greedy_requests_differ_from_sampled_ones_in_the_sampling_alone(make: Make) -> None:
+    stage = make("remax")
+    stage._config.rollout.ignore_eos = True
+    generate(stage, chunk())
+    for prompt, ids in enumerate(PROMPTS):
+        (first, drawn), (second, _), (third, greedy) = stage.fake.asked[3 * prompt : 3 * prompt + 3]
+        assert first == second == third == {"prompt_token_ids": ids, "cache_salt": "v0"}
+        assert vars(drawn).items() >= SAMPLED.items() and drawn.seed is not None
+        assert vars(greedy) == vars(drawn) | GREEDY
+        assert greedy.max_tokens == 9 and greedy.ignore_eos
+
+
+def test_the_samples_are_those_of_a_run_without_baselines(make: Make) -> None:
+    plain, remax = generate(make("grpo"), chunk()), generate(make("remax"), chunk())
+    assert plain["split"].to_pylist() == ["train"] * 6
+    samples = remax.filter(pc.equal(remax["split"], "train"))
+    assert without_times(samples).equals(without_times(plain))
+
+
+def test_validation_has_no_baselines(make: Make) -> None:
+    stage = make("remax")
+    table = generate(stage, chunk("val", pads=2))
+    assert table["split"].to_pylist() == ["val"] * 6
+    assert table["sample"].to_pylist() == [0, 1] * 3
+    assert {params.temperature for _, params in stage.fake.asked} == {0.3}
+
+
+def test_rows_carry_the_kl_coefficient_of_the_version_that_generated_them(make: Make) -> None:
+    stage = make("grpo", Ticket(1, [], 0.25), Ticket(0, [], 0.5), Ticket(2, [], 0.125))
+    tables = [generate(stage, chunk()) for _ in range(3)]
+    # The second chunk was admitted to version 0, but the engine holds version 1 already.
+    assert [set(table["policy_version"].to_pylist()) for table in tables] == [{1}, {1}, {2}]
+    assert [set(table["kl_coef"].to_pylist()) for table in tables] == [{0.25}, {0.25}, {0.125}]
+
+
+def test_rows_without_baselines_and_kl(make: Make) -> None:
+    """What stages with engines of their own call."""
+    generations = [vllm.Generation(np.array([i], np.int32), np.array([-1.0], np.float32), "stop") for i in range(6)]
+    table = make("remax")._rows(chunk(), generations, 2, 3, 0.5, 0.25)
+    assert table["split"].to_pylist() == ["train"] * 6
+    assert table["sample"].to_pylist() == [0, 1] * 3
+    assert table["response_ids"].to_pylist() == [[i] for i in range(6)]
+    assert table["kl_coef"].to_pylist() == [0.0] * 6
