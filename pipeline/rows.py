@@ -19,7 +19,13 @@ def _column(name: str, type: pa.DataType, writer: str, readers: str, what: str) 
 
 PROMPT = pa.schema(
     [
-        _column("split", pa.string(), "prompts", "all", "`train` or `val`"),
+        _column(
+            "split",
+            pa.string(),
+            "prompts",
+            "all",
+            "`train`, `val`, or `baseline` (a greedy response beside the group, until it is scored)",
+        ),
         _column("chunk", pa.int64(), "prompts", "rollout", "number of the chunk along the run; -1 for val"),
         _column(
             "iteration",
@@ -57,6 +63,7 @@ ROLLOUT = pa.schema(
         _column("engine", pa.string(), "rollout", "metrics", "which engine: node and process"),
         _column("generate_s", pa.float32(), "rollout", "metrics", "seconds from admission to the chunk's last token"),
         _column("load_s", pa.float32(), "rollout", "metrics", "seconds the chunk waited for its weights to load"),
+        _column("kl_coef", pa.float32(), "rollout", "advantage", "coefficient of the KL in the reward at that version"),
     ]
 )
 
@@ -69,14 +76,52 @@ REWARD = pa.schema(
     ]
 )
 
+BASELINE = pa.schema(
+    [
+        _column(
+            "baseline", pa.float32(), "baseline", "advantage", "score of the prompt's greedy response, null if failed"
+        )
+    ]
+)
+"""Only where the estimator reads baselines."""
+
+REFERENCE = pa.schema(
+    [_column("ref_log_probs", FLOATS, "reference", "advantage, train", "log-prob of each token under the reference")]
+)
+"""Only where there is a KL in reward or loss."""
+
+VALUE = pa.schema(
+    [
+        _column("values", FLOATS, "value", "advantage, train", "the critic's value before each response token"),
+        _column("value_version", pa.int64(), "value", "metrics", "version of the critic that gave the values"),
+    ]
+)
+"""Only where there is a critic."""
+
+POLICY = pa.schema(
+    [
+        _column(
+            "sum_pi_squared",
+            FLOATS,
+            "policy",
+            "advantage",
+            "sum over the vocabulary of squared probabilities, per token",
+        ),
+        _column("pi_version", pa.int64(), "policy", "metrics", "version of the policy that gave sum_pi_squared"),
+    ]
+)
+"""Only where the estimator reads sum_pi_squared."""
+
 ADVANTAGE = pa.schema(
     [
         _column("advantages", FLOATS, "advantage", "train", "one per response token, 0 where the mask is 0"),
         _column("returns", FLOATS, "advantage", "train", "one per response token"),
+        _column("reward", pa.float32(), "advantage", "metrics", "the score less the KL penalties of its tokens"),
+        _column("kl", pa.float32(), "advantage", "train, metrics", "mean KL of the penalised tokens, null without"),
     ]
 )
 
-SCHEMA = pa.schema([*PROMPT, *ROLLOUT, *REWARD, *ADVANTAGE])
+SCHEMA = pa.schema([*PROMPT, *ROLLOUT, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *ADVANTAGE])
 
 
 def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:

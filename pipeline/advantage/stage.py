@@ -3,40 +3,70 @@
 A row whose reward failed keeps its place in the stream but takes no part: it is left out of its group's statistics (a
 group of n with one failure is a group of n - 1; GRPO gives 0 to the one row that is left alone), and leaves with
 advantages 0 and a response mask of zeros, so that it trains nothing. Validation rows get advantages 0.
+
+With `algorithm.use_kl_in_reward` each token that trains pays the KL to the reference policy, and a row's reward is its
+score less all it pays. Tokens of tools and environments are not the policy's doing and cost nothing.
 """
+
+import json
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.advantage.config import AlgorithmConfig
-from pipeline.advantage.estimators import EstimatorInput, get_adv_estimator
-from pipeline.rows import ADVANTAGE, FLOATS, ROLLOUT, append, flat, ragged
+from pipeline.advantage.estimators import Estimate, EstimatorInput, get_adv_estimator
+from pipeline.advantage.kl import check_kind, kl_penalty
+from pipeline.rows import ADVANTAGE, FLOATS, ROLLOUT, SCHEMA, append, flat, ragged
+
+NEED_COLUMNS = {
+    "values": "values",
+    "baselines": "baseline",
+    "sum_pi_squared": "sum_pi_squared",
+    "parts": "reward_parts",
+}
+"""The column behind each need of an estimator."""
 
 
 class Advantage:
-    """Stage that adds `advantages` and `returns` to a table of whole groups.
+    """Stage that adds the columns `ADVANTAGE` to a table of whole groups.
 
-    `scope` tells the stream what a table must hold: whole groups (`group`), or a whole iteration (`batch`).
+    `scope` tells the stream what a table must hold: whole groups (`group`), or a whole iteration (`batch`); `needs`
+    tells which further columns it must hold.
 
     Raises:
-        ValueError: `algorithm.adv_estimator` is unknown.
+        ValueError: `algorithm.adv_estimator` or `algorithm.kl_penalty` is unknown.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.estimator = get_adv_estimator(config.adv_estimator)
+        # Column to who reads it.
+        self._reads = dict.fromkeys(("uid", "score", "rollout_log_probs"), "the advantage stage reads")
+        reader = f"algorithm.adv_estimator {config.adv_estimator!r} needs"
+        self._reads |= {NEED_COLUMNS[need]: reader for need in self.needs}
+        if config.use_kl_in_reward:
+            check_kind(config.kl_penalty)
+            self._reads |= dict.fromkeys(("ref_log_probs", "kl_coef"), "algorithm.use_kl_in_reward needs")
 
     @property
     def scope(self) -> str:
         return self.estimator.scope
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Of `NEEDS`, what the estimator reads beyond rewards."""
+        return self.estimator.needs
+
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with the columns `ADVANTAGE` added (float32) and the response mask of failed rows set to 0.
 
         Raises:
-            ValueError: a row without `reward_error` has no finite score, or the estimator returned another number of
-                tokens or a number that is not finite.
+            ValueError: a column that is needed is missing or has not one entry per response token; a row without
+                `reward_error` has no finite score, no baseline where there are baselines, a KL or KL coefficient that
+                is not finite, or lacks a part of `algorithm.gdpo_reward_keys` where the estimator needs parts; or the
+                estimator returned another number of tokens or a number that is not finite.
         """
         mask, offsets = flat(table, "response_mask")
         lengths = np.diff(offsets)
@@ -50,52 +80,161 @@ class Advantage:
             )
         advantages = np.zeros(len(mask))
         returns = np.zeros(len(mask))
+        reward = table["score"].to_numpy().astype(np.float64)
+        kl = np.full(len(table), np.nan)
         used = train & ~failed
         if used.any():
             tokens = np.repeat(used, lengths)
-            advantages[tokens], returns[tokens] = self._estimate(table, used, mask[tokens] > 0, lengths[used])
+            rows = _Used(self._select(table, used), mask[tokens] > 0, lengths[used])
+            if self.config.use_kl_in_reward:
+                rows.penalise(self.config.kl_penalty)
+            data = rows.estimator_input(self.config, self.needs)
+            estimate = self._estimate(data, rows)
+            advantages[tokens], returns[tokens] = estimate.advantages * data.mask, estimate.returns
+            reward[used], kl[used] = rows.rewards, rows.kl
         return append(
             table,
             ADVANTAGE,
             {
                 "advantages": ragged(advantages.astype(np.float32), offsets, FLOATS),
                 "returns": ragged(returns.astype(np.float32), offsets, FLOATS),
+                "reward": pa.array(reward.astype(np.float32), from_pandas=True),
+                "kl": pa.array(kl.astype(np.float32), from_pandas=True),
             },
         )
 
-    def _estimate(
-        self, table: pa.Table, used: np.ndarray, mask: np.ndarray, lengths: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        rewards = table["score"].to_numpy()[used].astype(np.float64)
-        uid = table["uid"].filter(pa.array(used)).combine_chunks()
-        if not np.isfinite(rewards).all():
-            row = int(np.flatnonzero(~np.isfinite(rewards))[0])
-            raise ValueError(
-                f"a row of uid {uid[row].as_py()} has score {rewards[row]} and no reward_error; a reward function must "
-                "return a finite number"
-            )
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        data = EstimatorInput(
-            rewards=rewards,
-            group=uid.dictionary_encode().indices.to_numpy().astype(np.int64),
-            offsets=offsets,
-            mask=mask,
-            token_rewards=on_last_token(rewards, offsets, mask),
-        )
+    def _select(self, table: pa.Table, used: np.ndarray) -> pa.Table:
+        """The rows `used` [R] with the columns that are read, and those optional ones that are there."""
+        for name, reader in self._reads.items():
+            if name not in table.column_names:
+                writer = SCHEMA.field(name).metadata[b"writer"].decode()
+                raise ValueError(
+                    f"the rows have no column {name!r}, which {reader}; the stage {writer!r} should have written it "
+                    "before the advantage stage"
+                )
+        there = [name for name in ("values", "baseline", "sum_pi_squared") if name in table.column_names]
+        return table.select(list(dict.fromkeys([*self._reads, *there]))).filter(pa.array(used))
+
+    def _estimate(self, data: EstimatorInput, rows: "_Used") -> Estimate:
         estimate = self.estimator.function(data, self.config)
         for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
-            if values.shape != mask.shape:
+            if values.shape != data.mask.shape:
                 raise ValueError(
                     f"estimator {self.estimator.name!r} returned {name} of shape {values.shape}; one number for each "
-                    f"of the {len(mask)} response tokens was expected"
+                    f"of the {len(data.mask)} response tokens was expected"
                 )
             if not np.isfinite(values).all():
-                row = int(np.searchsorted(offsets, np.flatnonzero(~np.isfinite(values))[0], side="right")) - 1
+                row = rows.row_of(np.flatnonzero(~np.isfinite(values))[0])
                 raise ValueError(
                     f"estimator {self.estimator.name!r} returned {name} that are not finite, first for uid "
-                    f"{uid[row].as_py()}, whose reward is {rewards[row]}"
+                    f"{rows.uid[row].as_py()}, whose reward is {data.rewards[row]}"
                 )
-        return estimate.advantages * mask, estimate.returns
+        return estimate
+
+
+class _Used:
+    """The rows that take part, R with N response tokens in all, as flat float64 arrays.
+
+    Args:
+        table: the rows.
+        mask: [N] bool, tokens that train.
+        lengths: [R] response tokens of each row.
+    """
+
+    def __init__(self, table: pa.Table, mask: np.ndarray, lengths: np.ndarray) -> None:
+        self.table, self.mask = table, mask
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self.uid = table["uid"].combine_chunks()
+        self.scores = self._numbers("score", "has score {} and no reward_error; a reward function must return a number")
+        self.log_probs = self._tokens("rollout_log_probs")
+        self.penalties = np.zeros(len(mask))
+        """[N], subtracted from the rewards."""
+        self.rewards = self.scores
+        """[R], scores less penalties."""
+        self.kl = np.full(len(table), np.nan)
+        """[R], mean KL of the tokens that train; NaN where nobody asked or nothing trains."""
+
+    def penalise(self, kind: str) -> None:
+        """Take the KL `kind` to the reference, times the row's coefficient, from the rewards of trained tokens."""
+        coef = self._numbers("kl_coef", "has kl_coef {}; the rollout stage writes the number of the policy's version")
+        per_token = np.zeros(len(self.mask))
+        reference = self._tokens("ref_log_probs")
+        per_token[self.mask] = kl_penalty(self.log_probs[self.mask], reference[self.mask], kind)
+        bad = np.flatnonzero(~np.isfinite(per_token))
+        if len(bad):
+            row = self.row_of(bad[0])
+            raise ValueError(
+                f"a row of uid {self.uid[row].as_py()} has a KL to the reference policy of {per_token[bad[0]]} at a "
+                f"token with rollout_log_probs {self.log_probs[bad[0]]} and ref_log_probs {reference[bad[0]]}; both "
+                "must be finite (a type such as float16 may overflow: scoring.reference.dtype)"
+            )
+        owner = np.repeat(np.arange(len(coef)), np.diff(self.offsets))
+        self.penalties = coef[owner] * per_token
+        self.rewards = self.scores - np.bincount(owner, self.penalties, len(coef))
+        trained = np.bincount(owner, self.mask, len(coef))
+        total = np.bincount(owner, per_token, len(coef))
+        self.kl = np.divide(total, trained, out=np.full(len(coef), np.nan), where=trained > 0)
+
+    def estimator_input(self, config: AlgorithmConfig, needs: tuple[str, ...]) -> EstimatorInput:
+        """What the estimator sees: what it needs, and what else is there."""
+        there = self.table.column_names
+        baseline = "has baseline {} and no reward_error; the baseline stage writes one of both"
+        return EstimatorInput(
+            rewards=self.rewards,
+            group=self.uid.dictionary_encode().indices.to_numpy().astype(np.int64),
+            offsets=self.offsets,
+            mask=self.mask,
+            token_rewards=on_last_token(self.scores, self.offsets, self.mask) - self.penalties,
+            log_probs=self.log_probs,
+            values=self._tokens("values") if "values" in there else None,
+            baselines=self._numbers("baseline", baseline) if "baseline" in there else None,
+            sum_pi_squared=self._tokens("sum_pi_squared") if "sum_pi_squared" in there else None,
+            parts=self._parts(config.gdpo_reward_keys) if "parts" in needs else None,
+        )
+
+    def row_of(self, token: int) -> int:
+        """The row that a token belongs to."""
+        return int(np.searchsorted(self.offsets, token, side="right")) - 1
+
+    def _numbers(self, name: str, complaint: str) -> np.ndarray:
+        """[R] a column of one finite number per row; `complaint` says what another one means."""
+        values = self.table[name].to_numpy().astype(np.float64)
+        bad = np.flatnonzero(~np.isfinite(values))
+        if len(bad):
+            value = self.table[name][int(bad[0])].as_py()
+            raise ValueError(f"a row of uid {self.uid[bad[0]].as_py()} {complaint.format(value)}")
+        return values
+
+    def _tokens(self, name: str) -> np.ndarray:
+        """[N] a column of one number per response token."""
+        values, offsets = flat(self.table, name)
+        if not np.array_equal(offsets, self.offsets):
+            counts, lengths = np.diff(offsets), np.diff(self.offsets)
+            row = int(np.flatnonzero(counts != lengths)[0])
+            raise ValueError(
+                f"a row of uid {self.uid[row].as_py()} has {counts[row]} entries in {name!r} but {lengths[row]} "
+                "response tokens; there must be one entry per response token"
+            )
+        return values.astype(np.float64)
+
+    def _parts(self, keys: list[str]) -> dict[str, np.ndarray]:
+        """The score and every part of the reward that is a number (or truth value) in every row, each [R]."""
+        found = [_numeric(json.loads(text or "{}")) for text in self.table["reward_parts"].to_pylist()]
+        for key in keys:
+            missing = [row for row, parts in enumerate(found) if key != "score" and key not in parts]
+            if missing:
+                known = ", ".join(["score", *sorted(found[missing[0]])])
+                raise ValueError(
+                    f"algorithm.gdpo_reward_keys names {key!r}, but the reward function returned no number of that "
+                    f"name for a row of uid {self.uid[missing[0]].as_py()} (it returned {known})"
+                )
+        common = set[str].intersection(*(set(parts) for parts in found)) - {"score"}
+        columns = {name: np.array([parts[name] for parts in found]) for name in sorted(common)}
+        return {"score": self.scores, **columns}
+
+
+def _numeric(parts: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in parts.items() if isinstance(value, (int, float))}
 
 
 def on_last_token(rewards: np.ndarray, offsets: np.ndarray, mask: np.ndarray) -> np.ndarray:

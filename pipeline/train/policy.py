@@ -43,11 +43,7 @@ class Policy(nn.Module):
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
-        for module in lm.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            elif isinstance(getattr(module, "attention_dropout", None), float):
-                module.attention_dropout = 0.0
+        without_dropout(lm)
         self._check_head()
 
     @staticmethod
@@ -78,8 +74,7 @@ class Policy(nn.Module):
         Returns:
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
         """
-        hidden = self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
-        hidden = hidden.flatten(0, 1).index_select(0, select)  # [N, H]
+        hidden = self._hidden(input_ids, select)
         log_probs, entropies = [], []
         # At least one chunk even for N = 0: the head stays in the graph, and so in the ranks' collectives.
         for start in range(0, max(1, len(select)), chunk_tokens):
@@ -90,6 +85,26 @@ class Policy(nn.Module):
             log_probs.append(log_prob)
             entropies.append(entropy)
         return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+
+    @torch.no_grad()
+    def sum_pi_squared(
+        self, input_ids: Tensor, select: Tensor, temperature: float = 1.0, chunk_tokens: int = 1024
+    ) -> Tensor:
+        """Sum over the vocabulary of squared probabilities, [N] float32, between 1 / V and 1.
+
+        It is not part of `forward`, so the policy must not be sharded. Arguments are those of `forward`.
+        """
+        hidden = self._hidden(input_ids, select)
+        sums = hidden.new_empty(len(select), dtype=torch.float32)
+        for start in range(0, len(select), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            sums[part] = torch.softmax(self._logits(hidden[part]) / temperature, dim=-1).square_().sum(-1)
+        return sums
+
+    def _hidden(self, input_ids: Tensor, select: Tensor) -> Tensor:
+        """Hidden states [N, H] of the flat positions `select` of `input_ids` [B, T]."""
+        hidden = self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
+        return hidden.flatten(0, 1).index_select(0, select)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] float32 of hidden states [N, H], as the model itself computes them."""
@@ -124,22 +139,36 @@ class Policy(nn.Module):
             )
 
 
-def load_policy(config: ModelConfig) -> Policy:
-    """Build the policy from `model.path` on the CPU.
+def load_policy(config: ModelConfig, key: str = "model.path") -> Policy:
+    """Build the policy from `config.path` on the CPU; `key` is the configuration key that the path came from.
 
     Raises:
         ValueError: no path, an incomplete model folder, weights missing in the checkpoint, or an unsupported model.
     """
+    return Policy(load_lm(config, key))
+
+
+def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True) -> Any:
+    """The `transformers` causal language model of `config.path` on the CPU, ready to train.
+
+    Args:
+        config: path, type, attention and checkpointing.
+        key: the configuration key that the path came from, for errors.
+        with_head: the head's weights are needed; without, a checkpoint may lack them.
+
+    Raises:
+        ValueError: no path, an incomplete model folder, or weights missing in the checkpoint.
+    """
     if not config.path:
-        raise ValueError("model.path is not set; give a Hugging Face model folder or hub name.")
+        raise ValueError(f"{key} is not set; give a Hugging Face model folder or hub name.")
     folder = Path(config.path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"model.path={folder} has no config.json; give a Hugging Face model folder.")
+            raise ValueError(f"{key}={folder} has no config.json; give a Hugging Face model folder.")
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            raise ValueError(f"model.path={folder} has no weights (*.safetensors); give a complete model folder.")
+            raise ValueError(f"{key}={folder} has no weights (*.safetensors); give a complete model folder.")
     elif folder.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
-        raise ValueError(f"model.path={folder} does not exist on this machine; give a model folder or hub name.")
+        raise ValueError(f"{key}={folder} does not exist on this machine; give a model folder or hub name.")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
@@ -149,14 +178,26 @@ def load_policy(config: ModelConfig) -> Policy:
             output_loading_info=True,
         )
     except OSError as error:
-        raise ValueError(f"model.path={config.path} cannot be loaded: {error}") from error
+        raise ValueError(f"{key}={config.path} cannot be loaded: {error}") from error
     lm, report = loaded
-    missing = sorted(report["missing_keys"])
+    missing = set(report["missing_keys"])
+    if not with_head:
+        decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}
+        missing -= {name for name, parameter in lm.named_parameters() if id(parameter) not in decoder}
     if missing:
         raise ValueError(
-            f"model.path={config.path} lacks {len(missing)} weights, the first {missing[0]}, which would start at "
+            f"{key}={config.path} lacks {len(missing)} weights, the first {min(missing)}, which would start at "
             "random; give a complete checkpoint."
         )
     if config.enable_gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(lm.train())
+    return lm.train()
+
+
+def without_dropout(lm: Any) -> None:
+    """Set every dropout of `lm` to 0."""
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

@@ -1,15 +1,33 @@
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.advantage.config import AlgorithmConfig
+from pipeline.advantage.estimators import NEEDS, Estimate, EstimatorInput, register_adv_est
 from pipeline.advantage.stage import Advantage
-from pipeline.rows import PROMPT, REWARD, ROLLOUT, SCHEMA
+from pipeline.rows import ADVANTAGE, BASELINE, POLICY, PROMPT, REFERENCE, REWARD, ROLLOUT, VALUE
 
 BEFORE = pa.schema([*PROMPT, *ROLLOUT, *REWARD])
+ALL = pa.schema([*BEFORE, *BASELINE, *REFERENCE, *VALUE, *POLICY])
+SEEN: list[EstimatorInput] = []
+
+
+@register_adv_est("test_reads_everything", scope="batch", needs=NEEDS)
+def reads_everything(data, config):
+    SEEN.append(data)
+    return Estimate(data.token_rewards, data.values)
+
+
+@register_adv_est("test_reads_rewards")
+def reads_rewards(data, config):
+    SEEN.append(data)
+    return Estimate(data.token_rewards, data.per_token(data.rewards))
 
 
 @pytest.fixture(autouse=True)
@@ -17,24 +35,31 @@ def _custom_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def table(*rows: dict) -> pa.Table:
-    """Rows of uid, score and mask; the rest of the columns is null."""
+def table(*rows: dict, schema: pa.Schema = BEFORE) -> pa.Table:
+    """Rows of uid, score and mask (and what else the schema has); the rest of the columns is null."""
     made = []
     for row in rows:
         mask = row.get("mask", [1, 1])
         made.append(
-            dict.fromkeys(BEFORE.names)
-            | {"split": "train", "reward_error": None}
+            dict.fromkeys(schema.names)
+            | {"split": "train", "reward_error": None, "rollout_log_probs": [-1.0] * len(mask), "kl_coef": 0.0}
             | {k: v for k, v in row.items() if k != "mask"}
             | {"response_mask": mask, "response_ids": [5] * len(mask)}
         )
-    return pa.Table.from_pylist(made, schema=BEFORE)
+    return pa.Table.from_pylist(made, schema=schema)
 
 
 def run(rows: pa.Table, **config) -> dict[str, list]:
     done = Advantage(AlgorithmConfig(**config))(rows)
-    assert done.schema.equals(SCHEMA)
-    return done.select(["advantages", "returns", "response_mask", "uid"]).to_pydict()
+    assert done.schema.equals(pa.schema([*rows.schema, *ADVANTAGE]))
+    return done.select(["advantages", "returns", "response_mask", "uid", "reward", "kl"]).to_pydict()
+
+
+def seen(rows: pa.Table, **config) -> EstimatorInput:
+    """What an estimator gets to see of these rows."""
+    SEEN.clear()
+    run(rows, **({"adv_estimator": "test_reads_everything"} | config))
+    return SEEN.pop()
 
 
 def test_groups_by_uid_wherever_the_rows_stand():
@@ -59,6 +84,7 @@ def test_a_failed_row_keeps_its_place_and_takes_no_part():
     failed = {"uid": "a", "score": 0.0, "reward_error": "ValueError: no number"}
     without = run(table(*good), norm_adv_by_std_in_grpo=False)["advantages"]
     got = run(table(good[0], failed, good[1], good[2]), norm_adv_by_std_in_grpo=False)
+    assert got["reward"] == [1, 0, 0, 0]
     assert got["advantages"] == [without[0], [0, 0], without[1], without[2]]
     assert got["advantages"][0] == pytest.approx([2 / 3] * 2)
     assert got["response_mask"] == [[1, 1], [0, 0], [1, 1], [1, 1]]
@@ -78,6 +104,7 @@ def test_validation_rows_pass_untouched():
     got = run(table(*rows))
     assert got["advantages"] == got["returns"] == [[0, 0]] * 3
     assert got["response_mask"] == [[1, 1]] * 3
+    assert got["reward"] == [1, 0, 0] and got["kl"] == [None] * 3
     # A mixed table: training statistics do not see validation rows of the same uid.
     mixed = run(table(*rows, {"uid": "a", "score": 3.0}, {"uid": "a", "score": 1.0}), norm_adv_by_std_in_grpo=False)
     assert mixed["advantages"] == [[0, 0]] * 3 + [[1, 1], [-1, -1]]
@@ -86,7 +113,11 @@ def test_validation_rows_pass_untouched():
 def test_empty_sliced_and_chunked_tables():
     rows = table(*({"uid": u, "score": s, "mask": [1] * n} for u, s, n in (("a", 1, 3), ("a", 0, 1), ("b", 2, 2))))
     assert run(rows.slice(0, 0))["advantages"] == []
-    assert run(BEFORE.empty_table())["advantages"] == []
+    for estimator in ("grpo", "gae", "test_reads_everything"):
+        for kl in (True, False):
+            for empty in (BEFORE, ALL):
+                got = run(empty.empty_table(), adv_estimator=estimator, use_kl_in_reward=kl)
+                assert got == dict.fromkeys(got, [])
     whole = run(rows)
     assert run(pa.concat_tables([rows.slice(0, 1), rows.slice(1)])) == whole
     assert run(pa.concat_tables([rows.slice(1), rows.slice(0, 1)]))["advantages"][-1] == whole["advantages"][0]
@@ -132,3 +163,185 @@ def test_output_is_float32_of_a_float64_computation():
     got = run(table(*({"uid": "a", "score": s} for s in scores)))["advantages"]
     assert got[0] == pytest.approx([-1 / (math.sqrt(2) + 1e-6)] * 2, rel=1e-6)
     assert got[0] == [float(np.float32(got[0][0]))] * 2
+
+
+A = {
+    **{"uid": "a", "score": 1.0, "mask": [1, 0, 1, 0], "kl_coef": 0.5},
+    **{"rollout_log_probs": [-1.0, -9.0, -2.0, -9.0], "ref_log_probs": [-1.5, -1.0, -1.0, -1.0]},
+}
+B = {"uid": "a", "score": 0.0, "mask": [1], "kl_coef": 0.5, "rollout_log_probs": [-1.0], "ref_log_probs": [-1.25]}
+EMPTY = {"uid": "a", "score": 3.0, "mask": [], "kl_coef": 0.5, "rollout_log_probs": [], "ref_log_probs": []}
+MASKED = {**A, "score": 2.0, "mask": [0, 0, 0, 0]}
+WITH_REFERENCE = pa.schema([*BEFORE, *REFERENCE])
+
+
+def penalised(*rows: dict) -> pa.Table:
+    return table(*rows, schema=WITH_REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "b"),
+    [("kl", [0.5, -1.0], 0.25), ("abs", [0.5, 1.0], 0.25), ("mse", [0.125, 0.5], 0.03125)],
+)
+def test_kl_in_the_reward_worked_by_hand(kind, tokens, b):
+    """d is 0.5 and -1 on the trained tokens of A, 0.25 on that of B, and enormous where the mask is 0."""
+    rows = penalised(A, B, EMPTY, MASKED)
+    got = run(rows, adv_estimator="test_reads_rewards", use_kl_in_reward=True, kl_penalty=kind)
+    first, last = tokens
+    assert got["advantages"] == [
+        pytest.approx([-0.5 * first, 0, 1 - 0.5 * last, 0]),
+        pytest.approx([-0.5 * b]),
+        [],
+        [0, 0, 0, 0],
+    ]
+    assert got["reward"] == pytest.approx([1 - 0.5 * (first + last), -0.5 * b, 3, 2])
+    assert got["returns"][0] == pytest.approx([got["reward"][0], 0, got["reward"][0], 0])
+    assert got["kl"] == [pytest.approx((first + last) / 2), pytest.approx(b), None, None]
+
+
+def test_without_kl_in_the_reward_nothing_is_paid():
+    got = run(penalised(A, B, EMPTY), adv_estimator="test_reads_rewards")
+    assert got["advantages"] == [[0, 0, 1, 0], [0], []]
+    assert got["reward"] == [1, 0, 3] and got["kl"] == [None] * 3
+
+
+def test_each_row_pays_by_the_coefficient_of_its_version():
+    got = run(penalised(*({**B, "kl_coef": c} for c in (0.0, 1.0, 4.0))), use_kl_in_reward=True)
+    assert got["reward"] == [0, -0.25, -1] and got["kl"] == [0.25] * 3
+    assert got["advantages"][0][0] > got["advantages"][1][0] > got["advantages"][2][0]
+
+
+def test_failed_rows_pay_nothing():
+    got = run(penalised({**A, "score": 0.0, "reward_error": "x"}, B), use_kl_in_reward=True)
+    assert got["reward"] == [0, -0.125] and got["kl"] == [None, 0.25]
+    assert got["response_mask"] == [[0] * 4, [1]]
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> pa.Table:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    made = []
+    for mask in draw(st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=1, max_size=8)):
+        row = {"uid": str(rng.integers(3)), "score": float(rng.normal()), "mask": mask, "kl_coef": float(rng.random())}
+        made.append(row | {n: -rng.random(len(mask)) for n in ("rollout_log_probs", "ref_log_probs")})
+    return penalised(*made)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=groups(), kind=st.sampled_from(["kl", "abs", "mse", "low_var_kl"]))
+def test_token_rewards_add_up_to_the_reward(rows, kind):
+    config = {"adv_estimator": "test_reads_rewards", "use_kl_in_reward": True, "kl_penalty": kind}
+    data = seen(rows, **config)
+    tokens = [part.sum() for part in np.split(data.token_rewards, data.offsets[1:-1])]
+    trains = [any(mask) for mask in rows["response_mask"].to_pylist()]
+    want = [reward if some else 0.0 for reward, some in zip(data.rewards, trains, strict=True)]
+    assert tokens == pytest.approx(want, abs=1e-12)
+    assert not data.token_rewards[~data.mask].any()
+    got = run(rows, **config)
+    assert got["reward"] == pytest.approx(data.rewards.tolist(), rel=1e-6)
+    scores, coefs = rows["score"].to_pylist(), rows["kl_coef"].to_pylist()
+    for row, (reward, kl) in enumerate(zip(got["reward"], got["kl"], strict=True)):
+        count = sum(rows["response_mask"][row].as_py())
+        assert (kl is None) == (count == 0)
+        assert reward == pytest.approx(scores[row] - coefs[row] * (kl or 0.0) * count, abs=1e-5)
+
+
+def test_a_kl_that_is_no_number_names_the_row():
+    for bad in (float("nan"), float("-inf")):
+        with pytest.raises(ValueError, match="row of uid b has a KL to the reference policy of .*ref_log_probs"):
+            run(penalised(A, {**B, "uid": "b", "ref_log_probs": [bad]}), use_kl_in_reward=True)
+    with pytest.raises(ValueError, match="row of uid b has kl_coef None; the rollout stage"):
+        run(penalised(A, {**B, "uid": "b", "kl_coef": None}), use_kl_in_reward=True)
+    # Not looked at where nothing trains.
+    run(penalised({**MASKED, "ref_log_probs": [float("nan")] * 4}), use_kl_in_reward=True)
+
+
+def test_an_unknown_kl_is_refused_where_it_is_used():
+    with pytest.raises(ValueError, match="algorithm.kl_penalty 'full' is unknown"):
+        Advantage(AlgorithmConfig(use_kl_in_reward=True, kl_penalty="full"))
+    Advantage(AlgorithmConfig(kl_penalty="full"))
+
+
+def test_everything_reaches_an_estimator_that_needs_it():
+    parts = [{"format": 1, "right": True, "note": "x", "deep": [1], "rare": 2}, {"format": 0.5, "right": False}]
+    numbers = [
+        {"values": [1.0, 2.0], "sum_pi_squared": [0.5, 0.25], "rollout_log_probs": [-0.5, -1.5], "baseline": 0.75},
+        {"values": [3.0], "sum_pi_squared": [0.125], "rollout_log_probs": [-2.5], "baseline": -0.5, "mask": [1]},
+    ]
+    failed = {**numbers[0], "score": 0.0, "baseline": None, "reward_parts": "{}", "reward_error": "no baseline"}
+    rows = [
+        {"uid": u, "score": s, "reward_parts": json.dumps(p)} | n
+        for u, s, p, n in zip("ab", (1.0, 2.0), parts, numbers, strict=True)
+    ]
+    whole = table(rows[0], {"uid": "a", **failed}, rows[1], schema=ALL)
+    data = seen(whole)
+    assert data.values.tolist() == [1, 2, 3]
+    assert data.sum_pi_squared.tolist() == [0.5, 0.25, 0.125]
+    assert data.log_probs.tolist() == [-0.5, -1.5, -2.5]
+    assert data.baselines.tolist() == [0.75, -0.5]
+    assert {name: part.tolist() for name, part in data.parts.items()} == {
+        "score": [1, 2],
+        "format": [1, 0.5],
+        "right": [1, 0],
+    }
+    arrays = [data.values, data.sum_pi_squared, data.log_probs, data.baselines, *data.parts.values()]
+    assert all(array.dtype == np.float64 for array in arrays)
+    got = run(whole, adv_estimator="test_reads_everything")
+    assert got["returns"] == [[1, 2], [0, 0], [3]] and got["response_mask"][1] == [0, 0]
+
+
+def test_the_parts_hold_the_score_before_the_penalty():
+    data = seen(
+        penalised({**B, "reward_parts": "{}"})
+        .append_column("values", pa.array([[0.0]]))
+        .append_column("baseline", pa.array([0.0]))
+        .append_column("sum_pi_squared", pa.array([[0.5]])),
+        use_kl_in_reward=True,
+    )
+    assert data.parts["score"].tolist() == [0] and data.rewards.tolist() == [-0.125]
+
+
+def test_what_nobody_needs_is_not_parsed_and_not_missed():
+    data = seen(table({"uid": "a", "score": 1.0, "reward_parts": "no json"}), adv_estimator="test_reads_rewards")
+    assert data.values is data.baselines is data.sum_pi_squared is data.parts is None
+    # A critic may be trained without the estimator asking for it.
+    row = {"uid": "a", "score": 1.0, "values": [1.0, 2.0]}
+    whole = table(row, schema=pa.schema([*BEFORE, *VALUE]))
+    assert seen(whole, adv_estimator="test_reads_rewards").values.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("column", "stage", "config"),
+    [
+        ("values", "value", {"adv_estimator": "gae"}),
+        ("baseline", "baseline", {"adv_estimator": "remax"}),
+        ("sum_pi_squared", "policy", {"adv_estimator": "optimal_token_baseline"}),
+        ("ref_log_probs", "reference", {"use_kl_in_reward": True}),
+    ],
+)
+def test_a_missing_column_names_the_stage_that_writes_it(column, stage, config):
+    complaint = f"no column '{column}', which algorithm.*needs; the stage '{stage}' should have written it"
+    with pytest.raises(ValueError, match=complaint):
+        run(table({"uid": "a", "score": 1.0}), **config)
+
+
+def test_a_missing_part_names_part_and_row():
+    config = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["score", "format"]}
+    good = {"uid": "a", "score": 1.0, "reward_parts": '{"format": 1}'}
+    for bad in ('{"other": 2}', '{"format": "good", "other": 2}', None):
+        with pytest.raises(ValueError, match="names 'format', but .* no number .* for a row of uid b .it returned sco"):
+            run(table(good, {"uid": "b", "score": 1.0, "reward_parts": bad}), **config)
+    run(table(good, {"uid": "b", "score": 0.0, "reward_parts": "{}", "reward_error": "x"}), **config)
+
+
+def test_columns_must_fit_the_response():
+    with pytest.raises(ValueError, match="row of uid b has 1 entries in 'rollout_log_probs' but 2 response tokens"):
+        run(table({"uid": "a", "score": 1.0}, {"uid": "b", "score": 1.0, "rollout_log_probs": [-1.0]}))
+    with pytest.raises(ValueError, match="row of uid a has baseline None and no reward_error"):
+        run(table({"uid": "a", "score": 1.0}, schema=pa.schema([*BEFORE, *BASELINE])), adv_estimator="remax")
+
+
+def test_it_says_what_it_must_be_given():
+    stage = Advantage(AlgorithmConfig(adv_estimator="gae"))
+    assert (stage.scope, stage.needs) == ("batch", ("values",))
+    assert Advantage(AlgorithmConfig()).needs == ()

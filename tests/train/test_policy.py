@@ -66,15 +66,21 @@ def pack(rows: list[tuple[list[int], int]], padding: int = 0, pad: int = 0):
     return input_ids, torch.tensor(select), torch.tensor(targets)
 
 
-def plain(policy: Policy, rows, temperature: float):
-    """Log-probs and entropies the direct way: the model itself, masked, with full logits."""
-    input_ids, select, targets = pack(rows)
+def plain_distributions(policy: Policy, rows, temperature: float) -> torch.Tensor:
+    """Log-probs of the whole vocabulary the direct way: the model itself, masked, with full logits."""
+    input_ids, select, _ = pack(rows)
     mask = torch.zeros_like(input_ids)
     for b, (ids, _) in enumerate(rows):
         mask[b, : len(ids)] = 1
     logits = policy.lm(input_ids=input_ids, attention_mask=mask).logits / temperature
-    log_probs = torch.log_softmax(logits.float(), -1).flatten(0, 1)[select]
-    return log_probs.gather(-1, targets[:, None])[:, 0], torch.distributions.Categorical(logits=log_probs).entropy()
+    return torch.log_softmax(logits.float(), -1).flatten(0, 1)[select]
+
+
+def plain(policy: Policy, rows, temperature: float):
+    """Log-probs and entropies the direct way."""
+    log_probs = plain_distributions(policy, rows, temperature)
+    chosen = log_probs.gather(-1, pack(rows)[2][:, None])[:, 0]
+    return chosen, torch.distributions.Categorical(logits=log_probs).entropy()
 
 
 ROWS = ragged([(3, 5), (1, 1), (6, 2), (2, 9)])
@@ -112,9 +118,13 @@ def test_padding_order_and_chunks_change_nothing(lengths, padding, pad, chunk, d
     order = data.draw(st.permutations(range(len(rows))))
     with torch.no_grad():
         base, _ = policy(*pack(rows), chunk_tokens=1000)
-        moved, _ = policy(*pack([rows[i] for i in order], padding, pad), chunk_tokens=chunk)
-    want = [part for i in order for part in base.split([len(ids) - p for ids, p in rows])[i]]
-    torch.testing.assert_close(moved, torch.stack(want), atol=1e-5, rtol=0)
+        sums = policy.sum_pi_squared(*pack(rows)[:2], chunk_tokens=1000)
+        batch = pack([rows[i] for i in order], padding, pad)
+        moved, _ = policy(*batch, chunk_tokens=chunk)
+        moved_sums = policy.sum_pi_squared(*batch[:2], chunk_tokens=chunk)
+    for whole, got in ((base, moved), (sums, moved_sums)):
+        want = [part for i in order for part in whole.split([len(ids) - p for ids, p in rows])[i]]
+        torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=0)
 
 
 def test_logits_exist_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +136,27 @@ def test_logits_exist_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entropy is None and max(seen) == 4 and sum(seen) == len(log_probs)
     log_probs.sum().backward()
     assert sum(seen) == 2 * len(log_probs)  # recomputed, not kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.05])
+def test_sum_of_squared_probabilities(family: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = build(family)
+    want = plain_distributions(policy, ROWS, temperature).double().exp().square().sum(-1)
+    seen: list[int] = []
+    whole = Policy._logits
+    monkeypatch.setattr(Policy, "_logits", lambda self, h: (seen.append(len(h)), whole(self, h))[1])
+    got = policy.sum_pi_squared(*pack(ROWS, pad=5)[:2], temperature, 4)
+    assert got.dtype == torch.float32 and not got.requires_grad
+    torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-4)
+    assert max(seen) == 4 and sum(seen) == len(want)
+    # A uniform distribution has 1 / V, a certain one 1.
+    assert (got > 1 / VOCAB).all() and (got <= 1 + 1e-6).all()
+
+
+def test_sum_of_squared_probabilities_of_no_token() -> None:
+    empty = torch.zeros(0, dtype=torch.long)
+    assert build("qwen2-tied").sum_pi_squared(torch.zeros(1, 3, dtype=torch.long), empty).shape == (0,)
 
 
 def test_no_wanted_token_still_reaches_every_parameter() -> None:

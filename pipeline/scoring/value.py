@@ -1,0 +1,48 @@
+"""The value stage: finished rows in, the critic's value before every response token added.
+
+Values come from a replica of the critic at the version of the policy that generated the rows, or at a newer one where
+the trainer is ahead; both are published together, so rows and weights of a version are there at the same time.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config import Config
+from pipeline.rows import VALUE, append
+from pipeline.scoring.replica import Replica, StoreWeights, newest, scoring_model
+from pipeline.store import CRITIC
+from pipeline.train.value_model import load_value_model
+
+
+class Value:
+    """One replica of the critic.
+
+    Args:
+        config: the run's configuration.
+        store: handle of the policy store.
+        generation: of the stream.
+
+    Raises:
+        ValueError: the model cannot be loaded, or cannot become a critic.
+    """
+
+    def __init__(self, config: Config, store: Any, generation: int):
+        scorer = config.scoring.value
+        own = dataclasses.replace(config, model=scoring_model(config.model, scorer, config.critic.fsdp))
+        self._replica = Replica(lambda: load_value_model(own), scorer, "value")
+        timeout = config.trainer.deadlines.publish
+        self._weights = StoreWeights(self._replica.module, store, generation, CRITIC, timeout)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """`table` with the columns `VALUE` added.
+
+        Raises:
+            see `StoreWeights.bring_to` and `Replica.score`.
+        """
+        # The weights of no rows are not waited for: a chunk of validation rows has left the stream before.
+        version = self._weights.bring_to(newest(table)) if len(table) else -1
+        values = self._replica.score(table, lambda module, batch: module(batch.input_ids, batch.select))
+        return append(table, VALUE, {"values": values, "value_version": np.full(len(table), version)})

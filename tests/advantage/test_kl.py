@@ -1,0 +1,118 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.advantage.config import AlgorithmConfig, KLControlConfig
+from pipeline.advantage.kl import AdaptiveKL, FixedKL, kl_controller, kl_penalty
+
+LN2 = math.log(2)
+positive = st.floats(1e-4, 100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "twice", "half"),
+    [
+        ("kl", LN2, -LN2),
+        ("abs", LN2, LN2),
+        ("mse", LN2**2 / 2, LN2**2 / 2),
+        ("low_var_kl", LN2 - 0.5, 1 - LN2),
+        ("k1", LN2, -LN2),
+        ("k2", LN2**2 / 2, LN2**2 / 2),
+        ("k3", LN2 - 0.5, 1 - LN2),
+    ],
+)
+def test_a_token_twice_and_half_as_likely_as_under_the_reference(kind, twice, half):
+    log_probs = np.log(np.array([0.5, 0.25, 0.3], dtype=np.float32))
+    reference = np.log(np.array([0.25, 0.5, 0.3], dtype=np.float32))
+    got = kl_penalty(log_probs, reference, kind)
+    assert got.dtype == np.float64 and got[2] == 0
+    assert got[:2] == pytest.approx([twice, half], abs=1e-6)
+
+
+def test_an_impossible_token_costs_a_bounded_k3():
+    assert kl_penalty(np.array([-1.0, -900.0]), np.array([-900.0, -1.0]), "k3") == pytest.approx([10, 10])
+
+
+@given(seed=st.integers(0, 2**32 - 1), size=st.integers(2, 8))
+def test_k1_and_k3_are_the_kl_on_average(seed, size):
+    # Half uniform: no ratio is so large that k3 is held at its bound.
+    p, q = 0.5 * np.random.default_rng(seed).dirichlet(np.full(size, 0.5), 2) + 0.5 / size
+    kl = float((p * np.log(p / q)).sum())
+    for kind in ("k1", "k3"):
+        assert (p * kl_penalty(np.log(p), np.log(q), kind)).sum() == pytest.approx(kl, abs=1e-12)
+    for kind in ("abs", "k2", "k3"):
+        assert (kl_penalty(np.log(p), np.log(q), kind) >= 0).all()
+
+
+def test_unknown_estimates_are_refused():
+    with pytest.raises(ValueError, match="algorithm.kl_penalty 'full' is unknown; it is one of kl, k1, abs"):
+        kl_penalty(np.zeros(1), np.zeros(1), "full")
+    with pytest.raises(ValueError, match=r"'k3\+' is unknown.* a trailing '\+' chooses a gradient"):
+        kl_penalty(np.zeros(1), np.zeros(1), "k3+")
+
+
+def test_a_fixed_coefficient_stays():
+    control = kl_controller(AlgorithmConfig().kl_ctrl)
+    assert isinstance(control, FixedKL)
+    control.update(1e9, 10**9)
+    assert control.coef == 0.001
+
+
+def test_adaptive_steps_worked_by_hand():
+    control = kl_controller(KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=6.0, horizon=100))
+    control.update(9.0, 10)  # 9 / 6 - 1 = 0.5, held at 0.2
+    assert control.coef == pytest.approx(0.1 * 1.02)
+    control.update(5.4, 50)  # -0.1
+    assert control.coef == pytest.approx(0.1 * 1.02 * 0.95)
+    control.update(-3.0, 100)  # k1 may be negative; held at -0.2
+    assert control.coef == pytest.approx(0.1 * 1.02 * 0.95 * 0.8)
+    control.coef = 0.5  # a checkpoint
+    control.update(6.0, 1000)
+    assert control.coef == 0.5
+
+
+@given(coef=positive, target=positive, kl=st.floats(-10, 200), more=st.floats(0, 10), rows=st.integers(1, 10**7))
+def test_it_steers_towards_the_target(coef, target, kl, more, rows):
+    def after(current: float, count: int = rows) -> float:
+        control = AdaptiveKL(coef, target, horizon=10_000)
+        control.update(current, count)
+        return control.coef
+
+    assert after(target) == coef
+    assert 0 < after(kl) <= after(kl + more)
+    assert after(kl) >= coef if kl > target else after(kl) <= coef
+    assert 0.8 * coef <= after(kl, min(rows, 10_000)) * (1 + 1e-12) and after(kl, min(rows, 10_000)) <= 1.2001 * coef
+
+
+@settings(max_examples=20)
+@given(coef=positive, target=st.floats(0.01, 10), rows=st.integers(1000, 20_000))
+def test_a_loop_whose_kl_falls_with_the_coefficient_settles_at_the_target(coef, target, rows):
+    control = AdaptiveKL(coef, target, horizon=10_000)
+    for _ in range(3000):
+        control.update(1.0 / control.coef, rows)
+    assert 1.0 / control.coef == pytest.approx(target, rel=0.01)
+
+
+def test_more_rows_than_five_horizons_neither_pay_for_distance_nor_end_the_control():
+    control = AdaptiveKL(1.0, target=1.0, horizon=10)
+    control.update(0.0, 1000)
+    assert control.coef == pytest.approx(0.1)
+    control.update(2.0, 10)
+    assert control.coef == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"type": "PID"}, "kl_ctrl.type 'PID' is unknown; it is 'fixed' or 'adaptive'"),
+        ({"kl_coef": -0.1}, "kl_ctrl.kl_coef is -0.1, .* at least 0"),
+        ({"target_kl": 0.0}, "kl_ctrl.target_kl is 0.0; it must be above 0"),
+        ({"horizon": 0}, "kl_ctrl.horizon is 0; it must be above 0"),
+    ],
+)
+def test_settings_that_steer_nowhere_are_refused(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        kl_controller(KLControlConfig(**{"type": "adaptive"} | change))

@@ -1,0 +1,134 @@
+"""The value stage against the value model itself, with weights of several versions."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import Config
+from pipeline.rows import FLOATS, VALUE
+from pipeline.scoring.value import Value
+from pipeline.store import Admission, PolicyStore
+from pipeline.train.broadcast import pack
+from pipeline.train.value_model import ValueModel
+from tests.scoring.generated import assert_near, generated
+from tests.scoring.published import BUCKET, LocalStore, get, shard_of
+
+
+def make_config(model: Path) -> Config:
+    config = Config()
+    config.model.path = str(model)
+    config.scoring.value.max_token_len = 30
+    config.trainer.deadlines.publish = 20.0
+    return config
+
+
+def trained(model: Path, version: int) -> ValueModel:
+    """A critic as `version` iterations might leave it: decoder and head have moved."""
+    torch.manual_seed(version)
+    critic = ValueModel(AutoModelForCausalLM.from_pretrained(model))
+    with torch.no_grad():
+        for parameter in critic.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return critic
+
+
+@torch.no_grad()
+def expected(critic: ValueModel, table: pa.Table) -> list[Tensor]:
+    """Values of every row by itself, without padding."""
+    values = []
+    for prompt, response in zip(table["prompt_ids"].to_pylist(), table["response_ids"].to_pylist(), strict=True):
+        select = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
+        values.append(critic(torch.tensor([prompt + response]), select).double())
+    return values
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+    monkeypatch.setattr(ray, "get", get)
+    yield LocalStore()
+
+
+def test_values_are_those_of_the_critic_of_the_rows_version(store: LocalStore, tiny_model: Path) -> None:
+    stage = Value(make_config(tiny_model), store, store.generation)
+    before = None
+    for version in (0, 1, 3):
+        critic, table = trained(tiny_model, version), generated(seed=version, version=version)
+        store.publish(version, critic=shard_of(critic))
+        done = stage(table)
+        assert done.schema.equals(pa.schema([*table.schema, *VALUE]))
+        assert done.select(table.column_names).equals(table)
+        assert_near(done["values"], expected(critic, table))
+        assert done["value_version"].to_pylist() == [version] * len(table)
+        if before is not None:  # the comparison would see the weights of the version before
+            assert (torch.cat(expected(before, table)) - torch.cat(expected(critic, table))).abs().max() > 0.1
+        before = critic
+    assert store.asked == [(store.generation, "critic", version, 20.0) for version in (0, 1, 3)]
+
+
+def test_the_newest_row_decides(store: LocalStore, tiny_model: Path) -> None:
+    stage = Value(make_config(tiny_model), store, store.generation)
+    store.publish(0, critic=shard_of(trained(tiny_model, 0)))
+    stage(generated())
+    store.publish(1, critic=shard_of(critic := trained(tiny_model, 1)))
+    mixed = pa.concat_tables([generated(version=1), generated(seed=1, version=0)])
+    done = stage(mixed)
+    assert_near(done["values"], expected(critic, mixed))
+    assert set(done["value_version"].to_pylist()) == {1}
+
+
+def test_no_rows_wait_for_nothing(store: LocalStore, tiny_model: Path) -> None:
+    stage = Value(make_config(tiny_model), store, store.generation)
+    done = stage(generated().slice(0, 0))
+    assert len(done) == 0 and done.schema.field("values").type == FLOATS and "value_version" in done.column_names
+    assert store.asked == []
+
+
+@pytest.mark.parametrize(("scorer", "fsdp"), [("bfloat16", None), (None, "bfloat16")])
+def test_type_of_the_computation(store: LocalStore, tiny_model: Path, scorer: str | None, fsdp: str | None) -> None:
+    config = make_config(tiny_model)
+    config.scoring.value.dtype, config.critic.fsdp.param_dtype = scorer, fsdp
+    critic, table = trained(tiny_model, 0), generated()
+    store.publish(0, critic=shard_of(critic))
+    done = Value(config, store, store.generation)(table)
+    exact = torch.cat(expected(critic, table))
+    gap = (torch.tensor(done["values"].combine_chunks().flatten().to_pylist()).double() - exact).abs().max()
+    assert 1e-4 < gap < 0.1 * exact.abs().max()
+
+
+def test_the_critics_own_model(store: LocalStore, tiny_model: Path, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(tiny_model)
+    other.model.layers = nn.ModuleList(other.model.layers[:1])
+    other.config.num_hidden_layers, other.config.layer_types = 1, other.config.layer_types[:1]
+    other.save_pretrained(tmp_path)
+    config = make_config(tiny_model)
+    config.critic.path = str(tmp_path)
+    critic, table = trained(tmp_path, 0), generated()
+    store.publish(0, critic=shard_of(critic))
+    assert_near(Value(config, store, store.generation)(table)["values"], expected(critic, table))
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_with_a_real_store(tiny_model: Path) -> None:
+    store: Any = ray.remote(PolicyStore).options(num_cpus=0).remote(Admission(1, 1, 0))
+    generation = ray.get(store.new_generation.remote())
+    ray.get(store.begin.remote(generation, 0, 1, None))
+    stage = ray.remote(Value).options(num_cpus=1).remote(make_config(tiny_model), store, generation)
+    for version in (0, 1):
+        critic, table = trained(tiny_model, version), generated(version=version)
+        asked = stage.__call__.remote(table)
+        shards = {
+            "policy": pack(nn.Linear(1, 1), 0, torch.float32, BUCKET, ray.put),
+            "critic": pack(critic, 0, torch.float32, BUCKET, ray.put),
+        }
+        ray.get(store.publish.remote(generation, version, shards, 0.0))
+        done = ray.get(asked, timeout=60)
+        assert_near(done["values"], expected(critic, table))
+        assert set(done["value_version"].to_pylist()) == {version}
