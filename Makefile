@@ -22,21 +22,22 @@ SFT ?= data.train_batch_size=64 trainer.total_training_steps=400 trainer.num_wor
 DATA := data/countdown-$(SEED)
 TINY := models/tiny-$(SEED)
 WARM := models/tiny-sft-$(SEED)
-NAME ?= countdown-cpu-$(SEED)
+ALGORITHM ?=
+NAME ?= countdown-cpu-$(SEED)$(if $(ALGORITHM),-$(ALGORITHM))
 
 .PHONY: help setup demo test test-fast lint format docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
-	@echo "Variables: SEED=$(SEED) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
+	@echo "Variables: SEED=$(SEED) ALGORITHM=$(ALGORITHM) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
 
 $(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh pyproject.toml
 	@requirements/install.sh $(ACCELERATOR) $(VENV) $(PYTHON)
 
 setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at the machine)
 
-demo: $(WARM)/config.json ## train a tiny model on Countdown and watch it get better (SEED=2 for another run)
-	@$(RUN) -m jobs.train experiment=countdown_cpu trainer.seed=$(SEED) trainer.experiment_name=$(NAME) \
+demo: $(WARM)/config.json ## train a tiny model on Countdown and watch it get better (SEED=2, ALGORITHM=ppo for others)
+	@$(RUN) -m jobs.train experiment=countdown_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)) trainer.seed=$(SEED) trainer.experiment_name=$(NAME) \
 		data.train_files=$(DATA)/train.parquet data.val_files=$(DATA)/test.parquet model.path=$(WARM)
 
 $(DATA)/sft_train.parquet: | $(STAMP)

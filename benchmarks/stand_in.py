@@ -25,7 +25,7 @@ from pipeline.prompts.stage import ANSWER_S, Schedule
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.vllm import Generation
 from pipeline.rollout.weights import Shard, checksum
-from pipeline.store import Admission, PolicyStore
+from pipeline.store import POLICY, Admission, PolicyStore
 from pipeline.train.feed import Blocks, RowsFeed
 
 RANKS = 2
@@ -100,7 +100,7 @@ class StandInTrainer:
     def iterate(self) -> list[pa.Table]:
         """Publish the current version and read the rows it generates, one table for each rank."""
         for shard in self._shards:
-            self._ask("publish", self._version, shard, time.time())
+            self._ask("publish", self._version, {POLICY: shard}, time.time())
         self._version += 1
         tables = [feed.next(self._version) for feed in self._feeds]
         if any(table is None for table in tables):

@@ -4,8 +4,8 @@ What was chosen and why:
 
 1. Each package keeps its own part as a dataclass beside the code it configures; this module only joins them. Defaults
    stand there and nowhere else.
-2. Hydra composes `configs/*.yaml`, the chosen `experiment/*.yaml` and `key=value` arguments onto the dataclasses, so
-   types are checked and an unknown key never passes. Its refusals are turned into one sentence that names the file or
+2. Hydra composes `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments
+   onto the dataclasses, so types are checked and an unknown key never passes. Its refusals are turned into one sentence that names the file or
    argument, the key, what was expected and the nearest valid key.
 3. Code receives plain dataclass instances. Nothing below this module knows Hydra, and importing it loads neither
    torch nor Ray nor vLLM.
@@ -14,8 +14,6 @@ Impossible combinations of valid values are found in `checks.py`; what a config 
 """
 
 import dataclasses
-import difflib
-import types
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +38,9 @@ from pipeline.advantage.config import AlgorithmConfig
 from pipeline.prompts.config import DataConfig
 from pipeline.reward.config import RewardConfig
 from pipeline.rollout.config import RolloutConfig
-from pipeline.train.config import ActorConfig, ModelConfig, TrainerConfig
+from pipeline.schema import Key, expected, is_open, keys, unknown
+from pipeline.scoring.config import ScoringConfig
+from pipeline.train.config import ActorConfig, CriticConfig, ModelConfig, TrainerConfig
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -69,86 +69,26 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     """The stage that scores responses."""
 
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    """The pools of model replicas that score finished rows."""
+
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """How rewards become advantages."""
 
     actor: ActorConfig = field(default_factory=ActorConfig)
     """The policy update."""
 
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model and its update."""
+
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run: how long, how wide, what is kept."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """One setting: its dotted name, its type, its default and the dataclass that declares it."""
-
-    name: str
-    type: Any
-    default: Any
-    owner: type
-
-
-def keys(schema: type) -> dict[str, Key]:
-    """Every setting of the dataclass `schema` by its dotted name, in the order of declaration."""
-    return {key.name: key for key in _keys(schema, "")}
-
-
-def _keys(schema: type, prefix: str) -> Iterator[Key]:
-    types_of = typing.get_type_hints(schema)
-    defaults = schema()
-    for item in dataclasses.fields(schema):
-        name, kind = prefix + item.name, types_of[item.name]
-        if dataclasses.is_dataclass(kind):
-            yield from _keys(typing.cast(type, kind), name + ".")
-        else:
-            yield Key(name, kind, getattr(defaults, item.name), schema)
-
-
-def expected(kind: Any) -> str:
-    """What a value of type `kind` looks like, in words: `a whole number or null` for `int | None`."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return " or ".join(expected(part) for part in typing.get_args(kind))
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is list:
-        return f"a list, each entry {expected(args[0])}"
-    if origin is tuple:
-        return f"a list of {len(args)}, each {expected(args[0])}"
-    if origin is dict:
-        return "a mapping such as {name: value}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    return words.get(kind, "any value")
-
-
-def nearest(key: str, valid: Iterable[str]) -> str | None:
-    """The valid dotted key that was most likely meant by `key`, or None when nothing is near.
-
-    In this order: the same key with sections added or left out in front (`actor_rollout_ref.rollout.n`), the same last
-    segment with the most segments in common (`actor.lr`), the most similar spelling (`data.train_bach_size`).
-    """
-    valid, segments = list(valid), key.split(".")
-    framed = [v for v in valid if key.endswith("." + v) or v.endswith("." + key)]
-    if framed:
-        return max(framed, key=lambda v: (min(len(v), len(key)), -len(v)))
-
-    def likeness(v: str) -> float:
-        return difflib.SequenceMatcher(None, key, v).ratio()
-
-    same_name = [v for v in valid if v.split(".")[-1] == segments[-1]]
-    if same_name:
-        return max(same_name, key=lambda v: (len(set(v.split(".")) & set(segments)), likeness(v)))
-
-    def last_likeness(v: str) -> float:
-        return difflib.SequenceMatcher(None, segments[-1], v.split(".")[-1]).ratio()
-
-    close = [v for v in valid if last_likeness(v) >= 0.75 or min(likeness(v) - 0.25, last_likeness(v)) >= 0.6]
-    return max(close, key=lambda v: last_likeness(v) + likeness(v)) if close else None
 
 
 def load_config(
     overrides: Iterable[str] = (), config_name: str = "train", config_dir: str | Path | None = None
 ) -> Config:
-    """The settings of a training run: `configs/<config_name>.yaml`, the chosen experiment, then `overrides`.
+    """The settings of a training run: `configs/<config_name>.yaml`, the experiment, the algorithm, then `overrides`.
 
     See `load` for arguments and errors. Values are of the right type; whether they fit together is for `checks.check`.
     """
@@ -209,13 +149,6 @@ def _restore_tuples(config: Any) -> None:
             setattr(config, name, tuple(value))
 
 
-def _open(key: str, valid: dict[str, Key]) -> bool:
-    """Whether `key` is, or lies inside, a mapping that takes any name (such as `rollout.engine_kwargs`)."""
-    segments = key.split(".")
-    heads = (".".join(segments[:i]) for i in range(1, len(segments) + 1))
-    return any(head in valid and typing.get_origin(valid[head].type) is dict for head in heads)
-
-
 def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[str]:
     """The overrides as Hydra needs them.
 
@@ -240,20 +173,44 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[st
                 f"the argument {text!r} gives several values; one run takes one (a list is written [a,b])"
             )
         if key in groups:
-            options = sorted({path.stem for folder in folders for path in (folder / key).glob("*.yaml")})
-            value = override.value()
-            if not override.is_delete() and value is not None and value not in options:
-                raise ConfigError(f"{key}={value}: there is no such file; there are: {', '.join(options)}")
-            result.append(text)
+            result.append(text if override.is_delete() else _choice(key, override.value(), folders))
             continue
-        if override.is_delete() and not _open(key, valid):
+        if override.is_delete() and not is_open(key, valid):
             raise ConfigError(f"the argument {text!r} removes a key; every key has a value, set another one instead")
         for full in _leaf_keys(key, override.value()):
-            if full not in valid and not _open(full, valid):
-                raise ConfigError(_unknown(full, valid, f"the argument {text!r}"))
+            if full not in valid and not is_open(full, valid):
+                raise ConfigError(unknown(full, valid, f"the argument {text!r}"))
+        if key in valid and valid[key].type in (str, str | None) and _number(override.value()):
+            # Read as a number and made text again, `0.5_2` would be `0.52`.
+            text = "{}='{}'".format(*text.split("=", 1))
         # Hydra refuses new names inside a mapping unless they are marked as added.
-        result.append(f"++{text.lstrip('+')}" if _open(key, valid) and not override.is_delete() else text.lstrip("+"))
+        result.append(f"++{text.lstrip('+')}" if is_open(key, valid) and not override.is_delete() else text.lstrip("+"))
     return result
+
+
+def _choice(group: str, value: Any, folders: list[Path]) -> str:
+    """The argument that lays the file, or the files, `value` of `group` over the settings before them.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    options = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    if value is None:
+        return f"~{group}"
+    if isinstance(value, dict):
+        example = next(iter(_leaf_keys(group, value)))
+        raise ConfigError(
+            f"{group} takes the name of a file ({', '.join(options)}); set keys one by one: {example}=..."
+        )
+    names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
+    for name in names:
+        if name not in options:
+            raise ConfigError(f"{group}={name}: there is no such file; there are: {', '.join(options)}")
+    return f"{group}=[{','.join(names)}]" if isinstance(value, list) else f"{group}={names[0]}"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _leaf_keys(key: str, value: Any) -> Iterator[str]:
@@ -262,19 +219,6 @@ def _leaf_keys(key: str, value: Any) -> Iterator[str]:
             yield from _leaf_keys(f"{key}.{getattr(name, 'text', name)}", inner)
     else:
         yield key
-
-
-def _unknown(key: str, valid: dict[str, Key], where: str) -> str:
-    inside = [name for name in valid if name.startswith(key + ".")]
-    if inside:
-        return f"{where}: {key} is a section, not a value; its keys are {', '.join(inside)}"
-    guess = nearest(key, valid)
-    if guess:
-        return f"{where}: there is no key {key}; did you mean {guess}?"
-    section = key.split(".")[0]
-    known = [name.removeprefix(f"{section}.") for name in valid if name.split(".")[0] == section]
-    listed = f"the keys of {section} are {', '.join(known)}" if known else "see docs/configuration.md for all keys"
-    return f"{where}: there is no key {key}; {listed}"
 
 
 def _sentence(error: Exception, schema: type, folders: list[Path], overrides: list[str]) -> str:
@@ -290,9 +234,9 @@ def _sentence(error: Exception, schema: type, folders: list[Path], overrides: li
     source, value = _source(str(error), full_key, folders, overrides)
     key = full_key.split("[")[0]
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        return _unknown(full_key, valid, source)
+        return unknown(full_key, valid, source)
     if full_key not in valid and any(name.startswith(full_key + ".") for name in valid):
-        return _unknown(full_key, valid, source)
+        return unknown(full_key, valid, source)
     wanted = expected(valid[key].type) if key in valid else "another type"
     return f"{source}: {key}={value} does not fit; expected {wanted}"
 

@@ -1,8 +1,11 @@
 """The stream: every stage a row passes, in order.
 
-    pages ─► prompts ─► rollout ─► reward ─► validation ─► advantage ─► record ─► train workers
-                          ▲                  (ends here)                              │
-                          └───────────────────── policy store ◄───────────────────────┘
+    pages ─► prompts ─► rollout ─► reward ─► validation ─► [baseline ─► reference ─► value ─► policy] ─►
+                           ▲                (ends here)                                ▲
+                           │                                                           │   advantage ─► record ─►
+                           └─────────────────── policy store ◄─────────────────────────┴── train workers
+
+Stages in brackets exist only where something reads what they write (`pipeline/stages.py`).
 
 One streaming execution serves the whole run, so engines start once and stay warm. Three rules keep it exact:
 
@@ -22,11 +25,17 @@ import ray
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
+from pipeline.advantage.baseline import Baseline
 from pipeline.advantage.stage import Advantage
 from pipeline.config import Config
 from pipeline.prompts.stage import ANSWER_S, Prompts, Schedule
 from pipeline.reward.stage import Reward
 from pipeline.rollout.stage import Rollout, StorePolicy
+from pipeline.scoring.config import ScorerConfig
+from pipeline.scoring.policy import PolicyScore
+from pipeline.scoring.reference import Reference
+from pipeline.scoring.value import Value
+from pipeline.stages import uses_baselines, uses_critic, uses_policy_scores, uses_reference
 from pipeline.track.trajectories import Record
 
 SOURCE_CPUS = 0.1
@@ -49,6 +58,9 @@ def build(
     context = DataContext.get_current()
     context.target_max_block_size = None
     context.enable_progress_bars = False
+    # Ray Data would set CPUs aside stage by stage, the first stages first, and trust that a stage left without any gets
+    # them when earlier ones end: here none ends before the run does. The policy store paces the stream instead.
+    context.op_resource_reservation_enabled = False
     context.execution_options.preserve_order = True
 
     generation = ray.get(store.new_generation.remote(), timeout=ANSWER_S)
@@ -64,6 +76,7 @@ def build(
     one_by_one = ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1)
     whole: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
 
+    scoring, scored_by = config.scoring, (config, store, generation)
     advantage = Advantage(config.algorithm)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
@@ -89,6 +102,14 @@ def build(
     light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, **whole}
     stream = stream.map_batches(Reward(config.reward), **light)
     stream = stream.map_batches(Validation(run_dir, store, generation), **light)
+    if uses_baselines(config):
+        stream = stream.map_batches(Baseline(), **light)
+    if uses_reference(config):
+        stream = stream.map_batches(Reference, fn_constructor_args=(config,), **pool(scoring.reference), **whole)
+    if uses_critic(config):
+        stream = stream.map_batches(Value, fn_constructor_args=scored_by, **pool(scoring.value), **whole)
+    if uses_policy_scores(config):
+        stream = stream.map_batches(PolicyScore, fn_constructor_args=scored_by, **pool(scoring.policy), **whole)
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
     stream = stream.map_batches(advantage, **light)
@@ -96,6 +117,18 @@ def build(
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
     return stream
+
+
+def pool(scorer: ScorerConfig) -> dict[str, Any]:
+    """Resources of a scoring stage. Each replica takes one chunk at a time, and has threads where Ray gives it one."""
+    threads = scorer.num_threads or max(1, round(scorer.num_cpus))
+    return {
+        # A second chunk waits in the replica's queue while the first is scored.
+        "compute": ActorPoolStrategy(size=scorer.num_workers, max_tasks_in_flight_per_actor=2),
+        "num_cpus": scorer.num_cpus,
+        "num_gpus": scorer.num_gpus,
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+    }
 
 
 class Validation:
@@ -110,13 +143,13 @@ class Validation:
         self._record, self._store, self._generation = Record(run_dir), store, generation
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The training rows of `table`."""
+        """The rows of `table` that are not for validation."""
         validation = table.filter(pc.equal(table["split"], "val"))
         if len(validation):
             self._record(validation)
             message = {"rows": validation.select(self.COLUMNS)}
             ray.get(self._store.post.remote(self._generation, "validated", message), timeout=ANSWER_S)
-        return table.filter(pc.equal(table["split"], "train"))
+        return table.filter(pc.not_equal(table["split"], "val"))
 
 
 def engine_env(config: Config) -> dict[str, str]:

@@ -46,6 +46,47 @@ def test_values_have_the_declared_types():
     assert config.trainer.seed == 7
 
 
+def test_an_algorithm_is_laid_over_the_experiment_and_arguments_over_both(tmp_path):
+    assert load_config(["algorithm=ppo"]).algorithm.adv_estimator == "gae" != Config().algorithm.adv_estimator
+    for arguments in (["algorithm=ppo", "algorithm.lam=0.95"], ["algorithm.lam=0.95", "algorithm=ppo"]):
+        algorithm = load_config(arguments).algorithm
+        assert (algorithm.adv_estimator, algorithm.lam) == ("gae", 0.95)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nactor: {clip_ratio_high: 0.9, clip_ratio: 0.7}"
+    )
+    for arguments in (["experiment=mine", "algorithm=dapo"], ["algorithm=dapo", "experiment=mine"]):
+        actor = load_config(arguments, config_dir=tmp_path).actor
+        assert (actor.clip_ratio_high, actor.clip_ratio) == (0.28, 0.7)
+
+
+def test_algorithms_of_ones_own(tmp_path):
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "mine.yaml").write_text("# @package _global_\nalgorithm: {adv_estimator: opo}")
+    assert load_config(["algorithm=mine"], config_dir=tmp_path).algorithm.adv_estimator == "opo"
+    sentence = refusal("algorithm=yours", config_dir=tmp_path)
+    assert sentence.startswith("algorithm=yours: there is no such file; there are: cispo, ") and " mine, " in sentence
+
+
+def test_several_algorithms_one_on_top_of_the_other():
+    config = load_config(["algorithm=[dapo,icepop]"])
+    assert config.actor.clip_ratio_high == 0.28
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "0.5_5.0"
+    assert "algorithm=nope: there is no such file" in refusal("algorithm=[dapo,nope]")
+
+
+@pytest.mark.parametrize("group", ["experiment", "algorithm"])
+def test_null_chooses_no_file(group):
+    assert load_config([f"{group}=null"]) == Config()
+
+
+@pytest.mark.parametrize("text", ["0.5_2", "1_2", "2.0", "1e3", "'0.5_2.0'"])
+def test_text_that_looks_like_a_number_stays_as_it_was_written(text):
+    for key in ("rollout_is_threshold", "rollout_rs_threshold"):
+        correction = load_config([f"algorithm.rollout_correction.{key}={text}"]).algorithm.rollout_correction
+        assert getattr(correction, key) == text.strip("'")
+
+
 @pytest.mark.parametrize("text", ["rollout.engine_kwargs.foo=1", "+rollout.engine_kwargs.foo=1"])
 def test_mappings_take_any_name(text):
     assert load_config([text]).rollout.engine_kwargs == {"foo": 1}
@@ -130,6 +171,7 @@ def test_section_given_a_value():
         ("experiment=nope", "countdown_cpu"),
         ("no equals sign", "key=value"),
         ("--flag", "key=value"),
+        ("algorithm={lam:0.5}", "set keys one by one: algorithm.lam=..."),
     ],
 )
 def test_arguments_that_are_no_setting(text, words):
@@ -170,7 +212,9 @@ def test_flat_has_every_key_and_diff_names_the_changed_ones():
     assert diff(Config(), changed) == [("rollout.n", 8, 3), ("actor.optim.lr", 1e-6, 0.5)]
 
 
-SETTINGS_ONLY = {f"pipeline/{name}.py" for name in ("config", "checks", "plan", "run_folder")}
+SETTINGS_ONLY = {
+    f"pipeline/{name}.py" for name in ("config", "checks", "check_algorithm", "plan", "memory", "run_folder")
+}
 
 
 def reads() -> Iterator[tuple[str, str, str]]:
@@ -189,6 +233,11 @@ def reads() -> Iterator[tuple[str, str, str]]:
 READ_OTHERWISE = {
     "data.train_max_samples": "getattr with the split's name in prompts/source.py",
     "data.val_max_samples": "getattr with the split's name in prompts/source.py",
+    **{
+        f"{section}.{name}": "of the sampling settings that rollout/vllm.py goes through, one per response"
+        for section in ("rollout", "rollout.val_kwargs")
+        for name in ("temperature", "top_p", "top_k")
+    },
 }
 
 
@@ -196,22 +245,26 @@ def test_every_key_is_read():
     """A key counts as read where it is taken from its section, or from a name that its file declares as the section.
 
     `config.actor.optim.lr`, `optim.lr`, `self.config.lr` in a file that names OptimConfig, `c.lr` where `c` is
-    annotated with OptimConfig, and `self.lr` in the file of that class all read `actor.optim.lr`.
+    annotated with OptimConfig, and `self.lr` in the file of that class all read `actor.optim.lr`. What the keys of
+    algorithm, actor and critic do is shown, one by one, in test_keys.py.
     """
     found = list(reads())
     unread = []
     for key in keys(Config).values():
+        if key.name.split(".")[0] in ("algorithm", "actor", "critic"):
+            continue
         *_, section, name = key.name.split(".")
-        owner = key.owner.__name__
+        # A field that is inherited is read wherever the class is annotated that declares it.
+        owner = "|".join(part.__name__ for part in key.owner.__mro__[:-1])
 
         def is_read(attribute: str, base: str, text: str, section=section, name=name, owner=owner) -> bool:
             if attribute != name or not base:
                 return False
-            if base == "self" and f"class {owner}:" in text:
+            if base == "self" and re.search(rf"class ({owner})\b", text):
                 return True
-            if base.lstrip("_") == section or (base.lstrip("_") == "config" and owner in text):
+            if base.lstrip("_") == section or (base.lstrip("_") == "config" and re.search(owner, text)):
                 return True
-            given = rf"\b{re.escape(base)}: [\w| ]*\b{owner}\b"
+            given = rf"\b{re.escape(base)}: [\w| ]*\b({owner})\b"
             taken = rf"\b{re.escape(base)} = [\w.]*\.{section}\b"
             return re.search(f"{given}|{taken}", text) is not None
 

@@ -131,7 +131,7 @@ class Run:
 
     def publish(self, version: int) -> None:
         self.published[version] = time.time()
-        self.ask("publish", version, Shard(0, [], [], []), time.time())
+        self.ask("publish", version, {"policy": Shard(0, [], [], [])}, time.time())
 
     def train(self, first: int, last: int) -> None:
         """Iterations `first` to `last`, the version that generates `first` included."""

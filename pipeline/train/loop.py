@@ -1,6 +1,6 @@
 """The train loop: what every train worker does, iteration by iteration.
 
-    wait for rows ─► update the actor ─► publish the next policy version ─► report
+    wait for rows ─► update the critic ─► update the actor ─► publish the next version ─► report
 
 Version v has seen v iterations; iteration k trains on rows of version k - 1 (up to `algorithm.max_staleness` older) and
 publishes version k. Reading the next iteration is what lets the stream go on, so nothing here needs to be told to wait.
@@ -20,16 +20,21 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
+from pipeline.advantage.kl import kl_controller
 from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import ANSWER_S, Schedule
+from pipeline.stages import uses_critic
+from pipeline.store import CRITIC, POLICY
 from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
 from pipeline.track.trajectories import discard_trajectories
 from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
 from pipeline.train.broadcast import pack
+from pipeline.train.critic import Critic
 from pipeline.train.feed import Blocks, RowsFeed
 from pipeline.train.fsdp import save_hf, torch_dtype
+from pipeline.train.learner import Learner
 from pipeline.train.packing import Rows
 
 
@@ -62,8 +67,12 @@ class Loop:
         torch.manual_seed(trainer.seed)
         self._store = settings.store
         self._generation = ray.get(self._store.current.remote(), timeout=ANSWER_S)
-        self.actor = Actor(self.config, self.device, self._optimizer_steps())
-        self.version, position = checkpoint.restore(self.actor)
+        iterations, warmup = self.schedule.iterations, self.config.critic.warmup
+        self.actor = Actor(self.config, self.device, iterations - warmup)
+        self.critic = Critic(self.config, self.device, iterations) if uses_critic(self.config) else None
+        self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
+        self.kl = kl_controller(self.config.algorithm.kl_ctrl)
+        self.version, position = checkpoint.restore(self.learners, self.kl)
         self.saved = self.version
         if self.rank == 0:
             # What an interrupted try recorded of later iterations would stand beside the rows that come now.
@@ -90,7 +99,13 @@ class Loop:
                     table = self.feed.next(self.version + 1)
                 if table is None:
                     break
-                stats = [iteration_metrics(table), self.actor.update(Rows.from_table(table))]
+                rows = Rows.from_table(table)
+                stats = [iteration_metrics(table)]
+                if self.critic:
+                    stats.append(self.critic.update(rows))
+                if self.version >= self.config.critic.warmup:
+                    stats.append(self.actor.update(rows))
+                self._update_kl(table)
                 self.version += 1
                 with timed(timings, "publish"):
                     self._publish()
@@ -104,25 +119,31 @@ class Loop:
             self.feed.drain()
         if self.saved != self.version:
             self._save()
-        save_hf(self.actor.policy, load_tokenizer(self.config.model), f"{self.run_dir}/model")
+        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model")
         if self.rank == 0:
             self._ask("post", "done", {"version": self.version, "stopped": stopping})
 
+    def _update_kl(self, table: pa.Table) -> None:
+        """Steer the coefficient of the KL in the reward by the KL of all ranks' rows."""
+        if self.config.algorithm.use_kl_in_reward:
+            known = table["kl"].drop_null()
+            total, count = self.actor.all_reduce([pc.sum(known).as_py() or 0.0, float(len(known))])
+            if count:
+                self.kl.update(total / count, len(table) * self.world_size)
+
     def _publish(self) -> None:
-        """Make the current weights the policy version `self.version`."""
+        """Make the current weights version `self.version` of every trained model."""
         stepped_at = time.time()
-        shard = pack(
-            self.actor.policy,
-            self.rank,
-            torch_dtype(self.config.rollout.dtype, "rollout.dtype"),
-            self.config.trainer.weight_bucket_mb * 2**20,
-            ray.put,
-            self.actor.policy.hf_name,
-        )
-        self._ask("publish", self.version, shard, stepped_at)
+        rollout, limit = self.config.rollout, self.config.trainer.weight_bucket_mb * 2**20
+        kind = torch_dtype(rollout.dtype, "rollout.dtype")
+        shards = {POLICY: pack(self.actor.module, self.rank, kind, limit, ray.put, self.actor.module.hf_name)}
+        if self.critic:
+            kind = torch_dtype(self.config.model.dtype, "model.dtype")
+            shards[CRITIC] = pack(self.critic.module, self.rank, kind, limit, ray.put)
+        self._ask("publish", self.version, shards, stepped_at, self.kl.coef)
 
     def _save(self) -> None:
-        checkpoint.save(self.actor, self.version, self._ask("position", self.version))
+        checkpoint.save(self.learners, self.kl, self.version, self._ask("position", self.version))
         self.saved = self.version
 
     def _report(self, table: pa.Table, stats: list[Stats]) -> bool:
@@ -164,11 +185,6 @@ class Loop:
                 "computes in another precision (rollout.dtype, actor.fsdp.param_dtype)"
             )
         return None
-
-    def _optimizer_steps(self) -> int:
-        actor, data = self.config.actor, self.config.data
-        mini_batches = data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size)
-        return self.schedule.iterations * mini_batches * actor.ppo_epochs
 
     def _describe(self) -> str:
         status = self._ask_store("status")

@@ -11,9 +11,10 @@ Chosen, and why:
 4. Attention follows from lengths. `ids != pad` would mask a pad token that the policy itself chose.
 """
 
+import hashlib
 import heapq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +25,8 @@ from pipeline.rows import flat
 
 
 @dataclass
-class Rows:
-    """Rows of an iteration on one rank, as flat numpy arrays; R rows with N response tokens in all."""
+class Sequences:
+    """Prompts with their responses, as flat numpy arrays; R rows with N response tokens in all."""
 
     prompt_ids: np.ndarray
     """int32, prompt tokens of all rows, one row after the other."""
@@ -35,6 +36,37 @@ class Rows:
     """[N] int32."""
     response_offsets: np.ndarray
     """[R + 1] int64, where each row's response begins in the arrays of length N."""
+
+    @classmethod
+    def from_table(cls, table: pa.Table) -> "Sequences":
+        """Flat views of the tokens of generated rows.
+
+        Raises:
+            ValueError: a response stands after an empty prompt.
+        """
+        tokens = Sequences(*flat(table, "prompt_ids"), *flat(table, "response_ids"))
+        orphan = (np.diff(tokens.prompt_offsets) == 0) & (np.diff(tokens.response_offsets) > 0)
+        if orphan.any():
+            row = int(np.flatnonzero(orphan)[0])
+            raise ValueError(
+                f"row {row} (uid {_uid(table, row)}) has an empty prompt, and nothing predicts the first token of its "
+                "response; the chat template must produce at least one token"
+            )
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self.response_offsets) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompt + response tokens of each row."""
+        return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
+
+
+@dataclass
+class Rows(Sequences):
+    """Rows of an iteration on one rank, with what the update reads of them."""
+
     mask: np.ndarray
     """[N] float32, 1 where the policy chose the token and trains on it."""
     rollout_log_probs: np.ndarray
@@ -46,6 +78,16 @@ class Rows:
     """[N] float32."""
     returns: np.ndarray
     """[N] float32."""
+    ids: np.ndarray
+    """[R] uint64, what tells a row from all others of the run, on whichever rank it is (from uid and sample)."""
+    ref_log_probs: np.ndarray | None = None
+    """[N] float32, log-probs of the reference policy; None without one."""
+    values: np.ndarray | None = None
+    """[N] float32, the critic's values that the advantages were made with; None without a critic."""
+    weights: np.ndarray | None = None
+    """[N] float32, importance weights of the off-policy correction, once it has run."""
+    selected: np.ndarray | None = None
+    """[N] bool, tokens that the policy loss chose over the whole mini-batch, once it has."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "Rows":
@@ -55,10 +97,11 @@ class Rows:
             ValueError: a list column has another length than `response_ids` in some row, an advantage that trains is
                 not finite, or a response stands after an empty prompt.
         """
-        prompt_ids, prompt_offsets = flat(table, "prompt_ids")
-        response_ids, offsets = flat(table, "response_ids")
+        tokens = Sequences.from_table(table)
+        offsets = tokens.response_offsets
         columns: dict[str, np.ndarray] = {}
-        for name in ("response_mask", "rollout_log_probs", "advantages", "returns"):
+        optional = [name for name in ("ref_log_probs", "values") if name in table.column_names]
+        for name in ("response_mask", "rollout_log_probs", "advantages", "returns", *optional):
             values, other = flat(table, name)
             if not np.array_equal(offsets, other):
                 row = int(np.flatnonzero(np.diff(offsets) != np.diff(other))[0])
@@ -71,38 +114,40 @@ class Rows:
         if bad.any():
             row = int(np.searchsorted(offsets, np.flatnonzero(bad)[0], side="right")) - 1
             raise ValueError(f"row {row} (uid {_uid(table, row)}) has an advantage that is not a finite number")
-        orphan = (np.diff(prompt_offsets) == 0) & (np.diff(offsets) > 0)
-        if orphan.any():
-            row = int(np.flatnonzero(orphan)[0])
-            raise ValueError(
-                f"row {row} (uid {_uid(table, row)}) has an empty prompt, and nothing predicts the first token of its "
-                "response; the chat template must produce at least one token"
-            )
         return cls(
-            prompt_ids=prompt_ids,
-            prompt_offsets=prompt_offsets,
-            response_ids=response_ids,
-            response_offsets=offsets,
+            **vars(tokens),
             mask=columns["response_mask"],
             rollout_log_probs=columns["rollout_log_probs"],
             old_log_probs=columns["rollout_log_probs"].copy(),
             advantages=columns["advantages"],
             returns=columns["returns"],
+            ids=_ids(table),
+            **{name: columns[name] for name in optional},
         )
-
-    def __len__(self) -> int:
-        return len(self.response_offsets) - 1
-
-    @property
-    def lengths(self) -> list[int]:
-        """Prompt + response tokens of each row."""
-        return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
 
     def mask_counts(self, index: list[int]) -> tuple[int, int]:
         """Tokens that train in these rows, and rows with at least one; summed over ranks they normalise the loss."""
         totals = np.concatenate([[0], np.cumsum(self.mask > 0)])
         per_row = np.diff(totals[self.response_offsets])[index]
         return int(per_row.sum()), int((per_row > 0).sum())
+
+    def trained_tokens(self, index: list[int]) -> np.ndarray:
+        """Places [M] in the arrays of length N of the tokens of these rows that train, row after row."""
+        starts = self.response_offsets[index]
+        taken = _spans(starts, self.response_offsets[np.asarray(index, dtype=np.int64) + 1] - starts)
+        return taken[self.mask[taken] > 0]
+
+    def random_keys(self, index: list[int], seed: int, step: int) -> np.ndarray:
+        """[M] uniform numbers in [0, 1) for `trained_tokens(index)`, which depend on the seed, the step, the row and
+        the token's place in it alone."""
+        starts, stops = self.response_offsets[:-1], self.response_offsets[1:]
+        drawn = [
+            np.random.default_rng([seed, step, self.ids[row]]).random(stops[row] - starts[row])[
+                self.mask[starts[row] : stops[row]] > 0
+            ]
+            for row in index
+        ]
+        return np.concatenate([np.empty(0), *drawn])
 
     def with_advantages(self, index: list[int]) -> list[int]:
         """Those of these rows that have a token that trains and whose advantage is not 0."""
@@ -112,8 +157,8 @@ class Rows:
 
 
 @dataclass
-class MicroBatch:
-    """Tensors of one forward pass: B rows of T positions, with N response tokens in S = B sequences."""
+class Inputs:
+    """What a model reads in one forward pass: B rows of T positions, with N response tokens in S = B sequences."""
 
     input_ids: Tensor
     """[B, T] int64, prompt and response, padded on the right."""
@@ -125,6 +170,26 @@ class MicroBatch:
     """[N] int64, the response tokens."""
     segment: Tensor
     """[N] int64, row of each response token, below `sequences`."""
+    flat: np.ndarray
+    """[N] int64, place of each response token in the arrays of `Sequences`; stays on the CPU."""
+
+    @property
+    def sequences(self) -> int:
+        """S, the number of rows."""
+        return len(self.lengths)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()
+        }
+        return type(self)(**moved)
+
+
+@dataclass
+class MicroBatch(Inputs):
+    """Tensors of one forward and backward pass."""
+
     mask: Tensor
     """[N] float32."""
     old_log_probs: Tensor
@@ -135,29 +200,24 @@ class MicroBatch:
     """[N] float32."""
     returns: Tensor
     """[N] float32."""
-    flat: np.ndarray
-    """[N] int64, place of each response token in the arrays of `Rows`; stays on the CPU."""
+    ref_log_probs: Tensor | None
+    """[N] float32."""
+    values: Tensor | None
+    """[N] float32."""
+    weights: Tensor | None
+    """[N] float32."""
+    selected: Tensor | None
+    """[N] bool."""
 
-    @property
-    def sequences(self) -> int:
-        """S, the number of rows."""
-        return len(self.lengths)
 
-    def attention_mask(self) -> Tensor:
-        """[B, T] int64, 1 where the position holds a token."""
-        positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
-        return (positions < self.lengths[:, None]).long()
-
-    def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same batch with its tensors on `device`."""
-        moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()
-        }
-        return MicroBatch(**moved)
+def _ids(table: pa.Table) -> np.ndarray:
+    names = zip(table["uid"].to_pylist(), table["sample"].to_pylist(), strict=True)
+    digests = (hashlib.blake2b(f"{uid}/{sample}".encode(), digest_size=8).digest() for uid, sample in names)
+    return np.frombuffer(b"".join(digests), dtype="<u8")
 
 
 def _uid(table: pa.Table, row: int) -> str:
-    return str(table["uid"][row].as_py()) if "uid" in table.column_names else "unknown"
+    return str(table["uid"][row].as_py())
 
 
 def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -166,8 +226,8 @@ def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 
 
-def collate(rows: Rows, index: list[int], pad_token_id: int = 0) -> MicroBatch:
-    """The micro-batch of the rows `index`, in that order.
+def lay_out(rows: Sequences, index: list[int], pad_token_id: int = 0) -> Inputs:
+    """What a model reads of the rows `index`, in that order.
 
     An empty `index` gives one row of one pad token and no response token (N = 0): its forward and backward pass keeps
     this rank in step with the others and contributes exact zeros.
@@ -189,18 +249,34 @@ def collate(rows: Rows, index: list[int], pad_token_id: int = 0) -> MicroBatch:
     input_ids = np.full(len(lengths) * width, pad_token_id, dtype=np.int64)
     input_ids[_spans(row_starts, prompt_counts)] = rows.prompt_ids[_spans(prompt_starts, prompt_counts)]
     input_ids[places] = targets
-    return MicroBatch(
+    return Inputs(
         input_ids=torch.from_numpy(input_ids.reshape(len(lengths), width)),
         lengths=torch.from_numpy(lengths),
         select=torch.from_numpy(places - 1),
         targets=torch.from_numpy(targets),
         segment=torch.from_numpy(np.repeat(np.arange(len(order)), counts)),
-        mask=torch.from_numpy(rows.mask[taken]),
-        old_log_probs=torch.from_numpy(rows.old_log_probs[taken]),
-        rollout_log_probs=torch.from_numpy(rows.rollout_log_probs[taken]),
-        advantages=torch.from_numpy(rows.advantages[taken]),
-        returns=torch.from_numpy(rows.returns[taken]),
         flat=taken,
+    )
+
+
+def collate(rows: Rows, index: list[int], pad_token_id: int = 0) -> MicroBatch:
+    """The micro-batch of the rows `index`, in that order; see `lay_out`."""
+    inputs = lay_out(rows, index, pad_token_id)
+
+    def part(values: np.ndarray | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[inputs.flat])
+
+    return MicroBatch(
+        **vars(inputs),
+        mask=torch.from_numpy(rows.mask[inputs.flat]),
+        old_log_probs=torch.from_numpy(rows.old_log_probs[inputs.flat]),
+        rollout_log_probs=torch.from_numpy(rows.rollout_log_probs[inputs.flat]),
+        advantages=torch.from_numpy(rows.advantages[inputs.flat]),
+        returns=torch.from_numpy(rows.returns[inputs.flat]),
+        ref_log_probs=part(rows.ref_log_probs),
+        values=part(rows.values),
+        weights=part(rows.weights),
+        selected=part(rows.selected),
     )
 
 

@@ -25,7 +25,7 @@ from pipeline.train.losses import AGG_MODES
 from pipeline.train.packing import Rows
 
 PROMPTS, N, CHUNK_ROWS = 8, 2, 4
-NAMES = ("uid", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
+NAMES = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
 COLUMNS = pa.schema([SCHEMA.field(name) for name in NAMES])
 CPU = torch.device("cpu")
 
@@ -39,6 +39,7 @@ def table(seed: int = 0) -> pa.Table:
         rows.append(
             {
                 "uid": str(number // N),
+                "sample": number % N,
                 "prompt_ids": rng.integers(5, 300, rng.integers(1, 8)),
                 "response_ids": rng.integers(5, 300, length),
                 "response_mask": (rng.random(length) < 0.8) & (number != 9),
@@ -67,11 +68,11 @@ def make_config(model: Path | str, **changes: Any) -> Config:
 
 def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics of the last update and the weights after updates with these rows."""
-    actor = Actor(config, CPU, total_steps=100)
+    actor = Actor(config, CPU, iterations=100)
     stats: Stats = {}
     for rows in tables:
         stats = actor.update(Rows.from_table(rows))
-    return reduce([stats]), full_state_dict(actor.policy)
+    return reduce([stats]), full_state_dict(actor.module)
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -93,7 +94,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def initial(tiny_model: Path, one_rank: None) -> dict[str, Tensor]:
-    return full_state_dict(Actor(make_config(tiny_model), CPU, 1).policy)
+    return full_state_dict(Actor(make_config(tiny_model), CPU, 1).module)
 
 
 # against plain formulas
@@ -185,7 +186,7 @@ def test_gradients_are_clipped_and_the_norm_is_that_before(tiny_model: Path) -> 
     free, far = trained(make_config(tiny_model, grad_clip=1e9), table())
     clipped, near = trained(make_config(tiny_model, grad_clip=1e-3), table())
     assert clipped["actor/grad_norm"] == pytest.approx(free["actor/grad_norm"], rel=1e-5)
-    initial = full_state_dict(Actor(make_config(tiny_model), CPU, 1).policy)
+    initial = full_state_dict(Actor(make_config(tiny_model), CPU, 1).module)
     assert moved(initial, near) < moved(initial, far) / 10
 
 
@@ -279,7 +280,7 @@ def test_a_mini_batch_is_a_step_of_its_own(tiny_model: Path) -> None:
 def test_number_of_optimiser_steps(tiny_model: Path, epochs: int, mini_batch: int | None, steps: int) -> None:
     config = make_config(tiny_model, ppo_epochs=epochs, ppo_mini_batch_size=mini_batch)
     config.actor.optim.lr_warmup_steps = 100
-    actor = Actor(config, CPU, total_steps=1000)
+    actor = Actor(config, CPU, iterations=1000)
     metrics = reduce([actor.update(Rows.from_table(table()))])
     assert {int(state["step"]) for state in actor.optimizer.state.values()} == {steps}
     assert actor.scheduler.last_epoch == steps
@@ -346,12 +347,12 @@ def test_a_gradient_that_is_not_finite_takes_no_step(tiny_model: Path, initial: 
     broken.advantages[:] = 1e37
     metrics = reduce([actor.update(broken)])
     assert metrics["actor/skipped_steps"] == 2 and "actor/grad_norm" not in metrics
-    assert moved(initial, full_state_dict(actor.policy)) == 0
+    assert moved(initial, full_state_dict(actor.module)) == 0
     assert actor.scheduler.last_epoch == 0
     # The next iteration finds no trace of it.
     metrics = reduce([actor.update(Rows.from_table(table()))])
     assert metrics["actor/skipped_steps"] == 0
-    assert_same(full_state_dict(actor.policy), trained(make_config(tiny_model, ppo_epochs=2), table())[1])
+    assert_same(full_state_dict(actor.module), trained(make_config(tiny_model, ppo_epochs=2), table())[1])
 
 
 # ranks
@@ -396,7 +397,7 @@ def work(rank: int, folder: str, model: str) -> None:
             stats = actor.update(Rows.from_table(share(case_rows(name), rank, world)))
             gathered: list[Any] = [None] * world
             dist.all_gather_object(gathered, stats)
-            state = full_state_dict(actor.policy)
+            state = full_state_dict(actor.module)
             if rank == 0:
                 torch.save({"metrics": reduce(gathered), "state": state}, f"{folder}/{name}-{world}.pt")
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline.rows import ADVANTAGE, PROMPT, ROLLOUT
 from pipeline.train.packing import Rows, collate, minimum_parts, split_micro_batches
 
-COLUMNS = ("uid", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
+COLUMNS = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
 SCHEMA = pa.schema([field for field in (*PROMPT, *ROLLOUT, *ADVANTAGE) if field.name in COLUMNS])
 
 
@@ -21,6 +21,7 @@ def table(rows: list[tuple[list[int], list[int]]], **changes) -> pa.Table:
         marks = [i + t / 100 for t in range(len(response))]
         row = {
             "uid": f"u{i}",
+            "sample": 0,
             "prompt_ids": prompt,
             "response_ids": response,
             "response_mask": [int(t % 3 != 1) for t in range(len(response))],
@@ -39,7 +40,6 @@ def test_collate_by_hand():
     batch = collate(Rows.from_table(table(ROWS)), [2, 0], pad_token_id=99)
     assert batch.input_ids.tolist() == [[7, 8, 9, 4, 99], [1, 2, 3, 0, 5]]
     assert batch.lengths.tolist() == [4, 5]
-    assert batch.attention_mask().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     assert batch.select.tolist() == [2, 6, 7, 8]
     assert batch.targets.tolist() == [4, 3, 0, 5]
     assert batch.segment.tolist() == [0, 1, 1, 1]
@@ -52,9 +52,31 @@ def test_collate_by_hand():
     assert batch.mask.dtype == torch.float32 and batch.input_ids.dtype == torch.int64
 
 
-def test_attention_comes_from_lengths_not_from_pad_tokens():
-    batch = collate(Rows.from_table(table([([0, 1], [0, 0]), ([1], [2])])), [0, 1], pad_token_id=0)
-    assert batch.attention_mask().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+def test_columns_of_references_critics_and_corrections_come_along_where_they_are():
+    plain = table(ROWS)
+    assert collate(Rows.from_table(plain), [0]).values is None
+    for name in ("ref_log_probs", "values"):
+        plain = plain.append_column(name, pa.array([[1.0, 2, 3], [], [4]], pa.list_(pa.float32())))
+    rows = Rows.from_table(plain)
+    rows.weights, rows.selected = np.array([5.0, 6, 7, 8], np.float32), np.array([True, False, False, True])
+    batch = collate(rows, [2, 0])
+    for name, wanted in {"ref_log_probs": [4, 1, 2, 3], "values": [4, 1, 2, 3], "weights": [8, 5, 6, 7]}.items():
+        assert getattr(batch, name).tolist() == wanted
+    assert batch.selected.tolist() == [True, True, False, False]
+    with pytest.raises(ValueError, match="row 0 .uid u0. has 2 entries in 'values' but 3 response tokens"):
+        Rows.from_table(table(ROWS).append_column("values", pa.array([[1.0, 2], [], [4]], pa.list_(pa.float32()))))
+
+
+def test_random_keys_belong_to_the_token_wherever_it_is():
+    rows, part = Rows.from_table(table(ROWS)), Rows.from_table(table(ROWS).slice(2))
+    assert rows.trained_tokens([2, 0]).tolist() == [3, 0, 2]  # the middle token of row 0 is masked
+    keys = rows.random_keys([2, 0], seed=1, step=5)
+    assert len(keys) == len(set(keys)) == 3 and ((keys >= 0) & (keys < 1)).all()
+    assert rows.random_keys([0], 1, 5).tolist() == keys[1:].tolist()
+    # A table of row 2 alone; its uid tells it.
+    assert part.random_keys([0], 1, 5).tolist() == Rows.from_table(table(ROWS)).random_keys([2], 1, 5).tolist()
+    assert rows.random_keys([2, 0], 1, 6).tolist() != keys.tolist() != rows.random_keys([2, 0], 2, 5).tolist()
+    assert rows.random_keys([1], 1, 5).tolist() == [] == rows.trained_tokens([]).tolist()
 
 
 def test_empty_responses_and_the_dummy():

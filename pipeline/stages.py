@@ -1,0 +1,43 @@
+"""Which optional stages and models a run has: those that something reads, and no others.
+
+The advantage estimator says what it reads beyond rewards (`needs`), and keys ask for the KL and the critic. Stream,
+train loop, plan and checks ask here, so that they agree. An unknown `algorithm.adv_estimator` is a `ValueError`.
+"""
+
+from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.config import Config
+from pipeline.scoring.config import ScorerConfig
+
+
+def uses_critic(config: Config) -> bool:
+    """Whether a critic is trained, and the stage `value` evaluates it."""
+    return _needs(config, "values") if config.critic.enable is None else config.critic.enable
+
+
+def uses_reference(config: Config) -> bool:
+    """Whether the stage `reference` scores rows, for a KL in the reward or in the loss."""
+    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
+
+
+def uses_policy_scores(config: Config) -> bool:
+    """Whether the stage `policy` goes over rows once more, for the sum of squared probabilities."""
+    return _needs(config, "sum_pi_squared")
+
+
+def uses_baselines(config: Config) -> bool:
+    """Whether a greedy response to each training prompt is generated and scored beside its group."""
+    return _needs(config, "baselines")
+
+
+def scorers(config: Config) -> dict[str, ScorerConfig]:
+    """The pools of model replicas that the run has, by name, in the order of the stream."""
+    pools = {
+        "reference": (uses_reference(config), config.scoring.reference),
+        "value": (uses_critic(config), config.scoring.value),
+        "policy": (uses_policy_scores(config), config.scoring.policy),
+    }
+    return {name: pool for name, (used, pool) in pools.items() if used}
+
+
+def _needs(config: Config, what: str) -> bool:
+    return what in get_adv_estimator(config.algorithm.adv_estimator).needs

@@ -1,0 +1,137 @@
+"""What actor and critic have in common: a sharded model, its optimiser, and exact steps over an iteration's rows.
+
+An update goes over an iteration's rows `ppo_epochs` times in mini-batches of `ppo_mini_batch_size` prompts, one
+optimiser step each. A mini-batch is a whole number of chunks dealt to the ranks in turn, so it holds the same rows
+whatever the number of ranks; its loss is normalised by counts over all ranks before the first backward pass, so neither
+ranks nor micro-batches change loss or gradient.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.config import Config
+from pipeline.track.metrics import Stat, Stats, mean, merge
+from pipeline.train.config import ActorConfig, CriticConfig, FSDPConfig, OptimConfig
+from pipeline.train.fsdp import clip_grad_norm, shard
+from pipeline.train.optim import build_optimizer, build_scheduler
+from pipeline.train.packing import MicroBatch, Rows, collate, minimum_parts, split_micro_batches
+
+
+@dataclass(frozen=True)
+class UpdateShape:
+    """How an iteration's rows are gone over; what the critic leaves open is the actor's."""
+
+    epochs: int
+    mini_batches: int
+    """Mini-batches of one iteration."""
+    max_tokens: int
+    """Most tokens in one forward pass of one rank."""
+
+    @classmethod
+    def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
+        actor = config.actor
+        size = part.ppo_mini_batch_size or actor.ppo_mini_batch_size or config.data.train_batch_size
+        return cls(
+            epochs=part.ppo_epochs or actor.ppo_epochs,
+            mini_batches=config.data.train_batch_size // size,
+            max_tokens=part.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of one iteration."""
+        return self.epochs * self.mini_batches
+
+
+class Learner:
+    """A sharded model with its optimiser.
+
+    Args:
+        name: `actor` or `critic`, the first part of its metrics' names.
+        module: the model, equal on every rank; it is sharded in place.
+        shape: how an iteration's rows are gone over.
+        optim: optimiser and schedule.
+        fsdp: sharding.
+        grad_clip: largest gradient norm.
+        device: this rank's device.
+        iterations: iterations in which it is updated, for the schedule.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        shape: UpdateShape,
+        optim: OptimConfig,
+        fsdp: FSDPConfig,
+        grad_clip: float,
+        device: torch.device,
+        iterations: int,
+    ):
+        self.name, self.shape, self.device, self.grad_clip = name, shape, device, grad_clip
+        self.module = shard(module, fsdp, device)
+        self.optimizer = build_optimizer(self.module, optim)
+        self.scheduler = build_scheduler(self.optimizer, optim, iterations * shape.steps)
+
+    def mini_batches(self, rows: Rows) -> Iterator[tuple[int, list[int]]]:
+        """`(number, rows)` of each optimiser step of an iteration, numbered from 0 over all epochs."""
+        for epoch in range(self.shape.epochs):
+            for number, index in enumerate(np.array_split(np.arange(len(rows)), self.shape.mini_batches)):
+                yield epoch * self.shape.mini_batches + number, index.tolist()
+
+    def micro_batches(self, rows: Rows, index: list[int]) -> Iterator[MicroBatch]:
+        """Micro-batches of the rows `index`; every rank gets equally many, since each is a collective."""
+        all_lengths = rows.lengths
+        lengths = [all_lengths[i] for i in index]
+        budget = self.shape.max_tokens
+        parts = int(self.all_reduce([minimum_parts(lengths, budget)], dist.ReduceOp.MAX)[0])
+        for part in split_micro_batches(lengths, budget, parts):
+            yield collate(rows, [index[i] for i in part]).to(self.device)
+
+    def step(
+        self, rows: Rows, index: list[int], counted: list[int], backward: Callable[[MicroBatch, float, float], Stats]
+    ) -> Stats:
+        """One optimiser step; a collective.
+
+        Args:
+            rows: the iteration's rows of this rank.
+            index: rows that go through the model.
+            counted: rows that count in what the loss is normalised by, `index` among them.
+            backward: runs forward and backward on a micro-batch, given the tokens that train and the sequences with
+                such tokens in the global mini-batch; returns metrics.
+        """
+        tokens, sequences = self.all_reduce(list(rows.mask_counts(counted)), dist.ReduceOp.SUM)
+        self.optimizer.zero_grad(set_to_none=True)
+        stats = [backward(batch, tokens, sequences) for batch in self.micro_batches(rows, index)]
+        norm = clip_grad_norm(self.module.parameters(), self.grad_clip)
+        # Every rank sees the same norm and count. Without tokens the gradient is zero, and a step would still decay.
+        step = math.isfinite(norm) and tokens > 0
+        stats.append(
+            {
+                f"{self.name}/grad_norm": mean(norm, 1) if math.isfinite(norm) else mean(0, 0),
+                f"{self.name}/skipped_steps": Stat("sum", (float(not step) / dist.get_world_size(),)),
+                f"{self.name}/lr": Stat("max", (self.optimizer.param_groups[0]["lr"],)),
+            }
+        )
+        if step:
+            self.optimizer.step()
+            self.scheduler.step()
+        return merge(stats)
+
+    def restore_schedule(self, steps: int) -> None:
+        """Put the learning rate where it stands after `steps` optimiser steps."""
+        self.scheduler.last_epoch = steps - 1
+        self.scheduler.step()
+
+    def all_reduce(self, values: list[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
+        """The values summed (or as `op` says) over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op)
+        return tensor.tolist()

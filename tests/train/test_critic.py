@@ -1,0 +1,331 @@
+"""The critic's update: against a formula written out on padded tensors, and over one and two real gloo ranks."""
+
+import copy
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import Config
+from pipeline.rollout.weights import Piece, Shard, parameters
+from pipeline.rows import FLOATS, VALUE, flat, ragged
+from pipeline.track.metrics import reduce
+from pipeline.train.broadcast import pack
+from pipeline.train.critic import Critic
+from pipeline.train.fsdp import full_state_dict
+from pipeline.train.losses import AGG_MODES
+from pipeline.train.packing import Rows
+from tests.train import test_actor
+from tests.train.test_actor import CPU, aggregate, assert_same, masked, moved, padded, share
+
+
+def with_column(rows: pa.Table, name: str, numbers: np.ndarray) -> pa.Table:
+    """`rows` with these numbers [N] for the response tokens in column `name`."""
+    column = ragged(numbers.astype(np.float32), flat(rows, "response_ids")[1], FLOATS)
+    if name in rows.column_names:
+        return rows.set_column(rows.column_names.index(name), rows.schema.field(name), column)
+    return rows.append_column(VALUE.field(name), column)
+
+
+def table(seed: int = 0) -> pa.Table:
+    """The actor's rows with random values, and returns around them."""
+    rows = test_actor.table(seed)
+    rng, count = np.random.default_rng(seed + 100), len(flat(rows, "response_ids")[0])
+    values = rng.normal(0, 1, count)
+    return with_column(with_column(rows, "values", values), "returns", values + rng.normal(0.5, 0.7, count))
+
+
+def make_config(model: Path | str, **changes: Any) -> Config:
+    """The actor's run; `changes` are settings of the critic."""
+    config = test_actor.make_config(model)
+    config.critic.optim.lr, config.critic.optim.eps = 1e-2, 1e-2
+    for name, value in changes.items():
+        setattr(config.critic, name, value)
+    return config
+
+
+def head_weights(width: int) -> Tensor:
+    return torch.randn(1, width, generator=torch.Generator().manual_seed(2)) * 0.3
+
+
+def make_critic(config: Config) -> Critic:
+    """A critic whose head is not 0, so that its decoder has a gradient."""
+    critic = Critic(config, CPU, 100)
+    weight: Any = critic.module.head.weight.detach()
+    if weight.to_local().numel():  # the one row is on rank 0
+        weight.to_local().copy_(head_weights(weight.shape[1]))
+    return critic
+
+
+def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics of the last update and the weights after updates with these rows."""
+    critic = make_critic(config)
+    for rows in tables:
+        stats = critic.update(Rows.from_table(rows))
+    return reduce([stats]), full_state_dict(critic.module)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# against plain formulas
+
+
+def plain_values(model: Path, rows: list[dict[str, Any]]) -> tuple[Any, Tensor, Tensor]:
+    """`transformers`' own model, a head, and values [B, T] of the responses, one forward pass per row."""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    head = torch.nn.Linear(lm.config.hidden_size, 1)
+    head.weight.data, head.bias.data = head_weights(lm.config.hidden_size), torch.zeros(1)
+    width, values = max(len(row["response_ids"]) for row in rows), []
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        first, count = len(row["prompt_ids"]), len(row["response_ids"])
+        hidden = lm(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
+        own = head(hidden[first - 1 : first - 1 + count])[:, 0]
+        values.append(torch.nn.functional.pad(own, (0, width - count)))
+    return lm, head, torch.stack(values)
+
+
+@pytest.mark.parametrize("mode", AGG_MODES)
+@pytest.mark.usefixtures("one_rank")
+def test_loss_and_gradient_are_those_of_the_written_out_formula(tiny_model: Path, mode: str) -> None:
+    rows = table().to_pylist()
+    lm, head, values = plain_values(tiny_model, rows)
+    mask, old, returns = (padded(rows, name) for name in ("response_mask", "values", "returns"))
+    near = torch.minimum(torch.maximum(values, old - 0.4), old + 0.4)
+    unclipped, clipped = (values - returns) ** 2, (near - returns) ** 2
+    loss = aggregate(0.5 * torch.maximum(unclipped, clipped), mask, mode, 12.0)
+    loss.backward()
+    grads = [p.grad for p in (*lm.model.parameters(), *head.parameters())]
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+
+    config = make_config(tiny_model, loss_agg_mode=mode, cliprange_value=0.4, grad_clip=1e9)
+    metrics, _ = trained(config, table())
+    assert metrics["critic/vf_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["critic/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    share_clipped = ((clipped > unclipped) * mask).sum() / mask.sum()
+    assert 0.1 < share_clipped < 0.9
+    assert metrics["critic/vf_clipfrac"] == pytest.approx(share_clipped.item(), rel=1e-6)
+    assert metrics["critic/vpred_mean"] == pytest.approx(((values * mask).sum() / mask.sum()).item(), rel=1e-4)
+    assert metrics["critic/lr"] == pytest.approx(1e-2) and metrics["critic/skipped_steps"] == 0
+    assert metrics["timing_s/update_critic"] > 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_explained_variance_is_that_of_all_trained_tokens_before_the_update(tiny_model: Path) -> None:
+    rows = table()
+    mask, values, returns = (flat(rows, name)[0].astype(float) for name in ("response_mask", "values", "returns"))
+    kept = mask > 0
+    wanted = 1 - np.var((returns - values)[kept]) / np.var(returns[kept])
+    metrics, _ = trained(make_config(tiny_model, ppo_epochs=2, ppo_mini_batch_size=4), rows)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(wanted, rel=1e-9)
+    # A large offset in both takes nothing away.
+    far = with_column(with_column(rows, "values", values + 4096), "returns", returns + 4096)
+    metrics, _ = trained(make_config(tiny_model), far)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(wanted, abs=1e-3)
+    metrics, _ = trained(make_config(tiny_model), with_column(rows, "returns", np.where(kept, 0.1, returns)))
+    assert "critic/vf_explained_var" not in metrics
+
+
+# what the update depends on, and what not
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_micro_batches_change_nothing(tiny_model: Path) -> None:
+    whole, small = (
+        trained(make_config(tiny_model, loss_agg_mode="seq-mean-token-mean", ppo_max_token_len_per_gpu=budget), table())
+        for budget in (None, 20)
+    )
+    for name in ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm"):
+        assert small[0][name] == pytest.approx(whole[0][name], rel=1e-4)
+    assert_same(whole[1], small[1])
+    with pytest.raises(ValueError, match="ppo_max_token_len_per_gpu"):
+        trained(make_config(tiny_model, ppo_max_token_len_per_gpu=5), table())
+
+
+@pytest.mark.parametrize(
+    ("critic", "actor", "steps"),
+    [({}, {}, 1), ({}, {"ppo_epochs": 2, "ppo_mini_batch_size": 4}, 4), ({"ppo_epochs": 3}, {"ppo_epochs": 2}, 3)],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_steps_are_the_actors_unless_the_critic_has_its_own(
+    tiny_model: Path, critic: dict[str, Any], actor: dict[str, Any], steps: int
+) -> None:
+    config = make_config(tiny_model, **critic)
+    for name, value in actor.items():
+        setattr(config.actor, name, value)
+    config.critic.optim.lr_warmup_steps = 10
+    made = make_critic(config)
+    metrics = reduce([made.update(Rows.from_table(table()))])
+    assert made.scheduler.last_epoch == steps
+    assert metrics["critic/lr"] == pytest.approx(1e-2 * steps / 10)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_loss_is_shown_as_the_mean_over_the_steps(tiny_model: Path) -> None:
+    shown = []
+    for epochs in (1, 3):
+        config = make_config(tiny_model, ppo_epochs=epochs)
+        config.critic.optim.lr = 0.0  # without movement every pass has the same loss
+        shown.append(trained(config, table())[0]["critic/vf_loss"])
+    assert shown[1] == pytest.approx(shown[0], rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_rows_without_advantage_train_the_critic_and_advantages_do_not_matter(tiny_model: Path) -> None:
+    rows = table()
+    zero = with_column(rows, "advantages", np.zeros(len(flat(rows, "response_ids")[0])))
+    assert_same(trained(make_config(tiny_model), rows)[1], trained(make_config(tiny_model), zero)[1], tolerance=0)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_masked_rows_take_no_step(tiny_model: Path) -> None:
+    before = full_state_dict(make_critic(make_config(tiny_model)).module)
+    metrics, after = trained(make_config(tiny_model), masked(table()))
+    assert moved(before, after) == 0
+    assert metrics["critic/skipped_steps"] == 1 and metrics["critic/vf_loss"] == 0
+    assert "critic/vf_explained_var" not in metrics and "critic/vpred_mean" not in metrics
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_rows_without_values_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match="the rows have no values"):
+        trained(make_config(tiny_model), test_actor.table())
+
+
+# learning
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_learns_a_target_that_the_tokens_tell(tiny_model: Path) -> None:
+    rows = test_actor.table()
+    ids, offsets = flat(rows, "response_ids")
+    lengths = np.diff(flat(rows, "prompt_ids")[1])
+    # What can be told before the token: how long the prompt is and how many tokens came since.
+    place = np.arange(len(ids)) - np.repeat(offsets[:-1], np.diff(offsets))
+    returns = 0.3 * place - 0.2 * np.repeat(lengths, np.diff(offsets))
+    rows = with_column(with_column(rows, "values", np.zeros(len(ids))), "returns", returns)
+    config = make_config(tiny_model, cliprange_value=1e9, ppo_epochs=40)
+    config.critic.optim.lr, config.critic.optim.eps = 3e-3, 1e-8
+    critic = Critic(config, CPU, 100)
+    first = reduce([critic.update(Rows.from_table(rows))])
+    # As the stage would fill them in for the next iteration.
+    rows = with_column(rows, "values", scored(critic, rows))
+    second = reduce([critic.update(Rows.from_table(rows))])
+    assert first["critic/vf_explained_var"] == 0  # values of 0 explain nothing
+    assert second["critic/vf_explained_var"] > 0.9
+    assert second["critic/vf_loss"] < first["critic/vf_loss"] / 5
+
+
+@torch.no_grad()
+def scored(critic: Critic, table: pa.Table) -> np.ndarray:
+    rows = Rows.from_table(table)
+    values = np.zeros(len(rows.mask))
+    for batch in critic.micro_batches(rows, list(range(len(rows)))):
+        values[batch.flat] = critic.module(batch.input_ids, batch.select).numpy()
+    return values
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_goes_on_after_a_restore_as_if_it_had_not_stopped(tiny_model: Path) -> None:
+    config = make_config(tiny_model)
+    config.critic.optim.lr_warmup_steps = 10
+    walked, restored = make_critic(config), Critic(config, CPU, 100)
+    walked.update(Rows.from_table(table()))
+    model, optimizer = copy.deepcopy(get_state_dict(walked.module, walked.optimizer))
+    set_state_dict(restored.module, restored.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    restored.restore_schedule(walked.scheduler.last_epoch)
+    for critic in (walked, restored):
+        critic.update(Rows.from_table(table(1)))
+    assert moved(full_state_dict(walked.module), full_state_dict(restored.module)) == 0
+
+
+# ranks
+
+CASES: dict[str, dict[str, Any]] = {
+    "one step": {"ppo_max_token_len_per_gpu": 40},
+    "four steps": {"ppo_epochs": 2, "ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"},
+    # Rank 1 has only rows that train nothing.
+    "uneven": {"loss_agg_mode": "seq-mean-token-sum", "ppo_max_token_len_per_gpu": 20},
+}
+
+
+def case_rows(name: str) -> pa.Table:
+    rows, size = table(), test_actor.CHUNK_ROWS
+    if name != "uneven":
+        return rows
+    chunks = [rows.slice(start, size) for start in range(0, len(rows), size)]
+    return pa.concat_tables([chunk if number % 2 == 0 else masked(chunk) for number, chunk in enumerate(chunks)])
+
+
+def work(rank: int, folder: str, model: str) -> None:
+    torch.set_num_threads(1)
+    for world in (1, 2):
+        if rank >= world:
+            continue
+        store = dist.FileStore(f"{folder}/store{world}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        for name, changes in CASES.items():
+            critic = make_critic(make_config(model, **changes))
+            stats = critic.update(Rows.from_table(share(case_rows(name), rank, world)))
+            result: dict[str, Any] = {
+                "stats": stats,
+                "shard": asdict(pack(critic.module, rank, torch.float32, 1 << 16, lambda buffer: buffer.tobytes())),
+            }
+            gathered: list[Any] = [None] * world
+            dist.all_gather_object(gathered, result)
+            state = full_state_dict(critic.module)
+            if rank == 0:
+                metrics = reduce([part["stats"] for part in gathered])
+                shards = [part["shard"] for part in gathered]
+                torch.save({"metrics": metrics, "state": state, "shards": shards}, f"{folder}/{name}-{world}.pt")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("critic")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = mp.spawn(work, args=(str(folder), str(tiny_model)), nprocs=2, join=False)
+    deadline = time.monotonic() + 180
+    while not context.join(timeout=1):
+        assert time.monotonic() < deadline, "2 ranks did not finish within 180 s"
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one(results: Path, name: str) -> None:
+    one, two = (torch.load(results / f"{name}-{world}.pt", weights_only=True) for world in (1, 2))
+    assert one["metrics"].keys() == two["metrics"].keys()
+    for metric, value in one["metrics"].items():
+        if not metric.startswith("timing_s/"):
+            assert two["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
+    assert one["metrics"]["critic/grad_norm"] > 0 and one["metrics"]["critic/vf_explained_var"] > 0
+    assert_same(one["state"], two["state"], tolerance=1e-4)
+
+
+def test_every_rank_publishes_its_part_and_all_of_it_arrives(results: Path) -> None:
+    saved = torch.load(results / "one step-2.pt", weights_only=True)
+    shards = [
+        Shard(**fields | {"pieces": [Piece(**piece) for piece in fields["pieces"]]}) for fields in saved["shards"]
+    ]
+    arrived = dict(parameters(shards, lambda refs: refs))
+    assert arrived.keys() == saved["state"].keys() and "head.bias" in arrived
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in saved["state"].items())
