@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.track.history import REWARD, validation_scores
+from pipeline.track.history import EXPLAINED, REWARD, column, validation_scores
 
 THROUGHPUT = "perf/throughput"
 STEP = "timing_s/step"
@@ -166,6 +166,8 @@ def _outcome(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         if len(points) > 1:
             text = f"{before:.3f} → {after:.3f}  {after - before:+.3f}  (iteration {first} → {last})"
         rows.append((f"validation {source}", text))
+    if explained := column(records, EXPLAINED)[1]:
+        rows.append(("critic", f"explains {explained[0]:.2f} → {explained[-1]:.2f} of the variance of the returns"))
     if records:
         rows.append(("iterations", str(records[-1]["iteration"])))
         rows.append(("wall time", clock(float(records[-1].get("elapsed_s") or 0.0))))

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.prompts.stage import Schedule
-from pipeline.track.metrics import reduce, validation_metrics
+from pipeline.track.metrics import reduce
+from pipeline.track.validation import validation_metrics
 
 SAMPLES_EVERY = 10
 

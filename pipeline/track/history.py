@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 REWARD = "critic/score/mean"
-VALIDATION = re.compile(r"^val-core/(?P<source>.+)/[^/]+/mean@\d+$")
+EXPLAINED = "critic/vf_explained_var"
+VALIDATION = re.compile(r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/mean@\d+$")
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:

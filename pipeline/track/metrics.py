@@ -6,9 +6,7 @@ were spread. A metric that nothing was observed for (the mean of no rows, the co
 none is ever NaN.
 """
 
-import json
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -38,7 +36,7 @@ def mean(total: float, count: float) -> Stat:
     return Stat("mean", (float(total), float(count)))
 
 
-def _of(x: np.ndarray, kinds: Iterable[str], prefix: str) -> Stats:
+def summary(x: np.ndarray, prefix: str, kinds: Iterable[str] = ("mean", "max", "min")) -> Stats:
     """`prefix/mean`, `prefix/max`, ... of the numbers x; nothing without numbers."""
     if not len(x):
         return {}
@@ -49,9 +47,6 @@ def _of(x: np.ndarray, kinds: Iterable[str], prefix: str) -> Stats:
         "min": lambda: Stat("min", (float(x.min()),)),
     }
     return {f"{prefix}/{kind}": made[kind]() for kind in kinds}
-
-
-_ALL = ("mean", "max", "min")
 
 
 def merge(parts: Iterable[Stats]) -> Stats:
@@ -122,8 +117,9 @@ def reduce(parts: Iterable[Stats]) -> dict[str, float]:
 def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
     """Metrics of the finished rows (columns of `pipeline.rows.SCHEMA`) that one rank trains on in one iteration.
 
-    Scores, rewards and groups leave out rows whose reward failed; lengths count every row; advantages and returns are
-    over tokens that train. Groups must be whole on a rank.
+    Scores, rewards and groups leave out rows whose reward failed; lengths count every row; advantages, returns and
+    values are over tokens that train. Groups must be whole on a rank. Optional columns (`reward`, `kl`, `baseline`,
+    `values`, ...) may be missing, or null throughout.
 
     Args:
         table: train rows of one iteration.
@@ -135,26 +131,62 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
     score = table["score"].to_numpy()[good].astype(np.float64)
     mask, offsets = flat(table, "response_mask")
     chosen = mask > 0
-    response = np.diff(offsets)
     version = table["policy_version"].to_numpy()
+    trained_version = table["iteration"].to_numpy() - 1
     _, first_of_chunk = np.unique(table["chunk"].to_numpy(), return_index=True)
-    return {
-        **_of(score, _ALL, "critic/score"),
-        **_of(score, _ALL, "critic/rewards"),
-        **_of(flat(table, "advantages")[0][chosen], _ALL, "critic/advantages"),
-        **_of(flat(table, "returns")[0][chosen], _ALL, "critic/returns"),
-        **_of(response, _ALL, "response_length"),
-        "response_length/clip_ratio": _share(pc.equal(table["finish_reason"], "length")),
-        "response/aborted_ratio": _share(pc.equal(table["finish_reason"], "abort")),
-        **_of(np.diff(flat(table, "prompt_ids")[1]), _ALL, "prompt_length"),
+    rewards = pc.coalesce(table["reward"], table["score"]) if _has(table, "reward") else table["score"]
+    stats = {
+        **summary(score, "critic/score"),
+        **summary(rewards.to_numpy()[good], "critic/rewards"),
+        **summary(flat(table, "advantages")[0][chosen], "critic/advantages"),
+        **summary(flat(table, "returns")[0][chosen], "critic/returns"),
+        **_lengths(table, np.diff(offsets)),
         "reward/error_rate": mean((~good).sum(), len(good)),
         **_groups(table["uid"].filter(pa.array(good)), score, solved_at),
+        "training/global_step": _largest(table["iteration"]),
+        "training/epoch": _largest(table["epoch"]),
         "training/policy_version": mean(version.sum(), len(version)),
-        **_of(table["iteration"].to_numpy() - 1 - version, _ALL, "training/staleness"),
+        **summary(trained_version - version, "training/staleness"),
         "timing_s/reward": Stat("sum", (float(np.nansum(table["reward_s"].to_numpy()[first_of_chunk])),)),
-        **_of(_present(table["generate_s"]), ("mean", "max"), "rollout/generate_s"),
-        **_of(_present(table["load_s"]), ("mean", "max"), "rollout/load_s"),
+        **summary(_present(table["generate_s"]), "rollout/generate_s", ("mean", "max")),
+        **summary(_present(table["load_s"]), "rollout/load_s", ("mean", "max")),
     }
+    if _has(table, "values"):
+        stats |= summary(flat(table, "values")[0][chosen], "critic/values")
+    if _has(table, "baseline"):
+        stats |= summary(_present(table["baseline"]), "critic/baseline")
+    if _has(table, "kl"):
+        kl = _present(table["kl"]).astype(np.float64)
+        stats["actor/reward_kl_penalty"] = mean(kl.sum(), len(kl))
+        stats["actor/reward_kl_penalty_coeff"] = _largest(table["kl_coef"])
+    # The model that scored a row may be newer than the one that generated it.
+    for column, name in (("value_version", "value_staleness"), ("pi_version", "pi_staleness")):
+        if _has(table, column):
+            stats |= summary(trained_version - table[column].to_numpy(), f"training/{name}")
+    return stats
+
+
+def _lengths(table: pa.Table, response: np.ndarray) -> Stats:
+    """Of prompts and of responses [R]; of the latter also without those that the engine gave up."""
+    cut, aborted = (pc.equal(table["finish_reason"], reason) for reason in ("length", "abort"))
+    ended = pc.invert(aborted.fill_null(False))
+    stats = {
+        **summary(response, "response_length"),
+        "response_length/clip_ratio": _share(cut),
+        "response/aborted_ratio": _share(aborted),
+        **summary(response[ended.to_numpy()], "response_length_non_aborted"),
+        **summary(np.diff(flat(table, "prompt_ids")[1]), "prompt_length"),
+    }
+    stats["response_length_non_aborted/clip_ratio"] = _share(cut.filter(ended))
+    return stats
+
+
+def _has(table: pa.Table, name: str) -> bool:
+    return name in table.column_names and table[name].null_count < len(table)
+
+
+def _largest(column: pa.ChunkedArray) -> Stat:
+    return Stat("max", (float(pc.max(column).as_py()),))
 
 
 def _present(column: pa.ChunkedArray) -> np.ndarray:
@@ -219,108 +251,3 @@ def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any) -> Stats:
         moments = (len(p), p.mean(), q.mean(), (dp**2).sum(), (dq**2).sum(), (dp * dq).sum())
         stats["training/rollout_actor_probs_pearson_corr"] = Stat("corr", tuple(float(m) for m in moments))
     return stats
-
-
-def best_at_k(scores: list[float], k: int) -> float:
-    """Expected largest score of k responses drawn from `scores` without replacement, exactly.
-
-    With s_1 <= ... <= s_n: sum over i of s_i * C(i - 1, k - 1) / C(n, k), the share of subsets whose largest is s_i.
-    For scores of 0 and 1 this is the unbiased pass@k of Chen et al. 2021. k above n is taken as n.
-    """
-    n = len(scores)
-    k = min(k, n)
-    subsets = math.comb(n, k)
-    return math.fsum(s * (math.comb(i, k - 1) / subsets) for i, s in enumerate(sorted(scores)))
-
-
-def maj_at_n(scores: list[float], answers: list[str]) -> float:
-    """Score of the most frequent answer: the mean score of the responses that gave it.
-
-    Where several answers are equally frequent, the mean over them: the expectation of a fair draw among the tied.
-    """
-    votes = Counter(answers)
-    most = max(votes.values())
-    by_answer: dict[str, list[float]] = defaultdict(list)
-    for answer, score in zip(answers, scores, strict=True):
-        by_answer[answer].append(score)
-    winners = [math.fsum(by_answer[answer]) / most for answer, count in votes.items() if count == most]
-    return math.fsum(winners) / len(winners)
-
-
-def validation_metrics(table: pa.Table) -> Stats:
-    """mean@N, best@k, worst@k, maj@N and std@N of each data source; groups (`uid`) must be whole on a rank.
-
-    They are given for `reward`, the score, and where the reward function also returns `acc` (whether the answer is
-    right, 0 to 1) for that; what a source is judged by, `acc` where there is one, stands under `val-core`, the other
-    under `val-aux`.
-
-    Each is worked out per prompt and averaged over prompts. N is the largest number of responses of a prompt in the
-    source. Rows whose reward failed are left out of their prompt, and counted in
-    `val-aux/{source}/reward/error_rate`.
-
-    Args:
-        table: validation rows with data_source, uid, score, response, and reward_parts and reward_error where known.
-    """
-    rows = zip(
-        table["data_source"].to_pylist(),
-        table["uid"].to_pylist(),
-        table["score"].to_pylist(),
-        table["response"].to_pylist(),
-        _optional(table, "reward_parts"),
-        _optional(table, "reward_error"),
-        strict=True,
-    )
-    prompts: dict[tuple[str, str], dict[str, tuple[list[float], list[str]]]] = defaultdict(dict)
-    samples: Counter[tuple[str, str]] = Counter()
-    failed: Counter[str] = Counter()
-    for source, uid, score, response, parts, error in rows:
-        samples[source, uid] += 1
-        if error is not None:
-            failed[source] += 1
-            continue
-        known = json.loads(parts) if parts else {}
-        # A `pred` that is there and null is an answer too.
-        answer = json.dumps(known["pred"], sort_keys=True) if "pred" in known else response.strip()
-        for variable, value in (("reward", score), ("acc", known.get("acc"))):
-            if value is not None:
-                scores, answers = prompts[source, variable].setdefault(uid, ([], []))
-                scores.append(float(value))
-                answers.append(answer)
-
-    stats: Stats = {}
-    for source in dict.fromkeys(source for source, _ in samples):
-        sizes = [count for (other, _), count in samples.items() if other == source]
-        stats[f"val-aux/{source}/reward/error_rate"] = mean(failed[source], sum(sizes))
-        judged = "acc" if prompts[source, "acc"] else "reward"
-        for variable in ("acc", "reward"):
-            groups = list(prompts[source, variable].values())
-            if groups:
-                level = "val-core" if variable == judged else "val-aux"
-                stats |= _source_metrics(
-                    f"{level}/{source}/{variable}", f"val-aux/{source}/{variable}", groups, max(sizes)
-                )
-    return stats
-
-
-def _source_metrics(core: str, aux: str, groups: list[tuple[list[float], list[str]]], n: int) -> Stats:
-    def over_prompts(values: Iterable[float]) -> Stat:
-        return mean(math.fsum(values), len(groups))
-
-    stats = {
-        f"{core}/mean@{n}": over_prompts(math.fsum(scores) / len(scores) for scores, _ in groups),
-        f"{core}/best@{n}/mean": over_prompts(max(scores) for scores, _ in groups),
-        f"{core}/maj@{n}/mean": over_prompts(maj_at_n(scores, answers) for scores, answers in groups),
-    }
-    if n > 1:
-        stats[f"{aux}/std@{n}"] = over_prompts(float(np.std(scores)) for scores, _ in groups)
-        stats[f"{aux}/worst@{n}/mean"] = over_prompts(min(scores) for scores, _ in groups)
-    k = 2
-    while k < n:
-        stats[f"{aux}/best@{k}/mean"] = over_prompts(best_at_k(scores, k) for scores, _ in groups)
-        stats[f"{aux}/worst@{k}/mean"] = over_prompts(-best_at_k([-s for s in scores], k) for scores, _ in groups)
-        k *= 2
-    return stats
-
-
-def _optional(table: pa.Table, name: str) -> list[Any]:
-    return table[name].to_pylist() if name in table.column_names else [None] * len(table)

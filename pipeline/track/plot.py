@@ -1,8 +1,9 @@
 """The learning curve as a picture, drawn from `metrics.jsonl` alone.
 
 Large panel: validation score per data source (points and line) and training reward (thin as measured, thick
-smoothed) over iterations, with the minutes of work on the upper axis. Small panels: response length, and the gap
-between engine and trainer log-probs. Drawn without pyplot, whose global state is not safe in a background thread.
+smoothed) over iterations, with the minutes of work on the upper axis. Small panels: response length, the gap between
+engine and trainer log-probs, and where the run has them, how much of the returns the critic explains and the KL to the
+reference policy. Drawn without pyplot, whose global state is not safe in a background thread.
 """
 
 import io
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.track.history import REWARD, column, read_history, validation_scores, write_atomically
+from pipeline.track.history import EXPLAINED, REWARD, column, read_history, validation_scores, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 LENGTH = "response_length/mean"
 GAPS = {"largest": "training/rollout_log_probs_diff_max", "mean": "training/rollout_log_probs_diff_mean"}
+KL = {"in the loss": "actor/kl_loss", "in the reward": "actor/reward_kl_penalty"}
+WORST_EXPLAINED = -1.0
+"""A fresh critic's explained variance may be far below 0; the axis ends here, so that what follows can be read."""
 SMOOTHED = 0.1
 COLOURS = ("#c2410c", "#0f766e", "#7c3aed", "#b91c1c", "#4d7c0f", "#0369a1")
 
@@ -45,16 +49,29 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
     """The figure of `records` (lines of `metrics.jsonl` in order)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(2.6, 1))
+    critic = column(records, EXPLAINED)[1]
+    kl = {label: name for label, name in KL.items() if column(records, name)[1]}
+    rows = 1 + bool(critic or kl)
+    figure = Figure(figsize=(9, 4.3 + 1.7 * rows), layout="constrained")
+    grid = figure.add_gridspec(1 + rows, 2, height_ratios=(2.6, *[1] * rows))
     scores = figure.add_subplot(grid[0, :])
     _draw_scores(scores, records)
     figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
-    _draw_small(figure.add_subplot(grid[1, 0], sharex=scores), records, {"mean": LENGTH}, "response length (tokens)")
-    panel = figure.add_subplot(grid[1, 1], sharex=scores)
-    _draw_small(panel, records, GAPS, "log-prob gap, engine to trainer")
+
+    def small(place: Any, metrics: dict[str, str], name: str) -> "Axes":
+        axes = figure.add_subplot(place, sharex=scores)
+        _draw_small(axes, records, metrics, name)
+        return axes
+
+    small(grid[1, 0], {"mean": LENGTH}, "response length (tokens)")
+    gap = small(grid[1, 1], GAPS, "log-prob gap, engine to trainer")
     if any(value > 0 for name in GAPS.values() for value in column(records, name)[1]):
-        panel.set_yscale("log")
+        gap.set_yscale("log")
+    if critic:
+        share = small(grid[2, 0] if kl else grid[2, :], {"": EXPLAINED}, "share of the returns the critic explains")
+        share.set_ylim(max(share.get_ylim()[0], WORST_EXPLAINED), 1.05)
+    if kl:
+        small(grid[2, 1] if critic else grid[2, :], kl, "KL to the reference policy")
     return figure
 
 
@@ -95,7 +112,7 @@ def _draw_scores(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
     axes.set_xlim(first - margin, last + margin)
     axes.set_xlabel("iteration", fontsize=11)
     axes.set_ylabel("score", fontsize=11)
-    _style(axes)
+    style(axes)
     if axes.lines:
         axes.legend(loc="best", fontsize=11, framealpha=0.9)
     _minutes_above(axes, records)
@@ -113,7 +130,12 @@ def _minutes_above(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
     ticks = [float(tick) for tick in ticks if tick >= minutes[0]]
     above = axes.twiny()
     above.set_xlim(axes.get_xlim())
-    above.set_xticks(np.interp(ticks, minutes, iterations).tolist(), [f"{tick:g}" for tick in ticks])
+    # While an iteration takes long, many minutes fall on one place.
+    apart, shown = 0.04 * (iterations[-1] - iterations[0]), dict[float, str]()
+    for tick, place in zip(ticks, np.interp(ticks, minutes, iterations).tolist(), strict=True):
+        if not shown or place - max(shown) >= apart:
+            shown[place] = f"{tick:g}"
+    above.set_xticks(list(shown), list(shown.values()))
     above.set_xlabel("minutes", fontsize=11)
     above.spines[["right", "left", "bottom"]].set_visible(False)
     above.tick_params(labelsize=10, colors="#475569")
@@ -128,10 +150,11 @@ def _draw_small(axes: "Axes", records: Sequence[dict[str, Any]], metrics: dict[s
     if len(metrics) > 1:
         axes.margins(y=0.3)
         axes.legend(fontsize=9, loc="upper left", ncols=len(metrics), frameon=False)
-    _style(axes)
+    style(axes)
 
 
-def _style(axes: "Axes") -> None:
+def style(axes: "Axes") -> None:
+    """The look of every panel whose x axis counts iterations."""
     axes.grid(color="#e2e8f0", linewidth=0.8)
     axes.spines[["right", "top"]].set_visible(False)
     axes.tick_params(labelsize=10)

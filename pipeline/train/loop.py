@@ -27,6 +27,7 @@ from pipeline.prompts.stage import ANSWER_S, Schedule
 from pipeline.stages import uses_critic
 from pipeline.store import CRITIC, POLICY
 from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
+from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import discard_trajectories
 from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
@@ -150,16 +151,13 @@ class Loop:
         """Merge all ranks' metrics, post them, and say whether to stop; a collective."""
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
+        stats += [memory_metrics(self.device), sequence_balance(table)]
         parts: list[Any] = [None] * self.world_size
         dist.gather_object(stats, parts if self.rank == 0 else None)
         verdict: list[Any] = [None, False]
         if self.rank == 0:
             metrics = reduce(part for rank in parts for part in rank)
-            response, seconds = metrics.pop("response"), metrics["timing_s/step"]
-            metrics["perf/total_num_tokens"] = metrics.pop("prompt") + response
-            metrics["perf/time_per_step"] = seconds
-            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / seconds / self.world_size
-            metrics["perf/rollout_tokens_per_s"] = response / metrics["rollout/generate_s/max"]
+            metrics |= derived(metrics, metrics.pop("prompt"), metrics.pop("response"), self.world_size)
             verdict = [self._complaint(metrics, table), self._ask_store("should_stop")]
             self._ask("post", "iteration", {"iteration": self.version, "metrics": metrics})
         dist.broadcast_object_list(verdict)

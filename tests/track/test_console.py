@@ -78,6 +78,16 @@ def test_summary_tells_before_and_after_and_keeps_commands_whole() -> None:
     assert "warning: mlflow lacks records" in lines
 
 
+def test_summary_tells_what_a_critic_explains() -> None:
+    console, out = _console()
+    records = [{"iteration": i, "critic/vf_explained_var": value} for i, value in ((1, -0.5), (2, None), (3, 0.625))]
+    console.summary("finished", records, {})
+    assert "critic      explains -0.50 → 0.62 of the variance of the returns" in out.getvalue()
+    console, out = _console()
+    console.summary("finished", [{"iteration": 1}], {})
+    assert "critic" not in out.getvalue()
+
+
 def test_unknown_total_and_bracketed_text_are_printed_as_they_are() -> None:
     out = io.StringIO()
     console = RunConsole("demo", None, Console(file=out))

@@ -7,7 +7,8 @@ import pytest
 
 from pipeline.prompts.stage import Schedule
 from pipeline.track.follow import Follower
-from pipeline.track.metrics import reduce, validation_metrics
+from pipeline.track.metrics import reduce
+from pipeline.track.validation import validation_metrics
 
 CORE = "val-core/countdown/reward/mean@2"
 

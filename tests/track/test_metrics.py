@@ -1,9 +1,7 @@
-import itertools
-import json
+"""Metrics of rows and of log-probs, against hand-worked numbers and plain formulas, however the work is split."""
+
 import math
-import re
 import statistics
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,21 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.rows import SCHEMA
-from pipeline.track.metrics import (
-    Stat,
-    best_at_k,
-    iteration_metrics,
-    log_prob_gap,
-    maj_at_n,
-    merge,
-    reduce,
-    validation_metrics,
-)
-
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+from pipeline.track.metrics import Stat, iteration_metrics, log_prob_gap, merge, reduce
 
 
 def table(*rows: dict) -> pa.Table:
+    """Finished rows of iteration 3 with all columns; `n` is the number of response tokens."""
     made = []
     for row in rows:
         n = row.get("n", 2)
@@ -37,6 +25,7 @@ def table(*rows: dict) -> pa.Table:
                 "split": "train",
                 "chunk": 0,
                 "iteration": 3,
+                "epoch": 0,
                 "prompt_ids": [1, 2],
                 "response_ids": [5] * n,
                 "response_mask": [1] * n,
@@ -83,6 +72,10 @@ def test_iteration_metrics_by_hand():
         "response_length/min": 0,
         "response_length/clip_ratio": 1 / 6,
         "response/aborted_ratio": 1 / 6,
+        "response_length_non_aborted/mean": 10 / 5,
+        "response_length_non_aborted/max": 4,
+        "response_length_non_aborted/min": 0,
+        "response_length_non_aborted/clip_ratio": 1 / 5,
         "prompt_length/mean": 15 / 6,
         "prompt_length/max": 5,
         "prompt_length/min": 2,
@@ -90,6 +83,8 @@ def test_iteration_metrics_by_hand():
         "reward/solved_all": 1 / 3,
         "reward/solved_none": 1 / 3,
         "reward/equal_groups": 2 / 3,
+        "training/global_step": 3,
+        "training/epoch": 0,
         "training/policy_version": 11 / 6,
         "training/staleness/mean": 1 / 6,
         "training/staleness/max": 1,
@@ -100,6 +95,64 @@ def test_iteration_metrics_by_hand():
         "rollout/load_s/max": 0.1,
     }
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+# The optional columns, as PPO with a KL in the reward and ReMax would leave them.
+SCORED = (
+    {
+        "uid": "a", "score": 1.0, "reward": 0.75, "kl": 0.5, "kl_coef": 0.1, "baseline": 0.5, "epoch": 1,
+        "values": [0.5, -1.5], "value_version": 2, "pi_version": 2,
+    },
+    {
+        "uid": "a", "score": 0.0, "reward": -0.25, "kl": 1.0, "kl_coef": 0.2, "baseline": 0.5, "policy_version": 1,
+        "n": 3, "response_mask": [1, 0, 1], "values": [0.25, 9.0, 1.25], "value_version": 1, "pi_version": 2,
+    },
+    {
+        "uid": "b", "score": 0.0, "reward": 0.0, "reward_error": "x", "response_mask": [0, 0], "kl_coef": 0.1,
+        "values": [7.0, 7.0], "value_version": 2, "pi_version": 0,
+    },
+)  # fmt: skip
+
+
+def test_optional_columns_by_hand():
+    got = reduce([iteration_metrics(table(*SCORED))])
+    expected = {
+        "critic/score/mean": 0.5,
+        "critic/rewards/mean": 0.25,
+        "critic/rewards/max": 0.75,
+        "critic/rewards/min": -0.25,
+        "critic/values/mean": (0.5 - 1.5 + 0.25 + 1.25) / 4,
+        "critic/values/max": 1.25,
+        "critic/values/min": -1.5,
+        "critic/baseline/mean": 0.5,
+        "critic/baseline/max": 0.5,
+        "critic/baseline/min": 0.5,
+        "actor/reward_kl_penalty": 0.75,
+        "actor/reward_kl_penalty_coeff": 0.2,
+        "training/epoch": 1,
+        "training/value_staleness/mean": 1 / 3,
+        "training/value_staleness/max": 1,
+        "training/value_staleness/min": 0,
+        "training/pi_staleness/max": 2,
+    }
+    assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_without_optional_columns_there_are_no_metrics_of_them(missing):
+    """Whether a column is not there or null throughout is the same."""
+    rows = table(*ROWS)
+    optional = ("reward", "kl", "baseline", "values", "value_version", "pi_version")
+    got = reduce([iteration_metrics(rows.drop_columns(optional) if missing else rows)])
+    assert got["critic/rewards/mean"] == got["critic/score/mean"]
+    absent = ("critic/values", "critic/baseline", "actor/", "training/value", "training/pi")
+    assert not [name for name in got if name.startswith(absent)]
+
+
+def test_with_every_row_aborted_there_is_no_length_without_them():
+    got = reduce([iteration_metrics(table({"uid": "a", "n": 0, "finish_reason": "abort"}))])
+    assert got["response/aborted_ratio"] == 1 and got["response_length/mean"] == 0
+    assert not [name for name in got if name.startswith("response_length_non_aborted")]
 
 
 def test_solved_threshold():
@@ -179,136 +232,3 @@ def test_a_gap_that_is_no_number_is_infinite(bad):
 def test_gap_ignores_what_the_mask_hides():
     got = reduce([log_prob_gap([-1.0, float("nan")], [-1.5, 0.0], [1, 0])])
     assert got["training/rollout_log_probs_diff_max"] == 0.5
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=7), st.integers(1, 7))
-def test_best_at_k_is_the_mean_over_all_subsets(scores, k):
-    subsets = list(itertools.combinations(scores, min(k, len(scores))))
-    assert best_at_k(scores, k) == pytest.approx(statistics.fmean(max(s) for s in subsets), abs=1e-12)
-
-
-def test_best_at_k_of_solved_or_not_is_pass_at_k():
-    scores = [1.0] * 3 + [0.0] * 7
-    assert best_at_k(scores, 4) == pytest.approx(1 - math.comb(7, 4) / math.comb(10, 4))
-
-
-def test_maj_by_hand():
-    assert maj_at_n([1, 0, 1, 0], ["x", "y", "x", "z"]) == 1.0
-    assert maj_at_n([1, 0, 0, 0], ["x", "y", "y", "z"]) == 0.0
-    assert maj_at_n([1, 0, 1, 0, 0.5], ["x", "y", "x", "y", "z"]) == 0.5  # a tie of right and wrong
-    assert maj_at_n([1.0, 0.5, 0.0], ["x", "x", "y"]) == 0.75  # one answer, scored unequally
-
-
-def validation(*rows: tuple) -> pa.Table:
-    """Rows of source, uid, score, response, reward_parts, reward_error."""
-    names = ("data_source", "uid", "score", "response", "reward_parts", "reward_error")
-    made = [dict(zip(names, (*row, None, None)[:6], strict=True)) for row in rows]
-    return pa.Table.from_pylist(made, schema=pa.schema([SCHEMA.field(name) for name in names]))
-
-
-def pred(answer) -> str:
-    return json.dumps({"pred": answer})
-
-
-VALIDATION = validation(
-    ("s", "a", 1.0, "long way to 7", pred("7")),
-    ("s", "a", 1.0, "short way to 7", pred("7")),
-    ("s", "a", 0.0, "8", pred("8")),
-    ("s", "a", 0.0, "no answer", pred(None)),
-    ("s", "b", 0.0, " same ", None),
-    ("s", "b", 0.0, "same", json.dumps({"format": 1})),
-    ("s", "b", 1.0, "other"),
-    ("s", "b", 0.0, "third"),
-    ("dir/t", "a", 0.5, "x"),
-)
-
-
-def test_validation_by_hand():
-    got = reduce([validation_metrics(VALIDATION)])
-    assert got == pytest.approx(
-        {
-            "val-core/s/reward/mean@4": 3 / 8,
-            "val-core/s/reward/best@4/mean": 1.0,
-            "val-core/s/reward/maj@4/mean": 0.5,
-            "val-aux/s/reward/worst@4/mean": 0.0,
-            "val-aux/s/reward/std@4": (0.5 + math.sqrt(3 / 16)) / 2,
-            "val-aux/s/reward/best@2/mean": (5 / 6 + 3 / 6) / 2,
-            "val-aux/s/reward/worst@2/mean": (1 / 6 + 0) / 2,
-            "val-aux/s/reward/error_rate": 0.0,
-            "val-core/dir/t/reward/mean@1": 0.5,
-            "val-core/dir/t/reward/best@1/mean": 0.5,
-            "val-core/dir/t/reward/maj@1/mean": 0.5,
-            "val-aux/dir/t/reward/error_rate": 0.0,
-        }
-    )
-
-
-def test_validation_merges_over_ranks():
-    uid = np.array(VALIDATION["uid"].to_pylist())
-    parts = [VALIDATION.filter(pa.array(uid == u)) for u in ("b", "a", "none")]
-    assert reduce(validation_metrics(part) for part in parts) == pytest.approx(reduce([validation_metrics(VALIDATION)]))
-
-
-def test_failed_validation_rows_are_counted_and_left_out():
-    got = reduce(
-        [
-            validation_metrics(
-                validation(
-                    ("s", "a", 1.0, "x"),
-                    ("s", "a", 0.0, "y", None, "TimeoutError"),
-                    ("s", "b", 0.0, "x", None, "TimeoutError"),
-                    ("s", "b", 0.0, "x", None, "TimeoutError"),
-                )
-            )
-        ]
-    )
-    assert got["val-aux/s/reward/error_rate"] == 0.75
-    assert got["val-core/s/reward/mean@2"] == 1.0
-    only = reduce([validation_metrics(validation(("s", "a", 0.0, "x", None, "TimeoutError")))])
-    assert only == {"val-aux/s/reward/error_rate": 1.0}
-
-
-def test_a_source_is_judged_by_acc_where_the_reward_gives_one():
-    def right(acc):
-        return json.dumps({"acc": acc})
-
-    got = reduce([validation_metrics(validation(("s", "a", 1.0, "x", right(1)), ("s", "b", 0.1, "y", right(0))))])
-    assert got["val-core/s/acc/mean@1"] == 0.5
-    assert got["val-aux/s/reward/mean@1"] == pytest.approx(0.55)
-    assert not [name for name in got if name.startswith("val-core/s/reward")]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=8))
-def test_with_one_response_all_equal_the_mean(scores):
-    rows = [("s", f"u{i}", score, "x") for i, score in enumerate(scores)]
-    got = reduce([validation_metrics(validation(*rows))])
-    core = {name: value for name, value in got.items() if name.startswith("val-core")}
-    assert len(core) == 3
-    assert all(value == pytest.approx(statistics.fmean(scores)) for value in core.values())
-
-
-def documented(section: str) -> set[str]:
-    """Names in the first column of the tables of a section, braces written out."""
-    text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL)
-    assert text, f"docs/metrics.md has no section {section!r}"
-    names: set[str] = set()
-    for name in re.findall(r"^\| `([^`]+)`", text.group(1), re.MULTILINE):
-        choices = re.search(r"\{([\w,]+,[\w,]+)\}", name)
-        options = choices.group(1).split(",") if choices else [""]
-        names |= {name.replace(choices.group(0), option) if choices else name for option in options}
-    return names
-
-
-def test_documented_names_are_the_names_produced():
-    rows = reduce([iteration_metrics(table(*ROWS))])
-    assert documented("Rows") == set(rows)
-    gap = reduce([log_prob_gap([-1.0, -2.0], [-1.1, -2.2], [1, 1])])
-    assert documented("Engine and trainer") == set(gap)
-    made = {
-        name.replace("/s/", "/{source}/").replace("@4", "@N").replace("@2", "@K")
-        for name in reduce([validation_metrics(VALIDATION)])
-        if "/s/" in name
-    }
-    assert documented("Validation") == made

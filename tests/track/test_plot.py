@@ -44,12 +44,50 @@ def test_axes_hold_the_data() -> None:
     assert "validation countdown: 0.000 → 0.300" in legend
 
 
+def _titles(figure: Any) -> list[str]:
+    return [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
+
+
+def test_a_critic_and_a_kl_have_a_panel_each() -> None:
+    records = _records()
+    plain = _titles(draw(records, ""))
+    for record in records[1:]:
+        record["critic/vf_explained_var"] = 1.0 - 30.0 / record["iteration"] ** 2
+        record["actor/reward_kl_penalty"] = record["iteration"] / 1000
+    figure = draw(records, "")
+    assert len(plain) == 2 and len(_titles(figure)) == 4
+    iterations, shares = _line(figure, "critic/vf_explained_var")
+    assert iterations == list(range(1, 31)) and shares == pytest.approx([1.0 - 30.0 / i**2 for i in iterations])
+    (panel,) = [axes for axes in figure.axes if "critic" in axes.get_title(loc="left")]
+    assert panel.get_ylim() == (-1.0, 1.05)  # the first is -29
+    assert _line(figure, "actor/reward_kl_penalty")[1] == pytest.approx([i / 1000 for i in iterations])
+    for record in records:
+        record.pop("critic/vf_explained_var", None)
+    assert len(_titles(draw(records, ""))) == 3
+
+
+def test_two_kls_are_told_apart() -> None:
+    records = [record | {"actor/kl_loss": 0.1, "actor/reward_kl_penalty": 0.2} for record in _records()]
+    figure = draw(records, "")
+    (panel,) = [axes for axes in figure.axes if axes.get_title(loc="left") == "KL to the reference policy"]
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["in the loss", "in the reward"]
+
+
 def test_upper_axis_shows_minutes_where_they_were_reached() -> None:
     figure = draw(_records(), "")
     (above,) = [axes for axes in figure.axes if axes.get_xlabel() == "minutes"]
     assert above.get_xlim() == figure.axes[0].get_xlim()
     for place, label in zip(above.get_xticks(), above.get_xticklabels(), strict=True):
         assert place == pytest.approx((float(label.get_text()) - 1) * 5)
+
+
+def test_minutes_of_a_long_iteration_do_not_pile_up() -> None:
+    records = _records()
+    for record in records[29:]:
+        record["elapsed_s"] += 600.0
+    (above,) = [axes for axes in draw(records, "").axes if axes.get_xlabel() == "minutes"]
+    places = list(above.get_xticks())
+    assert len(places) > 2 and all(b - a >= 0.04 * 30 for a, b in zip(places, places[1:], strict=False))
 
 
 def test_file_is_a_png_and_replaced_whole(tmp_path: Path) -> None:

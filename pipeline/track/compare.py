@@ -1,0 +1,167 @@
+"""Several runs in one picture and one table, made from their `metrics.jsonl` alone.
+
+Left the validation accuracy, right the training reward (faint as measured, thick smoothed), both over iterations. A run
+has its own colour, marker and dash, so that the picture can be read without seeing colours. Runs that were validated on
+different data, or judged by different numbers, are refused: their curves would stand side by side and mean nothing.
+"""
+
+import io
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from pipeline.track.history import REWARD, VALIDATION, column, read_history, validation_scores, write_atomically
+from pipeline.track.plot import smoothed, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STEP = "timing_s/step"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9")
+"""Okabe and Ito's palette for all kinds of colour vision, without its yellow, which is too light for lines."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = (
+    *("solid", (0, (5, 1)), (0, (5, 1, 1, 1)), (0, (2, 1)), (0, (8, 2))),
+    *((0, (3, 1, 1, 1, 1, 1)), (0, (1, 1))),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is compared of one run."""
+
+    label: str
+    judged_by: dict[str, str]
+    """Data source to what its responses are judged by: `acc`, or `reward` where the reward function gives no `acc`."""
+    validation: tuple[list[int], list[float]]
+    """Iterations, and the validation score there: the mean over the data sources."""
+    reward: tuple[list[int], list[float]]
+    """Iterations, and the mean score of the training responses."""
+    seconds: float | None
+    """Median seconds of an iteration; None before the first has ended."""
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """Iteration and score of the best validation, the earliest of equally good ones."""
+        iteration, score = max(zip(*self.validation, strict=True), key=lambda point: (point[1], -point[0]))
+        return iteration, score
+
+
+def read_runs(folders: Sequence[Path], labels: Sequence[str] | None = None) -> list[Run]:
+    """The runs in these folders.
+
+    Args:
+        folders: runs' folders, at least one.
+        labels: what to call them, in the same order; None calls them by their folders.
+
+    Raises:
+        ValueError: as many labels as folders are wanted; two labels are equal; a folder is not there, holds no run, or
+            its run has no validation; the runs were not validated alike; a `metrics.jsonl` is damaged.
+    """
+    if labels is None:
+        names = [folder.absolute().name for folder in folders]
+        labels = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    if len(labels) != len(folders):
+        raise ValueError(
+            f"{len(labels)} labels ({', '.join(labels)}) for {len(folders)} runs; give one label per run, in the runs' "
+            "order, separated by commas"
+        )
+    if repeated := [label for place, label in enumerate(labels) if label in labels[:place]]:
+        raise ValueError(f"two runs are called {repeated[0]!r}; give each run once, and a label of its own")
+    runs = [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    for run in runs[1:]:
+        if run.judged_by != runs[0].judged_by:
+            raise ValueError(
+                f"{runs[0].label} was validated by {_sources(runs[0])}, but {run.label} by {_sources(run)}; only runs "
+                "with the same data.val_files and reward can be compared"
+            )
+    return runs
+
+
+def draw(runs: Sequence[Run]) -> "Figure":
+    """The figure of `runs`, which were validated alike."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, run in enumerate(runs):
+        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
+        line = {"color": colour, "linestyle": dash, "linewidth": 2, "label": run.label}
+        left.plot(*run.validation, **line, marker=MARKERS[number % len(MARKERS)], markersize=6, gid=run.label)
+        iterations, rewards = run.reward
+        right.plot(iterations, rewards, color=colour, linewidth=0.6, alpha=0.25, gid=f"{run.label} raw")
+        right.plot(iterations, smoothed(rewards), **line, gid=f"{run.label} smoothed")
+    judged_by = runs[0].judged_by
+    what = "accuracy" if set(judged_by.values()) == {"acc"} else "score"
+    left.set_title(f"validation {what}", fontsize=12, loc="left")
+    left.set_ylabel(f"{what} ({', '.join(judged_by)})", fontsize=11)
+    right.set_title("training reward (smoothed; faint as measured)", fontsize=12, loc="left")
+    right.set_ylabel("mean score", fontsize=11)
+    for axes in (left, right):
+        axes.set_xlabel("iteration", fontsize=11)
+        style(axes)
+    figure.legend(
+        handles=left.get_lines(), loc="outside upper center", ncols=min(len(runs), 5), fontsize=11, handlelength=3.5
+    )
+    return figure
+
+
+def save(runs: Sequence[Run], out: Path) -> None:
+    """Draws `runs` into the PNG `out`, replacing an older one in one step.
+
+    Raises:
+        OSError: `out` cannot be written.
+    """
+    image = io.BytesIO()
+    draw(runs).savefig(image, format="png", dpi=130)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, image.getvalue())
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """First, last and best validation of every run, with their iterations, and the median seconds of its iterations."""
+    result = Table(box=box.SIMPLE_HEAD)
+    result.add_column("run", overflow="fold")
+    for name in ("first", "last", "best", "s/iteration"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for run in runs:
+        points = list(zip(*run.validation, strict=True))
+        shown = [f"{score:.3f} ({iteration})" for iteration, score in (points[0], points[-1], run.best)]
+        result.add_row(run.label, *shown, "-" if run.seconds is None else f"{run.seconds:.2f}")
+    return result
+
+
+def _read(folder: Path, label: str) -> Run:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the folders of runs, such as runs/NAME")
+    records = read_history(folder / "metrics.jsonl")
+    if not records:
+        missing = "an empty" if (folder / "metrics.jsonl").exists() else "no"
+        raise ValueError(f"{folder} holds {missing} metrics.jsonl, so it has no run, or one before its first iteration")
+    found = [match for record in records for match in map(VALIDATION.match, record) if match]
+    judged_by = {match["source"]: match["variable"] for match in sorted(found, key=lambda match: match["source"])}
+    scores = {record["iteration"]: validation_scores(record) for record in records}
+    # An iteration that lacks a source (all of its rewards failed) would be a mean over others than its neighbours.
+    validated = {iteration: known for iteration, known in scores.items() if known and known.keys() == judged_by.keys()}
+    if not validated:
+        raise ValueError(
+            f"the run in {folder} has no validation yet (no metric val-core/.../mean@N in its metrics.jsonl); give it "
+            "data.val_files, or leave it out"
+        )
+    seconds = column(records, STEP)[1]
+    return Run(
+        label=label,
+        judged_by=judged_by,
+        validation=(list(validated), [statistics.fmean(known.values()) for known in validated.values()]),
+        reward=column(records, REWARD),
+        seconds=statistics.median(seconds) if seconds else None,
+    )
+
+
+def _sources(run: Run) -> str:
+    return ", ".join(f"{variable} of {source}" for source, variable in run.judged_by.items())

@@ -1,0 +1,136 @@
+"""`docs/metrics.md` lists the metrics that the code makes: all of them, and no others.
+
+Whatever makes metrics without Ray is run here, the update of actor and critic included. What only a run makes (clocks
+of the loop, messages of the stages) is read off the source.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.advantage.config import RolloutCorrectionConfig
+from pipeline.track.metrics import Stats, iteration_metrics, log_prob_gap
+from pipeline.track.performance import derived, memory_metrics, sequence_balance
+from pipeline.track.validation import validation_metrics
+from pipeline.train.actor import Actor
+from pipeline.train.config import ActorConfig, PolicyLossConfig
+from pipeline.train.correction import RULES, correct, parse
+from pipeline.train.critic import Critic
+from pipeline.train.losses.registry import _POLICY_LOSSES, LossInput
+from pipeline.train.packing import Rows
+from tests.track.test_metrics import ROWS, SCORED, table
+from tests.track.test_performance import TIMES
+from tests.track.test_validation import VALIDATION
+from tests.train import test_actor, test_critic
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def documented() -> set[str]:
+    """Names in the first column of the page's tables, `{a,b}` written out."""
+    names: set[str] = set()
+    for name in re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE):
+        choices = re.search(r"\{(\w+(?:,\w+)+)\}", name)
+        options = choices.group(1).split(",") if choices else []
+        written = [name.replace(choices.group(0), option) for option in options] if choices else [name]
+        assert not names & set(written), f"{name} is listed twice"
+        names |= set(written)
+    return names
+
+
+def rows_and_validation() -> set[str]:
+    made: set[str] = set()
+    for rows in (ROWS, SCORED):
+        made |= {*iteration_metrics(table(*rows)), *sequence_balance(table(*rows))}
+    made |= {*log_prob_gap([-1.0, -2.0], [-1.1, -2.2], [1, 1]), *derived(TIMES, 6, 4, 2)}
+    for name in validation_metrics(VALIDATION):
+        if "/s/" in name:
+            made.add(name.replace("/s/", "/{source}/").replace("@4", "@N").replace("@2", "@K"))
+    return made
+
+
+def memory(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    for kind in ("allocated", "reserved"):
+        monkeypatch.setattr(f"torch.cuda.max_memory_{kind}", lambda device: 0)
+    return set(memory_metrics(torch.device("cuda")))
+
+
+def corrections() -> set[str]:
+    every = RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_threshold="0.5_2.0",
+        rollout_is_batch_normalize=True,
+        rollout_rs=",".join(RULES),
+        rollout_rs_threshold=",".join("2.0" for _ in RULES),
+    )
+    numbers = np.array([-1.0, -1.1])
+    stats = correct(parse(every), numbers, numbers, np.ones(2), np.array([0, 2]), list).stats
+    by_rule = {f"rollout_corr/rollout_rs_{rule}_fraction": "rollout_corr/rollout_rs_{rule}_fraction" for rule in RULES}
+    assert set(by_rule) < set(stats)
+    return {by_rule.get(name, name) for name in stats}
+
+
+def losses() -> set[str]:
+    """Of the losses that come with the package; tests may have registered more."""
+    config = ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.1))
+    one = torch.ones(1)
+    data = LossInput(-one, -one, one, one, torch.zeros(1, dtype=torch.long), 1, selected=one > 0)
+    own = [loss for loss in _POLICY_LOSSES.values() if loss.function.__module__.startswith("pipeline.")]
+    assert len(own) >= 12
+    return {f"actor/{name}" for loss in own for name in loss.function(data, config)[1]}
+
+
+def updates(model: Path) -> set[str]:
+    """Of an actor that recomputes log-probs and one that does not, and of a critic."""
+    stats: list[Stats] = []
+    for source in ("recompute", "engine"):
+        config = test_actor.make_config(model, old_log_probs=source, use_kl_loss=True, entropy_coeff=0.1)
+        config.algorithm.rollout_correction.rollout_is = "sequence"
+        rows = Rows.from_table(test_actor.table())
+        rows.ref_log_probs = rows.rollout_log_probs.copy()
+        stats.append(Actor(config, CPU, 1).update(rows))
+    stats.append(Critic(test_critic.make_config(model), CPU, 1).update(Rows.from_table(test_critic.table())))
+    return {name for part in stats for name in part}
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def written(folder: Path, groups: set[str]) -> set[str]:
+    """Strings in the source that read like a metric of these groups, and what `timed` calls its blocks."""
+    found: set[str] = set()
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "timed":
+                assert isinstance(node.args[1], ast.Constant)
+                found.add(f"timing_s/{node.args[1].value}")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts = node.value.split("/")
+                if parts[0] in groups and re.fullmatch(r"[a-z_]+(/[a-z_]+)+", node.value):
+                    found.add(node.value)
+    return found
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_metric_is_documented_and_every_documented_metric_is_made(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = documented()
+    made = rows_and_validation() | memory(monkeypatch) | corrections() | losses() | updates(tiny_model)
+    assert made - page == set(), "made, but not on the page"
+    named = written(ROOT / "pipeline", {name.partition("/")[0] for name in page})
+    # The source also names groups, such as `critic/score`, and beginnings.
+    whole = {name for name in named if not any(other.startswith(name) for other in page - {name})}
+    assert whole - page == set(), "named in the source, but not on the page"
+    assert page - made - named == set(), "on the page, but not made"
