@@ -13,8 +13,10 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pipeline.check_algorithm import COMPARE_IN_GROUP, NEED_NO_GROUP, POLICY_LOSSES
 from pipeline.checks import CHOICES
-from pipeline.config import Config, Key, keys
+from pipeline.config import CONFIG_DIR, Config
+from pipeline.schema import Key, keys
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -23,23 +25,45 @@ HEAD = """# Configuration
 <!-- Written by `make docs` from the dataclasses; edit the docstrings there. -->
 
 Settings are read in this order, later ones winning: the defaults below, `configs/train.yaml`, the chosen experiment
-(`experiment=countdown_cpu` takes `configs/experiment/countdown_cpu.yaml`), then arguments such as
-`actor.optim.lr=1e-5`. A list is written `trainer.logger=[console,mlflow]`, a value with special characters in quotes:
-`'model.path="/models/a=b"'`. Keys whose type is a mapping take any name inside:
-`rollout.engine_kwargs.max_model_len=2048`.
+(`experiment=countdown_cpu` takes `configs/experiment/countdown_cpu.yaml`), the chosen algorithm (`algorithm=dapo` takes
+`configs/algorithm/dapo.yaml`), then arguments such as `actor.optim.lr=1e-5`. A list is written
+`trainer.logger=[console,mlflow]`, a value with special characters in quotes: `'model.path="/models/a=b"'`. Keys whose
+type is a mapping take any name inside: `rollout.engine_kwargs.max_model_len=2048`.
 
 An unknown key is refused with the nearest valid one, an impossible combination with the arithmetic.
-`python -m jobs.train --dry-run ...` prints what the settings amount to and exits. Experiments of your own live in any
-folder: `--config-dir DIR` searches `DIR/experiment/` besides the packaged ones.
+`python -m jobs.train --dry-run ...` prints what the settings amount to and exits. Experiments and algorithms of your
+own live in any folder: `--config-dir DIR` searches `DIR/experiment/` and `DIR/algorithm/` besides the packaged ones.
+
+## Algorithms
+
+`algorithm=NAME` sets the estimator, the loss and what belongs to them, and leaves the other keys alone; one can be laid
+on top of another, `algorithm=[dapo,tis]`. An experiment names the one it begins from with
+`defaults: [/algorithm/dapo, _self_]`.
 """
+
+BUILT_IN = {
+    "algorithm.adv_estimator": (*NEED_NO_GROUP, *COMPARE_IN_GROUP),
+    "actor.policy_loss.loss_mode": POLICY_LOSSES,
+}
+"""Keys that take a name or an import path: the names there are."""
 
 
 def descriptions(schema: type) -> dict[str, str]:
-    """The docstring under each field of the dataclass `schema`, by field name.
+    """The docstring under each field of the dataclass `schema`, inherited ones included, by field name.
 
     Raises:
         ValueError: a field has none.
     """
+    found: dict[str, str] = {}
+    for part in reversed(schema.__mro__[:-1]):
+        found |= _own_descriptions(part)
+    missing = [name for name, text in found.items() if not text]
+    if missing:
+        raise ValueError(f"{schema.__name__}: no docstring under {', '.join(missing)}")
+    return found
+
+
+def _own_descriptions(schema: type) -> dict[str, str]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
     found: dict[str, str] = {}
     name = None
@@ -50,10 +74,20 @@ def descriptions(schema: type) -> dict[str, str]:
         elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             found[name] = " ".join(str(node.value.value).split())
             name = None
-    missing = [name for name, text in found.items() if not text]
-    if missing:
-        raise ValueError(f"{schema.__name__}: no docstring under {', '.join(missing)}")
     return found
+
+
+def algorithms() -> list[str]:
+    """One row for each file of `configs/algorithm`: its name and the comment it begins with."""
+    rows = ["| name | what it is |", "|---|---|"]
+    for path in sorted(CONFIG_DIR.glob("algorithm/*.yaml")):
+        comment = []
+        for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+            if not line.startswith("#"):
+                break
+            comment.append(line.removeprefix("#").strip())
+        rows.append(f"| `{path.stem}` | {' '.join(comment)} |")
+    return rows
 
 
 def type_name(kind: Any) -> str:
@@ -75,19 +109,26 @@ def default(key: Key) -> str:
 
 def page() -> str:
     """The whole page as Markdown, one table per section."""
-    lines, section, owner = [HEAD], None, None
+    sections: dict[str, list[Key]] = {}
     for key in keys(Config).values():
-        if key.owner is not owner:
-            section, owner = key.name.rpartition(".")[0], key.owner
-            lines += [f"\n## `{section}`\n", f"{inspect.getdoc(owner)}\n", "| key | type | default | meaning |"]
-            lines += ["|---|---|---|---|"]
-        text = descriptions(key.owner)[key.name.rpartition(".")[2]]
-        if key.name in CHOICES and not all(f"`{choice}`" in text for choice in CHOICES[key.name] if choice):
-            listed = ", ".join("null" if choice is None else f"`{choice}`" for choice in CHOICES[key.name])
-            text += f" One of {listed}."
-        cells = (f"`{key.name}`", f"`{type_name(key.type)}`", f"`{default(key)}`", text)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        sections.setdefault(key.name.rpartition(".")[0], []).append(key)
+    lines = [HEAD, *algorithms()]
+    for section, members in sections.items():
+        lines += [f"\n## `{section}`\n", f"{inspect.getdoc(members[0].owner)}\n", "| key | type | default | meaning |"]
+        lines += ["|---|---|---|---|", *map(_row, members)]
     return "\n".join(lines) + "\n"
+
+
+def _row(key: Key) -> str:
+    text = descriptions(key.owner)[key.name.rpartition(".")[2]]
+    names = BUILT_IN.get(key.name, ())
+    if names:
+        text += f" Built in are {', '.join(f'`{name}`' for name in names)}."
+    if key.name in CHOICES and not all(f"`{choice}`" in text for choice in CHOICES[key.name] if choice):
+        listed = ", ".join("null" if choice is None else f"`{choice}`" for choice in CHOICES[key.name])
+        text += f" One of {listed}."
+    cells = (f"`{key.name}`", f"`{type_name(key.type)}`", f"`{default(key)}`", text)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def main(argv: list[str] | None = None) -> int:

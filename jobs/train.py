@@ -16,12 +16,13 @@ from pipeline.versions import VersionError, check_versions
 
 EPILOG = """\
 settings:
-  key=value pairs in Hydra's grammar, laid over configs/train.yaml and the chosen experiment; all keys with their
-  meaning stand in docs/configuration.md.
+  key=value pairs in Hydra's grammar, laid over configs/train.yaml, the chosen experiment and the chosen algorithm;
+  all keys with their meaning stand in docs/configuration.md, all algorithms in docs/algorithms.md.
 
 examples:
   python -m jobs.train --dry-run experiment=countdown_cpu
   python -m jobs.train experiment=countdown_cpu trainer.experiment_name=mine actor.optim.lr=1e-5
+  python -m jobs.train experiment=countdown_cpu algorithm=ppo critic.optim.lr=1e-4
   python -m jobs.train data.train_files=my.parquet model.path=Qwen/Qwen2.5-0.5B-Instruct ...
 
 the same command continues a run that was interrupted.
@@ -64,8 +65,8 @@ def _name_from_root(config: Config) -> None:
 
     config.model.path = absolute(config.model.path)
     config.model.tokenizer_path = absolute(config.model.tokenizer_path)
-    custom = config.reward.custom_reward_function
-    custom.path = absolute(custom.path)
+    for section in (config.critic, config.scoring.reference, config.reward.custom_reward_function):
+        section.path = absolute(section.path)
     data = config.data
     data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
 

@@ -10,22 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline import check_algorithm, kl
 from pipeline.config import Config, ConfigError
+from pipeline.stages import scorers, uses_critic, uses_reference
+
+LEARNERS = ("actor", "critic")
+SCORERS = ("scoring.reference", "scoring.value", "scoring.policy")
+AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("float32", "bfloat16"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
-    "actor.fsdp.param_dtype": (None, "float32", "bfloat16"),
-    "actor.fsdp.reduce_dtype": ("float32", "bfloat16"),
-    "actor.optim.lr_scheduler_type": ("constant", "cosine", "linear"),
-    "actor.loss_agg_mode": (
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "seq-mean-token-mean",
-    ),
+    **{f"{scorer}.dtype": (None, "float32", "bfloat16", "float16") for scorer in SCORERS},
+    "algorithm.kl_penalty": tuple(kl.NAMES),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    **{f"{learner}.fsdp.param_dtype": (None, "float32", "bfloat16") for learner in LEARNERS},
+    **{f"{learner}.fsdp.reduce_dtype": ("float32", "bfloat16") for learner in LEARNERS},
+    **{f"{learner}.optim.lr_scheduler_type": ("constant", "cosine", "linear") for learner in LEARNERS},
+    **{f"{learner}.loss_agg_mode": AGG_MODES for learner in LEARNERS},
+    "actor.kl_loss_type": tuple(f"{name}{suffix}" for suffix in ("", "+") for name in kl.NAMES),
     "actor.old_log_probs": ("recompute", "engine"),
     "trainer.resume": ("auto", "never"),
 }
@@ -48,12 +52,18 @@ AT_LEAST = {
     "rollout.cpu_kvcache_space_gb": 1,
     "rollout.max_num_seqs": 1,
     "reward.num_cpus": 0,
+    **{f"{scorer}.num_workers": 1 for scorer in SCORERS},
+    **{f"{scorer}.{name}": 0 for scorer in SCORERS for name in ("num_cpus", "num_gpus", "num_threads")},
+    "algorithm.kl_ctrl.kl_coef": 0,
+    "algorithm.kl_ctrl.horizon": 1,
+    "actor.policy_loss.ppo_kl_coef": 0,
     "actor.entropy_coeff": 0,
+    "actor.kl_loss_coef": 0,
     "actor.ppo_epochs": 1,
     "actor.logits_chunk_tokens": 1,
-    "actor.optim.lr": 0,
-    "actor.optim.weight_decay": 0,
-    "actor.optim.lr_warmup_steps": -1,
+    "critic.warmup": 0,
+    **{f"{learner}.optim.{name}": 0 for learner in LEARNERS for name in ("lr", "weight_decay")},
+    **{f"{learner}.optim.lr_warmup_steps": -1 for learner in LEARNERS},
     "trainer.total_epochs": 1,
     "trainer.num_workers": 1,
     "trainer.cpus_per_worker": 0,
@@ -67,8 +77,12 @@ AT_LEAST = {
 
 POSITIVE = (
     "rollout.temperature",
-    "actor.optim.eps",
-    "actor.grad_clip",
+    "algorithm.f_norm",
+    "algorithm.kl_ctrl.target_kl",
+    "actor.policy_loss.tau_pos",
+    "actor.policy_loss.tau_neg",
+    "critic.cliprange_value",
+    *(f"{learner}.{name}" for learner in LEARNERS for name in ("optim.eps", "grad_clip")),
     "trainer.deadlines.engine_start",
     "trainer.deadlines.admission",
     "trainer.deadlines.chunk",
@@ -79,11 +93,31 @@ POSITIVE = (
 
 SHARES = (
     "reward.max_error_rate",
-    "actor.optim.lr_warmup_steps_ratio",
-    "actor.optim.min_lr_ratio",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "actor.policy_loss.clip_cov_ratio",
+    "actor.policy_loss.kl_cov_ratio",
+    *(f"{learner}.optim.{name}" for learner in LEARNERS for name in ("lr_warmup_steps_ratio", "min_lr_ratio")),
     "rollout.gpu_memory_utilization",
 )
 """Keys whose value lies between 0 and 1."""
+
+AT_LEAST_1_OR_NULL = (
+    "trainer.total_training_steps",
+    "trainer.ray_num_cpus",
+    "actor.ppo_mini_batch_size",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_epochs",
+)
+"""Keys that are null or at least 1."""
+
+POSITIVE_OR_NULL = (
+    "trainer.object_store_gb",
+    "trainer.max_log_prob_gap",
+    "actor.loss_scale_factor",
+    "actor.policy_loss.dro_beta",
+)
+"""Keys that are null or above 0."""
 
 LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
 """Tracker: the Python package it needs."""
@@ -112,17 +146,19 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    single = list(_single_values(config))
+    single, known = list(_single_values(config)), check_algorithm.knows_estimator(config)
     yield from single
     yield from _model(config)
     yield from _data(config)
-    yield from _algorithm(config)
+    yield from check_algorithm.problems(config)
     yield from _trainer(config)
-    if not single:
+    if known:
+        yield from _further_models(config)
+    if known and not single:
         # The arithmetic divides by values that were found to be positive above.
         yield from _batches(config)
         yield from _lengths(config)
-        yield from _rollout(config)
+        yield from _devices(config)
 
 
 def _single_values(config: Config) -> Iterator[str]:
@@ -149,12 +185,16 @@ def _single_values(config: Config) -> Iterator[str]:
     for key in ("data.train_max_samples", "data.val_max_samples", "trainer.test_freq", "trainer.save_freq"):
         if _value(config, key) != -1 and _value(config, key) < 1:
             yield f"{key}={_value(config, key)} must be at least 1, or -1 (see docs/configuration.md)"
-    for key in ("trainer.total_training_steps", "trainer.ray_num_cpus", "actor.ppo_mini_batch_size"):
+    for key in AT_LEAST_1_OR_NULL:
         if _value(config, key) is not None and _value(config, key) < 1:
             yield f"{key}={_value(config, key)} must be at least 1, or null"
-    for key in ("trainer.object_store_gb", "trainer.max_log_prob_gap", "actor.loss_scale_factor"):
+    for key in POSITIVE_OR_NULL:
         if _value(config, key) is not None and not _value(config, key) > 0:
             yield f"{key}={_value(config, key)} must be above 0, or null"
+    for key in (f"{learner}.optim.betas" for learner in LEARNERS):
+        betas = _value(config, key)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield f"{key}={list(betas)} must be two numbers from 0 up to but not including 1"
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -162,17 +202,7 @@ def _model(config: Config) -> Iterator[str]:
     if not path:
         yield "model.path is not set; give the folder or the hub name of a Hugging Face model"
         return
-    folder = Path(path)
-    if not folder.exists():
-        # A hub name is `owner/name`; anything else, or a first part that is a folder here, was meant as a folder.
-        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1 or folder.parts[0] == "models":
-            yield f"model.path={path}: there is no such folder"
-        return
-    if not folder.is_dir():
-        yield f"model.path={path} is a file; give the folder that holds config.json"
-        return
-    if not (folder / "config.json").is_file():
-        yield f"model.path={path} holds no config.json, so it is not a Hugging Face model folder"
+    yield from _model_folder("model.path", path)
     tokenizer = Path(config.model.tokenizer_path or path)
     if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
         key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
@@ -180,6 +210,25 @@ def _model(config: Config) -> Iterator[str]:
             f"{key}={tokenizer} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); save one there with "
             "tokenizer.save_pretrained, or set model.tokenizer_path"
         )
+
+
+def _further_models(config: Config) -> Iterator[str]:
+    if config.critic.path and uses_critic(config):
+        yield from _model_folder("critic.path", config.critic.path)
+    if config.scoring.reference.path and uses_reference(config):
+        yield from _model_folder("scoring.reference.path", config.scoring.reference.path)
+
+
+def _model_folder(key: str, path: str) -> Iterator[str]:
+    folder = Path(path)
+    if not folder.exists():
+        # A hub name is `owner/name`; anything else, or a first part that is a folder here, was meant as a folder.
+        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1 or folder.parts[0] == "models":
+            yield f"{key}={path}: there is no such folder"
+    elif not folder.is_dir():
+        yield f"{key}={path} is a file; give the folder that holds config.json"
+    elif not (folder / "config.json").is_file():
+        yield f"{key}={path} holds no config.json, so it is not a Hugging Face model folder"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -190,46 +239,6 @@ def _data(config: Config) -> Iterator[str]:
         yield (
             f"trainer.test_freq={trainer.test_freq} asks for validation and data.val_files is not set; "
             "give validation files or set trainer.test_freq=-1"
-        )
-
-
-def _algorithm(config: Config) -> Iterator[str]:
-    from pipeline.advantage.estimators import get_adv_estimator
-
-    algorithm, actor = config.algorithm, config.actor
-    try:
-        get_adv_estimator(algorithm.adv_estimator)
-    except ValueError as error:
-        yield f"algorithm.adv_estimator={algorithm.adv_estimator}: {error}"
-    if algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
-        yield (
-            "rollout.n=1 gives GRPO groups of one, whose advantages are all 0, so nothing would be learned; "
-            "set rollout.n to 2 or more"
-        )
-    if algorithm.max_staleness != 0:
-        yield (
-            f"algorithm.max_staleness={algorithm.max_staleness}: this version trains strictly on-policy and supports "
-            "only 0; asynchronous training is not built yet"
-        )
-    for key in ("clip_ratio", "clip_ratio_low"):
-        value = getattr(actor, key)
-        if value is not None and not 0 < value < 1:
-            yield f"actor.{key}={value} must lie above 0 and below 1 (the ratio is clipped at 1 - {value})"
-    if actor.clip_ratio_high is not None and not actor.clip_ratio_high > 0:
-        yield f"actor.clip_ratio_high={actor.clip_ratio_high} must be above 0"
-    if not actor.clip_ratio_c > 1:
-        yield (
-            f"actor.clip_ratio_c={actor.clip_ratio_c} must be above 1: it bounds the ratio of tokens with a negative "
-            "advantage, and a ratio of 1 is no change"
-        )
-    if len(actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in actor.optim.betas):
-        yield f"actor.optim.betas={list(actor.optim.betas)} must be two numbers from 0 up to but not including 1"
-    if actor.old_log_probs == "engine" and (config.rollout.top_p < 1 or config.rollout.top_k > 0):
-        yield (
-            f"actor.old_log_probs=engine with rollout.top_p={config.rollout.top_p} and "
-            f"rollout.top_k={config.rollout.top_k}: the engine's log-probs are renormalised over the tokens it keeps, "
-            "the trainer's are not, so their ratio is not 1 before the first update; set actor.old_log_probs=recompute "
-            "or sample from all tokens (rollout.top_p=1 rollout.top_k=-1)"
         )
 
 
@@ -253,7 +262,6 @@ def _trainer(config: Config) -> Iterator[str]:
 
 def _batches(config: Config) -> Iterator[str]:
     batch, chunk, workers = config.data.train_batch_size, config.rollout.chunk_prompts, config.trainer.num_workers
-    mini = config.actor.ppo_mini_batch_size
     if batch % chunk:
         yield (
             f"data.train_batch_size={batch} is not a whole number of chunks: {batch} = {batch // chunk} x "
@@ -265,18 +273,22 @@ def _batches(config: Config) -> Iterator[str]:
             f"chunks, which trainer.num_workers={workers} cannot share evenly; {_neighbours(batch, chunk * workers)}, "
             "or change rollout.chunk_prompts"
         )
-    if mini is None:
-        return
-    if batch % mini:
-        yield (
-            f"actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch}: "
-            f"{batch} = {batch // mini} x {mini} + {batch % mini}"
-        )
-    if mini % (chunk * workers):
-        yield (
-            f"actor.ppo_mini_batch_size={mini} must be a multiple of rollout.chunk_prompts x trainer.num_workers = "
-            f"{chunk} x {workers} = {chunk * workers}, so that every worker gets whole chunks"
-        )
+    mini_batches = {"actor": config.actor.ppo_mini_batch_size}
+    if uses_critic(config):
+        mini_batches["critic"] = config.critic.ppo_mini_batch_size
+    for learner, mini in mini_batches.items():
+        if mini is None:
+            continue
+        if batch % mini:
+            yield (
+                f"{learner}.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch}: "
+                f"{batch} = {batch // mini} x {mini} + {batch % mini}"
+            )
+        if mini % (chunk * workers):
+            yield (
+                f"{learner}.ppo_mini_batch_size={mini} must be a multiple of rollout.chunk_prompts x "
+                f"trainer.num_workers = {chunk} x {workers} = {chunk * workers}, so that every worker gets whole chunks"
+            )
 
 
 def _neighbours(batch: int, step: int) -> str:
@@ -286,12 +298,16 @@ def _neighbours(batch: int, step: int) -> str:
 
 def _lengths(config: Config) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    budget = config.actor.ppo_max_token_len_per_gpu
-    if prompt + response > budget:
-        yield (
-            f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
-            f"{prompt + response} tokens, more than actor.ppo_max_token_len_per_gpu={budget}; raise it or shorten rows"
-        )
+    budgets: dict[str, int | None] = {"actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu}
+    if uses_critic(config):
+        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
+    budgets |= {f"scoring.{name}.max_token_len": pool.max_token_len for name, pool in scorers(config).items()}
+    for key, budget in budgets.items():
+        if budget is not None and prompt + response > budget:
+            yield (
+                f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
+                f"{prompt + response} tokens, more than {key}={budget}; raise it or shorten rows"
+            )
     if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
         yield (
             f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is below "
@@ -299,7 +315,7 @@ def _lengths(config: Config) -> Iterator[str]:
         )
 
 
-def _rollout(config: Config) -> Iterator[str]:
+def _devices(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.num_gpus > 1:
         yield f"rollout.num_gpus={rollout.num_gpus:g}: an engine uses one GPU or a part of one"
@@ -307,3 +323,6 @@ def _rollout(config: Config) -> Iterator[str]:
         yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
     if rollout.num_gpus == 0 and rollout.dtype == "float16":
         yield "rollout.dtype=float16 is not supported by a CPU engine (rollout.num_gpus=0); set float32 or bfloat16"
+    for name, pool in scorers(config).items():
+        if pool.num_gpus > 1:
+            yield f"scoring.{name}.num_gpus={pool.num_gpus:g}: a replica uses one GPU or a part of one"

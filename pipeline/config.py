@@ -5,8 +5,8 @@ What was chosen and why:
 1. Each package keeps its own part as a dataclass beside the code it configures; this module only joins them. Defaults
    stand there and nowhere else.
 2. Hydra composes `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments
-   onto the dataclasses, so types are checked and an unknown key never passes. Its refusals are turned into one sentence that names the file or
-   argument, the key, what was expected and the nearest valid key.
+   onto the dataclasses, so types are checked and an unknown key never passes. Its refusals are turned into one sentence
+   that names the file or argument, the key, what was expected and the nearest valid key.
 3. Code receives plain dataclass instances. Nothing below this module knows Hydra, and importing it loads neither
    torch nor Ray nor vLLM.
 

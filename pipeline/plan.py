@@ -1,29 +1,24 @@
 """What a config amounts to: chunks, rows and optimiser steps per iteration, actors, CPUs, GPUs and memory per stage.
 
 `python -m jobs.train --dry-run` prints it and exits; a real run prints the same plan and refuses to start where the
-machine cannot hold it. Everything is worked out from the settings and from files of the model's folder; torch, Ray and
+machine cannot hold it. Everything is worked out from the settings and from files of the models' folders; torch, Ray and
 vLLM are not imported.
 """
 
-import json
-import math
 import os
 import shutil
-import struct
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
+from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.checks import check
 from pipeline.config import Config, ConfigError
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ROW_BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4
-"""Ids, mask, log-probs, advantages and returns of one response token (`rows.py`)."""
+from pipeline.memory import Memory, estimate
+from pipeline.stages import scorers, uses_baselines, uses_critic, uses_reference
+from pipeline.train.config import ActorConfig, CriticConfig
 
 SHARED_STAGE_CPUS = 1.0
 """CPUs of the prompt source and the tasks that cut its pages into chunks, which take turns."""
@@ -39,30 +34,23 @@ class Stage:
     count: int
     cpus: float
     gpus: float = 0.0
+    keys: tuple[str, str, str] = ("", "", "")
+    """The keys of the three numbers above; empty where there is none."""
     at_least: bool = False
     """Ray Data adds more tasks where CPUs are free; `count` is the fewest with which the run moves."""
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Estimate in bytes, of one process each unless said otherwise."""
+class Updates:
+    """How a learner goes over an iteration's rows."""
 
-    parameters: int
-    """Number of parameters of the model (no bytes)."""
-    train_weights: int
-    train_gradients: int
-    train_optimizer: int
-    train_logits: int
-    engine_weights: int
-    engine_kv_needed: int
-    """KV cache that lets `rollout.max_num_seqs` sequences of full length run at the same time."""
-    rows: int
-    """All response columns of one iteration in the object store."""
+    mini_batches: int
+    epochs: int
 
     @property
-    def train_worker(self) -> int:
-        """Bytes of one train worker without activations."""
-        return self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
+    def steps(self) -> int:
+        """Optimiser steps per iteration."""
+        return self.mini_batches * self.epochs
 
 
 @dataclass(frozen=True)
@@ -74,8 +62,11 @@ class Plan:
     chunks_per_rank: int
     rows_per_iteration: int
     rows_per_rank: int
-    mini_batches: int
-    optimizer_steps_per_iteration: int
+    greedy_rows_per_iteration: int
+    """Rows generated for the baselines of the estimator, which do not reach the trainer."""
+    actor: Updates
+    critic: Updates | None
+    """None without a critic."""
     chunks_in_flight_per_engine: int
     iterations: int | None
     """Iterations of the whole run; None where the number of training prompts is not known."""
@@ -122,64 +113,99 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         ConfigError: the config cannot be run, or the rows do not fill one iteration.
     """
     check(config)
-    data, rollout, actor, trainer = config.data, config.rollout, config.actor, config.trainer
+    data, rollout, trainer = config.data, config.rollout, config.trainer
     chunks = data.train_batch_size // rollout.chunk_prompts
     rows = data.train_batch_size * rollout.n
-    mini_batches = data.train_batch_size // (actor.ppo_mini_batch_size or data.train_batch_size)
     if train_rows is not None and data.train_max_samples > 0:
         train_rows = min(train_rows, data.train_max_samples)
-    notes = []
-    if rollout.num_engines > chunks:
-        notes.append(
-            f"an iteration has {chunks} chunks for rollout.num_engines={rollout.num_engines}: "
-            f"{rollout.num_engines - chunks} engines stay idle; a smaller rollout.chunk_prompts spreads the work"
-        )
-    if rollout.chunks_in_flight == 0 and chunks % rollout.num_engines:
-        notes.append(
-            f"{chunks} chunks do not divide evenly among rollout.num_engines={rollout.num_engines}; "
-            "some engines have one chunk more to do"
-        )
-    memory = _memory(config)
-    if memory and rollout.num_gpus == 0 and memory.engine_kv_needed > rollout.cpu_kvcache_space_gb << 30:
-        notes.append(
-            f"rollout.cpu_kvcache_space_gb={rollout.cpu_kvcache_space_gb} holds fewer than rollout.max_num_seqs="
-            f"{rollout.max_num_seqs} sequences of full length ({_size(memory.engine_kv_needed)} needed); "
-            "the engine queues the rest"
-        )
+    memory = estimate(config)
     return Plan(
         config=config,
         chunks_per_iteration=chunks,
         chunks_per_rank=chunks // trainer.num_workers,
         rows_per_iteration=rows,
         rows_per_rank=rows // trainer.num_workers,
-        mini_batches=mini_batches,
-        optimizer_steps_per_iteration=mini_batches * actor.ppo_epochs,
+        greedy_rows_per_iteration=data.train_batch_size * uses_baselines(config),
+        actor=_updates(config, config.actor),
+        critic=_updates(config, config.critic) if uses_critic(config) else None,
         chunks_in_flight_per_engine=rollout.in_flight(chunks),
         iterations=_iterations(config, train_rows),
         train_rows=train_rows,
-        stages=(
-            Stage("prompts", 1, SHARED_STAGE_CPUS),
-            Stage("rollout", rollout.num_engines, rollout.num_cpus, rollout.num_gpus),
-            Stage("reward, advantage", 1, config.reward.num_cpus, at_least=True),
-            Stage("train", trainer.num_workers, trainer.cpus_per_worker, float(trainer.use_gpu)),
-        ),
+        stages=tuple(_stages(config)),
         memory=memory,
-        notes=tuple(notes),
+        notes=tuple(_notes(config, chunks, memory)),
     )
 
 
+def _updates(config: Config, learner: ActorConfig | CriticConfig) -> Updates:
+    batch = config.data.train_batch_size
+    mini = learner.ppo_mini_batch_size or config.actor.ppo_mini_batch_size or batch
+    return Updates(batch // mini, learner.ppo_epochs or config.actor.ppo_epochs)
+
+
+def _stages(config: Config) -> Iterator[Stage]:
+    rollout, trainer = config.rollout, config.trainer
+    yield Stage("prompts", 1, SHARED_STAGE_CPUS)
+    keys = ("rollout.num_engines", "rollout.num_cpus", "rollout.num_gpus")
+    yield Stage("rollout", rollout.num_engines, rollout.num_cpus, rollout.num_gpus, keys)
+    yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
+    for name, pool in scorers(config).items():
+        keys = (f"scoring.{name}.num_workers", f"scoring.{name}.num_cpus", f"scoring.{name}.num_gpus")
+        yield Stage(name, pool.num_workers, pool.num_cpus, pool.num_gpus, keys)
+    keys = ("trainer.num_workers", "trainer.cpus_per_worker", "(trainer.use_gpu)")
+    yield Stage("train", trainer.num_workers, trainer.cpus_per_worker, float(trainer.use_gpu), keys)
+
+
+def _notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
+    rollout, estimator = config.rollout, get_adv_estimator(config.algorithm.adv_estimator)
+    if rollout.num_engines > chunks:
+        yield (
+            f"an iteration has {chunks} chunks for rollout.num_engines={rollout.num_engines}: "
+            f"{rollout.num_engines - chunks} engines stay idle; a smaller rollout.chunk_prompts spreads the work"
+        )
+    if rollout.chunks_in_flight == 0 and chunks % rollout.num_engines:
+        yield (
+            f"{chunks} chunks do not divide evenly among rollout.num_engines={rollout.num_engines}; "
+            "some engines have one chunk more to do"
+        )
+    if memory and rollout.num_gpus == 0 and memory.engine_kv_needed > rollout.cpu_kvcache_space_gb << 30:
+        yield (
+            f"rollout.cpu_kvcache_space_gb={rollout.cpu_kvcache_space_gb} holds fewer than rollout.max_num_seqs="
+            f"{rollout.max_num_seqs} sequences of full length ({_size(memory.engine_kv_needed)} needed); "
+            "the engine queues the rest"
+        )
+    if uses_critic(config) and "values" not in estimator.needs:
+        yield (
+            f"critic.enable=true trains a critic that algorithm.adv_estimator={estimator.name} does not read; "
+            "it learns what that estimator gives as returns"
+        )
+    if config.actor.use_kl_loss and config.actor.kl_loss_type in ("kl", "k1"):
+        yield (
+            f"actor.kl_loss_type={config.actor.kl_loss_type} has a gradient that is 0 on average; "
+            f"{config.actor.kl_loss_type}+ has the same value and the gradient of the KL"
+        )
+    if uses_reference(config) and config.actor.kl_loss_coef == 0 and not config.algorithm.use_kl_in_reward:
+        yield "actor.kl_loss_coef=0: the KL of actor.use_kl_loss=true is measured and does not train"
+
+
 def _iterations(config: Config, train_rows: int | None) -> int | None:
-    trainer, batch = config.trainer, config.data.train_batch_size
-    if trainer.total_training_steps is not None:
-        return trainer.total_training_steps
-    if train_rows is None:
-        return None
-    iterations = train_rows * trainer.total_epochs // batch
+    trainer, batch, warmup = config.trainer, config.data.train_batch_size, config.critic.warmup
+    iterations = trainer.total_training_steps
+    if iterations is None:
+        if train_rows is None:
+            return None
+        iterations = train_rows * trainer.total_epochs // batch
     if iterations == 0:
+        assert train_rows is not None
         raise ConfigError(
             f"{train_rows} training prompts x trainer.total_epochs={trainer.total_epochs} = "
             f"{train_rows * trainer.total_epochs} do not fill one iteration of data.train_batch_size={batch}; "
             "lower it, raise the epochs or set trainer.total_training_steps"
+        )
+    if warmup >= iterations:
+        raise ConfigError(
+            f"critic.warmup={warmup} leaves {iterations} - {warmup} = {iterations - warmup} iterations in which the "
+            "policy is trained; lower it or train longer"
         )
     return iterations
 
@@ -208,20 +234,17 @@ def check_resources(plan: Plan, nodes: Iterable[Resources] | None = None) -> Non
         remedy = "lower one of them or add nodes"
     nodes = [dict(node) for node in nodes]
     have_cpus, have_gpus = (sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU"))
-    rollout, trainer = plan.config.rollout, plan.config.trainer
     if plan.gpus > have_gpus:
+        words, numbers = _sum((stage.count, stage.gpus, stage.keys[0], stage.keys[2]) for stage in plan.stages)
         raise ConfigError(
-            f"the run needs rollout.num_engines x rollout.num_gpus + trainer.num_workers x (trainer.use_gpu) = "
-            f"{rollout.num_engines} x {rollout.num_gpus:g} + {trainer.num_workers} x {int(trainer.use_gpu)} = "
-            f"{plan.gpus:g} GPUs and {place} {have_gpus:g}; lower one of them or use more GPUs"
+            f"the run needs {words} = {numbers} = {plan.gpus:g} GPUs and {place} {have_gpus:g}; lower one of them or "
+            "use more GPUs"
         )
     if plan.cpus > have_cpus:
+        words, numbers = _sum((stage.count, stage.cpus, stage.keys[0], stage.keys[1]) for stage in plan.stages)
         raise ConfigError(
-            f"the run needs rollout.num_engines x rollout.num_cpus + trainer.num_workers x trainer.cpus_per_worker + "
-            f"reward.num_cpus + {SHARED_STAGE_CPUS:g} for prompts = "
-            f"{rollout.num_engines} x {rollout.num_cpus:g} + {trainer.num_workers} x {trainer.cpus_per_worker:g} + "
-            f"{plan.config.reward.num_cpus:g} + {SHARED_STAGE_CPUS:g} = {plan.cpus:g} CPUs and {cpu_place} "
-            f"{have_cpus:g}; {remedy}"
+            f"the run needs {words} + {SHARED_STAGE_CPUS:g} for prompts = {numbers} + {SHARED_STAGE_CPUS:g} = "
+            f"{plan.cpus:g} CPUs and {cpu_place} {have_cpus:g}; {remedy}"
         )
     for stage in plan.stages:
         if not any(node.get("CPU", 0.0) >= stage.cpus and node.get("GPU", 0.0) >= stage.gpus for node in nodes):
@@ -229,6 +252,14 @@ def check_resources(plan: Plan, nodes: Iterable[Resources] | None = None) -> Non
                 f"no node can hold one {stage.name} actor of {stage.cpus:g} CPUs and {stage.gpus:g} GPUs; "
                 f"the nodes have {', '.join(_node(node) for node in nodes)}"
             )
+
+
+def _sum(terms: Iterable[tuple[int, float, str, str]]) -> tuple[str, str]:
+    """The terms (count, each, and the keys of both) that have keys and are not 0, in words and in numbers."""
+    named = [term for term in terms if term[1] and term[3]]
+    words = (" x ".join(filter(None, (key, of_each))) for _, _, key, of_each in named)
+    numbers = (f"{count} x {each:g}" if key else f"{each:g}" for count, each, key, _ in named)
+    return " + ".join(words), " + ".join(numbers)
 
 
 def _node(node: Resources) -> str:
@@ -249,70 +280,6 @@ def local_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
 
 
-def _memory(config: Config) -> Memory | None:
-    folder = Path(config.model.path or "")
-    if not (folder / "config.json").is_file():
-        return None
-    parameters = count_parameters(folder)
-    if parameters is None:
-        return None
-    try:
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
-    data, rollout, actor, workers = config.data, config.rollout, config.actor, config.trainer.num_workers
-    tokens = data.max_prompt_length + data.max_response_length
-    longest = model.get("max_position_embeddings")
-    if longest is not None and tokens > longest:
-        raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {data.max_prompt_length} + "
-            f"{data.max_response_length} = {tokens} tokens, more than the {longest} of the model in {folder} "
-            "(max_position_embeddings); shorten one of them"
-        )
-    shard = parameters * BYTES[config.model.dtype] // workers
-    return Memory(
-        parameters=parameters,
-        train_weights=shard,
-        train_gradients=shard,
-        train_optimizer=2 * shard,
-        # Logits, their softmax and the gradient of both, in float32.
-        train_logits=3 * 4 * actor.logits_chunk_tokens * model.get("vocab_size", 0),
-        engine_weights=parameters * BYTES[rollout.dtype],
-        engine_kv_needed=_kv_bytes_per_token(model, BYTES[rollout.dtype]) * tokens * rollout.max_num_seqs,
-        rows=data.train_batch_size
-        * rollout.n
-        * (data.max_prompt_length * 4 + data.max_response_length * ROW_BYTES_PER_TOKEN),
-    )
-
-
-def _kv_bytes_per_token(model: Mapping[str, Any], element: int) -> int:
-    heads = model.get("num_attention_heads") or 1
-    head_dim = model.get("head_dim") or model.get("hidden_size", 0) // heads
-    return 2 * model.get("num_hidden_layers", 0) * (model.get("num_key_value_heads") or heads) * head_dim * element
-
-
-def count_parameters(folder: str | Path) -> int | None:
-    """Parameters of the model in `folder`, from the headers of its safetensors files; None where it has none.
-
-    Raises:
-        ConfigError: a safetensors file is damaged.
-    """
-    files = sorted(Path(folder).glob("*.safetensors"))
-    return sum(_count(file) for file in files) if files else None
-
-
-def _count(file: Path) -> int:
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > file.stat().st_size:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
-    except (struct.error, ValueError) as error:
-        raise ConfigError(f"{file} is not a whole safetensors file: {error}; save or download it again") from error
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-
-
 def render(plan: Plan) -> Table:
     """The plan as a table for the terminal."""
     config, memory = plan.config, plan.memory
@@ -322,19 +289,20 @@ def render(plan: Plan) -> Table:
     table.add_row(
         "model", f"{config.model.path}" + (f", {_count_words(memory.parameters)} parameters" if memory else "")
     )
+    table.add_row("algorithm", ", ".join(_algorithm(config)))
     table.add_row("training prompts", "not counted" if plan.train_rows is None else f"{plan.train_rows:,}")
     table.add_row("iterations", "as many as the prompts give" if plan.iterations is None else f"{plan.iterations:,}")
+    greedy = f" and {plan.greedy_rows_per_iteration} greedy ones" if plan.greedy_rows_per_iteration else ""
     table.add_row(
         "one iteration",
-        f"{config.data.train_batch_size} prompts x {config.rollout.n} samples = {plan.rows_per_iteration} rows "
+        f"{config.data.train_batch_size} prompts x {config.rollout.n} samples = {plan.rows_per_iteration} rows{greedy} "
         f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts",
     )
     table.add_row("one train worker", f"{plan.rows_per_rank} rows in {plan.chunks_per_rank} chunks per iteration")
-    table.add_row(
-        "optimiser steps",
-        f"{plan.mini_batches} mini-batches x {config.actor.ppo_epochs} epochs = "
-        f"{plan.optimizer_steps_per_iteration} per iteration",
-    )
+    table.add_row("optimiser steps", _steps(plan.actor))
+    if plan.critic:
+        warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
+        table.add_row("of the critic", _steps(plan.critic) + warmup)
     table.add_row("one engine", f"{plan.chunks_in_flight_per_engine} chunks in flight", end_section=True)
     for stage in plan.stages:
         many = f"{'at least ' if stage.at_least else ''}{stage.count} x {stage.cpus:g} CPU"
@@ -343,26 +311,50 @@ def render(plan: Plan) -> Table:
     if memory is None:
         table.add_row("memory", "not estimated: the model is not a local folder with safetensors files")
     else:
-        table.add_row(
-            "memory of a train worker",
-            f"{_size(memory.train_worker)} + activations: weights {_size(memory.train_weights)}, gradients "
-            f"{_size(memory.train_gradients)}, optimiser {_size(memory.train_optimizer)}, "
-            f"logits {_size(memory.train_logits)}",
-        )
-        limit = (
-            f"{config.rollout.gpu_memory_utilization:.0%} of a GPU in all"
-            if config.rollout.num_gpus
-            else f"{config.rollout.cpu_kvcache_space_gb} GiB of KV cache given"
-        )
-        table.add_row(
-            "memory of an engine",
-            f"weights {_size(memory.engine_weights)}, KV cache for {config.rollout.max_num_seqs} full sequences "
-            f"{_size(memory.engine_kv_needed)} ({limit})",
-        )
-        table.add_row("rows in the object store", f"{_size(memory.rows)} per iteration at most")
+        for name, text in _memory(config, memory):
+            table.add_row(name, text)
     for note in plan.notes:
         table.add_row("note", note)
     return table
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    yield f"{config.algorithm.adv_estimator} advantages"
+    yield f"{config.actor.policy_loss.loss_mode} loss"
+    if uses_critic(config):
+        yield f"a critic from {config.critic.path or config.model.path}"
+    if uses_reference(config):
+        places = {"reward": config.algorithm.use_kl_in_reward, "loss": config.actor.use_kl_loss}
+        reference = config.scoring.reference.path or config.model.path
+        yield f"KL to {reference} in {' and '.join(place for place, used in places.items() if used)}"
+
+
+def _steps(updates: Updates) -> str:
+    return f"{updates.mini_batches} mini-batches x {updates.epochs} epochs = {updates.steps} per iteration"
+
+
+def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
+    unknown = "not estimated (no local folder with safetensors files)"
+    critic = unknown if memory.train_critic is None else _size(memory.train_critic)
+    yield (
+        "memory of a train worker",
+        f"{_size(memory.train_worker)} + activations: weights {_size(memory.train_weights)}, gradients "
+        f"{_size(memory.train_gradients)}, optimiser {_size(memory.train_optimizer)}, "
+        f"logits {_size(memory.train_logits)}" + (f", critic {critic}" if uses_critic(config) else ""),
+    )
+    limit = (
+        f"{config.rollout.gpu_memory_utilization:.0%} of a GPU in all"
+        if config.rollout.num_gpus
+        else f"{config.rollout.cpu_kvcache_space_gb} GiB of KV cache given"
+    )
+    yield (
+        "memory of an engine",
+        f"weights {_size(memory.engine_weights)}, KV cache for {config.rollout.max_num_seqs} full sequences "
+        f"{_size(memory.engine_kv_needed)} ({limit})",
+    )
+    for name, weights in memory.scorer_weights.items():
+        yield f"memory of a {name} replica", unknown if weights is None else f"{_size(weights)} + activations"
+    yield "rows in the object store", f"{_size(memory.rows)} per iteration at most"
 
 
 def _size(count: float) -> str:

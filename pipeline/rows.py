@@ -61,8 +61,8 @@ ROLLOUT = pa.schema(
         _column("finish_reason", pa.string(), "rollout", "metrics", "`stop`, `length`, or `abort`"),
         _column("policy_version", pa.int64(), "rollout", "train", "version that generated the row"),
         _column("engine", pa.string(), "rollout", "metrics", "which engine: node and process"),
-        _column("generate_s", pa.float32(), "rollout", "metrics", "seconds from loaded weights to the chunk's last token"),
-        _column("load_s", pa.float32(), "rollout", "metrics", "seconds from the admission of the chunk to loaded weights"),
+        _column("generate_s", pa.float32(), "rollout", "metrics", "seconds from loaded weights to the last token"),
+        _column("load_s", pa.float32(), "rollout", "metrics", "seconds from admission to loaded weights"),
         _column("kl_coef", pa.float32(), "rollout", "advantage", "coefficient of the KL in the reward at that version"),
     ]
 )

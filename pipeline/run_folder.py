@@ -27,6 +27,11 @@ MAY_DIFFER = (
     "rollout.enforce_eager",
     "reward.num_cpus",
     "reward.max_error_rate",
+    *(
+        f"scoring.{pool}.{key}"
+        for pool in ("reference", "value", "policy")
+        for key in ("num_workers", "num_cpus", "num_gpus", "num_threads", "max_token_len")
+    ),
     "trainer.project_name",
     "trainer.experiment_name",
     "trainer.default_local_dir",

@@ -21,18 +21,18 @@ class Key:
 
 def keys(schema: type) -> dict[str, Key]:
     """Every setting of the dataclass `schema` by its dotted name, in the order of declaration."""
-    return {key.name: key for key in _keys(schema, "")}
+    return {key.name: key for key in _keys(schema(), "")}
 
 
-def _keys(schema: type, prefix: str) -> Iterator[Key]:
-    types_of = typing.get_type_hints(schema)
-    defaults = schema()
-    for item in dataclasses.fields(schema):
-        name, kind = prefix + item.name, types_of[item.name]
-        if dataclasses.is_dataclass(kind):
-            yield from _keys(typing.cast(type, kind), name + ".")
+def _keys(section: Any, prefix: str) -> Iterator[Key]:
+    """The settings of a dataclass instance with default values, which may be others than those of its class alone."""
+    types_of = typing.get_type_hints(type(section))
+    for item in dataclasses.fields(section):
+        name, value = prefix + item.name, getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _keys(value, name + ".")
         else:
-            yield Key(name, kind, getattr(defaults, item.name), schema)
+            yield Key(name, types_of[item.name], value, type(section))
 
 
 def expected(kind: Any) -> str:

@@ -60,6 +60,16 @@ def test_an_algorithm_is_laid_over_the_experiment_and_arguments_over_both(tmp_pa
         assert (actor.clip_ratio_high, actor.clip_ratio) == (0.28, 0.7)
 
 
+def test_an_experiment_may_choose_an_algorithm(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    own = "# @package _global_\ndefaults: [/algorithm/gspo, _self_]\nrollout: {n: 3}"
+    (tmp_path / "experiment" / "mine.yaml").write_text(own)
+    config = load_config(["experiment=mine"], config_dir=tmp_path)
+    assert (config.actor.policy_loss.loss_mode, config.rollout.n) == ("gspo", 3)
+    config = load_config(["experiment=mine", "algorithm=dapo"], config_dir=tmp_path)
+    assert (config.actor.policy_loss.loss_mode, config.rollout.n) == ("vanilla", 3)
+
+
 def test_algorithms_of_ones_own(tmp_path):
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm" / "mine.yaml").write_text("# @package _global_\nalgorithm: {adv_estimator: opo}")
@@ -208,6 +218,7 @@ def test_settings_of_a_damaged_file_are_refused(text, words, tmp_path):
 
 def test_flat_has_every_key_and_diff_names_the_changed_ones():
     assert list(to_flat(Config())) == list(keys(Config))
+    assert {name: key.default for name, key in keys(Config).items()} == to_flat(Config())
     changed = load_config(["rollout.n=3", "actor.optim.lr=0.5"])
     assert diff(Config(), changed) == [("rollout.n", 8, 3), ("actor.optim.lr", 1e-6, 0.5)]
 

@@ -1,15 +1,12 @@
 """The plan's numbers on hand-worked cases, the resource check, and what the terminal shows."""
 
 import io
-import json
-import struct
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from pipeline.config import ConfigError, load_config
-from pipeline.plan import check_resources, count_parameters, local_gpus, plan, render, validate
+from pipeline.plan import check_resources, local_gpus, plan, render, validate
 
 SMALL = [
     "data.train_files=train.parquet",
@@ -29,7 +26,7 @@ def small(*overrides: str, train_rows: int | None = None):
 
 
 def shown(*overrides: str) -> str:
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=400)
     console.print(render(small(*overrides)))
     return console.file.getvalue()
 
@@ -40,8 +37,9 @@ def test_hand_worked_numbers():
     assert numbers.chunks_per_rank == 4
     assert numbers.rows_per_iteration == 256
     assert numbers.rows_per_rank == 128
-    assert numbers.mini_batches == 2
-    assert numbers.optimizer_steps_per_iteration == 6
+    assert numbers.actor.mini_batches == 2
+    assert numbers.actor.steps == 6
+    assert numbers.critic is None and numbers.greedy_rows_per_iteration == 0
     # One validation sample per prompt: 256 sequences of the engine / 8 prompts of a chunk, more than a share of 8 / 3.
     assert numbers.chunks_in_flight_per_engine == 32
     assert small("rollout.max_num_seqs=8").chunks_in_flight_per_engine == 3  # 8 chunks over 3 engines, rounded up
@@ -62,8 +60,77 @@ def test_iterations():
 
 def test_cpus_are_checked_against_what_the_local_ray_is_told():
     validate(load_config([*SMALL, "trainer.ray_num_cpus=7"]))
-    with pytest.raises(ConfigError, match=r"3 x 1 \+ 2 x 1 \+ 1 \+ 1 = 7 CPUs and trainer.ray_num_cpus=6"):
+    with pytest.raises(ConfigError, match=r"3 x 1 \+ 1 \+ 2 x 1 \+ 1 = 7 CPUs and trainer.ray_num_cpus=6"):
         validate(load_config([*SMALL, "trainer.ray_num_cpus=6"]))
+
+
+PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"]
+
+
+def test_stages_exist_where_something_reads_what_they_write():
+    def names(*overrides: str) -> list[str]:
+        return [stage.name for stage in small(*overrides).stages]
+
+    plain = ["prompts", "rollout", "reward, advantage", "train"]
+    assert names() == plain
+    assert names(*PPO) == [*plain[:3], "reference", "value", "train"]
+    assert names("actor.use_kl_loss=true") == [*plain[:3], "reference", "train"]
+    assert names("critic.enable=true") == [*plain[:3], "value", "train"]
+    assert names("algorithm.adv_estimator=optimal_token_baseline") == [*plain[:3], "policy", "train"]
+
+
+def test_scoring_pools_are_counted():
+    pools = ["scoring.reference.num_workers=2", "scoring.reference.num_cpus=3", "scoring.reference.num_gpus=0.5"]
+    numbers = small(*PPO, *pools, "scoring.value.num_gpus=1")
+    assert numbers.cpus == 3 * 1 + 1 + 2 * 3 + 1 * 1 + 2 * 1 + 1
+    assert numbers.gpus == 2 * 0.5 + 1 * 1
+    with pytest.raises(ConfigError) as error:
+        check_resources(numbers, [{"CPU": 13.0, "GPU": 8.0}])
+    assert (
+        "the run needs rollout.num_engines x rollout.num_cpus + reward.num_cpus + scoring.reference.num_workers x "
+        "scoring.reference.num_cpus + scoring.value.num_workers x scoring.value.num_cpus + trainer.num_workers x "
+        "trainer.cpus_per_worker + 1 for prompts = 3 x 1 + 1 + 2 x 3 + 1 x 1 + 2 x 1 + 1 = 14 CPUs and the cluster "
+        "has 13"
+    ) in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        check_resources(numbers, [{"CPU": 14.0, "GPU": 1.0}])
+    assert (
+        "scoring.reference.num_workers x scoring.reference.num_gpus + scoring.value.num_workers x "
+        "scoring.value.num_gpus = 2 x 0.5 + 1 x 1 = 2 GPUs and the cluster has 1"
+    ) in str(error.value)
+    with pytest.raises(ConfigError, match="no node can hold one reference actor of 3 CPUs"):
+        check_resources(numbers, [{"CPU": 2.0, "GPU": 1.0}] * 10)
+
+
+def test_updates_of_the_critic():
+    assert small(*PPO).critic == small().actor
+    critic = small(*PPO, "critic.ppo_mini_batch_size=16", "critic.ppo_epochs=1").critic
+    assert critic and (critic.mini_batches, critic.epochs, critic.steps) == (4, 1, 4)
+
+
+def test_updates_are_those_of_the_trainer():
+    from pipeline.train.learner import UpdateShape
+
+    config = load_config([*SMALL, *PPO, "critic.ppo_epochs=5"])
+    numbers = plan(config)
+    for part, updates in ((config.actor, numbers.actor), (config.critic, numbers.critic)):
+        shape = UpdateShape.of(config, part)
+        assert updates and (updates.mini_batches, updates.epochs) == (shape.mini_batches, shape.epochs)
+
+
+def test_warmup_leaves_iterations_for_the_policy():
+    warmup = [*PPO, "trainer.total_training_steps=5"]
+    small(*warmup, "critic.warmup=4")
+    with pytest.raises(ConfigError, match="critic.warmup=5 leaves 5 - 5 = 0 iterations"):
+        small(*warmup, "critic.warmup=5")
+    with pytest.raises(ConfigError, match="critic.warmup=20 leaves 15 - 20 = -5 iterations"):
+        small(*PPO, "critic.warmup=20", train_rows=1000)
+
+
+def test_greedy_responses_of_the_baselines():
+    numbers = small("algorithm.adv_estimator=remax")
+    assert (numbers.rows_per_iteration, numbers.greedy_rows_per_iteration) == (256, 64)
+    assert "64 prompts x 4 samples = 256 rows and 64 greedy ones in 8 chunks" in shown("algorithm.adv_estimator=remax")
 
 
 def test_gpus_are_checked(monkeypatch):
@@ -87,51 +154,21 @@ def test_a_cluster_needs_a_node_for_each_actor():
         check_resources(numbers, [{"CPU": 4.0}] * 2)
 
 
-def write_model(folder: Path, shapes: dict[str, list[int]], **config: int) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
-    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
-    encoded = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
-
-
-def test_memory_of_a_local_model(tmp_path):
-    write_model(
-        tmp_path,
-        {"a": [100, 10], "b": [24]},
-        vocab_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=64,
-    )
-    overrides = [f"model.path={tmp_path}", "data.max_prompt_length=10", "data.max_response_length=30"]
-    memory = small(*overrides, "rollout.max_num_seqs=5", "actor.logits_chunk_tokens=7").memory
-    assert memory is not None
-    assert memory.parameters == 1024
-    assert memory.train_weights == memory.train_gradients == 1024 * 4 // 2
-    assert memory.train_optimizer == 2 * 1024 * 4 // 2
-    assert memory.engine_weights == 1024 * 2
-    assert memory.engine_kv_needed == 2 * 2 * 2 * 16 * 2 * 40 * 5  # K and V, layers, heads, head size, bytes, tokens
-    assert memory.train_logits == 3 * 4 * 7 * 100
-    assert "1024" not in shown(*overrides) and "memory of an engine" in shown(*overrides)
-
-
-def test_row_longer_than_the_model(tmp_path):
-    write_model(tmp_path, {"a": [1]}, max_position_embeddings=1000)
-    with pytest.raises(ConfigError, match="512 \\+ 512 = 1024 tokens, more than the 1000"):
-        small(f"model.path={tmp_path}")
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 16, struct.pack("<Q", 3) + b"abc"])
-def test_damaged_weights_are_named(tmp_path, content):
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match="model.safetensors is not a whole safetensors file"):
-        count_parameters(tmp_path)
-
-
 def test_render_shows_the_arithmetic_and_notes():
     text = shown("rollout.num_engines=9")
     assert "64 prompts x 4 samples = 256 rows in 8 chunks" in text
     assert "2 mini-batches x 3 epochs = 6" in text
     assert "1 engines stay idle" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["critic.enable=true"], "critic.enable=true trains a critic that algorithm.adv_estimator=grpo does not read"),
+        (["actor.use_kl_loss=true", "actor.kl_loss_type=k1"], "k1+ has the same value and the gradient of the KL"),
+        (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"], "is measured and does not train"),
+    ],
+)
+def test_notes_on_what_has_no_effect(overrides, words):
+    assert words in " ".join(small(*overrides).notes)
+    assert not any("KL" in note or "critic" in note for note in small().notes)

@@ -24,7 +24,14 @@ def test_the_same_settings_continue(run):
 
 
 @pytest.mark.parametrize(
-    "change", ["trainer.total_training_steps=99", "trainer.deadlines.chunk=5", "rollout.num_cpus=2"]
+    "change",
+    [
+        "trainer.total_training_steps=99",
+        "trainer.deadlines.chunk=5",
+        "rollout.num_cpus=2",
+        "scoring.value.num_workers=2",
+        "scoring.reference.max_token_len=99",
+    ],
 )
 def test_settings_of_length_and_layout_may_change(run, change):
     assert check_run_folder(run, load_config(["rollout.n=4", change]))
@@ -36,6 +43,12 @@ def test_other_settings_are_named_with_both_remedies(run):
     sentence = str(error.value)
     assert "rollout.n (4 there, 8 now)" in sentence and "actor.optim.lr (1e-06 there, 0.5 now)" in sentence
     assert "trainer.experiment_name" in sentence and f"delete {run}" in sentence
+
+
+@pytest.mark.parametrize("change", ["scoring.reference.path=other", "scoring.value.dtype=bfloat16", "critic.warmup=1"])
+def test_settings_that_change_numbers_may_not(run, change):
+    with pytest.raises(ConfigError, match=change.split("=")[0]):
+        check_run_folder(run, load_config(["rollout.n=4", change]))
 
 
 def test_never_refuses_any_run(run):

@@ -34,8 +34,8 @@ class RolloutCorrectionConfig:
     """Importance weights: `token`, `sequence` (one weight per response), or null for none."""
 
     rollout_is_threshold: str = "2.0"
-    """One number caps the weights there (truncated importance sampling); `low_high`, such as `0.5_2.0`, sets weights
-    outside the range to 0 (IcePop)."""
+    """One number caps the weights there (truncated importance sampling); `low_high`, such as `"0.5_2.0"` (in quotes in
+    YAML), sets weights outside the range to 0 (IcePop)."""
 
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the iteration."""

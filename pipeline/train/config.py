@@ -29,7 +29,7 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule (`actor.optim.*`)."""
+    """AdamW and its schedule (`actor.optim.*`, `critic.optim.*`)."""
 
     lr: float = 1e-6
     """Peak learning rate."""
@@ -58,7 +58,7 @@ class OptimConfig:
 
 @dataclass
 class FSDPConfig:
-    """How FSDP2 shards the model (`actor.fsdp.*`)."""
+    """How FSDP2 shards the model (`actor.fsdp.*`, `critic.fsdp.*`)."""
 
     reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
