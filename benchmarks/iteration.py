@@ -17,7 +17,8 @@ from rich.table import Table
 PARTS = {
     "timing_s/gen": "wait for rows",
     "timing_s/old_log_prob": "old log-probs",
-    "timing_s/update_actor": "update",
+    "timing_s/update_critic": "update of the critic",
+    "timing_s/update_actor": "update of the actor",
     "timing_s/publish": "publish",
 }
 INSIDE = {
