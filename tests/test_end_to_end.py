@@ -40,7 +40,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": (len(solution_str) + extra_info["index"]) % 4 / 3, "length": len(solution_str)}
 """
-TIMED = ("timing_s/", "perf/", "rollout/generate_s", "rollout/load_s")
+TIMED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/generate_s", "rollout/load_s")
 """Prefixes of metrics that say how long something took."""
 ROUNDING = ("training/rollout_", "actor/ppo_kl", "actor/pg_clipfrac")
 """Prefixes of metrics that are differences of nearly equal numbers."""

@@ -19,14 +19,13 @@ estimators (GAE, REINFORCE++, ReMax) read `token_rewards` and `mask`. Rows whose
 estimator. Everything is float64.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import numpy as np
 
 from pipeline.advantage.config import AlgorithmConfig
+from pipeline.named import look_up
 
 
 @dataclass(frozen=True)
@@ -127,31 +126,6 @@ def get_adv_estimator(name: str) -> Estimator:
     Raises:
         ValueError: no such name (the sentence gives the nearest), or the import path leads nowhere.
     """
-    if ":" in name:
-        return _imported(name)
-    if name not in _ESTIMATORS:
-        near = get_close_matches(name, _ESTIMATORS, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"algorithm.adv_estimator {name!r} is unknown.{hint} Known are {', '.join(sorted(_ESTIMATORS))}, and any "
-            "function of yours as 'package.module:function'."
-        )
-    return _ESTIMATORS[name]
-
-
-def _imported(path: str) -> Estimator:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"algorithm.adv_estimator {path!r}: module {module_name!r} cannot be imported ({error}); "
-            "it must be on the Python path of every worker"
-        ) from error
-    function = getattr(module, attribute, None)
-    if function is None or not callable(function):
-        raise ValueError(f"algorithm.adv_estimator {path!r}: module {module_name!r} has no function {attribute!r}")
-    for known in _ESTIMATORS.values():
-        if known.function is function:
-            return known
-    return Estimator(path, "group", function)
+    return look_up(
+        "algorithm.adv_estimator", name, _ESTIMATORS, lambda path, function: Estimator(path, "group", function)
+    )

@@ -84,6 +84,11 @@ def _state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
     """Models and optimiser states by the learner's name, as tensors that `dcp` saves from or loads into."""
     state = {}
     for learner in learners:
+        unused = not learner.optimizer.state
         model, optimizer = get_state_dict(learner.module, learner.optimizer)
+        if unused:
+            # torch fills the state with a step of no length, which AdamW would count when it corrects its moments.
+            for moments in learner.optimizer.state.values():
+                moments["step"].zero_()
         state[learner.name] = {"model": model, "optimizer": optimizer}
     return state

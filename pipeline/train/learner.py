@@ -87,12 +87,16 @@ class Learner:
                 yield epoch * self.shape.mini_batches + number, index.tolist()
 
     def micro_batches(self, rows: Rows, index: list[int]) -> Iterator[MicroBatch]:
-        """Micro-batches of the rows `index`; every rank gets equally many, since each is a collective."""
+        """Micro-batches of the rows `index`; every rank gets equally many, since each is a collective.
+
+        There is at least one, an empty one where no rank has rows: AdamW leaves a parameter without a gradient as it
+        is, where one with a gradient of zeros goes on by momentum and weight decay.
+        """
         all_lengths = rows.lengths
         lengths = [all_lengths[i] for i in index]
         budget = self.shape.max_tokens
         parts = int(self.all_reduce([minimum_parts(lengths, budget)], dist.ReduceOp.MAX)[0])
-        for part in split_micro_batches(lengths, budget, parts):
+        for part in split_micro_batches(lengths, budget, max(parts, 1)):
             yield collate(rows, [index[i] for i in part]).to(self.device)
 
     def step(

@@ -1,9 +1,6 @@
 """The actor's update: against a formula written out on padded tensors, and over one and two real gloo ranks."""
 
-import os
-import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,77 +9,29 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from pipeline.config import Config
-from pipeline.rows import SCHEMA
-from pipeline.track.metrics import Stats, reduce
+from pipeline.track.metrics import reduce
 from pipeline.train.actor import Actor
 from pipeline.train.fsdp import full_state_dict
 from pipeline.train.losses import AGG_MODES
 from pipeline.train.packing import Rows
-
-PROMPTS, N, CHUNK_ROWS = 8, 2, 4
-NAMES = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
-COLUMNS = pa.schema([SCHEMA.field(name) for name in NAMES])
-CPU = torch.device("cpu")
-
-
-def table(seed: int = 0) -> pa.Table:
-    """One iteration: 8 prompts with 2 responses of 0 to 9 tokens each, some masked; one row is masked as a whole."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for number in range(PROMPTS * N):
-        length = 0 if number == 5 else int(rng.integers(1, 10))
-        rows.append(
-            {
-                "uid": str(number // N),
-                "sample": number % N,
-                "prompt_ids": rng.integers(5, 300, rng.integers(1, 8)),
-                "response_ids": rng.integers(5, 300, length),
-                "response_mask": (rng.random(length) < 0.8) & (number != 9),
-                "rollout_log_probs": rng.normal(-5.7, 0.4, length),
-                "advantages": np.full(length, rng.normal()),
-                "returns": np.zeros(length),
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=COLUMNS)
-
-
-def make_config(model: Path | str, **changes: Any) -> Config:
-    """A run of 8 prompts an iteration; `changes` are settings of the actor."""
-    config = Config()
-    config.model.path = str(model)
-    config.data.train_batch_size = PROMPTS
-    config.data.max_response_length = 12
-    config.rollout.n = N
-    # A large eps keeps AdamW from blowing rounding noise of tiny gradients up to whole steps.
-    config.actor.optim.lr, config.actor.optim.eps = 1e-2, 1e-2
-    config.actor.old_log_probs = "engine"
-    for name, value in changes.items():
-        setattr(config.actor, name, value)
-    return config
-
-
-def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics of the last update and the weights after updates with these rows."""
-    actor = Actor(config, CPU, iterations=100)
-    stats: Stats = {}
-    for rows in tables:
-        stats = actor.update(Rows.from_table(rows))
-    return reduce([stats]), full_state_dict(actor.module)
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance * 1e-2)
-
-
-def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+from tests.train.plain import aggregate, gradient_norm, padded, plain_log_probs
+from tests.train.updates import (
+    CPU,
+    assert_same,
+    assert_same_update,
+    make_config,
+    masked,
+    moved,
+    save_update,
+    spawn,
+    table,
+    trained,
+    uneven,
+    with_column,
+    worlds,
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,41 +49,6 @@ def initial(tiny_model: Path, one_rank: None) -> dict[str, Tensor]:
 # against plain formulas
 
 
-def plain_log_probs(model: Path, rows: list[dict[str, Any]], temperature: float = 1.0) -> tuple[Any, Tensor, Tensor]:
-    """`transformers`' own model, and log-probs and entropies [B, T] of the responses, one forward pass per row."""
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    width = max(len(row["response_ids"]) for row in rows)
-    log_probs, entropies = [], []
-    for row in rows:
-        ids = torch.tensor(row["prompt_ids"] + row["response_ids"])
-        first, count = len(row["prompt_ids"]), len(row["response_ids"])
-        logits = lm(input_ids=ids[None]).logits[0, first - 1 : first - 1 + count] / temperature
-        all_log_probs = logits.log_softmax(-1)
-        chosen = all_log_probs[torch.arange(count), ids[first:]]
-        pad = (0, width - count)
-        log_probs.append(torch.nn.functional.pad(chosen, pad))
-        entropies.append(torch.nn.functional.pad(-(all_log_probs.exp() * all_log_probs).sum(-1), pad))
-    return lm, torch.stack(log_probs), torch.stack(entropies)
-
-
-def padded(rows: list[dict[str, Any]], name: str) -> Tensor:
-    width = max(len(row["response_ids"]) for row in rows)
-    return torch.tensor([list(map(float, row[name])) + [0.0] * (width - len(row[name])) for row in rows])
-
-
-def aggregate(values: Tensor, mask: Tensor, mode: str, divisor: float) -> Tensor:
-    """[B, T] to one number, as the modes are defined; sequences without a token are left out."""
-    kept = mask.sum(1) > 0
-    values, mask = (values * mask)[kept], mask[kept]
-    return {
-        "token-mean": values.sum() / mask.sum(),
-        "token-sum": values.sum(),
-        "seq-mean-token-sum": values.sum(1).mean(),
-        "seq-mean-token-sum-norm": (values.sum(1) / divisor).mean(),
-        "seq-mean-token-mean": (values.sum(1) / mask.sum(1)).mean(),
-    }[mode]
-
-
 @pytest.mark.parametrize("mode", AGG_MODES)
 @pytest.mark.usefixtures("one_rank")
 def test_loss_and_gradient_are_those_of_the_written_out_formula(tiny_model: Path, mode: str) -> None:
@@ -148,13 +62,12 @@ def test_loss_and_gradient_are_those_of_the_written_out_formula(tiny_model: Path
     pg_loss = aggregate(loss, mask, mode, divisor)
     total = pg_loss - 0.05 * aggregate(entropy, mask, mode, divisor)
     total.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in lm.parameters()])
 
     changes = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5, "entropy_coeff": 0.05}
     metrics, _ = trained(make_config(tiny_model, loss_agg_mode=mode, ppo_max_token_len_per_gpu=40, **changes), table())
     assert metrics["actor/pg_loss"] == pytest.approx(pg_loss.item(), rel=1e-4, abs=1e-6)
     assert metrics["actor/loss"] == pytest.approx(total.item(), rel=1e-4, abs=1e-6)
-    assert metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["actor/grad_norm"] == pytest.approx(gradient_norm(lm), rel=1e-4)
     assert metrics["actor/entropy"] == pytest.approx(aggregate(entropy, mask, "token-mean", 1.0).item(), rel=1e-5)
     gap = ((log_probs - padded(rows, "rollout_log_probs")).abs() * mask).max()
     assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(gap.item(), rel=1e-4)
@@ -195,8 +108,8 @@ def test_the_temperature_is_the_samplers(tiny_model: Path) -> None:
     rows = table().to_pylist()
     with torch.no_grad():
         _, log_probs, _ = plain_log_probs(tiny_model, rows, temperature=0.7)
-    exact = [line[: len(row["response_ids"])].tolist() for line, row in zip(log_probs, rows, strict=True)]
-    made = pa.Table.from_pylist([row | {"rollout_log_probs": e} for row, e in zip(rows, exact, strict=True)], COLUMNS)
+    exact = [line[: len(row["response_ids"])].numpy() for line, row in zip(log_probs, rows, strict=True)]
+    made = with_column(table(), "rollout_log_probs", np.concatenate(exact))
     gaps = {}
     for temperature in (0.7, 1.0):
         for source in ("engine", "recompute"):
@@ -215,12 +128,7 @@ def test_engine_and_recomputed_log_probs_agree_when_the_engine_is_exact(tiny_mod
     actor = Actor(make_config(tiny_model), CPU, 1)
     rows = Rows.from_table(table())
     actor._recompute(rows)
-    lists = [
-        rows.old_log_probs[a:b].tolist()
-        for a, b in zip(rows.response_offsets[:-1], rows.response_offsets[1:], strict=True)
-    ]
-    column = table().schema.get_field_index("rollout_log_probs")
-    exact = table().set_column(column, COLUMNS.field("rollout_log_probs"), pa.array(lists, pa.list_(pa.float32())))
+    exact = with_column(table(), "rollout_log_probs", rows.old_log_probs)
     options = {"ppo_epochs": 2, "ppo_mini_batch_size": 4}
     _, by_engine = trained(make_config(tiny_model, old_log_probs="engine", **options), exact)
     metrics, by_trainer = trained(make_config(tiny_model, old_log_probs="recompute", **options), exact)
@@ -319,12 +227,6 @@ def test_the_schedule_goes_on_after_a_restore(tiny_model: Path) -> None:
 # steps that are not taken
 
 
-def masked(rows: pa.Table) -> pa.Table:
-    column = rows.schema.get_field_index("response_mask")
-    zeros = pa.array([[0] * len(mask) for mask in rows["response_mask"].to_pylist()], pa.list_(pa.int8()))
-    return rows.set_column(column, COLUMNS.field("response_mask"), zeros)
-
-
 def test_rows_without_a_token_to_train_on_take_no_step(tiny_model: Path, initial: dict[str, Tensor]) -> None:
     metrics, after = trained(make_config(tiny_model, entropy_coeff=0.1), masked(table()))
     assert moved(initial, after) == 0  # not even by weight decay
@@ -371,55 +273,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def case_rows(name: str) -> pa.Table:
-    rows = table()
-    if name != "uneven":
-        return rows
-    chunks = [rows.slice(start, CHUNK_ROWS) for start in range(0, len(rows), CHUNK_ROWS)]
-    return pa.concat_tables([chunk if number % 2 == 0 else masked(chunk) for number, chunk in enumerate(chunks)])
-
-
-def share(rows: pa.Table, rank: int, world: int) -> pa.Table:
-    """The chunks of one rank, dealt in turn."""
-    chunks = [rows.slice(start, CHUNK_ROWS) for start in range(0, len(rows), CHUNK_ROWS)]
-    return pa.concat_tables(chunks[rank::world])
-
-
 def work(rank: int, folder: str, model: str) -> None:
-    torch.set_num_threads(1)
-    for world in (1, 2):
-        if rank >= world:
-            continue
-        store = dist.FileStore(f"{folder}/store{world}", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    for world in worlds(rank, folder):
         for name, changes in CASES.items():
-            actor = Actor(make_config(model, **changes), CPU, 100)
-            stats = actor.update(Rows.from_table(share(case_rows(name), rank, world)))
-            gathered: list[Any] = [None] * world
-            dist.all_gather_object(gathered, stats)
-            state = full_state_dict(actor.module)
-            if rank == 0:
-                torch.save({"metrics": reduce(gathered), "state": state}, f"{folder}/{name}-{world}.pt")
-        dist.destroy_process_group()
+            rows = uneven(table()) if name == "uneven" else table()
+            save_update(Actor(make_config(model, **changes), CPU, 100), rows, f"{folder}/{name}-{world}.pt")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("actor")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.spawn(work, args=(str(folder), str(tiny_model)), nprocs=2, join=False)
-    deadline = time.monotonic() + 180
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, "2 ranks did not finish within 180 s"
+    spawn(work, str(folder), str(tiny_model))
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one(results: Path, name: str) -> None:
-    one, two = (torch.load(results / f"{name}-{world}.pt", weights_only=True) for world in (1, 2))
-    assert one["metrics"].keys() == two["metrics"].keys()
-    for metric, value in one["metrics"].items():
-        if not metric.startswith("timing_s/"):
-            assert two["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
-    assert one["metrics"]["actor/grad_norm"] > 0
-    assert_same(one["state"], two["state"], tolerance=1e-4)
+    metrics = assert_same_update(results / f"{name}-1.pt", results / f"{name}-2.pt")
+    assert metrics["actor/grad_norm"] > 0

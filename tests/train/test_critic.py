@@ -1,11 +1,9 @@
 """The critic's update: against a formula written out on padded tensors, and over one and two real gloo ranks."""
 
 import copy
-import os
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +12,38 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import Config
 from pipeline.rollout.weights import Piece, Shard, parameters
-from pipeline.rows import FLOATS, VALUE, flat, ragged
+from pipeline.rows import flat
 from pipeline.track.metrics import reduce
 from pipeline.train.broadcast import pack
 from pipeline.train.critic import Critic
 from pipeline.train.fsdp import full_state_dict
 from pipeline.train.losses import AGG_MODES
 from pipeline.train.packing import Rows
-from tests.train import test_actor
-from tests.train.test_actor import CPU, aggregate, assert_same, masked, moved, padded, share
-
-
-def with_column(rows: pa.Table, name: str, numbers: np.ndarray) -> pa.Table:
-    """`rows` with these numbers [N] for the response tokens in column `name`."""
-    column = ragged(numbers.astype(np.float32), flat(rows, "response_ids")[1], FLOATS)
-    if name in rows.column_names:
-        return rows.set_column(rows.column_names.index(name), rows.schema.field(name), column)
-    return rows.append_column(VALUE.field(name), column)
+from tests.train import updates
+from tests.train.plain import aggregate, gradient_norm, padded
+from tests.train.updates import (
+    CPU,
+    assert_same,
+    assert_same_update,
+    masked,
+    moved,
+    save_update,
+    spawn,
+    uneven,
+    with_column,
+    worlds,
+)
 
 
 def table(seed: int = 0) -> pa.Table:
     """The actor's rows with random values, and returns around them."""
-    rows = test_actor.table(seed)
+    rows = updates.table(seed)
     rng, count = np.random.default_rng(seed + 100), len(flat(rows, "response_ids")[0])
     values = rng.normal(0, 1, count)
     return with_column(with_column(rows, "values", values), "returns", values + rng.normal(0.5, 0.7, count))
@@ -50,7 +51,7 @@ def table(seed: int = 0) -> pa.Table:
 
 def make_config(model: Path | str, **changes: Any) -> Config:
     """The actor's run; `changes` are settings of the critic."""
-    config = test_actor.make_config(model)
+    config = updates.make_config(model)
     config.critic.optim.lr, config.critic.optim.eps = 1e-2, 1e-2
     for name, value in changes.items():
         setattr(config.critic, name, value)
@@ -113,13 +114,11 @@ def test_loss_and_gradient_are_those_of_the_written_out_formula(tiny_model: Path
     unclipped, clipped = (values - returns) ** 2, (near - returns) ** 2
     loss = aggregate(0.5 * torch.maximum(unclipped, clipped), mask, mode, 12.0)
     loss.backward()
-    grads = [p.grad for p in (*lm.model.parameters(), *head.parameters())]
-    norm = torch.stack([grad.norm() for grad in grads]).norm()
 
     config = make_config(tiny_model, loss_agg_mode=mode, cliprange_value=0.4, grad_clip=1e9)
     metrics, _ = trained(config, table())
     assert metrics["critic/vf_loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert metrics["critic/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["critic/grad_norm"] == pytest.approx(gradient_norm(lm, head), rel=1e-4)
     share_clipped = ((clipped > unclipped) * mask).sum() / mask.sum()
     assert 0.1 < share_clipped < 0.9
     assert metrics["critic/vf_clipfrac"] == pytest.approx(share_clipped.item(), rel=1e-6)
@@ -207,7 +206,7 @@ def test_masked_rows_take_no_step(tiny_model: Path) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_rows_without_values_are_refused(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match="the rows have no values"):
-        trained(make_config(tiny_model), test_actor.table())
+        trained(make_config(tiny_model), updates.table())
 
 
 # learning
@@ -215,7 +214,7 @@ def test_rows_without_values_are_refused(tiny_model: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_learns_a_target_that_the_tokens_tell(tiny_model: Path) -> None:
-    rows = test_actor.table()
+    rows = updates.table()
     ids, offsets = flat(rows, "response_ids")
     lengths = np.diff(flat(rows, "prompt_ids")[1])
     # What can be told before the token: how long the prompt is and how many tokens came since.
@@ -267,65 +266,35 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def case_rows(name: str) -> pa.Table:
-    rows, size = table(), test_actor.CHUNK_ROWS
-    if name != "uneven":
-        return rows
-    chunks = [rows.slice(start, size) for start in range(0, len(rows), size)]
-    return pa.concat_tables([chunk if number % 2 == 0 else masked(chunk) for number, chunk in enumerate(chunks)])
-
-
 def work(rank: int, folder: str, model: str) -> None:
-    torch.set_num_threads(1)
-    for world in (1, 2):
-        if rank >= world:
-            continue
-        store = dist.FileStore(f"{folder}/store{world}", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    for world in worlds(rank, folder):
         for name, changes in CASES.items():
             critic = make_critic(make_config(model, **changes))
-            stats = critic.update(Rows.from_table(share(case_rows(name), rank, world)))
-            result: dict[str, Any] = {
-                "stats": stats,
-                "shard": asdict(pack(critic.module, rank, torch.float32, 1 << 16, lambda buffer: buffer.tobytes())),
-            }
-            gathered: list[Any] = [None] * world
-            dist.all_gather_object(gathered, result)
-            state = full_state_dict(critic.module)
-            if rank == 0:
-                metrics = reduce([part["stats"] for part in gathered])
-                shards = [part["shard"] for part in gathered]
-                torch.save({"metrics": metrics, "state": state, "shards": shards}, f"{folder}/{name}-{world}.pt")
-        dist.destroy_process_group()
+            rows = uneven(table()) if name == "uneven" else table()
+            save_update(critic, rows, f"{folder}/{name}-{world}.pt", partial(published, critic, rank))
+
+
+def published(critic: Critic, rank: int) -> dict[str, Any]:
+    """This rank's shard as plain data."""
+    return asdict(pack(critic.module, rank, torch.float32, 1 << 16, lambda buffer: buffer.tobytes()))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("critic")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.spawn(work, args=(str(folder), str(tiny_model)), nprocs=2, join=False)
-    deadline = time.monotonic() + 180
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, "2 ranks did not finish within 180 s"
+    spawn(work, str(folder), str(tiny_model))
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one(results: Path, name: str) -> None:
-    one, two = (torch.load(results / f"{name}-{world}.pt", weights_only=True) for world in (1, 2))
-    assert one["metrics"].keys() == two["metrics"].keys()
-    for metric, value in one["metrics"].items():
-        if not metric.startswith("timing_s/"):
-            assert two["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
-    assert one["metrics"]["critic/grad_norm"] > 0 and one["metrics"]["critic/vf_explained_var"] > 0
-    assert_same(one["state"], two["state"], tolerance=1e-4)
+    metrics = assert_same_update(results / f"{name}-1.pt", results / f"{name}-2.pt")
+    assert metrics["critic/grad_norm"] > 0 and metrics["critic/vf_explained_var"] > 0
 
 
 def test_every_rank_publishes_its_part_and_all_of_it_arrives(results: Path) -> None:
     saved = torch.load(results / "one step-2.pt", weights_only=True)
-    shards = [
-        Shard(**fields | {"pieces": [Piece(**piece) for piece in fields["pieces"]]}) for fields in saved["shards"]
-    ]
+    shards = [Shard(**fields | {"pieces": [Piece(**piece) for piece in fields["pieces"]]}) for fields in saved["parts"]]
     arrived = dict(parameters(shards, lambda refs: refs))
     assert arrived.keys() == saved["state"].keys() and "head.bias" in arrived
     assert all(torch.equal(arrived[name], tensor) for name, tensor in saved["state"].items())

@@ -15,15 +15,14 @@ Chosen, and why:
 5. Masked tokens are replaced before any arithmetic, so a NaN behind the mask reaches neither loss nor gradient.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.named import look_up
 from pipeline.train.config import ActorConfig
 
 MAX_LOG_RATIO = 20.0
@@ -134,31 +133,4 @@ def get_policy_loss(name: str) -> PolicyLoss:
     Raises:
         ValueError: no such name (the sentence gives the nearest), or the import path leads nowhere.
     """
-    if ":" in name:
-        return _imported(name)
-    if name not in _POLICY_LOSSES:
-        near = get_close_matches(name, _POLICY_LOSSES, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"actor.policy_loss.loss_mode {name!r} is unknown.{hint} Known are {', '.join(sorted(_POLICY_LOSSES))}, "
-            "and any function of yours as 'package.module:function'."
-        )
-    return _POLICY_LOSSES[name]
-
-
-def _imported(path: str) -> PolicyLoss:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"actor.policy_loss.loss_mode {path!r}: module {module_name!r} cannot be imported ({error}); "
-            "it must be on the Python path of every worker"
-        ) from error
-    function = getattr(module, attribute, None)
-    if function is None or not callable(function):
-        raise ValueError(f"actor.policy_loss.loss_mode {path!r}: module {module_name!r} has no function {attribute!r}")
-    for known in _POLICY_LOSSES.values():
-        if known.function is function:
-            return known
-    return PolicyLoss(path, function)
+    return look_up("actor.policy_loss.loss_mode", name, _POLICY_LOSSES, PolicyLoss)

@@ -1,0 +1,152 @@
+"""Updates of the actor for tests: rows, runs, and the same update on one rank and on two."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from pipeline.config import Config
+from pipeline.rows import SCHEMA, flat, ragged
+from pipeline.track.metrics import Stats, reduce
+from pipeline.train.actor import Actor
+from pipeline.train.critic import Critic
+from pipeline.train.fsdp import full_state_dict
+from pipeline.train.packing import Rows
+
+PROMPTS, N, CHUNK_ROWS = 8, 2, 4
+NAMES = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
+COLUMNS = pa.schema([SCHEMA.field(name) for name in NAMES])
+CPU = torch.device("cpu")
+
+
+def table(seed: int = 0) -> pa.Table:
+    """One iteration: 8 prompts with 2 responses of 0 to 9 tokens each, some masked; one row is masked as a whole."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for number in range(PROMPTS * N):
+        length = 0 if number == 5 else int(rng.integers(1, 10))
+        rows.append(
+            {
+                "uid": str(number // N),
+                "sample": number % N,
+                "prompt_ids": rng.integers(5, 300, rng.integers(1, 8)),
+                "response_ids": rng.integers(5, 300, length),
+                "response_mask": (rng.random(length) < 0.8) & (number != 9),
+                "rollout_log_probs": rng.normal(-5.7, 0.4, length),
+                "advantages": np.full(length, rng.normal()),
+                "returns": np.zeros(length),
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=COLUMNS)
+
+
+def with_column(rows: pa.Table, name: str, numbers: np.ndarray) -> pa.Table:
+    """`rows` with these numbers [N] for the response tokens in column `name`."""
+    field = SCHEMA.field(name)
+    column = ragged(numbers, flat(rows, "response_ids")[1], field.type)
+    if name in rows.column_names:
+        return rows.set_column(rows.column_names.index(name), field, column)
+    return rows.append_column(field, column)
+
+
+def masked(rows: pa.Table) -> pa.Table:
+    return with_column(rows, "response_mask", np.zeros(len(flat(rows, "response_mask")[0]), np.int8))
+
+
+def make_config(model: Path | str, **changes: Any) -> Config:
+    """A run of 8 prompts an iteration; `changes` are settings of the actor."""
+    config = Config()
+    config.model.path = str(model)
+    config.data.train_batch_size = PROMPTS
+    config.data.max_response_length = 12
+    config.rollout.n = N
+    # A large eps keeps AdamW from blowing rounding noise of tiny gradients up to whole steps.
+    config.actor.optim.lr, config.actor.optim.eps = 1e-2, 1e-2
+    config.actor.old_log_probs = "engine"
+    for name, value in changes.items():
+        setattr(config.actor, name, value)
+    return config
+
+
+def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics of the last update and the weights after updates with these rows."""
+    actor = Actor(config, CPU, iterations=100)
+    stats: Stats = {}
+    for rows in tables:
+        stats = actor.update(Rows.from_table(rows))
+    return reduce([stats]), full_state_dict(actor.module)
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def uneven(rows: pa.Table) -> pa.Table:
+    """`rows` with nothing to train on in every second chunk: of two ranks, one has none."""
+    chunks = [rows.slice(start, CHUNK_ROWS) for start in range(0, len(rows), CHUNK_ROWS)]
+    return pa.concat_tables([chunk if number % 2 == 0 else masked(chunk) for number, chunk in enumerate(chunks)])
+
+
+def share(rows: pa.Table, rank: int, world: int) -> pa.Table:
+    """The chunks of one rank, dealt in turn."""
+    chunks = [rows.slice(start, CHUNK_ROWS) for start in range(0, len(rows), CHUNK_ROWS)]
+    return pa.concat_tables(chunks[rank::world])
+
+
+def worlds(rank: int, folder: str) -> Iterator[int]:
+    """A process group of one rank and one of two, in turn: their sizes, as far as `rank` belongs to them."""
+    torch.set_num_threads(1)
+    for world in (1, 2):
+        if rank < world:
+            store = dist.FileStore(f"{folder}/store{world}", world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+            yield world
+            dist.destroy_process_group()
+
+
+def save_update(learner: Actor | Critic, rows: pa.Table, path: str, part: Callable[[], Any] = dict) -> None:
+    """Train on this rank's share of `rows`; all ranks' metrics, the new weights and each rank's `part` go to `path`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    stats = learner.update(Rows.from_table(share(rows, rank, world)))
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, (stats, part()))
+    state = full_state_dict(learner.module)
+    if rank == 0:
+        metrics = reduce(stats for stats, _ in gathered)
+        torch.save({"metrics": metrics, "state": state, "parts": [own for _, own in gathered]}, path)
+
+
+def spawn(work: Callable[..., None], *args: str) -> None:
+    """Run `work(rank, *args)` in two processes."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = mp.spawn(work, args=args, nprocs=2, join=False)
+    deadline = time.monotonic() + 180
+    while not context.join(timeout=1):
+        assert time.monotonic() < deadline, "2 ranks did not finish within 180 s"
+
+
+def assert_same_update(one: Path, other: Path) -> dict[str, float]:
+    """Both files of `save_update` hold the same metrics and weights; the metrics."""
+    a, b = (torch.load(path, weights_only=True) for path in (one, other))
+    assert a["metrics"].keys() == b["metrics"].keys()
+    for metric, value in a["metrics"].items():
+        if not metric.startswith("timing_s/"):
+            assert b["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
+    assert_same(a["state"], b["state"], tolerance=1e-4)
+    return a["metrics"]
