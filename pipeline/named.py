@@ -46,10 +46,10 @@ def _imported(key: str, path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # anything a user's module may raise
         raise ValueError(
-            f"{key} {path!r}: module {module_name!r} cannot be imported ({error}); it must be on the Python path of "
-            "every worker"
+            f"{key} {path!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error}); it must be "
+            "on the Python path of every worker"
         ) from error
     function = getattr(module, attribute, None)
     if function is None or not callable(function):
