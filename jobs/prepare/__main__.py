@@ -8,9 +8,9 @@ import argparse
 import sys
 from typing import NoReturn
 
-from jobs.prepare import countdown, gsm8k
+from jobs.prepare import countdown, gsm8k, hellaswag, hh_rlhf, math
 
-DATASETS = {"countdown": countdown, "gsm8k": gsm8k}
+DATASETS = {"countdown": countdown, "gsm8k": gsm8k, "hellaswag": hellaswag, "hh_rlhf": hh_rlhf, "math": math}
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,17 +6,31 @@ cannot use: that is an error of the data, never a 0. A new rule is one module he
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from pipeline.reward.rules import countdown, gsm8k
+from pipeline.reward.rules import countdown, geo3k, gsm8k, math_boxed, math_dapo, multiple_choice, search_r1
 
-Rule = Callable[[str, Any], float | dict[str, Any]]
+Rule = Callable[..., float | dict[str, Any]]
 
 RULES: dict[str, Rule] = {
     "countdown": countdown.compute_score,
     "gsm8k": gsm8k.compute_score,
     "openai/gsm8k": gsm8k.compute_score,  # the name in verl's files
+    "DigitalLearningGmbH/MATH-lighteval": math_boxed.compute_score,
+    "HuggingFaceH4/MATH-500": math_boxed.compute_score,
+    "lighteval/MATH": math_boxed.compute_score,
+    "numina_*": partial(math_boxed.compute_score, phrase=True),
+    "aime*": math_dapo.compute_score,
+    "math": math_dapo.compute_score,
+    "math_dapo": math_dapo.compute_score,
+    "math_dapo_reasoning": math_dapo.compute_score,
+    "hiyouga/geometry3k": geo3k.compute_score,
+    "Rowan/hellaswag": multiple_choice.compute_score,
+    "hellaswag": multiple_choice.compute_score,
+    "searchR1_*": search_r1.compute_score,
 }
+"""A name that ends with `*` stands for every data source that begins so."""
 
 
 def rule_of(data_source: str) -> Rule:
@@ -25,9 +39,12 @@ def rule_of(data_source: str) -> Rule:
     Raises:
         ValueError: no rule has that name; the sentence lists those there are.
     """
-    if data_source not in RULES:
-        raise ValueError(
-            f"data_source {data_source!r} has no reward rule (known: {', '.join(sorted(RULES))}); name one of these in "
-            "the data, or set reward.custom_reward_function.path to a Python file with a function of your own"
-        )
-    return RULES[data_source]
+    if data_source in RULES:
+        return RULES[data_source]
+    for name, rule in RULES.items():
+        if name.endswith("*") and data_source.startswith(name[:-1]):
+            return rule
+    raise ValueError(
+        f"data_source {data_source!r} has no reward rule (known: {', '.join(sorted(RULES))}); name one of these in "
+        "the data, or set reward.custom_reward_function.path to a Python file with a function of your own"
+    )

@@ -1,0 +1,26 @@
+r"""Reward of a Geometry3K answer: 0.9 for the right answer in a box, 0.1 for thinking first."""
+
+from typing import Any
+
+from pipeline.reward.rules import math_boxed
+
+
+def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, Any]:
+    """Score of a response; its form is right where it opens with `<think>` and has a box behind `</think>`.
+
+    Args:
+        solution_str: the decoded response, any text at all.
+        ground_truth: the answer in LaTeX or a number.
+
+    Returns:
+        `score` (0.9 for the answer and 0.1 for the form, added), `acc` and `format` (0 or 1), and `pred`, the answer
+        as written.
+
+    Raises:
+        ValueError: `ground_truth` is no text or number, or is empty or too long.
+    """
+    result = math_boxed.compute_score(solution_str, ground_truth)
+    thought = solution_str.find("</think>")
+    shaped = solution_str.startswith("<think>") and 0 <= thought < solution_str.rfind("\\boxed{")
+    shaped = shaped and bool(result["format"])
+    return result | {"score": 0.9 * result["acc"] + 0.1 * shaped, "format": int(shaped)}

@@ -1,0 +1,63 @@
+"""Reward of a Search-R1 answer: 1.0 for an exact match with one of the right answers, 0.0 for any other or none.
+
+The answer is the last `<answer>` that is closed. Both sides are compared in lower case, without punctuation, articles
+and surplus blanks, as in SQuAD. A response with more than `MAX_TAGS` answer tags gets a quarter of the score: it lists
+guesses.
+"""
+
+import re
+import string
+from typing import Any
+
+from pipeline.reward.rules.countdown import CLOSE, OPEN, extract_answer
+
+MAX_TAGS = 10
+MAX_LENGTH = 2000  # characters of an answer; longer ones are wrong
+MAX_PRED = 300  # characters of `pred`
+
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize(text: str) -> str:
+    """The text in lower case, without ASCII punctuation, English articles and surplus blanks."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def compute_score(solution_str: str, ground_truth: dict[str, Any] | list[str] | str) -> dict[str, Any]:
+    """Score of a response to a question.
+
+    Args:
+        solution_str: the decoded response, any text at all.
+        ground_truth: `{"target": answer or list of answers}`, or one of the two alone.
+
+    Returns:
+        `score` (1.0, 0.25 or 0.0), `acc` and `format` (0 or 1: the answer is right; there is one), and `pred`, the
+        normalised answer, at most `MAX_PRED` characters of it, "" where there is none.
+
+    Raises:
+        ValueError: `ground_truth` holds no answer.
+    """
+    targets = _read(ground_truth)
+    answer = extract_answer(solution_str)
+    if answer is None:
+        return {"score": 0.0, "acc": 0, "format": 0, "pred": ""}
+    pred = normalize(answer) if len(answer) <= MAX_LENGTH else ""
+    correct = pred != "" and pred in targets
+    tags = max(solution_str.count(OPEN), solution_str.count(CLOSE))
+    score = float(correct) / (4 if tags > MAX_TAGS else 1)
+    return {"score": score, "acc": int(correct), "format": 1, "pred": pred[:MAX_PRED]}
+
+
+def _read(ground_truth: Any) -> set[str]:
+    found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
+    found = [found] if isinstance(found, str) else found
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        found = []
+    targets = {normalize(one) for one in found} - {""}
+    if not targets:
+        raise ValueError(
+            "reward_model.ground_truth of a searchR1 row must hold `target`, an answer or a list of answers with "
+            f"letters or digits in them, not {str(ground_truth)[:100]!r}"
+        )
+    return targets

@@ -1,0 +1,1 @@
+"""Runs the code of a response apart from everything else, and scores it by tests: `rule.compute_score`."""

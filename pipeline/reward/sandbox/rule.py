@@ -1,0 +1,60 @@
+"""Reward of a program: the share of its tests that it passes, or 1.0 only for all of them.
+
+Chosen:
+1. What the program does is a score: a syntax error, a wrong answer, a time limit or a crash fails its test. What the
+   sandbox or the data does is an exception, so that the row counts as failed and not as 0.
+2. All tests share `total_timeout_s`; those that do not start in time have failed.
+3. The program is never told what is expected (`truth.py`, `inside/judge.py`), so it can only compute it.
+"""
+
+from contextlib import closing
+from typing import Any
+
+from pipeline.reward.sandbox import answer, runner, truth
+from pipeline.reward.sandbox.config import SandboxConfig
+
+DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # the names in verl's files
+MAX_REASON = 200  # characters
+
+
+def compute_score(solution_str: str, ground_truth: Any, config: SandboxConfig) -> dict[str, Any]:
+    """Score of a response to a programming problem.
+
+    Args:
+        solution_str: the decoded response, any text at all.
+        ground_truth: the tests, see `truth.read`.
+        config: where the program runs, its limits, and how tests become a score.
+
+    Returns:
+        `score`, `acc` and `format` (0 or 1: every test is passed; there is a program), `passed` and `total` (tests),
+        and `reason`, the first failure in a few words, "" if there is none.
+
+    Raises:
+        ValueError: `ground_truth` or `config` cannot be used.
+        SandboxError: the sandbox failed.
+    """
+    tests = truth.read(ground_truth)
+    code = answer.extract_code(solution_str)
+    result: dict[str, Any] = {"score": 0.0, "acc": 0, "format": 0, "passed": 0, "total": len(tests), "reason": ""}
+    if code is None or not code.strip():
+        return result | {"reason": "no code in the response"}
+    result["format"] = 1
+    if len(code) > answer.MAX_CODE:
+        return result | {"reason": f"the code has {len(code)} characters, more than {answer.MAX_CODE}"}
+    passed, reasons, seen = 0, [], 0
+    with closing(runner.run_tests(code, [test.job for test in tests], config)) as outcomes:
+        for test, outcome in zip(tests, outcomes, strict=False):
+            failure = test.failure(outcome)
+            seen += 1
+            if not failure:
+                passed += 1
+                continue
+            reasons.append(f"test {seen}: {failure}")
+            if config.score == "all":
+                break
+    if not reasons and seen < len(tests):
+        reasons.append(f"test {seen + 1}: time limit of all tests exceeded")
+    correct = passed == len(tests)
+    score = float(correct) if config.score == "all" else passed / len(tests)
+    reason = reasons[0][:MAX_REASON] if reasons else ""
+    return result | {"score": score, "acc": int(correct), "passed": passed, "reason": reason}

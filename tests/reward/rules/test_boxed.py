@@ -1,0 +1,60 @@
+r"""The last `\boxed{...}` of a text."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.reward.rules.boxed import MAX_BOXES, MAX_LENGTH, last_boxed
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{42}", "42"),
+        (r"so $\boxed{ 42 }$.", "42"),
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{a{b{c}}d}", "a{b{c}}d"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed 7", "7"),
+        (r"$\boxed 7$", "7"),
+        (r"\boxed 7.", "7"),
+        (r"\fbox{9}", "9"),
+        (r"\boxed{1} \fbox{9}", "9"),
+        (r"\boxed{}", ""),
+        (r"\boxed{3} and then \boxed{4", "3"),
+        (r"\boxed{3} \boxed", "3"),
+        (r"\boxed{1\}", None),
+        (r"\boxed{" + "x" * (MAX_LENGTH + 1) + "}", None),
+        (r"\boxed{" + "x" * MAX_LENGTH + "}", "x" * MAX_LENGTH),
+        (r"\boxed", None),
+        ("boxed{4}", None),
+        ("", None),
+        ("no box", None),
+    ],
+)
+def test_cases(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+@given(st.recursive(st.text("ab1,+", max_size=5), lambda inner: st.builds("{{{}}}".format, inner), max_leaves=5))
+def test_a_box_keeps_its_balanced_content(content: str) -> None:
+    assert last_boxed(f"first \\boxed{{0}}, then \\boxed{{{content}}} and {{more}}") == content.strip()
+
+
+def test_only_so_many_boxes_are_tried() -> None:
+    assert last_boxed(r"\boxed{1}" + r"\boxed{" * (MAX_BOXES - 1)) == "1"
+    assert last_boxed(r"\boxed{1}" + r"\boxed{" * MAX_BOXES) is None
+
+
+@pytest.mark.parametrize(
+    "text", [r"\boxed{" * 20_000, "{" * 100_000, r"\boxed{" + "{" * 100_000, r"\boxed" + " " * 100_000]
+)
+def test_bombs_are_cheap(text: str) -> None:
+    start = time.process_time()
+    assert last_boxed(text) is None
+    assert time.process_time() - start < 0.05

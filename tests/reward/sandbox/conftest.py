@@ -1,0 +1,97 @@
+"""The kinds of isolation that work on this machine."""
+
+import functools
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from pipeline.reward.sandbox import isolation
+from pipeline.reward.sandbox.config import SandboxConfig
+from pipeline.reward.sandbox.inside import namespaces
+from pipeline.reward.sandbox.isolation import SandboxError
+from pipeline.reward.sandbox.runner import check_isolation, resolve
+
+LIMIT_S = 3.0
+
+CONFIG = SandboxConfig(
+    timeout_s=LIMIT_S,
+    total_timeout_s=2 * LIMIT_S,
+    cpu_s=20,
+    memory_mb=256,
+    max_processes=16,
+    file_mb=2,
+    temp_mb=4,
+    output_kb=64,
+    packages=False,
+)
+
+WALLS = ("namespaces", "user namespaces", "bubblewrap")
+
+
+def config_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
+    """The config of a kind of isolation; the test is skipped where this machine has none."""
+    if kind == "user namespaces":
+        # What a process without CAP_SYS_ADMIN does: here, one that may not have it.
+        if os.geteuid() == 0:
+            if shutil.which("setpriv") is None:
+                pytest.skip("needs setpriv")
+            command = isolation.command
+            drop = ["setpriv", "--bounding-set=-sys_admin"]
+            monkeypatch.setattr(isolation, "command", lambda name, config: drop + command(name, config))
+        kind = "namespaces"
+    config = replace(CONFIG, isolation=kind)
+    if why := _refusal(isolation.command, config.isolation):
+        pytest.skip(why)
+    return config
+
+
+@functools.cache
+def _refusal(command: object, kind: str) -> str:
+    """Why this kind of isolation does not work here; `command` tells the two kinds of namespaces apart."""
+    try:
+        check_isolation(replace(CONFIG, isolation=kind))
+    except SandboxError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(params=WALLS)
+def walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
+    return config_for(request.param, monkeypatch)
+
+
+@pytest.fixture(params=(*WALLS, "none"))
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
+    return config_for(request.param, monkeypatch)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process of a sandbox is there after the test, under whatever parent."""
+    before = set(psutil.pids())
+    yield
+    left = []
+    for process in psutil.process_iter(["uids", "cmdline"]):
+        if process.pid in before:
+            continue
+        uids, line = process.info["uids"], " ".join(process.info["cmdline"] or [])
+        ours = uids and namespaces.FIRST_UID <= uids.real < namespaces.FIRST_UID + namespaces.UIDS
+        if ours or "inside.driver" in line or "inside.supervisor" in line:
+            left.append((process.pid, line))
+    assert not left
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.fixture(scope="session")
+def config() -> SandboxConfig:
+    """A config for quick tests; they are skipped where programs cannot be isolated."""
+    config = SandboxConfig(timeout_s=10.0, total_timeout_s=30.0, packages=False)
+    try:
+        resolve(config)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    return config

@@ -1,0 +1,145 @@
+"""Asserts and calls whose program lives in another process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.reward.sandbox import isolation
+from pipeline.reward.sandbox.inside import judge
+
+PROGRAM = """
+import math, itertools
+from collections import Counter, namedtuple
+LIMIT = 7
+Point = namedtuple("Point", "x y")
+class Pair:
+    def __init__(self, a, b): self.a, self.b = a, b
+    def __eq__(self, other): return (self.a, self.b) == (other.a, other.b)
+    def __add__(self, other): return Pair(self.a + other.a, self.b + other.b)
+    def __len__(self): return 2
+    def __getitem__(self, index): return (self.a, self.b)[index]
+    def total(self): return self.a + self.b
+class Solution:
+    def twoSum(self, a, b): return [a, b]
+def add(a, b=1): return a + b
+def same(x): return x
+def count(text): return Counter(text)
+def point(): return Point(1, 2)
+def numbers(n): yield from range(n)
+def longest(pairs): return max(pair.b for pair in pairs)
+def sort(values): values.sort()
+def extend(values, more): values.update(more)
+def fail(): raise ValueError("too small")
+def sum(a, b): return a - b
+def stop(): raise StopIteration
+def root(x): return math.sqrt(x)
+def make(): return lambda x: x + 1
+"""
+
+
+def verdict(test: dict[str, Any], program: str, folder: Path) -> dict[str, Any]:
+    """What the judge says, with the program in a process without any isolation."""
+    (folder / "solution.py").write_text(program)
+    reads, asks = os.pipe()
+    hears, replies = os.pipe()
+    start = f"import os, sys; os.dup2({reads}, 13); os.dup2({replies}, 14); os.dup2(13, 3); os.dup2(14, 4); "
+    start += f"os.closerange(5, 64); sys.path.append({str(isolation.PACKAGE)!r}); "
+    start += "from inside.driver import main; main('serve', [])"
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", start], cwd=folder, pass_fds=(reads, replies))
+    os.close(reads)
+    os.close(replies)
+    try:
+        return judge.verdict(test, asks, hears)
+    finally:
+        os.close(asks)
+        os.close(hears)
+        process.kill()
+        process.wait(10)
+
+
+def failure(source: str, folder: Path, program: str = PROGRAM) -> str:
+    result = verdict({"kind": "assert", "source": source}, program, folder)
+    assert result["passed"] is (result["reason"] == "")
+    return str(result["reason"])
+
+
+def test_what_holds(tmp_path: Path) -> None:
+    source = """
+import re
+assert add(1, 2) == 3 and add(1) == 2 and add(a=1, b=5) == 6
+assert same((1, [2, {"a": {3}}], None, 1.5, b"x", 10 ** 50)) == (1, [2, {"a": {3}}], None, 1.5, b"x", 10 ** 50)
+assert type(same((1,))) is tuple and isinstance(same(True), bool)
+assert count("aab") == {"a": 2, "b": 1} and point() == (1, 2)
+assert LIMIT == 7
+assert list(numbers(3)) == [0, 1, 2] and [x for x in numbers(2)] == [0, 1]
+assert longest([Pair(1, 5), Pair(2, 4)]) == 5
+pair = Pair(1, 2)
+assert pair == Pair(1, 2) and pair != Pair(1, 3) and (pair + pair).total() == 6
+assert pair.a == 1 and len(pair) == 2 and pair[1] == 2 and pair != (1, 2)
+assert Solution().twoSum(1, 2) == [1, 2]
+assert make()(1) == 2
+assert math.isclose(root(2.0) ** 2, 2.0)
+assert re.match("a", same("abc"))
+assert all(add(i) == i + 1 for i in range(3)) and list(map(add, [1, 2])) == [2, 3]
+def check(candidate):
+    assert candidate(2) == 3
+check(add)
+try:
+    fail()
+    assert False
+except ValueError as error:
+    assert str(error) == "too small"
+"""
+    assert failure(source, tmp_path) == ""
+
+
+def test_arguments_changed_in_place_are_changed(tmp_path: Path) -> None:
+    source = "x = [3, 1]\nsort(x)\nassert x == [1, 3]\ny = {1}\nextend(y, [2])\nassert y == {1, 2}"
+    assert failure(source + "\nz = {}\nextend(z, {'a': 1})\nassert z == {'a': 1}", tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("assert add(1, 2) == 4", "assertion failed"),
+        ("assert add(1, 2) == 4, 'not four'", "assertion failed not four"),
+        ("assert missing(1) == 1", "NameError"),
+        ("assert add(1, 2, 3) == 1", "TypeError"),
+        ("assert fail()", "ValueError: too small"),
+        ("assert Pair(1, 2) == (1, 2)", "assertion failed"),
+        ("assert all(map(lambda x: stop(), [1]))", "ProgramError: StopIteration"),
+        ("assert add(lambda: 1, 2)", "a test cannot hand a function to the program"),
+        ("assert add(1, 2) == 3\nassert sum([1, 2]) == -1", "assertion failed"),
+    ],
+)
+def test_what_does_not_hold_and_why(source: str, reason: str, tmp_path: Path) -> None:
+    assert reason in failure(source, tmp_path)
+
+
+def test_a_function_may_be_named_like_a_builtin(tmp_path: Path) -> None:
+    assert failure("assert sum(5, 3) == 2", tmp_path) == ""
+
+
+@pytest.mark.parametrize("program", ["def f(", "raise ValueError", "import os; os._exit(0)", "import sys; sys.exit(0)"])
+def test_a_program_that_does_not_load_fails(program: str, tmp_path: Path) -> None:
+    assert failure("assert True", tmp_path, program)
+
+
+def test_a_standard_module_before_a_dot_is_that_module(tmp_path: Path) -> None:
+    program = "class math:\n  isclose = lambda *a: True\ndef f(x): return 0"
+    assert failure("assert math.isclose(f(1), 1)", tmp_path, program) == "assertion failed"
+
+
+def test_calls(tmp_path: Path) -> None:
+    def call(name: str, *arguments: Any) -> dict[str, Any]:
+        return verdict({"kind": "call", "name": name, "arguments": ["l", *arguments]}, PROGRAM, tmp_path)
+
+    assert call("add", 1, 2) == {"passed": True, "reason": "", "value": 3}
+    assert call("twoSum", 1, 2)["value"] == ["l", 1, 2]
+    assert call("sum", 1, 2)["value"] == -1
+    assert call("fail")["reason"] == "ValueError: too small"
+    assert "AttributeError" in call("missing")["reason"]

@@ -1,0 +1,143 @@
+"""Ground truths of code rows: the forms they have, and which outcomes are right."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.reward.sandbox.inside import values
+from pipeline.reward.sandbox.runner import Outcome
+from pipeline.reward.sandbox.truth import read, same_text
+
+STDIN = {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "2\n"]}
+
+
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_inputs_and_outputs(form: Any) -> None:
+    tests = read(form(STDIN))
+    assert [test.job for test in tests] == [{"kind": "script", "stdin": "1\n"}, {"kind": "script", "stdin": "2\n"}]
+    assert [test.expected for test in tests] == ["1\n", "2\n"]
+
+
+def test_lines_and_numbers_are_text() -> None:
+    assert read({"inputs": [["1", "2"]], "outputs": [3]})[0].job["stdin"] == "1\n2"
+    assert read({"inputs": [["1", "2"]], "outputs": [3]})[0].expected == "3"
+
+
+def test_functions() -> None:
+    tests = read({"fn_name": "add", "inputs": ["1\n[2]", [3, 4]], "outputs": ["[3]", 7]})
+    assert [test.job["arguments"] for test in tests] == [["l", 1, ["l", 2]], ["l", 3, 4]]
+    assert [test.expected for test in tests] == [[3], 7]
+    assert read({"fn_name": None, **STDIN})[0].job["kind"] == "script"
+
+
+def test_asserts_take_the_place_of_inputs() -> None:
+    assert [test.job["source"] for test in read({**STDIN, "assert_case": ["assert a", " ", "assert b"]})] == [
+        "assert a",
+        "assert b",
+    ]
+    assert read({**STDIN, "assert_case": ["", ""]})[0].job["kind"] == "script"
+    assert read({"assert_case": "assert f(1)"})[0].job == {"kind": "assert", "source": "assert f(1)"}
+    assert len(read(["assert a", "assert b"])) == len(read('["assert a", "assert b"]')) == 2
+    assert read("def check(f):\n  assert f(1)\ncheck(f)")[0].job["kind"] == "assert"
+
+
+@pytest.mark.parametrize(
+    ("truth", "words"),
+    [
+        (None, "NoneType"),
+        (3, "a int"),
+        ("3", "a int"),
+        ([], "at least one test"),
+        ({}, "inputs"),
+        ({"inputs": ["1"]}, "outputs"),
+        ({"inputs": [], "outputs": []}, "inputs"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs but 1 outputs"),
+        ({"inputs": [{"a": 1}], "outputs": ["1"]}, r"inputs\[0\] must be text"),
+        ({"inputs": ["1"], "outputs": [None]}, r"outputs\[0\] must be text"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, r"inputs\[0\] must have an argument in JSON"),
+        ({"inputs": [1], "outputs": ["1"], "fn_name": "f"}, r"inputs\[0\] must be a list"),
+        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f()"}, "fn_name"),
+        (["assert f("], r"\[0\] is not Python"),
+        (["f(1) == 2"], "with an assert"),
+        ([3], "with an assert"),
+        ({"assert_case": {"a": 1}}, "assert_case must be a list"),
+        ("nothing", "with an assert"),
+    ],
+)
+def test_a_ground_truth_that_is_none_is_named(truth: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"reward_model.ground_truth of a code row.*{words}"):
+        read(truth)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        ("1 \n2\n\n", "1\n2", True),
+        ("1  2", "1 2", True),
+        ("1 2", "1\n2", False),
+        ("1\n\n2", "1\n2", False),
+        ("12", "1 2", False),
+        ("Yes", "YES", False),
+        ("0.3333333", "0.33333333", True),
+        ("0.333", "0.33333333", False),
+        ("1.0", "1", True),
+        ("1000000.1", "1000000", True),
+        ("1000002", "1000000", False),
+        ("1e3", "1000", True),
+        ("nan", "1.5", False),
+        ("inf", "1.5", False),
+        ("inf", "inf", True),
+        ("Case #1: 2.50", "Case #1: 2.5", True),
+        ("", "", True),
+        ("", "1", False),
+        ("1." + "0" * 10**6, "1", False),
+    ],
+)
+def test_outputs_are_compared_by_lines_and_words(printed: str, expected: str, same: bool) -> None:
+    assert same_text(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "same"),
+    [
+        (3, 3, True),
+        (3, 4, False),
+        (3, [3], True),
+        ((1, 2), [1, 2], True),
+        ([1, [2, (3,)]], [1, [2, [3]]], True),
+        ([1, 2], [1, 2, 3], False),
+        ({1, 2}, [1, 2], False),
+        ({1: "a"}, {"1": "a"}, True),
+        ({"1": "b"}, {"1": "a"}, False),
+        (0.1 + 0.2, 0.3, True),
+        (True, True, True),
+        (None, None, True),
+        ("3", 3, False),
+        (float("nan"), 1.0, False),
+        (10**400, 1.0, False),
+    ],
+)
+def test_results_are_compared_as_data(result: Any, expected: Any, same: bool) -> None:
+    (test,) = read({"fn_name": "f", "inputs": [[]], "outputs": [expected]})
+    packed = values.pack(result, lambda value: ["h", 0, "object"])
+    assert (test.failure(Outcome("exit", verdict={"passed": True, "reason": "", "value": packed})) == "") is same
+
+
+@pytest.mark.parametrize("packed", [["h", 0, "Equal"], ["x"], [], ["d", 1], ["i", "z"], {"a": 1}, ["s", ["l"]]])
+def test_a_result_that_is_no_data_is_wrong(packed: Any) -> None:
+    (test,) = read({"fn_name": "f", "inputs": [[]], "outputs": [[]]})
+    assert test.failure(Outcome("exit", verdict={"passed": True, "reason": "", "value": packed})) == "wrong answer"
+
+
+def test_reasons_of_failures_are_short() -> None:
+    (test,) = read({"inputs": [""], "outputs": ["1"]})
+    assert test.failure(Outcome("exit", 0, "1\n")) == ""
+    assert test.failure(Outcome("exit", 0, "2\n")) == "wrong answer"
+    assert test.failure(Outcome("exit", 1, "1\n", "Traceback\n\nValueError: no\n")) == "exit status 1: ValueError: no"
+    assert test.failure(Outcome("exit", -9, "1\n")) == "ended by SIGKILL"
+    assert test.failure(Outcome("time", None, "1\n")) == "time limit exceeded"
+    assert len(test.failure(Outcome("exit", 1, "", "x" * 10**6))) <= 200
+    (test,) = read(["assert f(1)"])
+    assert "inside the program" in test.failure(Outcome("exit", 0))
