@@ -6,7 +6,10 @@ were spread. A metric that nothing was observed for (the mean of no rows, the co
 none is ever NaN.
 """
 
+import json
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -29,6 +32,11 @@ class Stat(NamedTuple):
 
 
 Stats = dict[str, Stat]
+
+MOST_PARTS = 32
+"""Parts of a reward that become metrics, the first ones in the order of their names."""
+
+_PART = re.compile(r"\w[\w.\-/]{0,63}", re.ASCII)
 
 
 def mean(total: float, count: float) -> Stat:
@@ -117,13 +125,13 @@ def reduce(parts: Iterable[Stats]) -> dict[str, float]:
 def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
     """Metrics of the finished rows (columns of `pipeline.rows.SCHEMA`) that one rank trains on in one iteration.
 
-    Scores, rewards and groups leave out rows whose reward failed; lengths count every row; advantages, returns and
-    values are over tokens that train. Groups must be whole on a rank. Optional columns (`reward`, `kl`, `baseline`,
+    Scores, rewards, parts and groups leave out rows whose reward failed; lengths count every row; advantages, returns
+    and values are over tokens that train. Groups must be whole on a rank. Optional columns (`reward`, `kl`, `baseline`,
     `values`, ...) may be missing, or null throughout.
 
     Args:
         table: train rows of one iteration.
-        solved_at: a response with at least this score counts as solved.
+        solved_at: a response with at least this score, before it was shaped, counts as solved.
     """
     if not len(table):
         return {}
@@ -134,6 +142,7 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
     version = table["policy_version"].to_numpy()
     trained_version = table["iteration"].to_numpy() - 1
     _, first_of_chunk = np.unique(table["chunk"].to_numpy(), return_index=True)
+    parts = _parts(table["reward_parts"].filter(pa.array(good))) if _has(table, "reward_parts") else {}
     rewards = pc.coalesce(table["reward"], table["score"]) if _has(table, "reward") else table["score"]
     stats = {
         **summary(score, "critic/score"),
@@ -142,7 +151,8 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
         **summary(flat(table, "returns")[0][chosen], "critic/returns"),
         **_lengths(table, np.diff(offsets)),
         "reward/error_rate": mean((~good).sum(), len(good)),
-        **_groups(table["uid"].filter(pa.array(good)), score, solved_at),
+        **{f"reward/{name}/mean": mean(parts[name][1].sum(), len(parts[name][1])) for name in list(parts)[:MOST_PARTS]},
+        **_groups(table["uid"].filter(pa.array(good)), score, _raw(score, parts) >= solved_at),
         "training/global_step": _largest(table["iteration"]),
         "training/epoch": _largest(table["epoch"]),
         "training/policy_version": mean(version.sum(), len(version)),
@@ -164,6 +174,34 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
         if _has(table, column):
             stats |= summary(trained_version - table[column].to_numpy(), f"training/{name}")
     return stats
+
+
+Parts = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Name of a part: the rows that have it, and its numbers."""
+
+
+def _parts(column: pa.ChunkedArray) -> Parts:
+    """The parts of rewards that are numbers or truth values, and can be names of metrics."""
+    found: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    for row, text in enumerate(column.to_pylist()):
+        if text is None or text == "{}":
+            continue
+        for name, value in json.loads(text).items():
+            if isinstance(value, int | float) and _PART.fullmatch(name):
+                rows, values = found[name]
+                rows.append(row)
+                values.append(float(value))
+    return {name: (np.array(found[name][0]), np.array(found[name][1])) for name in sorted(found)}
+
+
+def _raw(score: np.ndarray, parts: Parts) -> np.ndarray:
+    """The scores [R] as the reward function gave them."""
+    if "raw_score" not in parts:
+        return score
+    rows, values = parts["raw_score"]
+    raw = score.copy()
+    raw[rows] = values
+    return raw
 
 
 def _lengths(table: pa.Table, response: np.ndarray) -> Stats:
@@ -198,12 +236,12 @@ def _share(flags: pa.ChunkedArray) -> Stat:
     return mean(pc.sum(flags).as_py() or 0, len(flags))
 
 
-def _groups(uid: pa.ChunkedArray, score: np.ndarray, solved_at: float) -> Stats:
+def _groups(uid: pa.ChunkedArray, score: np.ndarray, solves: np.ndarray) -> Stats:
     if not len(score):
         return {}
     group = uid.combine_chunks().dictionary_encode().indices.to_numpy()
     count = np.bincount(group)
-    solved = np.bincount(group, weights=score >= solved_at)
+    solved = np.bincount(group, weights=solves)
     low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
     np.minimum.at(low, group, score)
     np.maximum.at(high, group, score)

@@ -10,6 +10,7 @@ expect: with both they refuse the folder for its two types.
 import hashlib
 import os
 import uuid
+from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -77,13 +78,16 @@ class Record:
             raise
 
 
-def read_trajectories(run_dir: str, iteration: int, split: str = "train") -> pa.Table:
+def read_trajectories(
+    run_dir: str, iteration: int, split: str = "train", columns: Sequence[str] | None = None
+) -> pa.Table:
     """Rows of one iteration in the order of their chunks, `iteration` put back in.
 
     Args:
         run_dir: the run's folder or URL.
         iteration: which; with `split="val"` the policy version that was validated.
         split: `train` or `val`.
+        columns: which columns are read besides `iteration`; None reads all.
 
     Raises:
         ValueError: `split` is neither, or the file system of a URL is unknown.
@@ -97,7 +101,10 @@ def read_trajectories(run_dir: str, iteration: int, split: str = "train") -> pa.
         have = [number for number, _ in _iterations(filesystem, root, split)]
         range_ = f"iterations {have[0]} to {have[-1]} are there" if have else "there are none at all"
         raise FileNotFoundError(2, f"no {split} trajectories of iteration {iteration} in {folder}; {range_}")
-    table = pa.concat_tables([pq.read_table(name, filesystem=filesystem, partitioning=None) for name in names])
+    wanted = None if columns is None else list(columns)
+    table = pa.concat_tables(
+        [pq.read_table(name, columns=wanted, filesystem=filesystem, partitioning=None) for name in names]
+    )
     place = table.schema.get_field_index("chunk") + 1
     return table.add_column(place, "iteration", pa.array([iteration] * len(table), pa.int64()))
 

@@ -1,8 +1,8 @@
-"""The reward stage: dispatch, custom functions, and failures that keep their row."""
+"""The reward stage: dispatch, custom functions, several rewards, shaping in place, and failures that keep their row."""
 
 import json
 import pickle
-import sys
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,33 +11,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline import rows
-from pipeline.reward.config import CustomRewardConfig, RewardConfig
-from pipeline.reward.stage import Reward, check_sources
-
-TRUTH = {"target": 54, "numbers": [3, 7, 25]}
-GOOD, WRONG, NONE = "<answer>(25-7)*3</answer>", "<answer>25</answer>", "no idea"
-
-
-def table(responses: list[str], source: str = "countdown", truths: list[str] | None = None) -> pa.Table:
-    count = len(responses)
-    return pa.table(
-        {
-            "data_source": pa.array([source] * count, pa.string()),
-            "response": pa.array(responses, pa.string()),
-            "ground_truth": pa.array(truths or [json.dumps(TRUTH)] * count, pa.string()),
-            "extra_info": pa.array([json.dumps({"index": i}) for i in range(count)], pa.string()),
-        }
-    )
-
-
-def custom(tmp_path: Path, source: str, **settings: Any) -> RewardConfig:
-    path = tmp_path / "mine.py"
-    path.write_text(source)
-    return RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path), **settings))
-
-
-def scores(result: pa.Table) -> list[float]:
-    return [round(score, 6) for score in result["score"].to_pylist()]
+from pipeline.reward.config import OverlongBufferConfig, RewardConfig
+from pipeline.reward.stage import Reward
+from tests.reward.rewards import GOOD, NONE, TRUTH, WRONG, custom, errors, parts, scores, table, written
 
 
 def test_rule_of_the_data_source() -> None:
@@ -47,9 +23,8 @@ def test_rule_of_the_data_source() -> None:
     assert result.schema.names[-len(rows.REWARD) :] == rows.REWARD.names
     assert [result.schema.field(field.name).type for field in rows.REWARD] == [field.type for field in rows.REWARD]
     assert scores(result) == [1.0, 0.1, 0.0]
-    parts = [json.loads(text) for text in result["reward_parts"].to_pylist()]
-    assert [(p["acc"], p["format"]) for p in parts] == [(1, 1), (0, 1), (0, 0)]
-    assert result["reward_error"].to_pylist() == [None] * 3
+    assert [(p["acc"], p["format"]) for p in parts(result)] == [(1, 1), (0, 1), (0, 0)]
+    assert errors(result) == [None] * 3
     assert len(set(result["reward_s"].to_pylist())) == 1 and result["reward_s"][0].as_py() > 0
 
 
@@ -63,20 +38,23 @@ def test_a_failed_row_keeps_its_place() -> None:
     bad = ["{}", "not json", json.dumps({"target": "\ud800", "numbers": [1]})]
     result = Reward(RewardConfig())(table([GOOD] * 4, truths=[json.dumps(TRUTH), *bad]))
     assert scores(result) == [1.0, 0.0, 0.0, 0.0]
-    errors = result["reward_error"].to_pylist()
-    assert errors[0] is None
-    assert errors[1].startswith("ValueError: reward_model.ground_truth.target")
-    assert errors[2].startswith("JSONDecodeError: ")
-    assert errors[3].startswith("ValueError: ")
+    found = errors(result)
+    assert found[0] is None
+    assert found[1].startswith("ValueError: reward_model.ground_truth.target")
+    assert found[2].startswith("JSONDecodeError: ")
+    assert found[3].startswith("ValueError: ")
     assert result["reward_parts"].to_pylist()[1:] == ["{}"] * 3
 
 
 def test_unknown_data_source_names_the_known_ones() -> None:
-    error = Reward(RewardConfig())(table([GOOD], source="gsm9k"))["reward_error"][0].as_py()
+    (error,) = errors(Reward(RewardConfig())(table([GOOD], source="gsm9k")))
     assert "'gsm9k'" in error and "countdown" in error
-    with pytest.raises(ValueError, match=r"'gsm9k' has no reward rule \(known: countdown"):
-        check_sources(["countdown", "gsm9k", "countdown"], RewardConfig())
-    check_sources(iter(["countdown"]), RewardConfig())
+
+
+def test_options_of_a_rule() -> None:
+    given = table(["The answer is 42."], source="gsm8k", truths=['"42"'])
+    assert scores(Reward(RewardConfig())(given)) == [1.0]
+    assert scores(Reward(RewardConfig(rule_kwargs={"gsm8k": {"method": "strict"}}))(given)) == [0.0]
 
 
 def test_custom_function_gets_what_verl_passes(tmp_path: Path) -> None:
@@ -87,13 +65,12 @@ def grade(data_source, solution_str, ground_truth, extra_info, scale):
     config = custom(tmp_path, source, name="grade", reward_kwargs={"scale": 0.5})
     result = Reward(config)(table(["abcd", "ab"], source="anything"))
     assert scores(result) == [2.0, 1.0]
-    assert json.loads(result["reward_parts"][1].as_py()) == {"seen": ["anything", TRUTH, {"index": 1}]}
-    check_sources(["anything"], config)
+    assert parts(result)[1] == {"seen": ["anything", TRUTH, {"index": 1}]}
 
 
-@pytest.mark.parametrize(
-    ("returned", "score", "error"),
-    [
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_what_a_custom_function_may_return(tmp_path: Path, prefix: str) -> None:
+    cases: list[tuple[str, float, str | None]] = [
         ("True", 1.0, None),
         ("__import__('numpy').float32(0.5)", 0.5, None),
         ("{'score': 1, 'part': __import__('numpy').arange(2)}", 1.0, None),
@@ -102,21 +79,136 @@ def grade(data_source, solution_str, ground_truth, extra_info, scale):
         ("1e39", 0.0, "ValueError: the score is 1e+39"),
         ("None", 0.0, "ValueError: the score must be a number, not a NoneType"),
         ("'1.0'", 0.0, "ValueError: the score must be a number, not a str"),
+        ("[1.0]", 0.0, "ValueError: the score must be a number, not a list"),
         ("{'acc': 1}", 0.0, "ValueError: the reward function returned a dict without the key 'score' (keys: ['acc'])"),
         ("{'score': 1, 'part': object()}", 0.0, "ValueError: a part of the reward is a object"),
-        ("1 / 0", 0.0, "ZeroDivisionError: division by zero"),
+        ("{'score': 1, 'part': float('nan')}", 0.0, "ValueError: a part of the reward is nan"),
+        ("{'score': 1, 'part': 10 ** 400}", 0.0, "OverflowError: "),
+        ("{'score': 1, ('a', 1): 2}", 1.0, None),
+        ("{'score': 1, 'part': '\\ud800'}", 1.0, None),
+        ("{'score': 1, 'part': nested(900)}", 0.0, "ValueError: a part of the reward holds more than 20 lists"),
+        ("{'score': 1, 'part': 'x' * 10 ** 7}", 0.0, "ValueError: the parts of the reward are 10,000,012 characters"),
+        ("{[]: 1}", 0.0, "TypeError: unhashable type: 'list' (mine.py, line 4)"),
+        ("1 / 0", 0.0, "ZeroDivisionError: division by zero (mine.py, line 4)"),
         ("'x'.__getattribute__('\\ud800' * 9000)", 0.0, "AttributeError: "),
+        ("exec('raise SystemExit(3)')", 0.0, "SystemExit: 3"),
+        ("exec('raise KeyboardInterrupt')", 0.0, "KeyboardInterrupt: "),
+        ("Unspeakable().raise_()", 0.0, "Unspeakable, which cannot be put into words"),
+    ]
+    source = f"""
+CASES = {[case for case, _, _ in cases]!r}
+{prefix}def compute_score(extra_info, **row):
+    return eval(CASES[extra_info["index"]])
+def nested(depth):
+    return [nested(depth - 1)] if depth else 0
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError
+    def raise_(self):
+        raise self
+"""
+    result = Reward(custom(tmp_path, source))(table([GOOD] * len(cases)))
+    for (case, score, error), got, found in zip(cases, scores(result), errors(result), strict=True):
+        assert got == score, case
+        assert found is None if error is None else found.startswith(error) and len(found) <= 500, (case, found)
+    json.dumps(result.to_pylist()).encode()  # nothing in it that is no text
+
+
+def test_module_by_import_path() -> None:
+    config = RewardConfig()
+    config.custom_reward_function.path = "tests.reward.countdown_length"
+    assert scores(Reward(config)(table(["abc"]))) == [3.0]
+
+
+def test_a_batch_function_gets_lists(tmp_path: Path) -> None:
+    source = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0):
+    assert data_sources == ["countdown"] * 3 and ground_truths[0]["target"] == 54
+    return [{"score": len(text) + bonus, "rows": len(solution_strs), "index": info["index"]}
+            for text, info in zip(solution_strs, extra_infos)]
+"""
+    settings = {"path": written(tmp_path, source), "batch": True, "kwargs": {"bonus": 10}}
+    result = Reward(RewardConfig(functions={"length": settings}))(table(["a", "bb", "ccc"]))
+    assert scores(result) == [11.0, 12.0, 13.0]
+    assert [p["length/rows"] for p in parts(result)] == [3, 3, 3]
+    assert [p["length/index"] for p in parts(result)] == [0, 1, 2]
+
+
+def test_a_batch_function_may_take_an_arrow_table(tmp_path: Path) -> None:
+    source = """
+import pyarrow.compute as pc
+def compute_score(table):
+    assert table.column_names == ["data_source", "solution_str", "ground_truth", "extra_info"]
+    return pc.utf8_length(table["solution_str"])
+"""
+    config = RewardConfig(functions={"length": {"path": written(tmp_path, source), "batch": True}})
+    assert scores(Reward(config)(table(["a", "bb"]))) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1.0]", "ValueError: the batch function returned 1 results for 2 rows"),
+        ("return 1.0", "TypeError: 'float' object is not iterable"),
+        ("raise KeyError('x')", "KeyError: 'x' (mine.py, line 2)"),
     ],
 )
-@pytest.mark.parametrize("prefix", ["", "async "])
-def test_what_a_custom_function_may_return(
-    tmp_path: Path, prefix: str, returned: str, score: float, error: str | None
-) -> None:
-    config = custom(tmp_path, f"{prefix}def compute_score(**row):\n    return {returned}\n")
-    result = Reward(config)(table([GOOD, WRONG]))
-    assert scores(result) == [score] * 2
-    for found in result["reward_error"].to_pylist():
-        assert found is None if error is None else found.startswith(error) and len(found) <= 500
+def test_a_batch_that_fails_fails_for_all_rows(tmp_path: Path, body: str, message: str) -> None:
+    path = written(tmp_path, f"def compute_score(**columns):\n    {body}\n")
+    result = Reward(RewardConfig(functions={"all": {"path": path, "batch": True}}))(table([GOOD] * 2))
+    assert errors(result) == [f"all: {message}"] * 2
+
+
+def test_several_rewards_are_summed_and_each_is_kept(tmp_path: Path) -> None:
+    source = """
+def shape(solution_str, **row):
+    if solution_str == "bad":
+        raise ValueError("no shape")
+    return {"score": float(solution_str.startswith("<answer>")), "pred": "not this one"}
+async def length(solution_str, **row):
+    return len(solution_str) / 100
+"""
+    path = written(tmp_path, source)
+    config = RewardConfig(
+        functions={
+            "rule": {},
+            "shape": {"path": path, "name": "shape", "weight": 0.5},
+            "length": {"path": path, "name": "length", "weight": -1},
+        }
+    )
+    result = Reward(config)(table([GOOD, NONE, "bad"]))
+    assert scores(result) == [1.0 + 0.5 - 0.25, -0.07, 0.0]
+    assert errors(result) == [None, None, "shape: ValueError: no shape (mine.py, line 4)"]
+    assert result["score_rule"].to_pylist() == [1.0, 0.0, 0.0]
+    assert result["score_shape"].to_pylist() == [1.0, 0.0, None]
+    assert result["score_length"].to_pylist() == pytest.approx([0.25, 0.07, 0.03])
+    assert result.schema.field("score_rule").type == pa.float32()
+    kept = parts(result)[0]
+    assert (kept["rule"], kept["shape"], kept["length"]) == (1.0, 1.0, 0.25)
+    # Validation reads `acc` and `pred`: they are those of the first reward that has them.
+    assert kept["acc"] == 1 and kept["pred"] == kept["rule/pred"] and kept["shape/pred"] == "not this one"
+    assert parts(result)[2] == {}
+
+
+def test_shaping_leaves_validation_alone() -> None:
+    config = RewardConfig(overlong_buffer=OverlongBufferConfig(enable=True, len=4), source_scale={"countdown": 2.0})
+    given = table([GOOD] * 4, split=["train", "val", "baseline", "train"], ids=[[1] * 10, [1] * 10, [1] * 8, []])
+    result = Reward(config, max_response_length=10)(given)
+    assert scores(result) == [1.0, 1.0, 1.5, 2.0]
+    assert "raw_score" not in parts(result)[1] and parts(result)[1]["acc"] == 1
+    assert [(p["raw_score"], p["overlong_penalty"]) for p in (parts(result)[i] for i in (0, 2, 3))] == [
+        (1.0, -1.0),
+        (1.0, -0.5),
+        (1.0, 0.0),
+    ]
+
+
+def test_a_failed_row_is_not_shaped() -> None:
+    config = RewardConfig(length_penalty=1.0)
+    result = Reward(config, 3)(table([GOOD, GOOD], truths=["{}", json.dumps(TRUTH)]))
+    assert scores(result) == [0.0, 0.0] and parts(result)[0] == {} and errors(result)[1] is None
+    result = Reward(RewardConfig(source_scale={"countdown": 1e39}))(table([GOOD]))
+    assert errors(result) == ["ValueError: weights, scale and penalties make a score of 1e+39, not a finite float32"]
 
 
 def test_async_rows_run_together_and_share_a_loop_across_tables(tmp_path: Path) -> None:
@@ -128,11 +220,12 @@ async def compute_score(**row):
     await asyncio.sleep(0.1)
     return len(loops)
 """
-    reward = Reward(custom(tmp_path, source))
+    config = custom(tmp_path, source)
     start = time.perf_counter()
-    assert scores(reward(table([GOOD] * 50))) == [1.0] * 50
-    assert scores(reward(table([GOOD] * 50))) == [1.0] * 50
-    assert time.perf_counter() - start < 2.0
+    # The stage is made anew for every task of Ray Data.
+    assert scores(Reward(config)(table([GOOD] * 50))) == [1.0] * 50
+    assert scores(Reward(config)(table([GOOD] * 50))) == [1.0] * 50
+    assert time.perf_counter() - start < 3.0
 
 
 def test_async_deadline_and_cancellation_are_errors_of_the_row(tmp_path: Path) -> None:
@@ -149,18 +242,12 @@ async def compute_score(solution_str, **row):
 """
     result = Reward(custom(tmp_path, source, timeout_s=0.2))(table(["hang", "cancel", "own", "fine"]))
     assert scores(result) == [0.0, 0.0, 0.0, 1.0]
-    assert result["reward_error"].to_pylist() == [
+    assert errors(result) == [
         "TimeoutError: no score after 0.2 s",
-        "CancelledError: ",
-        "TimeoutError: judge is away",
+        "CancelledError: stopped (mine.py, line 7)",
+        "TimeoutError: judge is away (mine.py, line 9)",
         None,
     ]
-
-
-def test_async_function_that_blocks_its_loop_ends(tmp_path: Path) -> None:
-    source = "import time\nasync def compute_score(**row):\n    time.sleep(3)\n    return 1\n"
-    with pytest.raises(TimeoutError, match="blocked its event loop"):
-        Reward(custom(tmp_path, source, timeout_s=0.1))(table([GOOD]))
 
 
 @pytest.mark.parametrize(
@@ -170,29 +257,36 @@ def test_async_function_that_blocks_its_loop_ends(tmp_path: Path) -> None:
         ("def grade(**row): return 1", {}, r"name is 'compute_score'.*it has: grade"),
         ("def compute_score(**row) return 1", {}, "SyntaxError"),
         ("import nothing_of_that_name", {}, "ModuleNotFoundError"),
+        ("raise SystemExit('a script')", {}, "SystemExit: a script"),
+        ("import os; os.write(2, b'no GPU\\n'); os._exit(7)", {}, "exit code 7; the last that it wrote: no GPU"),
         ("def compute_score(solution_str): return 1", {}, "cannot be called as compute_score"),
         ("def compute_score(**row): return 1", {"reward_kwargs": {"extra_info": 1}}, "may not hold extra_info"),
     ],
 )
-def test_custom_function_that_cannot_work_is_refused_early(
+def test_custom_function_that_cannot_be_loaded_ends_the_run(
     tmp_path: Path, source: str, settings: dict[str, Any], message: str
 ) -> None:
-    config = custom(tmp_path, source, **settings)
-    for make in (lambda: Reward(config), lambda: check_sources(["any"], config)):
-        with pytest.raises(ValueError, match=r"reward\.custom_reward_function") as caught:
-            make()
-        assert caught.match(message)
+    with pytest.raises(ValueError, match=message):
+        Reward(custom(tmp_path, source, **settings))(table([GOOD]))
 
 
 def test_missing_custom_file_is_named(tmp_path: Path) -> None:
-    config = RewardConfig(custom_reward_function=CustomRewardConfig(path=str(tmp_path / "gone.py")))
-    with pytest.raises(ValueError, match=r"reward\.custom_reward_function\.path is .*gone\.py"):
-        Reward(config)
+    config = custom(tmp_path, "")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ValueError, match=r"reward\.custom_reward_function\.path is .*mine\.py"):
+        Reward(config)(table([GOOD]))
 
 
 def test_travels_to_another_process(tmp_path: Path) -> None:
     reward = Reward(custom(tmp_path, "async def compute_score(**row):\n    return 7\n"))
     reward(table([GOOD]))
-    sent = pickle.dumps(reward)
-    del sys.modules["custom_reward_function_mine"]  # as in a process that never loaded the file
-    assert scores(pickle.loads(sent)(table([GOOD]))) == [7.0]
+    assert scores(pickle.loads(pickle.dumps(reward))(table([GOOD]))) == [7.0]
+
+
+def test_the_function_of_the_documentation(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
+    (source,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "my_reward.py" in block]
+    config = custom(tmp_path, source, reward_kwargs={"bonus": 0.2})
+    result = Reward(config)(table(["42, because", "41"], truths=['"because"', '"42"']))
+    assert scores(result) == [1.0, 0.0]
+    assert parts(result) == [{"acc": 1, "bonus": 0.2}, {"acc": 0, "bonus": 0.0}]

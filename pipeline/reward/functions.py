@@ -1,0 +1,175 @@
+"""Which functions score a row: the rule of its `data_source`, one of the user's own, or several with weights.
+
+The settings become a list of `Function`s, which is all that the reward stage and its processes know of them. User code
+is loaded by `load` and nowhere else, and only in the processes of `lane.py`.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipeline.reward.config import FunctionConfig, RewardConfig
+from pipeline.reward.sandbox.rule import DATA_SOURCES
+
+KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+TABLE = "table"
+"""Parameter of a batch function that takes the rows as one Arrow table."""
+
+ONLY = ""
+"""Name of the function where there is just one."""
+
+SANDBOX_LAG_S = 15.0
+"""Seconds a sandbox may need beyond its own limit, to start and to end."""
+
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True)
+class Function:
+    """Something that is called for every row."""
+
+    name: str
+    """Under `reward.functions`; `ONLY` otherwise."""
+    key: str
+    """The setting that sentences name."""
+    timeout_s: float
+    path: str | None = None
+    """None is the rule of the row's `data_source`."""
+    attribute: str = "compute_score"
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kwargs_key: str = "kwargs"
+    weight: float = 1.0
+    batch: bool = False
+
+
+def functions(config: RewardConfig) -> tuple[Function, ...]:
+    """What is called for every row, in the order of `reward.functions`.
+
+    Raises:
+        ValueError: an entry of `reward.functions` has a key that there is not, or a value of another type.
+    """
+    own, key = config.custom_reward_function, "reward.custom_reward_function"
+    if not config.functions:
+        return (Function(ONLY, key, config.timeout_s, own.path, own.name, own.reward_kwargs, "reward_kwargs"),)
+    found = []
+    for name, settings in config.functions.items():
+        one = function_config(name, settings)
+        limit = config.timeout_s if one.timeout_s is None else one.timeout_s
+        key = f"reward.functions.{name}"
+        found.append(Function(name, key, limit, one.path, one.name, one.kwargs, "kwargs", one.weight, one.batch))
+    return tuple(found)
+
+
+def function_config(name: str, settings: Any) -> FunctionConfig:
+    """`reward.functions.<name>` with its defaults.
+
+    Raises:
+        ValueError: a key that there is not, or a value of another type.
+    """
+    key = f"reward.functions.{name}"
+    fields = {field.name: field for field in dataclasses.fields(FunctionConfig)}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{key}={settings!r} must be a mapping with the keys {', '.join(fields)}")
+    unknown = [str(inner) for inner in settings if inner not in fields]
+    if unknown:
+        raise ValueError(f"there is no key {key}.{unknown[0]}; the keys of a reward are {', '.join(fields)}")
+    kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
+        "path": ((str, type(None)), "text or null"),
+        "name": (str, "text"),
+        "kwargs": (dict, "a mapping"),
+        "weight": ((int, float), "a number"),
+        "batch": (bool, "true or false"),
+        "timeout_s": ((int, float, type(None)), "a number or null"),
+    }
+    for inner, value in settings.items():
+        kind, words = kinds[inner]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{key}.{inner}={value!r} does not fit; expected {words}")
+    return FunctionConfig(**settings)
+
+
+def limit_of(function: Function, data_source: str, config: RewardConfig) -> float:
+    """Seconds that a call of `function` for a row of `data_source` may take; the sandbox has limits of its own."""
+    if function.path is not None or data_source not in DATA_SOURCES:
+        return function.timeout_s
+    sandbox = config.sandbox
+    return (sandbox.total_timeout_s if sandbox.url is None else sandbox.url_timeout_s) + SANDBOX_LAG_S
+
+
+def load(function: Function) -> Callable[..., Any]:
+    """The user's function.
+
+    Raises:
+        ValueError: the file or module is missing or fails to load, has no such function, or the function does not take
+            verl's keyword arguments and the configured ones. The sentence names the key to set.
+    """
+    assert function.path is not None
+    key, kwargs_key = function.key, f"{function.key}.{function.kwargs_key}"
+    given = (TABLE, *BATCH_KEYWORDS) if function.batch else KEYWORDS
+    taken = sorted(set(function.kwargs) & set(given))
+    if taken:
+        raise ValueError(f"{kwargs_key} may not hold {', '.join(taken)}: each row brings its own")
+    module = _module(function)
+    found = getattr(module, function.attribute, None)
+    if not callable(found):
+        names = sorted(name for name, value in vars(module).items() if inspect.isfunction(value)) or ["none"]
+        raise ValueError(
+            f"{key}.name is {function.attribute!r}, but {function.path} has no such function "
+            f"(it has: {', '.join(names)})"
+        )
+    keywords = keywords_of(found, function.batch)
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(keywords), **function.kwargs)
+    except TypeError as error:
+        call = f"{function.attribute}({', '.join([*keywords, *function.kwargs])})"
+        raise ValueError(
+            f"{key}: {function.attribute} in {function.path} cannot be called as {call}: {error}; change its "
+            f"parameters or {kwargs_key}"
+        ) from error
+    return found
+
+
+def keywords_of(function: Callable[..., Any], batch: bool) -> tuple[str, ...]:
+    """Names of the arguments that the rows fill."""
+    if not batch:
+        return KEYWORDS
+    return (TABLE,) if TABLE in inspect.signature(function).parameters else BATCH_KEYWORDS
+
+
+def _module(function: Function) -> ModuleType:
+    path, key = str(function.path), f"{function.key}.path"
+    file = Path(path).expanduser()
+    if not path.endswith(".py") and _MODULE.fullmatch(path):
+        name, spec = path, None
+    elif file.suffix == ".py" and file.is_file():
+        # Two files of one name are two modules; one file that holds several functions is loaded once.
+        digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=4).hexdigest()
+        name = f"reward_function_{file.stem}_{digest}"
+        spec = importlib.util.spec_from_file_location(name, file)
+    else:
+        raise ValueError(
+            f"{key} is {path!r}, which is no Python file (.py) and no module (package.module); name one that exists"
+        )
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        if spec is None or spec.loader is None:
+            return importlib.import_module(name)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+    # A module may raise anything as it is loaded, `SystemExit` of a script included.
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        raise ValueError(f"{key}: importing {path} failed with {type(error).__name__}: {error}") from error

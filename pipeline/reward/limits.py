@@ -1,0 +1,38 @@
+"""Rate limits of functions that call services."""
+
+from collections import deque
+
+WINDOW_S = 60.0
+
+
+class RateLimit:
+    """Counts calls, so that no more are under way, or begin in any 60 seconds, than the limits allow.
+
+    The window slides: with `max_per_minute` = n, call k begins at least 60 seconds after call k - n, however the calls
+    are spread. A limit of None does not hold anything back.
+    """
+
+    def __init__(self, max_concurrent: int | None, max_per_minute: int | None) -> None:
+        self._max_concurrent, self._max_per_minute = max_concurrent, max_per_minute
+        self._under_way = 0
+        self._begun: deque[float] = deque()
+
+    def may_begin(self, now: float) -> bool:
+        """Whether a call may begin at `now`, in seconds of a clock that never goes back."""
+        if self._max_concurrent is not None and self._under_way >= self._max_concurrent:
+            return False
+        if self._max_per_minute is None:
+            return True
+        while self._begun and now - self._begun[0] >= WINDOW_S:
+            self._begun.popleft()
+        return len(self._begun) < self._max_per_minute
+
+    def begin(self, now: float) -> None:
+        """A call begins."""
+        self._under_way += 1
+        if self._max_per_minute is not None:
+            self._begun.append(now)
+
+    def end(self) -> None:
+        """A call has ended, in whatever way."""
+        self._under_way -= 1

@@ -1,0 +1,116 @@
+"""What becomes of a score before it trains: scale, normalisation, penalties, bounds.
+
+In this order, each step only where it is set:
+
+    raw_score                                    what the reward function gave
+    * source_scale[data_source]
+    (score - mean) / std                         normalize[data_source]
+    - overlong, length and repetition penalty
+    within clip                                  so the bounds hold for what the advantages see
+
+Validation rows are not shaped: what they are judged by stays the same from run to run. There is no running mean or
+standard deviation: chunks are scored in parallel and in no fixed order, so such a number would differ from run to run
+and after a resume, and would move the target of a critic. Comparing within a group or a batch is what the advantage
+estimators do, exactly.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.reward.config import OverlongBufferConfig, RewardConfig
+
+
+def overlong_penalty(lengths: np.ndarray, max_response_length: int, config: OverlongBufferConfig) -> np.ndarray:
+    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13), [R], 0 or less.
+
+    min(0, -(L - (max_response_length - len)) / len * penalty_factor) of a response of L tokens.
+
+    Args:
+        lengths: [R] response tokens.
+        max_response_length: most tokens of a response.
+        config: `len` above 0.
+    """
+    over = lengths - (max_response_length - config.len)
+    return np.minimum(0.0, -over / config.len * config.penalty_factor)
+
+
+def length_penalty(lengths: np.ndarray, max_response_length: int, factor: float) -> np.ndarray:
+    """-factor * L / max_response_length, [R]."""
+    return -factor * lengths / max_response_length
+
+
+def repeated_share(tokens: np.ndarray, ngram: int) -> float:
+    """Share of the n-grams of a response that stood in it before: 1 - distinct / all; 0 for less than two n-grams.
+
+    Args:
+        tokens: [L] token ids.
+        ngram: tokens of an n-gram.
+    """
+    count = len(tokens) - ngram + 1
+    if count < 2:
+        return 0.0
+    # As bytes, an n-gram is hashed in one go; the memory is L * ngram numbers at most, one row at a time.
+    windows = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(tokens, dtype=np.int32), ngram)
+    return 1.0 - len({window.tobytes() for window in windows}) / count
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Scores [R] of training rows, and what each step took or gave, by the name of its part."""
+
+    score: np.ndarray
+    parts: dict[str, np.ndarray]
+
+
+class Shaping:
+    """The settings that shape scores.
+
+    Args:
+        config: the section `reward`.
+        max_response_length: `data.max_response_length`.
+
+    Raises:
+        ValueError: a penalty needs the longest response and it is not given.
+    """
+
+    def __init__(self, config: RewardConfig, max_response_length: int | None = None) -> None:
+        self._config, self._longest = config, max_response_length or 0
+        if (config.overlong_buffer.enable or config.length_penalty) and not max_response_length:
+            raise ValueError("reward.overlong_buffer and reward.length_penalty need data.max_response_length")
+        self.used = bool(
+            config.source_scale
+            or config.normalize
+            or config.overlong_buffer.enable
+            or config.length_penalty
+            or config.repetition_penalty.factor
+            or config.clip
+        )
+        """Whether any step is set."""
+
+    def __call__(self, score: np.ndarray, sources: list[str], tokens: list[np.ndarray]) -> Shaped:
+        """Shape the scores of R rows.
+
+        Args:
+            score: [R] float64, what the reward function gave.
+            sources: `data_source` of each row.
+            tokens: response token ids of each row.
+        """
+        config = self._config
+        parts = {"raw_score": score}
+        lengths = np.array([len(ids) for ids in tokens], dtype=np.float64)
+        score = score * np.array([config.source_scale.get(source, 1.0) for source in sources])
+        means, stds = np.array([config.normalize.get(source, (0.0, 1.0)) for source in sources]).reshape(-1, 2).T
+        score = (score - means) / stds
+        if config.overlong_buffer.enable:
+            parts["overlong_penalty"] = overlong_penalty(lengths, self._longest, config.overlong_buffer)
+        if config.length_penalty:
+            parts["length_penalty"] = length_penalty(lengths, self._longest, config.length_penalty)
+        if config.repetition_penalty.factor:
+            shares = np.array([repeated_share(ids, config.repetition_penalty.ngram) for ids in tokens])
+            parts["repetition_penalty"] = -config.repetition_penalty.factor * shares
+        for name in list(parts)[1:]:
+            score = score + parts[name]
+        low, high = config.clip or (-math.inf, math.inf)
+        return Shaped(np.clip(score, low, high), parts)

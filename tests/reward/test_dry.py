@@ -1,0 +1,85 @@
+"""What is found out about rewards before engines start."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from jobs.train import main
+from pipeline.reward.config import OverlongBufferConfig, RewardConfig
+from pipeline.reward.dry import check_sources, dry_call
+from tests.reward.rewards import TRUTH, custom
+
+
+def prompts(*rows: tuple[str, str]) -> list[pa.Table]:
+    """One-row tables of (data_source, ground_truth), as the prompt source gives them."""
+    names = ("data_source", "ground_truth", "extra_info", "uid")
+    return [pa.table(dict(zip(names, ([s], [t], ["{}"], [str(i)]), strict=True))) for i, (s, t) in enumerate(rows)]
+
+
+FINE, USELESS = ("countdown", json.dumps(TRUTH)), ("countdown", "{}")
+
+
+def test_sources_need_a_rule() -> None:
+    with pytest.raises(ValueError, match=r"'gsm9k' has no reward rule \(known: .*countdown"):
+        check_sources(["countdown", "gsm9k", "countdown"], RewardConfig())
+    check_sources(iter(["countdown", "taco", None]), RewardConfig())
+
+
+def test_a_function_of_your_own_scores_any_source_and_must_load(tmp_path: Path) -> None:
+    check_sources(["anything"], custom(tmp_path, "def compute_score(**row): return 1"))
+    with pytest.raises(ValueError, match=r"reward\.custom_reward_function: compute_score in .* cannot be called"):
+        check_sources(["anything"], custom(tmp_path, "def compute_score(text): return 1", reward_kwargs={"a": 1}))
+    config = custom(tmp_path, "def compute_score(**row): return 1")
+    config.functions = {"rule": {}, "own": {"path": config.custom_reward_function.path}}
+    with pytest.raises(ValueError, match="'anything' has no reward rule"):
+        check_sources(["anything"], config)
+
+
+def test_rows_that_can_be_scored_pass() -> None:
+    config = RewardConfig(overlong_buffer=OverlongBufferConfig(enable=True, len=4), length_penalty=1.0)
+    dry_call(prompts(*[USELESS] * 3, FINE), config)
+    dry_call([], config)
+
+
+def test_a_reward_that_fails_on_every_row_is_named() -> None:
+    with pytest.raises(ValueError, match=r"first 4 prompts of data_source 'countdown', .*ground_truth"):
+        dry_call(prompts(*[USELESS] * 9), RewardConfig())
+
+
+def test_each_source_is_tried() -> None:
+    gsm8k = ("gsm8k", "null")
+    with pytest.raises(ValueError, match="first 2 prompts of data_source 'gsm8k'"):
+        dry_call(prompts(*[FINE] * 20, gsm8k, gsm8k), RewardConfig())
+
+
+def test_a_function_that_hangs_takes_one_limit(tmp_path: Path) -> None:
+    config = custom(tmp_path, "import time\ndef compute_score(**row):\n    time.sleep(3600)\n", timeout_s=0.5)
+    begun = time.perf_counter()
+    with pytest.raises(ValueError, match="no score after 0.5 s"):
+        dry_call(prompts(*[FINE] * 9), config)
+    assert time.perf_counter() - begun < 8
+
+
+def test_the_training_command_refuses_before_anything_starts(
+    tiny_model: Path, prompt_files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(ground_truth, **row):\n    return ground_truth['answer']\n")
+    code = main(
+        [
+            "--dry-run",
+            "experiment=countdown_cpu",
+            f"model.path={tiny_model}",
+            f"data.train_files={prompt_files.train}",
+            f"data.val_files={prompt_files.val}",
+            f"trainer.default_local_dir={tmp_path}",
+            f"reward.functions.own.path={tmp_path / 'mine.py'}",
+        ]
+    )
+    assert code == 2
+    told = capsys.readouterr().err
+    assert "first 4 prompts of data_source 'countdown'" in told
+    assert "own: KeyError: 'answer' (mine.py, line 2)" in told

@@ -1,0 +1,125 @@
+"""Settings to functions, and how the user's code is found."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import load_config
+from pipeline.reward.config import CustomRewardConfig, RewardConfig
+from pipeline.reward.functions import ONLY, Function, function_config, functions, limit_of, load
+from tests.reward.rewards import written
+
+
+def own(path: str, **settings: Any) -> Function:
+    return Function("own", "reward.functions.own", 1.0, path, **settings)
+
+
+def test_the_rule_alone_is_the_default() -> None:
+    (rule,) = functions(RewardConfig(timeout_s=7))
+    assert (rule.name, rule.path, rule.timeout_s, rule.weight, rule.batch) == (ONLY, None, 7, 1.0, False)
+
+
+def test_one_function() -> None:
+    custom = CustomRewardConfig(path="a.b", name="grade", reward_kwargs={"x": 1})
+    (one,) = functions(RewardConfig(custom_reward_function=custom))
+    assert (one.path, one.attribute, one.kwargs, one.key) == ("a.b", "grade", {"x": 1}, "reward.custom_reward_function")
+
+
+def test_several_functions_keep_their_order() -> None:
+    settings = {"b": {"path": "m", "weight": 2, "batch": True, "timeout_s": 9}, "a": {}}
+    b, a = functions(RewardConfig(functions=settings, timeout_s=3))
+    assert (b.name, b.path, b.weight, b.batch, b.timeout_s) == ("b", "m", 2, True, 9)
+    assert (a.name, a.path, a.attribute, a.timeout_s) == ("a", None, "compute_score", 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("x", "reward.functions.f='x' must be a mapping with the keys path, name, kwargs"),
+        ({"wieght": 1}, "there is no key reward.functions.f.wieght; the keys of a reward are path, name"),
+        ({"weight": "1"}, "reward.functions.f.weight='1' does not fit; expected a number"),
+        ({"weight": True}, "reward.functions.f.weight=True does not fit; expected a number"),
+        ({"batch": 1}, "reward.functions.f.batch=1 does not fit; expected true or false"),
+        ({"kwargs": [1]}, r"reward.functions.f.kwargs=\[1\] does not fit; expected a mapping"),
+        ({"path": 3}, "reward.functions.f.path=3 does not fit; expected text or null"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        function_config("f", settings)
+
+
+def test_the_sandbox_has_limits_of_its_own() -> None:
+    config = RewardConfig(timeout_s=5)
+    (rule,) = functions(config)
+    assert limit_of(rule, "gsm8k", config) == 5
+    assert limit_of(rule, "taco", config) > config.sandbox.total_timeout_s
+    config.sandbox.url = "http://host"
+    assert limit_of(rule, "taco", config) > config.sandbox.url_timeout_s
+    assert limit_of(own("m"), "taco", config) == 1
+
+
+def test_files_of_one_name_are_two_modules_and_one_file_is_loaded_once(tmp_path: Path) -> None:
+    source = "count = []\ndef f(**row):\n    count.append(1)\n    return len(count)\ng = f\n"
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        written(tmp_path / folder, source)
+    f = load(own(str(tmp_path / "a" / "mine.py"), attribute="f"))
+    g = load(own(str(tmp_path / "a" / "mine.py"), attribute="g"))
+    other = load(own(str(tmp_path / "b" / "mine.py"), attribute="f"))
+    assert (f(), g(), other()) == (1, 2, 1)
+    assert f.__module__ in sys.modules and f.__module__ != other.__module__
+
+
+@pytest.mark.parametrize("path", ["no/such/file.py", "not a module", "folder/", "", "a..b"])
+def test_a_path_that_is_neither_file_nor_module(path: str) -> None:
+    with pytest.raises(ValueError, match=r"reward\.functions\.own\.path is .*no Python file \(.py\) and no module"):
+        load(own(path))
+
+
+def test_a_module_that_fails_is_not_half_there(tmp_path: Path) -> None:
+    path = written(tmp_path, "raise OSError('no disk')")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="failed with OSError: no disk"):
+            load(own(path))
+
+
+@pytest.mark.parametrize(
+    ("source", "batch", "message"),
+    [
+        ("def compute_score(solution_strs): return []", True, r"cannot be called as compute_score\(data_sources, "),
+        ("def compute_score(table, other): return []", True, r"cannot be called as compute_score\(table\)"),
+        ("compute_score = 3", False, "has no such function"),
+    ],
+)
+def test_a_function_with_other_parameters(tmp_path: Path, source: str, batch: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(own(written(tmp_path, source), batch=batch))
+
+
+def test_options_may_not_replace_what_rows_bring(tmp_path: Path) -> None:
+    path = written(tmp_path, "def compute_score(**row): return 1")
+    with pytest.raises(ValueError, match=r"reward\.functions\.own\.kwargs may not hold extra_infos"):
+        load(own(path, batch=True, kwargs={"extra_infos": []}))
+    load(own(path, kwargs={"extra_infos": []}))
+
+
+def test_settings_on_the_command_line() -> None:
+    config = load_config(
+        [
+            "reward.functions.right.weight=0.5",
+            "reward.functions.own.path=my.module",
+            "reward.functions.own.kwargs={longest: 200}",
+            "reward.rule_kwargs={openai/gsm8k: {method: strict}}",
+            "reward.rule_kwargs.gsm8k.method=strict",
+            "reward.normalize.my_source=[1,2]",
+            "reward.clip=[-1,1]",
+        ]
+    )
+    right, one = functions(config.reward)
+    assert (right.weight, right.path, one.path, one.kwargs) == (0.5, None, "my.module", {"longest": 200})
+    strict = {"method": "strict"}
+    assert config.reward.rule_kwargs == {"openai/gsm8k": strict, "gsm8k": strict}
+    assert (config.reward.normalize, config.reward.clip) == ({"my_source": [1.0, 2.0]}, [-1.0, 1.0])

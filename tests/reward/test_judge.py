@@ -1,0 +1,125 @@
+"""The judge, against a small HTTP server with OpenAI's chat API."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from openai import OpenAIError
+
+from pipeline.reward.config import CustomRewardConfig, RewardConfig
+from pipeline.reward.judge import PARSE, PROMPT, compute_score, fill
+from pipeline.reward.stage import Reward
+from tests.reward.rewards import errors, parts, scores, table
+
+
+class Judge(ThreadingHTTPServer):
+    """Answers `Score: N` with the number of `o` in the prompt's last line; fails where that line says so."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.seen: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Judge
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        self.server.keys.append(self.headers["Authorization"])
+        text = body["messages"][0]["content"].splitlines()[-1]
+        first = text not in self.server.seen
+        self.server.seen.add(text)
+        if text == "down" or (text == "busy" and first):
+            return self._send(503, {"error": {"message": "overloaded"}})
+        reply = "no idea" if text == "silent" else f"Score: 10? No.\n**Score**: {text.count('o')}"
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
+        self._send(200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+
+    def _send(self, status: int, content: Any) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        # The client waits this long before it tries again.
+        self.send_header("retry-after-ms", "10")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    server = Judge()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(timeout=10)
+
+
+def config(judge: Judge, **settings: Any) -> RewardConfig:
+    kwargs = {"base_url": judge.url, "model": "m", "prompt": "{ground_truth}\n{response}", **settings}
+    return RewardConfig(custom_reward_function=CustomRewardConfig("pipeline.reward.judge", "compute_score", kwargs))
+
+
+def test_scores_retries_and_errors(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    responses = ["ooo", "busy", "down", "silent", "foo {ground_truth}"]
+    result = Reward(config(judge, max_retries=1, api_key_env="JUDGE_KEY"))(table(responses, truths=['"x"'] * 5))
+    assert scores(result) == pytest.approx([0.3, 0.0, 0.0, 0.0, 0.3])
+    found = errors(result)
+    assert [found[0], found[1], found[4]] == [None] * 3
+    assert found[2] is not None and found[2].startswith("InternalServerError: ")
+    assert found[3] is not None and found[3].startswith("ValueError: the judge's reply holds no score")
+    assert parts(result)[0] == {"judge": 3.0, "judge_reply": "Score: 10? No.\n**Score**: 3"}
+    # Those that failed were asked once more, and nothing else.
+    assert len(judge.asked) == 7
+    assert set(judge.keys) == {"Bearer secret"}
+    assert "x\nfoo {ground_truth}" in [body["messages"][0]["content"] for body in judge.asked]
+    assert {(body["model"], body["temperature"], body["max_tokens"]) for body in judge.asked} == {("m", 0.0, 1024)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"api_key_env": "NO_SUCH_KEY_HERE"}, "the environment variable NO_SUCH_KEY_HERE"),
+        ({"parse": "Score"}, "parse has 0 groups"),
+        ({"prompt": "{extra_info.question}"}, r"names extra_info.question, which this row lacks \(it has: index\)"),
+        ({"base_url": "http://127.0.0.1:9/v1", "max_retries": 0}, "Connection error"),
+    ],
+)
+def test_what_cannot_work_raises(settings: dict[str, Any], message: str) -> None:
+    kwargs = {"base_url": "http://127.0.0.1:9/v1", "model": "m", **settings}
+    with pytest.raises((ValueError, OpenAIError), match=message):
+        asyncio.run(compute_score("s", "text", "42", {"index": 0}, **kwargs))
+
+
+def test_fields_are_filled_in_one_pass() -> None:
+    values = {"data_source": "s", "response": "{ground_truth} {0.__class__}", "ground_truth": "42"}
+    prompt = '{response}|{ground_truth}|{extra_info.index}|{extra_info}|{"json": 1}|{unknown}'
+    assert fill(prompt, values, {"index": 7}) == (
+        '{ground_truth} {0.__class__}|42|7|{"index": 7}|{"json": 1}|{unknown}'
+    )
+
+
+def test_the_prompt_that_comes_with_it_asks_for_what_is_parsed() -> None:
+    assert "{response}" in PROMPT and "{ground_truth}" in PROMPT
+    assert re.findall(PARSE, "score = 3 and then\nScore: 7.5") == ["3", "7.5"]
