@@ -34,7 +34,9 @@ from benchmarks.stand_in import InstantRollout, StandInTrainer, Watch
 from pipeline.config import load_config
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.config import DataConfig
+from pipeline.prompts.encode import Encoder
 from pipeline.prompts.files import resolve
+from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.source import Position, PromptSource
 from pipeline.rollout.weights import Shard
 from pipeline.train.run import start_ray
@@ -110,7 +112,7 @@ def measure(folder: Path, chunk_prompts: int, chunks: int, window_rows: int) -> 
     begin = time.perf_counter()
     files = resolve(str(folder), "data.train_files")
     resolved = time.perf_counter() - begin
-    source = PromptSource(files, data, chat, seed=1)
+    source = PromptSource(files, data, Encoder(chat, Quarantine(0)), seed=1)
 
     middle = Position(0, source.len_estimate // 2)
     sought = [seconds for _, seconds, _ in watch(source.chunks(chunk_prompts, middle), 1)][0]

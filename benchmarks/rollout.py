@@ -32,7 +32,7 @@ from jobs import tiny
 from jobs.prepare import __main__ as prepare
 from pipeline import rows
 from pipeline.config import Config, load_config
-from pipeline.prompts.source import stamp
+from pipeline.prompts.encode import stamp
 from pipeline.prompts.stage import sources
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Policy, Rollout

@@ -16,6 +16,7 @@ from typing import Any
 from pipeline.check_algorithm import COMPARE_IN_GROUP, NEED_NO_GROUP, POLICY_LOSSES
 from pipeline.checks import CHOICES
 from pipeline.config import CONFIG_DIR, Config
+from pipeline.prompts.sampler import SAMPLERS
 from pipeline.schema import Key, keys
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -44,6 +45,7 @@ on top of another, `algorithm=[dapo,tis]`. An experiment names the one it begins
 BUILT_IN = {
     "algorithm.adv_estimator": (*NEED_NO_GROUP, *COMPARE_IN_GROUP),
     "actor.policy_loss.loss_mode": POLICY_LOSSES,
+    "data.sampler": tuple(SAMPLERS),
 }
 """Keys that take a name or an import path: the names there are."""
 

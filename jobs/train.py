@@ -65,10 +65,21 @@ def _name_from_root(config: Config) -> None:
 
     config.model.path = absolute(config.model.path)
     config.model.tokenizer_path = absolute(config.model.tokenizer_path)
-    for section in (config.critic, config.scoring.reference, config.reward.custom_reward_function):
+    for section in (config.critic, config.scoring.reference):
         section.path = absolute(section.path)
+    own = config.reward.custom_reward_function
+    own.path = _absolute_file(own.path)
+    for settings in config.reward.functions.values():
+        settings["path"] = _absolute_file(settings.get("path"))
     data = config.data
     data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
+
+
+def _absolute_file(path: str | None) -> str | None:
+    """A Python file named from the root; the name of a module stays, also where a folder here has it."""
+    from pipeline.cluster import absolute
+
+    return absolute(path) if path and path.endswith(".py") else path
 
 
 def _command(arguments: list[str], iterations: int | None) -> str:
@@ -90,17 +101,20 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     resume = check_run_folder(run_dir, config, config.trainer.resume)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from pipeline.prompts.encode import to_table
     from pipeline.prompts.files import data_sources
-    from pipeline.prompts.stage import sources
-    from pipeline.reward.stage import check_sources
+    from pipeline.prompts.stage import first_generated, sources
+    from pipeline.reward.dry import check_sources, dry_call
 
     training, validation = sources(config)
     for source in (training, validation):
         if source is not None:
-            check_sources(data_sources(source.files), config.reward)
-            for _ in itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS):
-                pass
-    resolved = plan(config, training.len_estimate)
+            check_sources(data_sources(source.files, config.data.max_bad_rows > 0), config.reward)
+            dry_call(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS), config.reward)
+    if generated := first_generated(config, training):
+        check_sources(sorted({row["data_source"] for row in generated}), config.reward)
+        dry_call([to_table(generated)], config.reward)
+    resolved = plan(config, training.len_estimate or None)
     if not os.environ.get("RAY_ADDRESS"):
         check_resources(resolved)
     if dry_run:

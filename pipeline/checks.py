@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import check_algorithm, kl
+from pipeline import check_algorithm, check_data, check_reward, kl
 from pipeline.config import Config, ConfigError
 from pipeline.stages import scorers, uses_critic, uses_reference
 
@@ -40,6 +40,7 @@ AT_LEAST = {
     "data.max_prompt_length": 1,
     "data.max_response_length": 1,
     "data.shuffle_window_rows": 1,
+    "data.max_bad_rows": 0,
     "rollout.n": 1,
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.temperature": 0,
@@ -52,6 +53,8 @@ AT_LEAST = {
     "rollout.cpu_kvcache_space_gb": 1,
     "rollout.max_num_seqs": 1,
     "reward.num_cpus": 0,
+    "reward.max_processes": 1,
+    "reward.repetition_penalty.ngram": 1,
     **{f"{scorer}.num_workers": 1 for scorer in SCORERS},
     **{f"{scorer}.{name}": 0 for scorer in SCORERS for name in ("num_cpus", "num_gpus", "num_threads")},
     "algorithm.kl_ctrl.kl_coef": 0,
@@ -77,6 +80,7 @@ AT_LEAST = {
 
 POSITIVE = (
     "rollout.temperature",
+    "reward.timeout_s",
     "algorithm.f_norm",
     "algorithm.kl_ctrl.target_kl",
     "actor.policy_loss.tau_pos",
@@ -108,6 +112,8 @@ AT_LEAST_1_OR_NULL = (
     "actor.ppo_mini_batch_size",
     "critic.ppo_mini_batch_size",
     "critic.ppo_epochs",
+    "reward.rate_limit.max_concurrent",
+    "reward.rate_limit.max_per_minute",
 )
 """Keys that are null or at least 1."""
 
@@ -149,8 +155,9 @@ def _problems(config: Config) -> Iterator[str]:
     single, known = list(_single_values(config)), check_algorithm.knows_estimator(config)
     yield from single
     yield from _model(config)
-    yield from _data(config)
+    yield from check_data.problems(config)
     yield from check_algorithm.problems(config)
+    yield from check_reward.problems(config)
     yield from _trainer(config)
     if known:
         yield from _further_models(config)
@@ -229,17 +236,6 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
         yield f"{key}={path} is a file; give the folder that holds config.json"
     elif not (folder / "config.json").is_file():
         yield f"{key}={path} holds no config.json, so it is not a Hugging Face model folder"
-
-
-def _data(config: Config) -> Iterator[str]:
-    data, trainer = config.data, config.trainer
-    if not data.train_files:
-        yield "data.train_files is not set; give the parquet files of the training prompts"
-    if trainer.test_freq > 0 and not data.val_files:
-        yield (
-            f"trainer.test_freq={trainer.test_freq} asks for validation and data.val_files is not set; "
-            "give validation files or set trainer.test_freq=-1"
-        )
 
 
 def _trainer(config: Config) -> Iterator[str]:

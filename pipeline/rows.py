@@ -37,6 +37,13 @@ PROMPT = pa.schema(
         _column("uid", pa.string(), "prompts", "advantage", "group: the same for all samples of one prompt visit"),
         _column("epoch", pa.int64(), "prompts", "resume", "pass over the data, from 0"),
         _column("offset", pa.int64(), "prompts", "resume", "place in the epoch's order, filtered rows counted"),
+        _column(
+            "prompt_index",
+            pa.int64(),
+            "prompts",
+            "prompts",
+            "train: number of the prompt in all training files, from 0, the same in every epoch; -1 if generated",
+        ),
         _column("data_source", pa.string(), "prompts", "reward, metrics", "chooses the reward rule"),
         _column("prompt", pa.string(), "prompts", "track", "chat messages as JSON"),
         _column("prompt_ids", INTS, "prompts", "rollout, train", "prompt tokens after the chat template"),

@@ -15,6 +15,7 @@ CONFIG_FILE = "config.yaml"
 MAY_DIFFER = (
     "data.val_files",
     "data.val_max_samples",
+    "data.max_bad_rows",
     "rollout.num_engines",
     "rollout.chunks_in_flight",
     "rollout.num_cpus",
@@ -27,6 +28,9 @@ MAY_DIFFER = (
     "rollout.enforce_eager",
     "reward.num_cpus",
     "reward.max_error_rate",
+    "reward.timeout_s",
+    "reward.max_processes",
+    "reward.rate_limit.",
     *(
         f"scoring.{pool}.{key}"
         for pool in ("reference", "value", "policy")

@@ -29,7 +29,7 @@ from pipeline.advantage.baseline import Baseline
 from pipeline.advantage.stage import Advantage
 from pipeline.config import Config
 from pipeline.prompts.stage import ANSWER_S, Prompts, Schedule
-from pipeline.reward.stage import Reward
+from pipeline.reward.stage import Reward, SingleReward
 from pipeline.rollout.stage import Rollout, StorePolicy
 from pipeline.scoring.config import ScorerConfig
 from pipeline.scoring.policy import PolicyScore
@@ -39,7 +39,7 @@ from pipeline.stages import uses_baselines, uses_critic, uses_policy_scores, use
 from pipeline.track.trajectories import Record
 
 SOURCE_CPUS = 0.1
-"""Ray CPUs of the prompt source, which mostly waits."""
+"""Ray CPUs of the prompt source and of rate-limited rewards, which mostly wait."""
 
 
 def build(
@@ -83,7 +83,7 @@ def build(
     stream = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
     stream = stream.map_batches(
         Prompts,
-        fn_constructor_args=(config, schedule, store, generation),
+        fn_constructor_args=(config, schedule, store, generation, run_dir),
         compute=one_by_one,
         num_cpus=SOURCE_CPUS,
         **whole,
@@ -100,7 +100,21 @@ def build(
     )
     # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
     light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, **whole}
-    stream = stream.map_batches(Reward(config.reward), **light)
+    longest = config.data.max_response_length
+    if config.reward.rate_limit.used:
+        # Calls are counted where they are made, so they are made in one place, for several chunks at a time.
+        chunks = max(2, schedule.chunks_per_iteration)
+        stream = stream.map_batches(
+            SingleReward,
+            fn_constructor_args=(config.reward, longest, chunks),
+            compute=ActorPoolStrategy(
+                size=1, max_tasks_in_flight_per_actor=chunks, max_concurrent_calls_per_actor=chunks
+            ),
+            num_cpus=SOURCE_CPUS,
+            **whole,
+        )
+    else:
+        stream = stream.map_batches(Reward(config.reward, longest), **light)
     stream = stream.map_batches(Validation(run_dir, store, generation), **light)
     if uses_baselines(config):
         stream = stream.map_batches(Baseline(), **light)

@@ -27,7 +27,7 @@ from ray.data import DataContext
 from pipeline import stream
 from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
-from pipeline.prompts.source import START, position_after
+from pipeline.prompts.source import START
 from pipeline.prompts.stage import LOOKAHEAD, Schedule, sources
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.vllm import Generation
@@ -372,8 +372,8 @@ def test_stream_ends_with_the_epochs_and_validates_the_last_version(
 def test_resumed_stream_goes_on_behind_the_checkpoint(config: Config, tmp_path: Path) -> None:
     own, base, last = changed(config, tmp_path), 4, 9
     source, _ = sources(own)
-    chunks = source.chunks(BATCH)
-    start = tuple(position_after([next(chunks) for _ in range(base)][-1]))
+    _, position = source.draw(BATCH * base)
+    start = position[:2]
     schedule = Paged(last, CHUNKS, CHUNK, True, True, 2)
     assert schedule.pages == 6
     run = Run(own, schedule, tmp_path, base, start)

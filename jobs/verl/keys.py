@@ -24,6 +24,17 @@ RENAMED: tuple[tuple[str, str], ...] = (
         "train_files val_files prompt_key train_batch_size max_prompt_length max_response_length "
         "filter_overlong_prompts truncation shuffle train_max_samples val_max_samples",
     ),
+    *(
+        (f"{section}.{verl}.{key}", f"reward.overlong_buffer.{key}")
+        for section, verl in (
+            ("reward_model", "overlong_buffer"),
+            ("reward_model.reward_kwargs", "overlong_buffer_cfg"),
+            ("reward.reward_kwargs", "overlong_buffer_cfg"),
+            ("reward_kwargs", "overlong_buffer_cfg"),
+        )
+        for key in ("enable", "len", "penalty_factor")
+    ),
+    *((f"{section}.sandbox_fusion.url", "reward.sandbox.url") for section in ("reward", "reward_model")),
     ("data.seed", "trainer.seed"),
     ("data.tokenizer", "model.tokenizer_path"),
     ("data.trust_remote_code", "model.trust_remote_code"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.prompts.config import DataConfig
-from pipeline.prompts.files import Place, reason
+from pipeline.prompts.prompt_file import Place, reason
 from pipeline.train.config import ModelConfig
 
 if TYPE_CHECKING:

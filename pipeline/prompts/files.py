@@ -1,130 +1,33 @@
-"""Prompt files: from what `data.train_files` names to parquet files known to be usable.
+"""Prompt files: from what `data.train_files` names to files known to be usable.
 
 1. A path, folder or glob, local or behind any URL that pyarrow or fsspec opens, becomes an ordered list of files.
-2. Only footers are read, in threads: row counts per row group and column types. That is enough to plan the order of
-   any number of rows, and to refuse a wrong file before an engine starts.
+2. Each is opened once, in threads, by the format that its name says: JSON (`json_rows.py`), Arrow as `datasets` saves
+   it, or else parquet (`columnar.py`).
 3. Everything refused is refused with a sentence that names config key, file, column and remedy.
 """
 
-import difflib
-import functools
-import itertools
+import json
 import os
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs
-import pyarrow.parquet as pq
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
+
+from pipeline.prompts import columnar, json_rows
+from pipeline.prompts.columnar import nearest
+from pipeline.prompts.prompt_file import PromptFile, Slice, reason
 
 # Opened by pyarrow itself, so that no further package is needed; every other scheme goes to fsspec.
 ARROW_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 FOOTER_THREADS = 16
 GCS_RETRY_SECONDS = 60
-# One read of a column, and one batch of decoded rows: small beside a window, large beside a network round trip.
-READ_BYTES = 4 << 20
-READ_ROWS = 4096
-
-
-class Place(NamedTuple):
-    """Where a row stands, for error messages."""
-
-    file: str
-    row_group: int
-    row: int
-    """Number of the row in its file, from 0."""
-
-    def __str__(self) -> str:
-        return f"{self.file}, row {self.row} (row group {self.row_group})"
-
-
-class Slice(NamedTuple):
-    """Rows `start` to `stop` (not included) of one row group."""
-
-    row_group: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class PromptFile:
-    """One parquet file of prompts whose footer has been read and whose columns have been checked."""
-
-    name: str
-    """Path or URL for people."""
-
-    key: str
-    """Config key that named the file, for messages."""
-
-    filesystem: pyarrow.fs.FileSystem
-    """Opens `path`; can be pickled."""
-
-    path: str
-    """Path inside `filesystem`."""
-
-    row_groups: tuple[int, ...]
-    """Rows of each row group."""
-
-    columns: tuple[str, ...]
-    """Columns of the file."""
-
-    @property
-    def rows(self) -> int:
-        return sum(self.row_groups)
-
-    def place(self, row_group: int, row: int) -> Place:
-        """Where row `row` of a row group stands."""
-        return Place(self.name, row_group, self._first_rows[row_group] + row)
-
-    @functools.cached_property
-    def _first_rows(self) -> list[int]:
-        return [0, *itertools.accumulate(self.row_groups)]
-
-    def read(self, slices: list[Slice], columns: list[str]) -> Iterator[tuple[Slice, pa.RecordBatch]]:
-        """Rows of the slices, by place in the file, in batches of bounded size; each with where it stands.
-
-        A slice inside a row group costs decoding the row group up to it (parquet cannot be entered in the middle).
-
-        Raises:
-            OSError: the file has gone, is damaged, or is not the one whose footer was read at the start.
-        """
-        row_group = min(slices).row_group
-        try:
-            with pq.ParquetFile(
-                self.filesystem.open_input_file(self.path),
-                # Without these two, pyarrow holds a row group's raw columns in memory, however large it is.
-                pre_buffer=False,
-                buffer_size=READ_BYTES,
-            ) as file:
-                found = tuple(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
-                if found != self.row_groups:
-                    raise OSError(f"the file now has {sum(found)} rows in {len(found)} row groups")
-                for row_group, wanted in itertools.groupby(sorted(slices), key=lambda s: s.row_group):
-                    parts = list(wanted)
-                    end = max(part.stop for part in parts)
-                    row = 0
-                    for batch in file.iter_batches(READ_ROWS, row_groups=[row_group], columns=columns):
-                        for part in parts:
-                            start, stop = max(part.start, row), min(part.stop, row + len(batch))
-                            if start < stop:
-                                yield Slice(row_group, start, stop), batch.slice(start - row, stop - start)
-                        row += len(batch)
-                        if row >= end:
-                            break
-        # Any filesystem package may stand behind the handle, each with its own exceptions.
-        except Exception as error:
-            raise OSError(
-                f"{self.key}: {self.name}, row group {row_group}: could not be read, though its footer was read when "
-                f"the run started: {reason(error)}. Put the file back as it was and start the same command again."
-            ) from error
 
 
 def resolve(paths: Any, key: str, prompt_key: str = "prompt") -> list[PromptFile]:
@@ -137,21 +40,25 @@ def resolve(paths: Any, key: str, prompt_key: str = "prompt") -> list[PromptFile
 
     Raises:
         FileNotFoundError: nothing stands at a path, or a glob matches nothing.
-        ValueError: a file is not parquet, has no rows, or lacks a column.
+        ValueError: a file is not of its format, has no rows, or lacks a column.
     """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     if not isinstance(paths, Iterable) or isinstance(paths, (bytes, dict)):
-        raise ValueError(f"{key} is {paths!r}; give it a parquet file, a folder, a glob or a list of them")
+        raise ValueError(f"{key} is {paths!r}; give it a file, a folder, a glob or a list of them")
     found = [file for path in paths for file in _find(os.fspath(path), key)]
     if not found:
-        raise ValueError(f"{key} is an empty list; give it at least one parquet file")
+        raise ValueError(f"{key} is an empty list; give it at least one file")
     with ThreadPoolExecutor(min(FOOTER_THREADS, len(found))) as threads:
-        return list(threads.map(lambda file: _footer(file, key, prompt_key), found))
+        return list(threads.map(lambda file: _opened(file, key, prompt_key), found))
 
 
-def data_sources(files: list[PromptFile]) -> list[str]:
+def data_sources(files: list[PromptFile], allow_missing: bool = False) -> list[str]:
     """Distinct `data_source` values of all rows, sorted. Reads that column alone, a batch at a time.
+
+    Args:
+        files: what `resolve` returned.
+        allow_missing: rows without a `data_source` are passed over.
 
     Raises:
         OSError: a file cannot be read.
@@ -159,16 +66,41 @@ def data_sources(files: list[PromptFile]) -> list[str]:
     """
     seen: set[str] = set()
     for file in files:
-        slices = [Slice(number, 0, rows) for number, rows in enumerate(file.row_groups)]
-        for part, batch in file.read(slices, ["data_source"]):
-            column = batch.column(0)
-            if column.null_count:
-                row = part.start + pc.index(column.is_null(), True).as_py()
-                raise ValueError(
-                    f"{file.key}: {file.place(part.row_group, row)}: `data_source` is null; every row needs one"
-                )
-            seen.update(column.unique().to_pylist())
+        for part, batch in _every(file):
+            column = file.data_sources(batch)
+            if column.null_count and not allow_missing:
+                number = pc.index(column.is_null(), True).as_py()
+                place = file.place(part.row_group, part.start + number)
+                # What stands there may be no row at all, which says more.
+                file.row(batch, number, place)
+                raise ValueError(f"{file.key}: {place}: `data_source` is null or no text; every row needs one")
+            seen.update(column.drop_null().unique().to_pylist())
     return sorted(seen)
+
+
+def data_sources_by_row_group(file: PromptFile) -> list[set[str | None]]:
+    """Distinct `data_source` values of each row group, None among them where a row has none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    found: list[set[str | None]] = [set() for _ in file.row_groups]
+    for part, batch in _every(file):
+        found[part.row_group].update(file.data_sources(batch).unique().to_pylist())
+    return found
+
+
+def _every(file: PromptFile) -> Iterator[tuple[Slice, pa.RecordBatch]]:
+    return file.read([Slice(number, 0, rows) for number, rows in enumerate(file.row_groups)], ["data_source"])
+
+
+def _opened(file: tuple[str, pyarrow.fs.FileSystem, str], key: str, prompt_key: str) -> PromptFile:
+    name, filesystem, path = file
+    if path.endswith(json_rows.ENDINGS):
+        return json_rows.open_json(name, filesystem, path, key)
+    if path.endswith(".arrow"):
+        return columnar.open_arrow(name, filesystem, path, key, prompt_key)
+    return columnar.open_parquet(name, filesystem, path, key, prompt_key)
 
 
 def _find(path: str, key: str) -> list[tuple[str, pyarrow.fs.FileSystem, str]]:
@@ -226,7 +158,7 @@ def _open(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, str, str]:
 
 
 def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[list[str], str]:
-    """The file at `place`, a folder's parquet files at any depth or a glob's matches; and what is missing if none."""
+    """The file at `place`, the files of a folder or a glob's matches; and what is missing if there are none."""
     fixed = place
     if any(letter in place for letter in "*?[") and not listing.isfile(place):
         fixed = re.split(r"[*?\[]", place)[0].rpartition("/")[0]
@@ -241,10 +173,28 @@ def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[l
     if kind == "file":
         return [place], ""
     if kind == "directory":
-        files = [file for file in listing.find(place) if file.endswith(".parquet") and _visible(file, place)]
-        return sorted(files), f"folder {path} holds no .parquet file; name the files or another folder"
-    near = _nearest(place.rsplit("/", 1)[-1], _siblings(listing, place))
+        return _folder(listing, place, path)
+    near = nearest(place.rsplit("/", 1)[-1], _siblings(listing, place))
     return [], f"{path} does not exist{near}; check the path"
+
+
+def _folder(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[list[str], str]:
+    """What `datasets` saved there; else the parquet files at any depth; else the JSON files."""
+    saved = {"dataset_dict.json": "splits", "state.json": "_data_files"}
+    for name, entry in saved.items():
+        if listing.isfile(f"{place}/{name}"):
+            found = json.loads(listing.cat_file(f"{place}/{name}")).get(entry)
+            if found and entry == "splits":
+                return [], (
+                    f"folder {path} holds a DatasetDict with the splits {', '.join(found)}; name the folder of one, "
+                    f"such as {path.rstrip('/')}/{found[0]}"
+                )
+            if found:
+                return [f"{place}/{file['filename']}" for file in found], ""
+    files = sorted(file for file in listing.find(place) if _visible(file, place))
+    chosen = [file for file in files if file.endswith(".parquet")]
+    chosen = chosen or [file for file in files if file.endswith(json_rows.ENDINGS)]
+    return chosen, f"folder {path} holds no .parquet or .json file; name the files or another folder"
 
 
 def _visible(file: str, folder: str) -> bool:
@@ -257,78 +207,3 @@ def _siblings(listing: fsspec.AbstractFileSystem, place: str) -> list[str]:
     if not folder or not listing.isdir(folder):
         return []
     return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in listing.ls(folder, detail=False)]
-
-
-def _footer(file: tuple[str, pyarrow.fs.FileSystem, str], key: str, prompt_key: str) -> PromptFile:
-    name, filesystem, path = file
-    where = f"{key}: {name}"
-    try:
-        with filesystem.open_input_file(path) as handle:
-            if handle.size() == 0:
-                raise ValueError("it is empty (0 bytes)")
-            with pq.ParquetFile(handle) as parquet:
-                metadata, schema = parquet.metadata, parquet.schema_arrow
-    # As in `PromptFile.read`: the exceptions depend on the filesystem package.
-    except Exception as error:
-        raise ValueError(
-            f"{where} cannot be read as parquet: {reason(error)}. Write the file again, or leave it out."
-        ) from error
-    if metadata.num_rows == 0:
-        raise ValueError(f"{where} has no rows; write prompts into it, or leave it out")
-    _check_columns(schema, where, prompt_key)
-    row_groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    return PromptFile(name, key, filesystem, path, row_groups, tuple(schema.names))
-
-
-def _check_columns(schema: pa.Schema, where: str, prompt_key: str) -> None:
-    for column, remedy in (
-        (prompt_key, "name the column of chat messages with data.prompt_key"),
-        ("data_source", "add it: it chooses the reward rule"),
-        ("reward_model", "add it: a struct whose field `ground_truth` holds the answer"),
-    ):
-        if column not in schema.names:
-            raise ValueError(
-                f"{where} has no column {column!r}{_nearest(column, schema.names)}; {remedy}. "
-                f"Its columns are {', '.join(schema.names) or 'none'}."
-            )
-    prompt = schema.field(prompt_key).type
-    message = prompt.value_type if hasattr(prompt, "value_type") and not pa.types.is_dictionary(prompt) else None
-    if message is None or not pa.types.is_struct(message) or not {"role", "content"} <= {f.name for f in message}:
-        raise ValueError(
-            f"{where}: column {prompt_key!r} (data.prompt_key) is of type {prompt} where chat messages are needed: a "
-            'list of structs {role, content}, as in [{"role": "user", "content": "..."}]. Wrap plain text like this.'
-        )
-    for name in ("role", "content"):
-        if not _is_text(message.field(name).type):
-            raise ValueError(
-                f"{where}: `{name}` in column {prompt_key!r} (data.prompt_key) is of type {message.field(name).type} "
-                "where text is needed; write it as a string"
-            )
-    if not _is_text(schema.field("data_source").type):
-        raise ValueError(
-            f"{where}: column 'data_source' is of type {schema.field('data_source').type} where text is needed; "
-            "write it as a string"
-        )
-    reward_model = schema.field("reward_model").type
-    fields = [f.name for f in reward_model] if pa.types.is_struct(reward_model) else []
-    if "ground_truth" not in fields:
-        raise ValueError(
-            f"{where}: column 'reward_model' is of type {reward_model} where a struct with the field `ground_truth` "
-            f"is needed{_nearest('ground_truth', fields)}; write the answer there"
-        )
-
-
-def _is_text(type: pa.DataType) -> bool:
-    if pa.types.is_dictionary(type):
-        type = type.value_type
-    return bool(pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_string_view(type))
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" (the nearest is {close[0]!r})" if close else ""
-
-
-def reason(error: Exception) -> str:
-    """What an exception of another library says, on one line and without its endless tail."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")

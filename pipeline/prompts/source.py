@@ -1,90 +1,67 @@
-"""The prompt source: any number of parquet rows as one repeatable stream of chunks.
+"""The prompt source: any number of prompt files as one repeatable stream of prompts.
 
-1. The order of an epoch follows from (files, seed, epoch) and footers alone. Row groups are permuted and laid into
-   windows of at most `data.shuffle_window_rows` rows, and each window is permuted. A row group larger than half a
-   window is cut into equal slices first, so a window always mixes several parts of the data and its memory is
-   bounded however the files were written.
-2. A position is (epoch, offset), where offset counts the rows of the epoch's order, filtered ones included. Windows
-   before it are skipped without being read.
-3. Rows stay Arrow until a chunk is cut. One window is held at a time.
-4. Chunks run across epoch borders: no prompt is lost to an incomplete batch, save at the very end of the run.
+1. Rows stand in one endless order (`order.py`), or in one for each data source where the sampler says how prompts
+   divide over them. The sampler then decides on each row whose turn has come (`sampler.py`).
+2. `draw` is a function from a position to prompts and the position behind them: nothing that was read ahead is lost or
+   repeated, wherever a run is interrupted.
+3. Prompts run across epoch borders: none is lost to an incomplete batch, save at the very end of the run.
 """
 
-import bisect
-import datetime
-import decimal
+import difflib
 import itertools
-import json
+import math
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
-from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.config import DataConfig
-from pipeline.prompts.files import Place, PromptFile, Slice
-from pipeline.rows import PROMPT
-
-# Columns that depend on the run and not on the prompt; `stamp` adds them.
-STAMPED = ("split", "chunk", "iteration")
-COLUMNS = pa.schema([field for field in PROMPT if field.name not in STAMPED])
+from pipeline.prompts.encode import Encoder, Prompt, data_source, to_table
+from pipeline.prompts.files import data_sources_by_row_group
+from pipeline.prompts.order import Chances, Found, Order, units
+from pipeline.prompts.prompt_file import PromptFile
+from pipeline.prompts.sampler import Sampler
 
 
 class Position(NamedTuple):
-    """A place in the endless order of prompts."""
+    """A place in the endless stream of prompts."""
 
     epoch: int = 0
     offset: int = 0
-    """Rows of the epoch's order that lie before it, filtered ones included."""
+    """Prompts of the epoch that lie before it, those that were left out included."""
+    orders: dict[str, tuple[int, int]] = {}
+    """Where each data source has an order of its own: the place in it, as epoch and offset."""
 
 
 START = Position()
-
-
-class Unit(NamedTuple):
-    """Rows that are drawn together: a row group, or a slice of a large one."""
-
-    file: int
-    part: Slice
-
-    @property
-    def rows(self) -> int:
-        return self.part.stop - self.part.start
-
-
-@dataclass(frozen=True)
-class Window:
-    """Units that are shuffled together."""
-
-    number: int
-    start: int
-    """Offset of its first row in the epoch."""
-    units: tuple[Unit, ...]
-
-    @property
-    def rows(self) -> int:
-        return sum(unit.rows for unit in self.units)
 
 
 class PromptSource:
     """A resumable, repeatable stream of prompts. Plain Python: it needs no Ray, and can be pickled."""
 
     def __init__(
-        self, files: list[PromptFile], data: DataConfig, chat: ChatTokenizer, seed: int, split: str = "train"
+        self,
+        files: list[PromptFile],
+        data: DataConfig,
+        encoder: Encoder,
+        seed: int,
+        split: str = "train",
+        sampler: Sampler | None = None,
     ) -> None:
         """
         Args:
-            files: what `files.resolve` returned; they are not opened here.
-            data: order, limits and the prompt column.
-            chat: makes tokens of messages.
+            files: what `files.resolve` returned; they are not read here, except for the column `data_source` where the
+                sampler asks for shares.
+            data: order and limits.
+            encoder: makes rows of the stream of what is read.
             seed: seed of the order, together with the epoch.
             split: `train` (shuffled by `data.shuffle`, `data.train_max_samples`) or `val` (file order,
                 `data.val_max_samples`).
+            sampler: decides which prompts are taken; None takes them all in order.
 
         Raises:
-            ValueError: a setting is out of range.
+            ValueError: a setting is out of range, or the sampler's shares do not fit the data.
         """
         if split not in ("train", "val"):
             raise ValueError(f"split is {split!r}; it must be 'train' or 'val'")
@@ -96,193 +73,225 @@ class PromptSource:
             raise ValueError(f"data.shuffle_window_rows is {data.shuffle_window_rows}; it must be at least 1")
         self.files = files
         self.data = data
-        self.chat = chat
+        self.encoder = encoder
         self.seed = seed
         self.split = split
-        self.shuffle = data.shuffle and split == "train"
-        self.units = _units(files, data.shuffle_window_rows, limit)
-        self.filtered_overlong = 0
-        """Prompts left out so far because they are longer than `data.max_prompt_length`."""
-        self.truncated = 0
-        """Prompts cut so far to `data.max_prompt_length`."""
+        self.sampler = sampler
+        self.passed_over = 0
+        """Prompts that the sampler has left out so far."""
+        rows = sum(file.rows for file in files)
+        self.len_estimate = rows if limit < 0 else min(rows, limit)
+        """Prompts per epoch by the files' row counts: exact, unless prompts are left out."""
+        self._shuffle = data.shuffle and split == "train"
+        self._limit = limit
+        self.orders = self._one_order() if self.shares(1) is None else self._order_per_source()
+        """By data source; a single one named "" for all together."""
 
-    @property
-    def len_estimate(self) -> int:
-        """Prompts per epoch by the footers: exact, unless overlong prompts are filtered."""
-        return sum(unit.rows for unit in self.units)
-
-    def chunks(self, chunk_prompts: int, start: Position = START, epochs: int | None = None) -> Iterator[pa.Table]:
-        """Tables of exactly `chunk_prompts` rows with the columns `COLUMNS`, from `start` on.
-
-        The stream ends before epoch `epochs` (never, where None) at the last full chunk. `position_after` a table is
-        the `start` that continues behind it.
+    def shares(self, iteration: int) -> dict[str, float] | None:
+        """What each data source gets of an iteration, summing to 1; None where all stand in one order.
 
         Raises:
-            ValueError: a row is not usable (see `ChatTokenizer`), or a whole epoch yields no prompt.
+            ValueError: the sampler gave something else than numbers of at least 0, or none above 0.
+        """
+        given = self.sampler.shares(iteration) if self.sampler else None
+        if given is None:
+            return None
+        total = math.fsum(given.values())
+        if not (math.isfinite(total) and total > 0 and all(share >= 0 for share in given.values())):
+            raise ValueError(
+                f"{self._sampler_key()} gives the shares {dict(given)}; each must be a number of at least 0, and one "
+                "of them above 0"
+            )
+        return {name: given[name] / total for name in sorted(given)}
+
+    def draw(
+        self, count: int, start: Position = START, epochs: int | None = None, iteration: int = 1
+    ) -> tuple[list[dict[str, Any]], Position]:
+        """The next `count` prompts, as rows of `encode.COLUMNS`, and where the stream continues behind them.
+
+        Args:
+            count: how many; fewer come only before epoch `epochs`.
+            start: where the last call ended.
+            epochs: where the stream ends; None never.
+            iteration: for which iteration, as the sampler may ask.
+
+        Raises:
+            ValueError: a row is not usable (see `Encoder`), or a whole epoch yields no prompt.
             OSError: a file has gone, is damaged or has changed since the start.
+        """
+        rows: list[dict[str, Any]] = []
+        walk, total = _Walk(self, start, epochs, iteration), self.len_estimate
+        last_taken = start.epoch * total + start.offset
+        while len(rows) < count:
+            batch = list(itertools.islice(walk, count - len(rows)))
+            made = self.encoder(batch)
+            rows += made
+            here = walk.position.epoch * total + walk.position.offset
+            if made:
+                last_taken = here
+            elif total and here - last_taken >= total:
+                raise ValueError(self._nothing_left())
+            if not batch:
+                break
+        return rows, walk.position
+
+    def chunks(self, chunk_prompts: int, start: Position = START, epochs: int | None = None) -> Iterator[pa.Table]:
+        """Tables of exactly `chunk_prompts` rows with the columns `encode.COLUMNS`, from `start` on.
+
+        The stream ends before epoch `epochs` (never, where None) at the last full chunk. Raises as `draw`.
         """
         if chunk_prompts < 1:
             raise ValueError(f"a chunk of {chunk_prompts} prompts was asked for; it must have at least 1")
-        rows = self._prompts(chunk_prompts, start, epochs)
-        while len(chunk := list(itertools.islice(rows, chunk_prompts))) == chunk_prompts:
-            yield _table(chunk)
+        while True:
+            rows, start = self.draw(chunk_prompts, start, epochs)
+            if len(rows) < chunk_prompts:
+                return
+            yield to_table(rows)
 
     def validation_rows(self, chunk_prompts: int) -> Iterator[pa.Table]:
-        """Every row once, in order, in tables of `chunk_prompts` rows; the last may be smaller. Raises as `chunks`."""
-        rows = self._prompts(chunk_prompts, Position(), 1)
-        while chunk := list(itertools.islice(rows, chunk_prompts)):
-            yield _table(chunk)
-
-    def windows(self, epoch: int) -> list[Window]:
-        """The windows of an epoch in order, from metadata alone."""
-        units = self.units
-        if self.shuffle:
-            units = [units[i] for i in self._random(epoch).permutation(len(units))]
-        windows: list[Window] = []
-        held: list[Unit] = []
-        start, rows = 0, 0
-        for unit in units:
-            if held and rows + unit.rows > self.data.shuffle_window_rows:
-                windows.append(Window(len(windows), start, tuple(held)))
-                start, rows, held = start + rows, 0, []
-            held.append(unit)
-            rows += unit.rows
-        return [*windows, Window(len(windows), start, tuple(held))]
-
-    def _random(self, *place: int) -> np.random.Generator:
-        # `spawn_key` keeps (epoch,) and (epoch, 0) apart; plain entropy lists are padded with zeros and do not.
-        return np.random.default_rng(np.random.SeedSequence(self.seed % 2**64, spawn_key=place))
-
-    def _prompts(self, batch_rows: int, start: Position, epochs: int | None) -> Iterator[dict[str, Any]]:
-        """Rows of `COLUMNS` one by one; tokenised `batch_rows` at a time."""
-        offset = start.offset
-        for epoch in itertools.count(start.epoch):
-            if epochs is not None and epoch >= epochs:
+        """Every row once, in order, in tables of `chunk_prompts` rows; the last may be smaller. Raises as `draw`."""
+        position = START
+        while True:
+            rows, position = self.draw(chunk_prompts, position, epochs=1)
+            if not rows:
                 return
-            kept = 0
-            rows = self._rows(epoch, offset)
-            while batch := list(itertools.islice(rows, batch_rows)):
-                for row in self._encode(epoch, batch):
-                    kept += 1
-                    yield row
-            if not kept and not offset:
+            yield to_table(rows)
+
+    def _one_order(self) -> dict[str, Order]:
+        window = self.data.shuffle_window_rows
+        parts = units(self.files, window, self._limit)
+        return {"": Order(self.files, parts, window, self.seed, self._shuffle, self._columns())} if parts else {}
+
+    def _order_per_source(self) -> dict[str, Order]:
+        by_row_group = [data_sources_by_row_group(file) for file in self.files]
+        names = sorted({name for groups in by_row_group for group in groups for name in group if name is not None})
+        given = self.shares(1) or {}
+        for name in given:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(
-                    f"{self.files[0].key}: all {self.len_estimate} prompts are longer than "
-                    f"data.max_prompt_length={self.data.max_prompt_length} and data.filter_overlong_prompts leaves "
-                    "them out; raise data.max_prompt_length"
+                    f"{self._sampler_key()} gives a share to {name!r}, which is no data_source of the training files "
+                    f"({', '.join(names)}){hint}"
                 )
-            offset = 0
+        if missing := [name for name in names if name not in given]:
+            raise ValueError(
+                f"{self._sampler_key()} gives no share to {', '.join(missing)}, which stand in the training files; "
+                "give 0 to a data_source that is to be left out"
+            )
+        # One window is held of each.
+        window = max(1, self.data.shuffle_window_rows // len(names))
+        parts, orders = units(self.files, window, self._limit), {}
+        for name in names:
+            # A row without a data source belongs to none; it is met, and set aside, wherever it stands.
+            own = [unit for unit in parts if by_row_group[unit.file][unit.part.row_group] & {name, None}]
+            if own:
+                seed = (self.seed, zlib.crc32(name.encode()))
+                orders[name] = Order(self.files, own, window, seed, self._shuffle, self._columns())
+        return orders
 
-    def _rows(self, epoch: int, offset: int) -> Iterator[tuple[int, Place, dict[str, Any]]]:
-        """(offset, place, row as read) in the epoch's order from `offset` on."""
-        for window in self.windows(epoch):
-            if window.start + window.rows > offset:
-                yield from self._window_rows(epoch, window, max(offset - window.start, 0))
+    def _columns(self) -> list[str]:
+        return [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info"]
 
-    def _window_rows(self, epoch: int, window: Window, skip: int) -> Iterator[tuple[int, Place, dict[str, Any]]]:
-        parts, firsts = self._load(window)
-        order = self._random(epoch, window.number).permutation(window.rows) if self.shuffle else range(window.rows)
-        for place in range(skip, window.rows):
-            row = int(order[place])
-            number = bisect.bisect_right(firsts, row) - 1
-            file, part, batch = parts[number]
-            local = row - firsts[number]
-            values = batch.slice(local, 1).to_pylist()[0]
-            yield window.start + place, self.files[file].place(part.row_group, part.start + local), values
+    def _sampler_key(self) -> str:
+        return "data.source_weights" if self.data.sampler == "weighted" else f"data.sampler={self.data.sampler}"
 
-    def _load(self, window: Window) -> tuple[list[tuple[int, Slice, pa.RecordBatch]], list[int]]:
-        """The window's rows as read, in file order, and the number of each batch's first row."""
-        parts = []
-        for file, units in itertools.groupby(sorted(window.units), key=lambda unit: unit.file):
-            columns = [self.data.prompt_key, "data_source", "reward_model.ground_truth"]
-            if "extra_info" in self.files[file].columns:
-                columns.append("extra_info")
-            parts += [(file, *read) for read in self.files[file].read([unit.part for unit in units], columns)]
-        return parts, [0, *itertools.accumulate(len(batch) for _, _, batch in parts)][:-1]
+    def _nothing_left(self) -> str:
+        where, rows = self.files[0].key, self.len_estimate
+        if self.encoder.filtered_overlong >= rows:
+            return (
+                f"{where}: all {rows} prompts are longer than data.max_prompt_length={self.data.max_prompt_length} and "
+                "data.filter_overlong_prompts leaves them out; raise data.max_prompt_length"
+            )
+        return (
+            f"{where}: a whole epoch of {rows} prompts gave none: {self.encoder.filtered_overlong} are too long, "
+            f"{self.encoder.quarantine.count} cannot be used, and {self._sampler_key()} passed over "
+            f"{self.passed_over} so far"
+        )
 
-    def _encode(self, epoch: int, batch: list[tuple[int, Place, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-        places = [place for _, place, _ in batch]
-        tokens = self.chat.encode([row[self.data.prompt_key] for _, _, row in batch], places)
-        for (offset, place, row), ids in zip(batch, tokens, strict=True):
-            fitted = self.chat.fit(ids, place)
-            if fitted is None:
-                self.filtered_overlong += 1
+
+class _Walk:
+    """The prompts from a position on, before they are encoded; `position` is behind the last one that was given."""
+
+    def __init__(self, source: PromptSource, start: Position, epochs: int | None, iteration: int) -> None:
+        self.position = start
+        self._source, self._epochs = source, epochs
+        self._shares = source.shares(iteration)
+        self._total = source.len_estimate
+        self._walks: dict[str, Iterator[Found]] = {}
+        self._chances: dict[str, Chances] = {}
+        self._draws = Chances(source.seed, 1)
+
+    def __iter__(self) -> "_Walk":
+        return self
+
+    def __next__(self) -> Prompt:
+        epoch, offset, orders = self.position
+        if not self._source.orders or (self._epochs is not None and epoch >= self._epochs):
+            raise StopIteration
+        if self._shares is None:
+            try:
+                found, values = self._take("", (epoch, offset), self._epochs)
+            except StopIteration:
+                assert self._epochs is not None
+                self.position = Position(self._epochs, 0)
+                raise
+            self.position = Position(found.epoch, found.offset + 1)
+            return Prompt(self._uid(found.epoch, found.offset), *found[:4], values)
+        name = self._drawn(epoch * self._total + offset)
+        found, values = self._take(name, orders.get(name, (0, 0)), None)
+        behind = divmod(epoch * self._total + offset + 1, self._total)
+        self.position = Position(*behind, {**orders, name: (found.epoch, found.offset + 1)})
+        return Prompt(self._uid(epoch, offset), epoch, offset, found.place, found.prompt_index, values)
+
+    def _drawn(self, number: int) -> str:
+        """The data source of the prompt that is the run's `number`th."""
+        assert self._shares is not None
+        chance, name = self._draws(number), ""
+        for name, share in self._shares.items():
+            chance -= share
+            if share and chance < 0:
+                return name
+        return next(other for other in reversed(self._shares) if self._shares[other])
+
+    def _take(self, name: str, start: tuple[int, int], epochs: int | None) -> tuple[Found, dict[str, Any]]:
+        """The next row of an order that the sampler takes.
+
+        Raises:
+            StopIteration: epoch `epochs` begins.
+            ValueError: no row of a whole epoch is taken.
+        """
+        order, source = self._source.orders.get(name), self._source
+        if order is None:
+            raise ValueError(f"{source._sampler_key()}: data.train_max_samples leaves no row of {name!r}")
+        if name not in self._walks:
+            self._walks[name] = order.walk(*start, epochs)
+            self._chances[name] = Chances(source.seed, 2, zlib.crc32(name.encode()))
+        for passed, found in enumerate(self._walks[name]):
+            if passed > 2 * order.rows:
+                raise ValueError(source._nothing_left())
+            try:
+                values = found.values()
+                own = data_source(values, found.place)
+            except ValueError as error:
+                source.encoder.quarantine.add(found.place, _content(found), error)
                 continue
-            self.truncated += len(fitted) < len(ids)
-            if row["data_source"] is None:
-                raise ValueError(f"{place}: `data_source` is null; every row needs one")
-            reward_model, extra_info = row["reward_model"] or {}, row.get("extra_info")
-            yield {
-                "uid": f"{epoch}-{offset}" if self.split == "train" else f"val-{offset}",
-                "epoch": epoch,
-                "offset": offset,
-                "data_source": row["data_source"],
-                "prompt": to_json(row[self.data.prompt_key], place, self.data.prompt_key),
-                "prompt_ids": fitted,
-                "ground_truth": to_json(reward_model.get("ground_truth"), place, "reward_model.ground_truth"),
-                "extra_info": to_json({} if extra_info is None else extra_info, place, "extra_info"),
-            }
+            if name not in ("", own):
+                continue
+            if source.sampler is not None:
+                chance = source.sampler.chance(found.prompt_index, values)
+                if chance < 1 and self._chances[name](found.epoch, found.offset) >= chance:
+                    source.passed_over += 1
+                    continue
+            return found, values
+        raise StopIteration
+
+    def _uid(self, epoch: int, offset: int) -> str:
+        return f"{epoch}-{offset}" if self._source.split == "train" else f"val-{offset}"
 
 
-def position_after(table: pa.Table) -> Position:
-    """Where the stream continues behind a chunk."""
-    return Position(table["epoch"][-1].as_py(), table["offset"][-1].as_py() + 1)
-
-
-def stamp(table: pa.Table, split: str, chunk: int, iteration: int) -> pa.Table:
-    """A chunk with all columns of `rows.PROMPT`: split, chunk and iteration are the same in every row."""
-    stamps = {
-        "split": pa.repeat(pa.scalar(split), len(table)),
-        "chunk": pa.repeat(pa.scalar(chunk, pa.int64()), len(table)),
-        "iteration": pa.repeat(pa.scalar(iteration, pa.int64()), len(table)),
-    }
-    return pa.table([stamps.get(f.name) or table[f.name] for f in PROMPT], schema=PROMPT)
-
-
-def to_json(value: Any, place: Place, column: str) -> str:
-    """`value` as JSON. Exact decimals become numbers where a float holds them and text otherwise; dates are ISO 8601.
-
-    Raises:
-        ValueError: the value holds bytes or something else that JSON has no place for.
-    """
+def _content(found: Found) -> dict[str, Any] | None:
     try:
-        return json.dumps(value, default=_plain, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{place}: column {column!r} cannot be written as JSON: {error}; store numbers, text, lists or structs"
-        ) from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    if isinstance(value, decimal.Decimal):
-        if value == value.to_integral_value():
-            return int(value)
-        return float(value) if decimal.Decimal(repr(float(value))) == value else str(value)
-    if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    raise TypeError(f"it holds a value of type {type(value).__name__}")
-
-
-def _units(files: list[PromptFile], window_rows: int, limit: int) -> list[Unit]:
-    """Row groups in file order, those above half a window cut into equal slices, up to `limit` rows (-1: all)."""
-    most = max(window_rows // 2, 1)
-    left = limit if limit >= 0 else sum(file.rows for file in files)
-    units = []
-    for file, prompt_file in enumerate(files):
-        for row_group, found in enumerate(prompt_file.row_groups):
-            rows = min(found, left)
-            left -= rows
-            slices = -(-rows // most)
-            for i in range(slices):
-                units.append(Unit(file, Slice(row_group, rows * i // slices, rows * (i + 1) // slices)))
-    return units
-
-
-def _table(rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.table(
-        {field.name: pa.array([row[field.name] for row in rows], field.type) for field in COLUMNS}, schema=COLUMNS
-    )
+        return found.values()
+    except ValueError:
+        return None

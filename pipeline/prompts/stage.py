@@ -6,7 +6,6 @@ be admitted, so the source never runs ahead of the run, however large the data. 
 left in the store; a restarted actor and a resumed run go on from there.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,13 @@ import ray
 from pipeline.config import Config
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
-from pipeline.prompts.source import Position, PromptSource, position_after, stamp
+from pipeline.prompts.encode import Encoder, stamp, to_table
+from pipeline.prompts.feedback import lag
+from pipeline.prompts.generator import make_generator
+from pipeline.prompts.quarantine import Quarantine
+from pipeline.prompts.sampler import make_sampler
+from pipeline.prompts.source import PromptSource
+from pipeline.prompts.supply import Supply
 from pipeline.rows import PROMPT
 
 MAX_PAGES = 256
@@ -69,28 +74,53 @@ class Schedule:
         return last or (self.test_freq > 0 and version % self.test_freq == 0)
 
 
-def sources(config: Config) -> tuple[PromptSource, PromptSource | None]:
+def sources(config: Config, run_dir: str | None = None) -> tuple[PromptSource, PromptSource | None]:
     """The training source and, where there are validation files, the validation source.
 
+    Args:
+        config: settings of the run.
+        run_dir: where unusable rows are set aside; None only counts them.
+
     Raises:
-        ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used; see `files` and `chat`.
+        ValueError, FileNotFoundError, OSError: a file, the tokenizer or the sampler cannot be used.
     """
-    data = config.data
+    data, seed = config.data, config.trainer.seed
     chat = ChatTokenizer(load_tokenizer(config.model), data)
-    train = files.resolve(data.train_files, "data.train_files", data.prompt_key)
+    quarantine = Quarantine(data.max_bad_rows, run_dir)
+    train = files.resolve(data.train_files, "data.train_files", data.prompt_key) if data.train_files else []
     val = files.resolve(data.val_files, "data.val_files", data.prompt_key) if data.val_files else None
-    seed = config.trainer.seed
-    return PromptSource(train, data, chat, seed), PromptSource(val, data, chat, seed, split="val") if val else None
+    return (
+        PromptSource(train, data, Encoder(chat, quarantine), seed, sampler=make_sampler(data, seed)),
+        PromptSource(val, data, Encoder(chat, quarantine), seed, split="val") if val else None,
+    )
+
+
+def first_generated(config: Config, source: PromptSource) -> list[dict[str, Any]]:
+    """What the generator makes for the first iteration of a run, as rows of `encode.COLUMNS`; none without one.
+
+    Raises:
+        ValueError: the generator cannot be made, or gives what it must not.
+    """
+    supply = Supply(source, make_generator(config.data, config.trainer.seed), epochs=1, lag=1)
+    rows = supply.iteration(1, config.data.train_batch_size) if supply.generator else []
+    return rows[: supply.generated]
 
 
 class Prompts:
     """The one actor of the prompt stage."""
 
-    def __init__(self, config: Config, schedule: Schedule, store: Any, generation: int):
+    def __init__(self, config: Config, schedule: Schedule, store: Any, generation: int, run_dir: str):
         self._config, self._schedule = config, schedule
         self._store, self._generation = store, generation
-        self._train, self._val = sources(config)
-        self._chunks: Iterator[pa.Table] = iter(())
+        self._train, self._val = sources(config, run_dir)
+        trainer = config.trainer
+        self._supply = Supply(
+            self._train,
+            make_generator(config.data, trainer.seed),
+            None if trainer.total_training_steps else trainer.total_epochs,
+            run_dir,
+            lag(config.algorithm.max_staleness, schedule.page_iterations),
+        )
         self._next_page = -1
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -103,9 +133,7 @@ class Prompts:
             return PROMPT.empty_table()
         self._wait("pace", before * schedule.chunks_per_iteration, LOOKAHEAD, deadlines.admission)
         if page != self._next_page:
-            position = Position(*self._ask("position", base + before))
-            epochs = None if self._config.trainer.total_training_steps else self._config.trainer.total_epochs
-            self._chunks = self._train.chunks(schedule.chunk_prompts, position, epochs)
+            self._supply.load(self._ask("position", base + before))
         self._next_page = page + 1
         made = [PROMPT.empty_table()]
         for done in range(before, before + schedule.page_iterations):
@@ -117,23 +145,34 @@ class Prompts:
         schedule = self._schedule
         if self._past_end(version):
             return
-        train = []
-        if version < schedule.iterations:
-            first = done * schedule.chunks_per_iteration
-            for chunk, prompts in enumerate(itertools.islice(self._chunks, schedule.chunks_per_iteration), first):
-                train.append(stamp(prompts, "train", chunk, version + 1))
-        last = len(train) < schedule.chunks_per_iteration
+        batch, size = schedule.chunks_per_iteration * schedule.chunk_prompts, schedule.chunk_prompts
+        rows = self._supply.iteration(version + 1, batch) if version < schedule.iterations else []
+        last = len(rows) < batch
         # What a resumed run starts from was validated before it stopped.
         if schedule.validates(version, last) and (version == 0 or done > 0):
             yield from self._validation(version)
         if last:
             self._ask("end", version)
             return
-        yield from train
-        self._ask("set_position", version + 1, tuple(position_after(train[-1])))
-        source = self._train
-        counts = {"prompts/filtered_overlong": source.filtered_overlong, "prompts/truncated": source.truncated}
-        self._ask("post", "prompts", {"iteration": version + 1, "metrics": counts})
+        first = done * schedule.chunks_per_iteration
+        for chunk in range(schedule.chunks_per_iteration):
+            prompts = to_table(rows[chunk * size : (chunk + 1) * size])
+            yield stamp(prompts, "train", first + chunk, version + 1)
+        self._ask("set_position", version + 1, self._supply.state)
+        self._ask("post", "prompts", {"iteration": version + 1, "metrics": self._counts()})
+
+    def _counts(self) -> dict[str, int]:
+        encoder = self._train.encoder
+        counts = {
+            "prompts/filtered_overlong": encoder.filtered_overlong,
+            "prompts/truncated": encoder.truncated,
+            "prompts/quarantined": encoder.quarantine.count,
+        }
+        if self._config.data.sampler != "uniform":
+            counts["prompts/passed_over"] = self._train.passed_over
+        if self._supply.generator is not None:
+            counts["prompts/generated"] = self._supply.generated
+        return counts
 
     def _validation(self, version: int) -> Iterator[pa.Table]:
         assert self._val is not None

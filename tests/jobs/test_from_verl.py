@@ -144,11 +144,11 @@ def test_dapo(convert: Convert) -> None:
     assert (config.trainer.num_workers, config.rollout.num_engines, config.rollout.chunk_prompts) == (32, 96, 1)
     assert config.trainer.default_local_dir == "/home/me/verl/ckpts/DAPO"
     assert config.trainer.experiment_name == "DAPO-32B"
+    assert (config.reward.overlong_buffer.enable, config.reward.overlong_buffer.len) == (True, 4096)
     for key, part in {
         "algorithm.filter_groups.enable": "dynamic sampling is not built",
         "algorithm.filter_groups.metric": "dynamic sampling",
         "reward_model.reward_manager": "no reward managers",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.len": "no penalty on long responses",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "never split",
         "actor_rollout_ref.model.override_config.attention_dropout": "loaded as they are",
         "data.gen_batch_size": "chunks",

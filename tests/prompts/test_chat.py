@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
 from pipeline.prompts.config import DataConfig
-from pipeline.prompts.files import Place
+from pipeline.prompts.prompt_file import Place
 from pipeline.train.config import ModelConfig
 
 PLACE = Place("f.parquet", 2, 17)

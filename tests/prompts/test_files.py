@@ -5,7 +5,8 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from pipeline.prompts.files import Slice, data_sources, resolve
+from pipeline.prompts.files import data_sources, resolve
+from pipeline.prompts.prompt_file import Slice
 
 KEY = "data.train_files"
 
@@ -76,7 +77,7 @@ def test_row_groups_come_from_the_footer_and_files_can_be_pickled(write, prompt_
 def test_data_sources(three, write, prompt_row):
     assert data_sources(resolve(str(three), KEY)) == ["source0", "source1", "source2"]
     path = write([prompt_row(i, data_source=None if i == 13 else "x") for i in range(20)], "null.parquet")
-    with pytest.raises(ValueError, match=r"null\.parquet, row 13 \(row group 1\): `data_source` is null"):
+    with pytest.raises(ValueError, match=r"null\.parquet, row 13 \(row group 1\): `data_source` is null or no text"):
         data_sources(resolve(path, KEY))
 
 
@@ -86,7 +87,7 @@ def test_nothing_there(three):
     with pytest.raises(FileNotFoundError, match=r"the glob .*/\*\.json matches no file; check"):
         resolve(f"{three}/*.json", KEY)
     (three / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"folder .*/empty holds no \.parquet file"):
+    with pytest.raises(FileNotFoundError, match=r"folder .*/empty holds no \.parquet or \.json file"):
         resolve(f"{three}/empty", KEY)
 
 

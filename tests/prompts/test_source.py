@@ -1,5 +1,4 @@
-import datetime
-import decimal
+import gzip
 import itertools
 import json
 import os
@@ -9,18 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.prompts import json_rows
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.config import DataConfig
-from pipeline.prompts.files import Place, PromptFile, resolve
-from pipeline.prompts.source import COLUMNS, Position, PromptSource, position_after, stamp, to_json
+from pipeline.prompts.encode import COLUMNS, Encoder, stamp
+from pipeline.prompts.files import resolve
+from pipeline.prompts.prompt_file import PromptFile
+from pipeline.prompts.quarantine import Quarantine
+from pipeline.prompts.sampler import make_sampler
+from pipeline.prompts.source import Position, PromptSource
 from pipeline.rows import PROMPT
-
-PLACE = Place("f.parquet", 2, 17)
 
 
 @pytest.fixture
@@ -28,7 +31,8 @@ def source_of(tokenizer):
     def make(paths, seed=1, split="train", **changes):
         data = DataConfig(**{"shuffle_window_rows": 8} | changes)
         files = resolve(paths, f"data.{split}_files", data.prompt_key)
-        return PromptSource(files, data, ChatTokenizer(tokenizer, data), seed, split)
+        encoder = Encoder(ChatTokenizer(tokenizer, data), Quarantine(data.max_bad_rows))
+        return PromptSource(files, data, encoder, seed, split, make_sampler(data, seed))
 
     return make
 
@@ -65,6 +69,7 @@ def test_a_row_holds_what_the_contract_says(write, prompt_row, source_of, tokeni
             "uid": f"0-{offset}",
             "epoch": 0,
             "offset": offset,
+            "prompt_index": number,
             "data_source": "countdown",
             "prompt": json.dumps([{"role": "user", "content": f"question {number}"}]),
             "prompt_ids": tokenizer(f"<user>question {number}<assistant>")["input_ids"],
@@ -85,7 +90,7 @@ def test_every_row_once_per_epoch_in_a_new_order(folder, source_of):
 
 
 def test_windows_mix_far_parts_and_stay_within_their_bound(folder, source_of):
-    windows = source_of(folder).windows(0)
+    windows = source_of(folder).orders[""].windows(0)
     assert all(window.rows <= 8 for window in windows)
     assert [window.start for window in windows] == [0, *itertools.accumulate(window.rows for window in windows)][:-1]
     assert sum(len({unit.file for unit in window.units}) > 1 for window in windows) > len(windows) / 2
@@ -131,8 +136,11 @@ def test_resuming_behind_any_chunk_gives_the_rest(folder, source_of, chunk, seen
         "max_prompt_length": 40 if filtered and samples != 1 else 512,
         "filter_overlong_prompts": filtered,
     }
+    source, position = source_of(folder, **settings), Position()
+    for _ in range(seen):
+        _, position = source.draw(chunk, position)
     whole = list(itertools.islice(source_of(folder, **settings).chunks(chunk), seen + 3))
-    again = source_of(folder, **settings).chunks(chunk, start=position_after(whole[seen - 1]))
+    again = source_of(folder, **settings).chunks(chunk, start=position)
     assert list(itertools.islice(again, 3)) == whole[seen:]
 
 
@@ -160,15 +168,15 @@ def test_filtered_prompts_are_counted_and_keep_their_offset(folder, source_of):
     tables = list(source.chunks(1, epochs=1))
     assert indices(tables) == [i for i in range(62) if i % 7]
     assert [table["offset"][0].as_py() for table in tables] == indices(tables)
-    assert source.filtered_overlong == 9
-    assert source.truncated == 0
+    assert source.encoder.filtered_overlong == 9
+    assert source.encoder.truncated == 0
 
 
 def test_truncated_prompts_are_counted(folder, source_of):
     source = source_of(folder, max_prompt_length=40, truncation="left", shuffle=False)
     (table,) = source.chunks(62, epochs=1)
     assert max(len(ids) for ids in table["prompt_ids"].to_pylist()) == 40
-    assert (source.truncated, source.filtered_overlong) == (9, 0)
+    assert (source.encoder.truncated, source.encoder.filtered_overlong) == (9, 0)
 
 
 def test_an_overlong_prompt_is_an_error_that_names_the_row(folder, source_of):
@@ -272,28 +280,93 @@ def test_memory_is_bounded_by_the_window_however_the_files_were_written(write, p
         assert python_peak < 2e6
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, None),
-        ({"a": np.int64(3), "b": np.array([1.5, 2.0])}, {"a": 3, "b": [1.5, 2.0]}),
-        (decimal.Decimal("3.00"), 3),
-        (decimal.Decimal("3.25"), 3.25),
-        (decimal.Decimal("0.1234567890123456789"), "0.1234567890123456789"),
-        (datetime.datetime(2024, 1, 2, 3), "2024-01-02T03:00:00"),
-        (datetime.date(2024, 1, 2), "2024-01-02"),
-        (datetime.timedelta(minutes=1), 60.0),
-        ("π", "π"),
-    ],
-)
-def test_to_json(value, expected):
-    assert json.loads(to_json(value, PLACE, "extra_info")) == expected
+MIXED = [5, "text", [1, [2, "x"]], {"target": 3, "deep": [{"a": None}]}, None, 2.5, True, [], "π"]
 
 
-@pytest.mark.parametrize("value", [b"x", {"image": b"x"}, [1j]])
-def test_to_json_refuses(value):
-    with pytest.raises(ValueError, match=r"f\.parquet, row 17 \(row group 2\): column 'extra_info' cannot be written"):
-        to_json(value, PLACE, "extra_info")
+@pytest.fixture
+def formats(tmp_path, prompt_row, write):
+    """The same rows in every format; those of parquet and Arrow hold what one type can."""
+
+    def make(rows):
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (tmp_path / "rows.jsonl").write_bytes(lines)
+        (tmp_path / "rows.ndjson.gz").write_bytes(gzip.compress(lines))
+        (tmp_path / "rows.json").write_text(json.dumps(rows, indent=2, ensure_ascii=False))
+        return [str(tmp_path / name) for name in ("rows.jsonl", "rows.ndjson.gz", "rows.json")]
+
+    return make
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_format_gives_the_same_prompts(tmp_path, prompt_row, write, formats, source_of, monkeypatch, shuffle):
+    monkeypatch.setattr(json_rows, "BLOCK_ROWS", 10)
+    rows = [prompt_row(i) for i in range(37)]
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_stream(str(saved / "data.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=10)
+    (saved / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    whole, _ = source_of(write(rows, row_group_rows=10), shuffle=shuffle).draw(100)
+    assert len(whole) == 100
+    for path in (*formats(rows), str(saved)):
+        assert source_of(path, shuffle=shuffle).draw(100)[0] == whole, path
+
+
+def test_json_answers_may_be_of_any_type_row_by_row(formats, prompt_row, source_of):
+    rows = [
+        prompt_row(i, reward_model={"ground_truth": value}, extra_info={"value": value}, further=[value])
+        for i, value in enumerate(MIXED)
+    ]
+    for path in formats(rows):
+        found, _ = source_of(path, shuffle=False).draw(len(rows))
+        assert [json.loads(row["ground_truth"]) for row in found] == MIXED
+        assert [json.loads(row["extra_info"])["value"] for row in found] == MIXED
+
+
+def test_a_folder_of_json_files(formats, tmp_path, prompt_row, source_of):
+    formats([prompt_row(i) for i in range(4)])
+    source = source_of(str(tmp_path), shuffle=False)
+    assert [file.name.rsplit("/")[-1] for file in source.files] == ["rows.json", "rows.jsonl", "rows.ndjson.gz"]
+    assert [row["prompt_index"] for row in source.draw(12)[0]] == [*range(12)]
+
+
+def test_rows_know_their_number_in_all_files(folder, source_of):
+    rows, _ = source_of(folder).draw(100)
+    assert [row["prompt_index"] for row in rows] == [json.loads(row["extra_info"])["index"] for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_bad_rows_are_set_aside_up_to_the_limit_with_their_place(
+    tmp_path, write, prompt_row, source_of, tokenizer, kind
+):
+    bad = {3: {"data_source": None}, 11: {"prompt": []}, 24: {"prompt": None}}
+    rows = [prompt_row(i, **bad.get(i, {})) for i in range(30)]
+    if kind == "parquet":
+        path, places = write(rows, row_group_rows=10), [(0, 3, None), (1, 11, None), (2, 24, None)]
+    else:
+        lines = [json.dumps(row) if i != 24 else "{" for i, row in enumerate(rows)]
+        path, places = str(tmp_path / "rows.jsonl"), [(0, 3, 5), (0, 11, 13), (0, 24, 26)]
+        Path(path).write_text("\n" + "\n".join(lines))
+    for limit in (3, 2, 0):
+        source = source_of(path, max_bad_rows=limit)
+        source.encoder.quarantine = Quarantine(limit, str(tmp_path / f"run{limit}"))
+        if limit == 3:
+            found, _ = source.draw(54)
+            order = [row["prompt_index"] for row in found]
+            assert sorted(order) == sorted([i for i in range(30) if i not in bad] * 2)
+            assert source.encoder.quarantine.count == 3
+        else:
+            with pytest.raises(ValueError, match=r"rows\.jsonl, line|train\.parquet, row"):
+                source.draw(54)
+    listed = ds.dataset(tmp_path / "run3" / "quarantine").to_table().sort_by("row").to_pylist()
+    assert [(row["row_group"], row["row"], row["line"]) for row in listed] == places
+    assert all(row["file"] == path and f"row {row['row']}" in row["reason"] for row in listed)
+    contents = [json.loads(row["content"]) for row in listed]
+    assert [contents[0]["data_source"], contents[1]["prompt"]] == [None, []]
+    assert contents[2] == "{" if kind == "jsonl" else contents[2]["prompt"] is None
+    assert ds.dataset(tmp_path / "run2" / "quarantine").count_rows() == 3
+    assert not (tmp_path / "run0").exists()
 
 
 def test_bad_arguments(folder, source_of):

@@ -1,12 +1,15 @@
 """The prompt stage against the real policy store, which runs in a thread instead of a Ray actor."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pytest
 import ray
 from hypothesis import given, settings
@@ -14,10 +17,13 @@ from hypothesis import strategies as st
 
 from pipeline.config import Config
 from pipeline.prompts import stage
+from pipeline.prompts.feedback import lag
+from pipeline.prompts.generator import Generator
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.rollout.weights import Shard
 from pipeline.rows import PROMPT
 from pipeline.store import POLICY, Admission, PolicyStore
+from tests.prompts.recorded import record
 
 WAIT = 30.0
 
@@ -44,8 +50,8 @@ def get(future: Future, timeout: float | None = None) -> Any:
 class Run:
     """A store and the prompt stage of one generation."""
 
-    def __init__(self, config: Config, schedule: Schedule, loop: asyncio.AbstractEventLoop):
-        self.config, self.schedule = config, schedule
+    def __init__(self, config: Config, schedule: Schedule, loop: asyncio.AbstractEventLoop, run_dir: str):
+        self.config, self.schedule, self.run_dir = config, schedule, run_dir
         admission = Admission(config.rollout.chunk_prompts, config.data.train_batch_size, 0)
         self.store = LocalActor(PolicyStore(admission), loop)
         self.start()
@@ -58,7 +64,7 @@ class Run:
         self.prompts = self.actor()
 
     def actor(self) -> Prompts:
-        return Prompts(self.config, self.schedule, self.store, self.generation)
+        return Prompts(self.config, self.schedule, self.store, self.generation, self.run_dir)
 
     def publish(self, version: int) -> None:
         get(self.store.publish.remote(self.generation, version, {POLICY: Shard(0, [], [], [])}, 0.0))
@@ -80,6 +86,7 @@ def make(
     write: Callable[..., str],
     prompt_row: Callable[..., dict[str, Any]],
     tokenizer: Any,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., Run]]:
     """Makes a run: chunks of 2 prompts, 2 chunks to an iteration."""
@@ -102,7 +109,7 @@ def make(
         config.trainer.test_freq = test_freq
         for name, value in data.items():
             setattr(config.data, name, value)
-        return Run(config, Schedule.of(config, iterations), loop)
+        return Run(config, Schedule.of(config, iterations), loop, str(tmp_path / "run"))
 
     yield make_run
     loop.call_soon_threadsafe(loop.stop)
@@ -183,7 +190,7 @@ def test_rows_follow_the_order_of_the_source(make: Callable[..., Run]) -> None:
         {
             "kind": "prompts",
             "iteration": iteration,
-            "metrics": {"prompts/filtered_overlong": 0, "prompts/truncated": 0},
+            "metrics": {"prompts/filtered_overlong": 0, "prompts/truncated": 0, "prompts/quarantined": 0},
         }
         for iteration in (1, 2)
     ]
@@ -312,6 +319,115 @@ def test_a_page_of_several_iterations(make: Callable[..., Run], monkeypatch: pyt
     assert run.page(1, run.actor()) == second
     assert run.page(2) == []
     assert run.page(2, run.actor()) == []
+
+
+class Counting(Generator):
+    """One prompt an iteration; it says how many were solved so far."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        super().__init__(data, seed)
+        self.solved = 0.0
+
+    def generate(self, iteration: int, count: int) -> list[dict[str, Any]]:
+        prompt = [{"role": "user", "content": f"{iteration} after {self.solved}"}]
+        return [{"data_source": "countdown", "prompt": prompt, "reward_model": {"ground_truth": iteration}}]
+
+    def update(self, iteration: int, outcomes: Any) -> None:
+        self.solved += sum(outcome.solved for outcome in outcomes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"solved": self.solved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.solved = state.get("solved", 0.0)
+
+
+LEARNS = {"sampler": "solve_rate", "generator": f"{__name__}:Counting"}
+
+
+def train_on(run: Run, rows: list[dict[str, Any]]) -> None:
+    """What the stream records of an iteration before the trainer has it."""
+    rows = [row for row in rows if row["split"] == "train"]
+    record(run.run_dir, rows, [[1.0, float(row["prompt_index"] % 3)] for row in rows])
+
+
+@pytest.mark.parametrize("max_pages", [256, 4])
+def test_what_learns_from_outcomes_goes_on_exactly(
+    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, max_pages: int
+) -> None:
+    """Whether the run is resumed, its actor restarted, or neither; pages of one iteration and of three."""
+    monkeypatch.setattr(stage, "MAX_PAGES", max_pages)
+    run = make(iterations=12, rows=12, epochs=9, **LEARNS)
+    size, whole = run.schedule.page_iterations, []
+    assert size == (1 if max_pages == 256 else 3)
+    for page in range(12 // size):
+        rows = run.page(page)
+        # A restarted actor makes it again, though meanwhile more has been recorded.
+        if page % 2:
+            assert run.page(page, run.actor()) == rows
+        whole += [[row for row in rows if row["iteration"] == page * size + i] for i in range(1, size + 1)]
+        for i in range(size):
+            train_on(run, whole[page * size + i])
+            run.publish(page * size + i + 1)
+    passed = run.messages()[-1]["metrics"]
+    assert passed["prompts/passed_over"] > 0 and passed["prompts/generated"] == 1
+    known = 12 - lag(0, size)
+    states = {version: run.ask("position", version) for version in (11, 12)}
+    assert states[12][2]["learnt"] == known
+    uids = [[row["uid"] for row in rows] for rows in whole]
+    # Resumed: the later pages lie elsewhere, so that an iteration is made at another time.
+    checkpoint = json.loads(json.dumps(states[11]))
+    run.start(version=11, position=checkpoint)
+    resumed = [row for row in run.page(0) if row["iteration"] == 12]
+    assert [row["uid"] for row in resumed] == uids[11]
+    assert [row["prompt"] for row in resumed] == [row["prompt"] for row in whole[11]]
+
+
+def test_every_kind_of_data_resumes_at_every_iteration(make: Callable[..., Run]) -> None:
+    run = make(iterations=7, rows=12, epochs=9, **LEARNS)
+    whole, states = [], [(0, 0)]
+    for page in range(7):
+        whole.append(run.page(page))
+        states.append(json.loads(json.dumps(run.ask("position", page + 1))))
+        train_on(run, whole[-1])
+        run.publish(page + 1)
+    for version in range(7):
+        run.start(version=version, position=states[version])
+        again = run.page(0)
+        assert [(row["uid"], row["prompt"]) for row in again] == [(row["uid"], row["prompt"]) for row in whole[version]]
+
+
+def test_bad_rows_are_counted_and_listed(make: Callable[..., Run], prompt_row: Any, write: Any) -> None:
+    run = make(iterations=4, rows=20, shuffle=False, max_bad_rows=2)
+    run.config.data.train_files = write(
+        [prompt_row(i, **({"data_source": None} if i in (1, 5) else {})) for i in range(20)]
+    )
+    run.prompts = run.actor()
+    run.page(0)
+    run.page(1)
+    run.publish(1)
+    run.publish(2)
+    # The actor that takes over knows what the first one has set aside.
+    run.page(2, run.actor())
+    assert [message["metrics"]["prompts/quarantined"] for message in run.messages()] == [1, 2, 2]
+    assert ds.dataset(f"{run.run_dir}/quarantine").count_rows() == 2
+
+
+def test_only_generated_prompts_end_the_run_when_none_come(make: Callable[..., Run]) -> None:
+    run = make(iterations=9, generator=f"{__name__}:Three", shuffle=False)
+    run.config.data.train_files = None
+    run.prompts = run.actor()
+    assert [row["uid"] for row in run.page(0)] == [f"g1-{i}" for i in range(4)]
+    assert run.page(1) == []
+    assert run.ask("ended") == 1
+
+
+class Three(Generator):
+    """Enough for one iteration."""
+
+    def generate(self, iteration: int, count: int) -> list[dict[str, Any]]:
+        row = {"data_source": "s", "prompt": [{"role": "user", "content": "x"}], "reward_model": {"ground_truth": 1}}
+        return [row] * min(count, 3) if iteration == 1 else []
 
 
 def test_a_stage_of_an_old_generation_fails(make: Callable[..., Run]) -> None:

@@ -50,6 +50,8 @@ def rows_and_validation() -> set[str]:
     for rows in (ROWS, SCORED):
         made |= {*iteration_metrics(table(*rows)), *sequence_balance(table(*rows))}
     made |= {*log_prob_gap([-1.0, -2.0], [-1.1, -2.2], [1, 1]), *derived(TIMES, 6, 4, 2)}
+    part = table({"uid": "a", "reward_parts": '{"part": 1}'})
+    made |= {name.replace("/part/", "/{part}/") for name in iteration_metrics(part)}
     for name in validation_metrics(VALIDATION):
         if "/s/" in name:
             made.add(name.replace("/s/", "/{source}/").replace("@4", "@N").replace("@2", "@K"))

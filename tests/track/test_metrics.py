@@ -1,5 +1,6 @@
 """Metrics of rows and of log-probs, against hand-worked numbers and plain formulas, however the work is split."""
 
+import json
 import math
 import statistics
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.rows import SCHEMA
-from pipeline.track.metrics import Stat, iteration_metrics, log_prob_gap, merge, reduce
+from pipeline.track.metrics import MOST_PARTS, Stat, iteration_metrics, log_prob_gap, merge, reduce
 
 
 def table(*rows: dict) -> pa.Table:
@@ -232,3 +233,30 @@ def test_a_gap_that_is_no_number_is_infinite(bad):
 def test_gap_ignores_what_the_mask_hides():
     got = reduce([log_prob_gap([-1.0, float("nan")], [-1.5, 0.0], [1, 0])])
     assert got["training/rollout_log_probs_diff_max"] == 0.5
+
+
+def test_parts_of_rewards_and_what_counts_as_solved_before_shaping():
+    """Numbers and truth values of the rows that have them; failed rows, text and names that are none are left out."""
+    rows = [
+        {"uid": "a", "score": 0.5, "reward_parts": '{"raw_score": 1.0, "acc": 1, "pred": "54", "format/ok": true}'},
+        {"uid": "a", "score": 0.75, "reward_parts": '{"raw_score": 1.0, "acc": 0, "odd name!": 3, "list": [1]}'},
+        {"uid": "b", "score": 2.0, "reward_parts": '{"raw_score": 0.5}'},
+        {"uid": "b", "score": 0.0, "reward_parts": '{"acc": 9}', "reward_error": "x", "response_mask": [0, 0]},
+        {"uid": "b", "score": 0.0, "reward_parts": "{}"},
+    ]
+    got = reduce([iteration_metrics(table(*rows))])
+    parts = {name: value for name, value in got.items() if name.startswith("reward/") and name.endswith("/mean")}
+    assert parts == {
+        "reward/raw_score/mean": pytest.approx(2.5 / 3),
+        "reward/acc/mean": 0.5,
+        "reward/format/ok/mean": 1.0,
+    }
+    assert (got["reward/solved_all"], got["reward/solved_none"]) == (0.5, 0.5)
+    split = [iteration_metrics(table(row)) for row in rows]
+    assert reduce(split)["reward/acc/mean"] == 0.5
+
+
+def test_no_more_parts_than_fit():
+    many = {f"p{number:03}": number for number in range(100)}
+    got = reduce([iteration_metrics(table({"uid": "a", "reward_parts": json.dumps(many)}))])
+    assert [name for name in got if name.startswith("reward/p")] == [f"reward/p{n:03}/mean" for n in range(MOST_PARTS)]

@@ -1,0 +1,70 @@
+"""What became of prompts: read back from the trajectories that the run records, for samplers and generators.
+
+The rows of an iteration are recorded before the trainer receives them. So the prompts of iteration k are made with what
+is known of iterations up to k - `lag`, which by then are on disk whatever happened: how quick this process is changes
+nothing, and a run that is resumed reads what the interrupted one read.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+from pipeline.track.trajectories import read_trajectories
+
+COLUMNS = (
+    *("uid", "prompt_index", "data_source", "prompt", "ground_truth", "extra_info"),
+    *("score", "reward_parts", "reward_error"),
+)
+
+
+class Outcome(NamedTuple):
+    """One prompt and what its responses scored; those whose reward failed are left out."""
+
+    prompt_index: int
+    """Number of the row in all training files, from 0; -1 for a generated prompt."""
+    data_source: str
+    prompt: list[dict[str, Any]]
+    ground_truth: Any
+    extra_info: Any
+    scores: list[float]
+    """Of each response."""
+    solved: float
+    """Share of the responses that were right: the mean of `acc` where the reward gives it, else of score >= 1."""
+
+
+def lag(max_staleness: int, page_iterations: int) -> int:
+    """Iterations between one whose outcomes are known and the first whose prompts may depend on it.
+
+    The prompts of a page are made when the version `max_staleness + 2` iterations before its first one is out; all
+    iterations of a page keep the same distance, however a resumed run lays its pages.
+    """
+    return max_staleness + 1 + page_iterations
+
+
+def outcomes(run_dir: str, iteration: int) -> list[Outcome]:
+    """What became of the prompts of an iteration, in the order of their chunks.
+
+    Raises:
+        FileNotFoundError: its trajectories are not there.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in read_trajectories(run_dir, iteration, columns=COLUMNS).to_pylist():
+        if row["reward_error"] is None:
+            groups.setdefault(row["uid"], []).append(row)
+    return [_outcome(rows) for rows in groups.values()]
+
+
+def _outcome(rows: list[dict[str, Any]]) -> Outcome:
+    first = rows[0]
+    right = []
+    for row in rows:
+        acc = json.loads(row["reward_parts"] or "{}").get("acc")
+        right.append(float(row["score"] >= 1) if acc is None else float(acc))
+    return Outcome(
+        first["prompt_index"],
+        first["data_source"],
+        json.loads(first["prompt"]),
+        json.loads(first["ground_truth"]),
+        json.loads(first["extra_info"]),
+        [row["score"] for row in rows],
+        sum(right) / len(right),
+    )

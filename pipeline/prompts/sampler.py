@@ -1,0 +1,147 @@
+"""Samplers: which of the training prompts are taken, and how often (`data.sampler`).
+
+A sampler never sees an index of all rows. It answers two questions, and both may depend on what the run has learnt:
+how the prompts of an iteration divide over the data sources (`shares`), and how likely a row is to be taken when its
+turn in the order comes (`chance`). The random numbers behind both are the source's, by seed and place, so a sampler
+whose state is restored goes on exactly.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.prompts.config import DataConfig
+from pipeline.prompts.feedback import Outcome
+from pipeline.prompts.plugin import find_class, make
+
+
+class Sampler:
+    """Takes every prompt once per epoch, in the order of the source. Subclasses change what they need to."""
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        """Subclasses take `data.sampler_kwargs` as further arguments.
+
+        Args:
+            data: the section `data`.
+            seed: `trainer.seed`.
+        """
+        self.data = data
+        self.seed = seed
+
+    def shares(self, iteration: int) -> Mapping[str, float] | None:
+        """How prompts divide over the data sources; the numbers need not sum to 1.
+
+        Each data source is then an endless order of its own. Every one must be named, those that are left out with 0.
+        None, in all iterations or in none, leaves the rows of all sources in one order.
+        """
+        return None
+
+    def chance(self, index: int, row: dict[str, Any]) -> float:
+        """How likely a row is to be taken when its turn comes; the next in the order is asked where it is not.
+
+        Args:
+            index: number of the row in all training files, from 0.
+            row: the row as in its file: prompt, data_source, reward_model, extra_info.
+        """
+        return 1.0
+
+    def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
+        """What became of the prompts of an iteration. Called for every iteration in turn, some iterations late.
+
+        Where no subclass has this method, outcomes are not read.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to go on from here, as JSON can hold it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, or from the beginning where it is empty."""
+
+
+class Weighted(Sampler):
+    """Divides prompts over data sources as `data.source_weights` says."""
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        super().__init__(data, seed)
+        if not data.source_weights:
+            raise ValueError("data.sampler=weighted needs data.source_weights, a weight for each data_source")
+
+    def shares(self, iteration: int) -> Mapping[str, float]:
+        return self.data.source_weights
+
+
+class SolveRate(Sampler):
+    """Takes prompts that are always or never solved less often.
+
+    The chance of a row is 4 p (1 - p), and at least `least`, where p is the running mean of the share of its responses
+    that were right. A group whose responses are all right or all wrong has no advantage in group-relative estimators,
+    and p (1 - p) is the variance of what is right. A row that was not tried yet is always taken.
+    """
+
+    MAX_ROWS = 1 << 20
+
+    def __init__(self, data: DataConfig, seed: int, least: float = 0.1, decay: float = 0.5) -> None:
+        """
+        Args:
+            data: the section `data`.
+            seed: `trainer.seed`.
+            least: smallest chance, above 0 and at most 1, so that a row can come back.
+            decay: weight of the older mean when a row was tried again, from 0 (only the last try counts) to below 1.
+        """
+        super().__init__(data, seed)
+        if not 0 < least <= 1:
+            raise ValueError(f"data.sampler_kwargs.least={least} must be above 0 and at most 1")
+        if not 0 <= decay < 1:
+            raise ValueError(f"data.sampler_kwargs.decay={decay} must be at least 0 and below 1")
+        self.least, self.decay = least, decay
+        self._rates: dict[int, float] = {}
+
+    def chance(self, index: int, row: dict[str, Any]) -> float:
+        rate = self._rates.get(index)
+        return 1.0 if rate is None else max(self.least, 4 * rate * (1 - rate))
+
+    def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.prompt_index < 0:
+                continue
+            # Taken out first, so that the rows stand in the order of their last try.
+            old = self._rates.pop(outcome.prompt_index, None)
+            mean = outcome.solved if old is None else self.decay * old + (1 - self.decay) * outcome.solved
+            # As it is stored, so that a restored sampler has the very same numbers.
+            self._rates[outcome.prompt_index] = float(np.float32(mean))
+        while len(self._rates) > self.MAX_ROWS:
+            del self._rates[next(iter(self._rates))]
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = np.fromiter(self._rates.keys(), np.int64, len(self._rates))
+        rates = np.fromiter(self._rates.values(), np.float32, len(self._rates))
+        return {name: base64.b64encode(part.tobytes()).decode() for name, part in (("rows", rows), ("rates", rates))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rows = np.frombuffer(base64.b64decode(state.get("rows", "")), np.int64)
+        rates = np.frombuffer(base64.b64decode(state.get("rates", "")), np.float32)
+        self._rates = dict(zip(rows.tolist(), rates.tolist(), strict=True))
+
+
+SAMPLERS: dict[str, type[Sampler]] = {"uniform": Sampler, "weighted": Weighted, "solve_rate": SolveRate}
+
+
+def sampler_class(name: str) -> type[Sampler]:
+    """The class that `data.sampler` names.
+
+    Raises:
+        ValueError: there is none, or it is no `Sampler`.
+    """
+    return find_class("data.sampler", name, SAMPLERS, Sampler)
+
+
+def make_sampler(data: DataConfig, seed: int) -> Sampler:
+    """The sampler of `data.sampler`, with `data.sampler_kwargs`.
+
+    Raises:
+        ValueError: the class does not exist, or does not take the arguments.
+    """
+    return make("data.sampler", sampler_class(data.sampler), data, seed, data.sampler_kwargs)

@@ -1,0 +1,91 @@
+import datetime
+import decimal
+import json
+
+import numpy as np
+import pytest
+
+from pipeline.prompts.chat import ChatTokenizer
+from pipeline.prompts.config import DataConfig
+from pipeline.prompts.encode import COLUMNS, Encoder, Prompt, to_json, to_table
+from pipeline.prompts.prompt_file import Place
+from pipeline.prompts.quarantine import Quarantine
+
+PLACE = Place("f.parquet", 2, 17)
+
+
+@pytest.fixture
+def encoder_of(tokenizer):
+    def make(limit=0, **data):
+        return Encoder(ChatTokenizer(tokenizer, DataConfig(**data)), Quarantine(limit))
+
+    return make
+
+
+def prompts(*rows):
+    return [Prompt(f"0-{i}", 0, i, PLACE._replace(row=i), i, row) for i, row in enumerate(rows)]
+
+
+BAD = [
+    ({"prompt": None}, "the prompt is null"),
+    ({"prompt": [{"role": "alien", "content": "x"}]}, "the model's chat template fails"),
+    ({"prompt": [{"role": "user", "content": "x" * 99}]}, "tokens long, more than data.max_prompt_length=40"),
+    ({"data_source": None}, "`data_source` is null; every row needs one"),
+    ({"data_source": 5}, "`data_source` is 5 where text is needed"),
+    ({"reward_model": "42"}, "`reward_model` is '42' where an object with `ground_truth` is needed"),
+    ({"reward_model": {"style": "rule"}}, "where an object with `ground_truth` is needed"),
+    ({"extra_info": {"image": b"x"}}, "column 'extra_info' cannot be written as JSON"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_an_unusable_row_ends_the_run_with_its_place(encoder_of, prompt_row, change, message):
+    with pytest.raises(ValueError) as error:
+        encoder_of(max_prompt_length=40)(prompts(prompt_row(0), prompt_row(1, **change)))
+    assert str(error.value).startswith("f.parquet, row 1 (row group 2)") and message in str(error.value)
+
+
+def test_unusable_rows_are_left_out_of_those_that_come_together(encoder_of, prompt_row):
+    good = [prompt_row(i) for i in range(len(BAD) + 1)]
+    mixed = [row for i, (change, _) in enumerate(BAD) for row in (good[i], prompt_row(50, **change))] + good[-1:]
+    encoder = encoder_of(len(BAD), max_prompt_length=40)
+    rows = encoder(prompts(*mixed))
+    assert [row["offset"] for row in rows] == [*range(0, 2 * len(good), 2)]
+    assert encoder.quarantine.count == len(BAD)
+    assert to_table(rows).schema == COLUMNS
+    alone = [encoder(prompts(row))[0]["prompt_ids"] for row in good]
+    assert [row["prompt_ids"] for row in rows] == alone
+
+
+def test_what_a_row_may_lack(encoder_of, prompt_row):
+    row = prompt_row(0, reward_model=None)
+    del row["extra_info"]
+    (made,) = encoder_of()(prompts(row))
+    assert (made["ground_truth"], made["extra_info"]) == ("null", "{}")
+    del row["reward_model"]
+    with pytest.raises(ValueError, match="it has no `reward_model`; write"):
+        encoder_of()(prompts(row))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        ({"a": np.int64(3), "b": np.array([1.5, 2.0])}, {"a": 3, "b": [1.5, 2.0]}),
+        (decimal.Decimal("3.00"), 3),
+        (decimal.Decimal("3.25"), 3.25),
+        (decimal.Decimal("0.1234567890123456789"), "0.1234567890123456789"),
+        (datetime.datetime(2024, 1, 2, 3), "2024-01-02T03:00:00"),
+        (datetime.date(2024, 1, 2), "2024-01-02"),
+        (datetime.timedelta(minutes=1), 60.0),
+        ("π", "π"),
+    ],
+)
+def test_to_json(value, expected):
+    assert json.loads(to_json(value, PLACE, "extra_info")) == expected
+
+
+@pytest.mark.parametrize("value", [b"x", {"image": b"x"}, [1j]])
+def test_to_json_refuses(value):
+    with pytest.raises(ValueError, match=r"f\.parquet, row 17 \(row group 2\): column 'extra_info' cannot be written"):
+        to_json(value, PLACE, "extra_info")

@@ -1,0 +1,54 @@
+"""Samplers that learn, in the real stream: what they are told is on disk in time, and a resumed run goes on exactly."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.prompts.feedback import lag
+from pipeline.prompts.stage import Schedule, sources
+from pipeline.prompts.supply import Supply
+from pipeline.track.trajectories import discard_trajectories
+from tests.test_stream import BATCH, CHUNK, CHUNKS, Run, changed, config, context  # noqa: F401 (fixtures)
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+LAST, STOP = 12, 7
+
+
+def test_solve_rates_reach_the_prompts_and_a_resumed_run_makes_the_same(
+    config: Config,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    own = changed(config, tmp_path)
+    own.data.sampler, own.data.val_files = "solve_rate", None
+    schedule = Schedule(LAST, CHUNKS, CHUNK, False, False, -1)
+    whole = Run(own, schedule, tmp_path)
+    try:
+        whole.train(1, STOP)
+        whole.publish(STOP)
+        state: Any = whole.ask("position", STOP)
+        whole.train(STOP + 1, LAST)
+        whole.finish(LAST)
+    finally:
+        whole.close()
+    passed = [message["metrics"]["prompts/passed_over"] for message in whole.messages("prompts")]
+    assert passed[-1] > 0
+
+    # The same prompts follow from what was recorded, in a process that never saw the run.
+    supply = Supply(sources(own)[0], None, None, str(tmp_path), lag(0, 1))
+    expected = [[row["uid"] for row in supply.iteration(number, BATCH)] for number in range(1, LAST + 1)]
+    assert [whole.uids(number) for number in range(1, LAST + 1)] == expected
+
+    folder = tmp_path / "again"
+    shutil.copytree(tmp_path / "trajectories", folder / "trajectories")
+    assert discard_trajectories(str(folder), STOP + 1) == [*range(STOP + 1, LAST + 1)]
+    again = Run(changed(own, folder), schedule, folder, STOP, state)
+    try:
+        again.train(STOP + 1, LAST)
+        again.finish(LAST)
+    finally:
+        again.close()
+    assert [again.uids(number) for number in range(STOP + 1, LAST + 1)] == expected[STOP:]

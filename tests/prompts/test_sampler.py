@@ -1,0 +1,240 @@
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.prompts.chat import ChatTokenizer
+from pipeline.prompts.config import DataConfig
+from pipeline.prompts.encode import Encoder
+from pipeline.prompts.feedback import Outcome
+from pipeline.prompts.files import resolve
+from pipeline.prompts.order import Order
+from pipeline.prompts.quarantine import Quarantine
+from pipeline.prompts.sampler import Sampler, SolveRate, make_sampler
+from pipeline.prompts.source import Position, PromptSource
+
+ROWS = {"a": 50, "b": 8, "c": 20}
+
+
+class EasyFirst(Sampler):
+    """A curriculum of one's own: only small numbers in the first iterations, and a share that moves."""
+
+    def __init__(self, data, seed, until=3):
+        super().__init__(data, seed)
+        self.until, self.iteration = until, 0
+
+    def shares(self, iteration):
+        self.iteration = iteration
+        return {"a": 1, "b": 0, "c": iteration >= self.until}
+
+    def chance(self, index, row):
+        return 1.0 if self.iteration >= self.until else float(row["extra_info"]["index"] < 20)
+
+
+class Never(Sampler):
+    def chance(self, index, row):
+        return 0.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, prompt_row):
+    """Three data sources, two of them mixed in one file."""
+    path = tmp_path_factory.mktemp("sampled")
+    index = itertools.count()
+    rows = {name: [prompt_row(next(index), data_source=name) for _ in range(many)] for name, many in ROWS.items()}
+    mixed = [row for pair in itertools.zip_longest(rows["a"], rows["b"]) for row in pair if row]
+    pq.write_table(pa.Table.from_pylist(mixed), path / "mixed.parquet", row_group_size=7)
+    pq.write_table(pa.Table.from_pylist(rows["c"]), path / "pure.parquet", row_group_size=5)
+    return str(path)
+
+
+@pytest.fixture
+def source_of(tokenizer, folder):
+    def make(sampler, seed=1, paths=folder, **changes):
+        data = DataConfig(sampler=sampler, **{"shuffle_window_rows": 12} | changes)
+        encoder = Encoder(ChatTokenizer(tokenizer, data), Quarantine(data.max_bad_rows))
+        return PromptSource(resolve(paths, "data.train_files"), data, encoder, seed, sampler=make_sampler(data, seed))
+
+    return make
+
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
+
+
+def test_weights_are_the_shares_of_the_prompts_whatever_the_rows(source_of):
+    rows, position = source_of("weighted", source_weights=WEIGHTS).draw(2000)
+    count = Counter(row["data_source"] for row in rows)
+    for name, share in (("a", 0.25), ("b", 0.5), ("c", 0.25)):
+        # Within four standard deviations of a fair draw.
+        assert abs(count[name] / 2000 - share) < 4 * (share * (1 - share) / 2000) ** 0.5
+    assert len({row["uid"] for row in rows}) == 2000
+    assert position[:2] == divmod(2000, sum(ROWS.values()))
+
+
+def test_each_source_is_a_shuffled_order_of_its_own(source_of):
+    rows, _ = source_of("weighted", source_weights=WEIGHTS).draw(300)
+    for name, many in ROWS.items():
+        own = [row["prompt_index"] for row in rows if row["data_source"] == name]
+        epochs = [own[i : i + many] for i in range(0, len(own) - many + 1, many)]
+        assert len(epochs) > 0 and all(len(set(epoch)) == many for epoch in epochs)
+        assert epochs[0] != sorted(epochs[0])
+    # Rows know their number, whatever the order they came in.
+    by_index = {}
+    for row in rows:
+        assert by_index.setdefault(row["prompt_index"], row["extra_info"]) == row["extra_info"]
+
+
+def test_a_weight_of_0_leaves_a_source_out_and_epochs_count_all_rows(source_of):
+    source = source_of("weighted", source_weights={"a": 0, "b": 1, "c": 0})
+    rows, _ = source.draw(10_000, epochs=2)
+    assert len(rows) == 2 * source.len_estimate == 2 * sum(ROWS.values())
+    assert {row["data_source"] for row in rows} == {"b"}
+
+
+def test_only_row_groups_that_hold_the_source_are_in_its_order(source_of):
+    orders = source_of("weighted", source_weights=WEIGHTS).orders
+    assert orders["c"].rows == ROWS["c"]
+    assert {unit.file for unit in orders["a"].units} == {unit.file for unit in orders["b"].units} == {0}
+    assert orders["b"].rows < ROWS["a"] + ROWS["b"]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sampler=st.sampled_from(["uniform", "weighted", "solve_rate", f"{__name__}:EasyFirst"]),
+    counts=st.lists(st.integers(1, 30), min_size=2, max_size=5),
+    stop=st.integers(1, 4),
+    seed=st.integers(0, 3),
+)
+def test_a_position_is_all_that_is_needed_to_go_on(source_of, sampler, counts, stop, seed):
+    def make():
+        source = source_of(sampler, seed, source_weights=WEIGHTS)
+        source.sampler.load_state_dict(rates)
+        return source
+
+    rates = SolveRate(DataConfig(), 0)
+    rates.update(1, [Outcome(i, "a", [], None, None, [], i / 78) for i in range(78)])
+    rates = rates.state_dict() if sampler == "solve_rate" else {}
+    source, position, whole = make(), Position(), []
+    for iteration, count in enumerate(counts, 1):
+        if iteration == stop + 1:
+            # As a checkpoint keeps it.
+            position = Position(*json.loads(json.dumps(position)))
+            source = make()
+        rows, position = source.draw(count, position, iteration=iteration)
+        whole.append(rows)
+    source, position = make(), Position()
+    for iteration, count in enumerate(counts, 1):
+        rows, position = source.draw(count, position, iteration=iteration)
+        assert rows == whole[iteration - 1]
+
+
+def test_rows_without_a_source_are_set_aside_wherever_they_stand(source_of, prompt_row, write):
+    path = write([prompt_row(i, data_source=None if i % 5 == 0 else "ab"[i % 2]) for i in range(30)])
+    source = source_of("weighted", paths=path, source_weights={"a": 1, "b": 1}, max_bad_rows=6)
+    rows, _ = source.draw(60)
+    assert source.encoder.quarantine.count == 6
+    assert not any(json.loads(row["extra_info"])["index"] % 5 == 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"a": 1, "b": 1, "cc": 1}, "gives a share to 'cc', which is no data_source .*\\(a, b, c\\); did you mean 'c'"),
+        ({"a": 1, "c": 1}, "gives no share to b, which stand"),
+        ({"a": 0, "b": 0, "c": 0}, "one of them above 0"),
+        ({"a": -1, "b": 1, "c": 1}, "at least 0"),
+        ({"a": float("nan"), "b": 1, "c": 1}, "at least 0"),
+        ({}, "data.sampler=weighted cannot be made .*needs data.source_weights"),
+    ],
+)
+def test_weights_that_do_not_fit(source_of, weights, message):
+    with pytest.raises(ValueError, match=message):
+        source_of("weighted", source_weights=weights)
+
+
+def test_a_source_that_max_samples_cuts_off(source_of):
+    source = source_of("weighted", source_weights=WEIGHTS, train_max_samples=30)
+    with pytest.raises(ValueError, match="train_max_samples leaves no row of 'c'"):
+        source.draw(100)
+
+
+def test_rows_that_are_always_or_never_solved_come_less_often(source_of):
+    source = source_of("solve_rate", sampler_kwargs={"least": 0.2})
+    solved = {index: (0.0, 1.0, 0.5, 0.1)[index % 4] for index in range(60)}
+    outcomes = [Outcome(index, "a", [], None, None, [], rate) for index, rate in solved.items()]
+    source.sampler.update(1, outcomes)
+    epochs = 60
+    rows, _ = source.draw(10_000, epochs=epochs)
+    count = Counter(row["prompt_index"] for row in rows)
+    assert source.passed_over == epochs * 78 - len(rows)
+    # Those that were not tried yet, and those of medium difficulty, every time.
+    assert all(count[index] == epochs for index in (*range(2, 60, 4), *range(60, 78)))
+    for rest, chance in ((0, 0.2), (1, 0.2), (3, 0.36)):
+        mean = np.mean([count[index] for index in range(rest, 60, 4)]) / epochs
+        assert abs(mean - chance) < 4 * (chance * (1 - chance) / (15 * epochs)) ** 0.5
+
+
+def test_solve_rate_is_a_running_mean_and_bounded(monkeypatch):
+    sampler = SolveRate(DataConfig(), 0, least=0.01, decay=0.75)
+
+    def tried(*rates):
+        sampler.update(1, [Outcome(index, "a", [], None, None, [], rate) for index, rate in rates])
+
+    tried((0, 1.0), (1, 0.5), (-1, 1.0))
+    tried((0, 0.0))
+    assert sampler.chance(0, {}) == pytest.approx(4 * 0.75 * 0.25)
+    assert sampler.chance(1, {}) == 1.0 == sampler.chance(-1, {})
+    again = SolveRate(DataConfig(), 0, least=0.01, decay=0.75)
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    monkeypatch.setattr(SolveRate, "MAX_ROWS", 2)
+    for one in (sampler, again):
+        one.update(2, [Outcome(7, "a", [], None, None, [], 1.0)])
+        # Row 1 was tried longest ago.
+        assert (one.chance(1, {}), one.chance(7, {})) == (1.0, 0.01)
+        assert one.chance(0, {}) == pytest.approx(0.75)
+    assert sampler.state_dict() == again.state_dict()
+    again.load_state_dict({})
+    assert again.chance(7, {}) == 1.0
+
+
+def test_a_sampler_of_ones_own(source_of):
+    source = source_of(f"{__name__}:EasyFirst", sampler_kwargs={"until": 2})
+    rows, position = source.draw(40, iteration=1)
+    assert {row["data_source"] for row in rows} == {"a"}
+    assert max(json.loads(row["extra_info"])["index"] for row in rows) < 20
+    rows, _ = source.draw(80, position, iteration=2)
+    assert Counter(row["data_source"] for row in rows)["c"] > 20
+    assert max(json.loads(row["extra_info"])["index"] for row in rows) > 20
+
+
+def test_a_sampler_that_takes_nothing(source_of):
+    with pytest.raises(ValueError, match="a whole epoch of 78 prompts gave none: .*test_sampler:Never passed over"):
+        source_of(f"{__name__}:Never").draw(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("unifrom", {}, "data.sampler 'unifrom' is unknown. Did you mean 'uniform'"),
+        ("no.such:Sampler", {}, "module 'no.such' cannot be imported"),
+        ("json:dumps", {}, "data.sampler 'json:dumps' is not a class derived from pipeline.prompts.sampler.Sampler"),
+        ("solve_rate", {"least": 0}, "solve_rate cannot be made with .*least=0 must be above 0"),
+        ("solve_rate", {"decay": 1}, "decay=1 must be at least 0 and below 1"),
+        ("solve_rate", {"decoy": 1}, "solve_rate cannot be made with .*unexpected keyword argument 'decoy'"),
+    ],
+)
+def test_samplers_that_cannot_be_made(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        make_sampler(DataConfig(sampler=name, sampler_kwargs=kwargs), 0)
+
+
+def test_windows_of_all_sources_together_stay_within_the_bound(source_of):
+    orders = source_of("weighted", source_weights=WEIGHTS).orders
+    assert all(isinstance(order, Order) for order in orders.values())
+    assert sum(max(window.rows for window in order.windows(0)) for order in orders.values()) <= 12
