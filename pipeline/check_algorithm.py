@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pipeline.advantage.estimators import Estimator, get_adv_estimator
 from pipeline.config import Config
-from pipeline.stages import uses_critic
+from pipeline.stages import uses_critic, uses_policy_scores
 from pipeline.train.correction import parse
 
 POLICY_LOSSES = (
@@ -169,6 +169,12 @@ def _kl(config: Config) -> Iterator[str]:
                 "tokens it keeps, the reference's are not, so even equal policies would have a KL; set "
                 "algorithm.use_kl_in_reward=false and actor.use_kl_loss=true, or sample from all tokens "
                 "(rollout.top_p=1 rollout.top_k=-1)"
+            )
+        if uses_policy_scores(config):
+            yield (
+                f"algorithm.adv_estimator={algorithm.adv_estimator} with {truncated}: it weighs the engine's "
+                "probabilities, which are renormalised over the tokens it keeps, against sums over the whole "
+                "vocabulary; sample from all tokens (rollout.top_p=1 rollout.top_k=-1)"
             )
     if control.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield (

@@ -184,8 +184,18 @@ def _notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
             f"actor.kl_loss_type={config.actor.kl_loss_type} has a gradient that is 0 on average; "
             f"{config.actor.kl_loss_type}+ has the same value and the gradient of the KL"
         )
+    if config.algorithm.use_kl_in_reward and _scales_groups(config):
+        yield (
+            f"algorithm.adv_estimator={estimator.name} divides by the group's spread: where all scores of a group are "
+            "equal, the KL in the reward alone makes it, however small; actor.use_kl_loss=true has no such effect"
+        )
     if uses_reference(config) and config.actor.kl_loss_coef == 0 and not config.algorithm.use_kl_in_reward:
         yield "actor.kl_loss_coef=0: the KL of actor.use_kl_loss=true is measured and does not train"
+
+
+def _scales_groups(config: Config) -> bool:
+    algorithm = config.algorithm
+    return algorithm.adv_estimator in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
 
 
 def _iterations(config: Config, train_rows: int | None) -> int | None:

@@ -61,6 +61,9 @@ def build(
     # Ray Data would set CPUs aside stage by stage, the first stages first, and trust that a stage left without any gets
     # them when earlier ones end: here none ends before the run does. The policy store paces the stream instead.
     context.op_resource_reservation_enabled = False
+    # Without those shares Ray Data would hold a stage back as soon as finished blocks pile up before the train workers,
+    # who take none until the whole iteration is there: both sides would wait for ever.
+    context.downstream_capacity_backpressure_ratio = None
     context.execution_options.preserve_order = True
 
     generation = ray.get(store.new_generation.remote(), timeout=ANSWER_S)

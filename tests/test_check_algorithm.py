@@ -76,6 +76,9 @@ BYPASS = ["actor.old_log_probs=engine"]
         (["algorithm.kl_penalty=kl+"], "algorithm.kl_penalty=kl+ is not known"),
         (["actor.kl_loss_coef=-1"], "actor.kl_loss_coef=-1.0 is too small"),
         (["algorithm.use_kl_in_reward=true", "rollout.top_p=0.9"], "even equal policies would have a KL"),
+        (["algorithm.adv_estimator=optimal_token_baseline", "rollout.top_k=20"], "sums over the whole vocabulary"),
+        (["actor.policy_loss.kl_cov_ratio=0"], "actor.policy_loss.kl_cov_ratio=0.0 must be above 0"),
+        (["actor.policy_loss.clip_cov_ratio=0"], "actor.policy_loss.clip_cov_ratio=0.0 must be above 0"),
         (["algorithm.use_kl_in_reward=true", "rollout.top_k=50"], "even equal policies would have a KL"),
         (["algorithm.kl_ctrl.type=adaptive"], "algorithm.use_kl_in_reward=false; set that to true"),
         (

@@ -167,6 +167,7 @@ def test_render_shows_the_arithmetic_and_notes():
         (["critic.enable=true"], "critic.enable=true trains a critic that algorithm.adv_estimator=grpo does not read"),
         (["actor.use_kl_loss=true", "actor.kl_loss_type=k1"], "k1+ has the same value and the gradient of the KL"),
         (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"], "is measured and does not train"),
+        (["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"], "divides by the group's spread"),
     ],
 )
 def test_notes_on_what_has_no_effect(overrides, words):

@@ -47,6 +47,10 @@ def kl(state: State) -> None:
 
 def clipping(state: State) -> None:
     """In verl both bounds are 0.2 unless they are given, whatever `clip_ratio` is; here they follow it."""
+    low = state.get("actor.clip_ratio_low")
+    if state.get("actor.policy_loss.loss_mode") == "cispo" and low is not None and low > 1:
+        state.set("actor.clip_ratio_low", 1.0)
+        state.note(f"actor.clip_ratio_low={low:g} is 1 here: any more leaves CISPO's weight without a lower bound, too")
     ratio = state.get("actor.clip_ratio")
     missing = [side for side in ("low", "high") if f"actor.clip_ratio_{side}" not in state.values]
     # A bound that is given as null follows clip_ratio in verl, too.

@@ -52,7 +52,7 @@ def _rename(state: State) -> None:
         if ours in _PATHS:
             value = _from_home(value)
         elif ours.endswith("dtype"):
-            value = _DTYPES.get(value, value)
+            value = _DTYPES.get(value, value) if isinstance(value, str) else value
         elif ours.endswith("_threshold"):
             value = str(value)
         elif ours == "trainer.logger" and isinstance(value, str):

@@ -45,6 +45,7 @@ class Actor(Learner):
         self.scale_factor = actor.loss_scale_factor or float(config.data.max_response_length)
         self.loss = get_policy_loss(actor.policy_loss.loss_mode)
         self.correction = parse(config.algorithm.rollout_correction)
+        self.guards_gap = config.trainer.max_log_prob_gap is not None
         self.skips_without_advantage = (
             self.loss.zero_without_advantage and not actor.entropy_coeff and not actor.use_kl_loss
         )
@@ -105,7 +106,9 @@ class Actor(Learner):
         """One optimiser step on the mini-batch of rows `index`."""
         if self.loss.select is not None:
             self._select(rows, index)
-        trained = rows.with_advantages(index) if self.skips_without_advantage else index
+        # A guard on the gap between engine and trainer has to see tokens, also where no group has an advantage.
+        skips = self.skips_without_advantage and not (fresh and self.guards_gap)
+        trained = rows.with_advantages(index) if skips else index
 
         def backward(batch: MicroBatch, tokens: float, sequences: float) -> Stats:
             return self._backward(batch, tokens, sequences, fresh)

@@ -37,6 +37,7 @@ class Critic(Learner):
         shape, model = UpdateShape.of(config, critic), load_value_model(config)
         super().__init__("critic", model, shape, critic.optim, critic.fsdp, critic.grad_clip, device, iterations)
         self.config = critic
+        self.loss_agg_mode = critic.loss_agg_mode or config.actor.loss_agg_mode
         self.scale_factor = config.actor.loss_scale_factor or float(config.data.max_response_length)
 
     def update(self, rows: Rows) -> Stats:
@@ -63,7 +64,7 @@ class Critic(Learner):
         loss = agg_loss(
             per_token,
             batch.mask,
-            self.config.loss_agg_mode,
+            self.loss_agg_mode,
             global_tokens=tokens,
             global_sequences=sequences,
             segment=batch.segment,

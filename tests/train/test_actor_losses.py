@@ -277,6 +277,14 @@ def test_rows_without_advantage_are_left_out_where_that_changes_nothing(tiny_mod
         assert ours[0] == theirs[0] / 2
 
 
+@pytest.mark.parametrize("limit", [None, 1e-3])
+def test_the_gap_is_measured_without_any_advantage_where_it_is_limited(tiny_model: Path, limit: float | None) -> None:
+    config = make_config(tiny_model, "vanilla", ppo_mini_batch_size=4)
+    config.trainer.max_log_prob_gap = limit
+    metrics, _ = trained(config, without_advantage(table(), every=1))
+    assert ("training/rollout_log_probs_diff_max" in metrics) == (limit is not None)
+
+
 @pytest.mark.parametrize("changes", [{"entropy_coeff": 1.0}, {"use_kl_loss": True, "kl_loss_coef": 1.0}])
 def test_rows_without_advantage_stay_for_entropy_and_kl(tiny_model: Path, changes: dict[str, Any]) -> None:
     config, rows = make_config(tiny_model, "vanilla", **changes), with_reference(without_advantage(table()))

@@ -146,6 +146,12 @@ def test_clip_ratio_alone_has_no_effect_in_verl() -> None:
     assert "actor.clip_ratio_low" not in values(f"{ACTOR}.clip_ratio_high=0.28")
 
 
+def test_cispo_without_a_lower_bound() -> None:
+    cispo = [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10", f"{ACTOR}.clip_ratio_high=0.2"]
+    assert values(*cispo)["actor.clip_ratio_low"] == 1.0
+    assert "without a lower bound" in notes(*cispo)
+
+
 def test_losses() -> None:
     found = values(
         f"{ACTOR}.policy_loss.loss_mode=clip-cov", f"{ACTOR}.tau_pos=2.0", f"{ACTOR}.policy_loss.dro_beta=0.1"
@@ -241,7 +247,7 @@ def test_critic_warm_up_ends_one_step_earlier() -> None:
 
 def test_the_critic_follows_the_actor_where_verls_does() -> None:
     mode = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"
-    assert values(mode)["critic.loss_agg_mode"] == "seq-mean-token-sum"
+    assert "critic.loss_agg_mode" not in values(mode)  # null follows the actor's
     assert "critic.loss_agg_mode" not in values(mode, "algorithm.adv_estimator=grpo")
     assert values(mode, "critic.loss_agg_mode=token-mean")["critic.loss_agg_mode"] == "token-mean"
 
