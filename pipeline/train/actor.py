@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.track.metrics import Stat, Stats, log_prob_gap, mean, merge
 from pipeline.train.correction import Corrected, correct, parse
 from pipeline.train.learner import Learner, UpdateShape
-from pipeline.train.losses import Candidates, LossInput, agg_loss, get_policy_loss
+from pipeline.train.losses import Candidates, LossInput, agg_loss, checked, get_policy_loss
 from pipeline.train.losses.kl import kl_loss
 from pipeline.train.packing import MicroBatch, Rows
 from pipeline.train.policy import Policy, load_policy
@@ -110,7 +110,7 @@ class Actor(Learner):
         skips = self.skips_without_advantage and not (fresh and self.guards_gap)
         trained = rows.with_advantages(index) if skips else index
 
-        def backward(batch: MicroBatch, tokens: float, sequences: float) -> Stats:
+        def backward(batch: MicroBatch, tokens: float, sequences: float) -> tuple[Stats, float]:
             return self._backward(batch, tokens, sequences, fresh)
 
         return self.step(rows, trained, index, backward)
@@ -138,7 +138,7 @@ class Actor(Learner):
         rows.selected = np.zeros(len(rows.mask), dtype=bool)
         rows.selected[places] = chosen[before : before + len(places)]
 
-    def _backward(self, batch: MicroBatch, tokens: float, sequences: float, fresh: bool) -> Stats:
+    def _backward(self, batch: MicroBatch, tokens: float, sequences: float, fresh: bool) -> tuple[Stats, float]:
         config = self.config
         log_probs, entropy = self._forward(batch)
         mask, weights, stats = batch.mask, batch.weights, Stats()
@@ -151,7 +151,7 @@ class Actor(Learner):
         data = LossInput(
             log_probs, batch.old_log_probs, batch.advantages, mask, batch.segment, batch.sequences, batch.selected
         )
-        per_token, sums = self.loss.function(data, config)
+        per_token, sums = checked(self.loss, data, self.loss.function(data, config))
         if weights is not None:
             per_token = per_token * weights
 
@@ -190,7 +190,7 @@ class Actor(Learner):
             stats |= entropy_of(entropy, batch.mask)
         if fresh:
             stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.mask.cpu())
-        return stats
+        return stats, float((batch.mask > 0).sum() - (mask > 0).sum())
 
     def _correct_current(self, batch: MicroBatch, log_probs: Tensor) -> Corrected:
         """Bypass mode: weights and rejection between the engine's and the current policy."""

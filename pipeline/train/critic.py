@@ -57,7 +57,7 @@ class Critic(Learner):
         stats.append({"timing_s/update_critic": Stat("max", (time.perf_counter() - begun,))})
         return merge(stats)
 
-    def _backward(self, batch: MicroBatch, tokens: float, sequences: float) -> Stats:
+    def _backward(self, batch: MicroBatch, tokens: float, sequences: float) -> tuple[Stats, float]:
         assert batch.values is not None
         values = self.module(batch.input_ids, batch.select)
         per_token, sums = value_loss(values, batch.values, batch.returns, batch.mask, self.config.cliprange_value)
@@ -75,7 +75,7 @@ class Critic(Learner):
         return {
             "critic/vf_loss": Stat("sum", (loss.item() / self.shape.steps,)),
             **{f"critic/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()},
-        }
+        }, 0.0
 
     def _explained_variance(self, rows: Rows) -> Stats:
         """How much of the returns of all ranks' tokens the values explain that came with the rows.
