@@ -40,6 +40,11 @@ def kl(state: State) -> None:
     if kind.endswith("+"):
         state.set("algorithm.kl_penalty", kind.rstrip("+"))
         state.note(f"algorithm.kl_penalty={kind} is {kind.rstrip('+')}: the two differ in the gradient of a loss alone")
+    if state.get("algorithm.use_kl_in_reward"):
+        state.note(
+            "algorithm.use_kl_in_reward=true: the KL compares the log-probs that the engine sampled with to the "
+            "reference's, in verl those that the trainer recomputes"
+        )
     if state.get("algorithm.kl_ctrl.type") == "adaptive" and not state.get("algorithm.use_kl_in_reward"):
         state.drop("algorithm.kl_ctrl.type")
         state.leave("algorithm.kl_ctrl.type", "there is no KL in the reward to control (algorithm.use_kl_in_reward)")
@@ -83,6 +88,11 @@ def loss(state: State) -> None:
         state.note(
             f"verl aggregates {mode} as {forced}, whatever actor.loss_agg_mode is; that key decides here, for KL and "
             "entropy, too"
+        )
+    if state.get("actor.loss_agg_mode") == "seq-mean-token-sum-norm" and state.get("actor.loss_scale_factor") is None:
+        state.note(
+            "actor.loss_agg_mode=seq-mean-token-sum-norm divides by data.max_response_length, in verl by the width "
+            "that the batch is padded to; actor.loss_scale_factor sets the number for both"
         )
     if f"{_ACTOR}.grad_clip" in state.given and f"{_ACTOR}.optim.clip_grad" not in state.given:
         state.note("actor.grad_clip counts here; verl 0.9.1 reads actor.optim.clip_grad and passes over it")

@@ -24,6 +24,9 @@ RENAMED: tuple[tuple[str, str], ...] = (
         "train_files val_files prompt_key train_batch_size max_prompt_length max_response_length "
         "filter_overlong_prompts truncation shuffle train_max_samples val_max_samples",
     ),
+    # In this order: what the engine is given is what it generates.
+    (f"{_ROLLOUT}.prompt_length", "data.max_prompt_length"),
+    (f"{_ROLLOUT}.response_length", "data.max_response_length"),
     ("data.seed", "trainer.seed"),
     ("data.tokenizer", "model.tokenizer_path"),
     ("data.trust_remote_code", "model.trust_remote_code"),
