@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import ray
+import torch
 
 from jobs.train import main
 from pipeline.config import load_config
@@ -83,3 +85,15 @@ def starter(settings: list[str]) -> Start:
 
 def folder_of(settings: list[str], name: str) -> Path:
     return Path(load_config(settings).trainer.default_local_dir) / name
+
+
+def score(model: Any, rows: pa.Table) -> float:
+    """Largest difference between the log-probs of the rows' tokens under `model` and those of the engine."""
+    worst = 0.0
+    for row in rows.to_pylist():
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].float(), -1)
+        chosen = log_probs.gather(1, torch.tensor(row["response_ids"])[:, None]).squeeze(1)
+        worst = max(worst, (chosen - torch.tensor(row["rollout_log_probs"])).abs().max().item())
+    return worst

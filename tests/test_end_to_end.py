@@ -16,16 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config import Config, load_config, load_yaml
 from pipeline.track.trajectories import read_trajectories
-from tests.runs import BATCH, CHUNKS, SAMPLES, TWO, Run, Start, folder_of, starter, tiny_settings
+from tests.runs import BATCH, CHUNKS, SAMPLES, TWO, Run, Start, folder_of, score, starter, tiny_settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -137,18 +135,6 @@ def test_one_engine_serves_the_whole_run(first: Run) -> None:
     training = [read_trajectories(str(first.folder), iteration) for iteration in (1, 2)]
     validation = [read_trajectories(str(first.folder), version, "val") for version in (0, 1, 2)]
     assert len({name for rows in (*training, *validation) for name in rows["engine"].to_pylist()}) == 1
-
-
-def score(model: Any, rows: pa.Table) -> float:
-    """Largest difference between the log-probs of the rows' tokens under `model` and those of the engine."""
-    worst = 0.0
-    for row in rows.to_pylist():
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-        with torch.no_grad():
-            log_probs = torch.log_softmax(model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].float(), -1)
-        chosen = log_probs.gather(1, torch.tensor(row["response_ids"])[:, None]).squeeze(1)
-        worst = max(worst, (chosen - torch.tensor(row["rollout_log_probs"])).abs().max().item())
-    return worst
 
 
 def test_model_folder_holds_the_last_published_weights(first: Run, final_model: Any, tiny_model: Path) -> None:
