@@ -19,8 +19,6 @@ One streaming execution serves the whole run, so engines start once and stay war
 
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
@@ -37,6 +35,7 @@ from pipeline.scoring.reference import Reference
 from pipeline.scoring.value import Value
 from pipeline.stages import uses_baselines, uses_critic, uses_policy_scores, uses_reference
 from pipeline.track.trajectories import Record
+from pipeline.track.validated import Validation
 
 SOURCE_CPUS = 0.1
 """Ray CPUs of the prompt source, which mostly waits."""
@@ -132,27 +131,6 @@ def pool(scorer: ScorerConfig) -> dict[str, Any]:
         "num_gpus": scorer.num_gpus,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
     }
-
-
-class Validation:
-    """Where validation rows leave the stream: recorded, and reported to the driver."""
-
-    COLUMNS = (
-        *("iteration", "data_source", "uid", "prompt", "response"),
-        *("score", "reward_parts", "reward_error", "generate_s"),
-    )
-
-    def __init__(self, run_dir: str, store: Any, generation: int):
-        self._record, self._store, self._generation = Record(run_dir), store, generation
-
-    def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of `table` that are not for validation."""
-        validation = table.filter(pc.equal(table["split"], "val"))
-        if len(validation):
-            self._record(validation)
-            message = {"rows": validation.select(self.COLUMNS)}
-            ray.get(self._store.post.remote(self._generation, "validated", message), timeout=ANSWER_S)
-        return table.filter(pc.not_equal(table["split"], "val"))
 
 
 def engine_env(config: Config) -> dict[str, str]:
