@@ -23,6 +23,9 @@ DATA := data/countdown-$(SEED)
 TINY := models/tiny-$(SEED)
 WARM := models/tiny-sft-$(SEED)
 ALGORITHM ?=
+# An algorithm may have an experiment of its own; the others are laid over the demo's.
+OWN := $(wildcard configs/experiment/countdown_cpu_$(or $(ALGORITHM),none).yaml)
+EXPERIMENT := $(if $(OWN),experiment=$(basename $(notdir $(OWN))),experiment=countdown_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)))
 NAME ?= countdown-cpu-$(SEED)$(if $(ALGORITHM),-$(ALGORITHM))
 
 .PHONY: help setup demo test test-fast lint format docs bench clean
@@ -37,7 +40,7 @@ $(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh pyproject.tom
 setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at the machine)
 
 demo: $(WARM)/config.json ## train a tiny model on Countdown and watch it get better (SEED=2, ALGORITHM=ppo for others)
-	@$(RUN) -m jobs.train experiment=countdown_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)) trainer.seed=$(SEED) trainer.experiment_name=$(NAME) \
+	@$(RUN) -m jobs.train $(EXPERIMENT) trainer.seed=$(SEED) trainer.experiment_name=$(NAME) \
 		data.train_files=$(DATA)/train.parquet data.val_files=$(DATA)/test.parquet model.path=$(WARM)
 
 $(DATA)/sft_train.parquet: | $(STAMP)

@@ -40,7 +40,7 @@ WIDTH = 118
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 converted, 2 nothing to convert)."""
+    """Entry point; returns the exit code (0 converted, 2 nothing that could be)."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.from_verl",
         description="Convert a verl launch script into an experiment.",
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"written: {options.out}", file=sys.stderr)
         if options.out.parent.name != "experiment":
             print("move it into a folder DIR/experiment to use it as --config-dir DIR", file=sys.stderr)
-    return 0
+    return 0 if conversion.converted else 2
 
 
 def read(sources: list[str]) -> Settings:

@@ -4,12 +4,14 @@ Part of `checks.py`, which reports every sentence at once.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from pipeline.advantage import registry as estimators
 from pipeline.advantage.estimators import Estimator, get_adv_estimator
 from pipeline.config import Config
-from pipeline.stages import uses_critic
-from pipeline.train.correction import parse
+from pipeline.stages import uses_critic, uses_policy_scores
+from pipeline.train.correction import Correction, parse
 
 POLICY_LOSSES = (
     *("vanilla", "gspo", "geo_mean", "cispo", "sapo", "dro"),
@@ -57,6 +59,44 @@ def problems(config: Config) -> Iterator[str]:
     yield from _correction(config)
 
 
+def built_in(function: Callable[..., Any]) -> bool:
+    """Whether an estimator or loss is one of ours."""
+    return function.__module__.startswith("pipeline.")
+
+
+def _own(key: str, name: str, function: Callable[..., Any]) -> Iterator[str]:
+    """Complaints about a function that may be the user's own."""
+    if ":" not in name:
+        if not built_in(function):
+            yield (
+                f"{key}={name} is known in this process alone; give the import path, by which every worker finds it: "
+                f"{function.__module__}:{name}"
+            )
+        return
+    from pipeline.train.losses import registry as losses
+
+    others: dict[str, dict[str, Any]] = {
+        "algorithm.adv_estimator": losses._POLICY_LOSSES,
+        "actor.policy_loss.loss_mode": estimators._ESTIMATORS,
+    }
+    if any(entry.function is function for entry in others[key].values()):
+        yield f"{key}={name} is registered as another kind of function; see docs/extending.md for the two kinds"
+
+
+def loss_mode(config: Config) -> str:
+    """The name of the loss, also where it is given by import path; as it stands where it leads nowhere."""
+    mode = config.actor.policy_loss.loss_mode
+    if ":" not in mode:
+        return mode
+    # A function of the user's own: torch is loaded for these alone.
+    from pipeline.train.losses import get_policy_loss
+
+    try:
+        return get_policy_loss(mode).name
+    except ValueError:
+        return mode
+
+
 def _estimator(config: Config, estimator: Estimator) -> Iterator[str]:
     algorithm, name = config.algorithm, estimator.name
     if name in COMPARE_IN_GROUP and config.rollout.n == 1:
@@ -66,6 +106,12 @@ def _estimator(config: Config, estimator: Estimator) -> Iterator[str]:
         )
     if name == "gdpo":
         yield from _gdpo(config)
+    yield from _own("algorithm.adv_estimator", algorithm.adv_estimator, estimator.function)
+    if algorithm.adv_estimator_kwargs and built_in(estimator.function):
+        yield (
+            f"algorithm.adv_estimator_kwargs={algorithm.adv_estimator_kwargs}: no built-in estimator reads it, and "
+            f"{name} is one; leave it out, or name an estimator of your own"
+        )
     if algorithm.max_staleness != 0:
         yield (
             f"algorithm.max_staleness={algorithm.max_staleness}: this version trains strictly on-policy and supports "
@@ -86,8 +132,10 @@ def _gdpo(config: Config) -> Iterator[str]:
             f"algorithm.gdpo_reward_keys={keys} has length {len(keys)}; give one weight for each key, or null for "
             "equal weights"
         )
-    if weights is not None and not all(map(math.isfinite, weights)):
-        yield f"algorithm.gdpo_reward_weights={weights} must be finite numbers"
+    if weights is not None and not (all(map(math.isfinite, weights)) and any(weights)):
+        yield f"algorithm.gdpo_reward_weights={weights} must be finite numbers, not all of them 0"
+    if len(set(keys)) < len(keys):
+        yield f"algorithm.gdpo_reward_keys={keys} names a part twice; a weight of 2 does what that would"
     if config.algorithm.use_kl_in_reward:
         yield (
             "algorithm.use_kl_in_reward=true does nothing with algorithm.adv_estimator=gdpo, which reads the parts of "
@@ -110,16 +158,22 @@ def _critic(config: Config, estimator: Estimator) -> Iterator[str]:
 
 
 def _loss(config: Config) -> Iterator[str]:
-    options = config.actor.policy_loss
+    options, mode = config.actor.policy_loss, loss_mode(config)
     if options.loss_mode not in POLICY_LOSSES:
-        # A function of the user's own, or a wrong name: torch is loaded for these alone.
         from pipeline.train.losses import get_policy_loss
 
         try:
-            get_policy_loss(options.loss_mode)
+            function = get_policy_loss(options.loss_mode).function
         except ValueError as error:
             yield str(error)
-    if options.loss_mode == "dro" and options.dro_beta is None:
+        else:
+            yield from _own("actor.policy_loss.loss_mode", options.loss_mode, function)
+    if options.kwargs and mode in POLICY_LOSSES:
+        yield (
+            f"actor.policy_loss.kwargs={options.kwargs}: no built-in loss reads it, and {mode} is one; leave it out, "
+            "or name a loss of your own"
+        )
+    if mode == "dro" and options.dro_beta is None:
         yield (
             "actor.policy_loss.loss_mode=dro needs actor.policy_loss.dro_beta, the weight of the squared log ratio; "
             "give a number above 0, 0.05 for example"
@@ -135,7 +189,7 @@ def _clipping(config: Config) -> Iterator[str]:
     actor = config.actor
     low = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
     high = "clip_ratio" if actor.clip_ratio_high is None else "clip_ratio_high"
-    mode = actor.policy_loss.loss_mode
+    mode = loss_mode(config)
     if not actor.clip_low > 0:
         yield f"actor.{low}={actor.clip_low:g} must be above 0"
     elif actor.clip_low > 1 and mode in CLIPPED_RATIO:
@@ -170,6 +224,12 @@ def _kl(config: Config) -> Iterator[str]:
                 "algorithm.use_kl_in_reward=false and actor.use_kl_loss=true, or sample from all tokens "
                 "(rollout.top_p=1 rollout.top_k=-1)"
             )
+        if uses_policy_scores(config):
+            yield (
+                f"algorithm.adv_estimator={algorithm.adv_estimator} with {truncated}: it weighs the engine's "
+                "probabilities, which are renormalised over the tokens it keeps, against sums over the whole "
+                "vocabulary; sample from all tokens (rollout.top_p=1 rollout.top_k=-1)"
+            )
     if control.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield (
             "algorithm.kl_ctrl.type=adaptive steers the KL in the reward and algorithm.use_kl_in_reward=false; set "
@@ -183,18 +243,13 @@ def _kl(config: Config) -> Iterator[str]:
 
 
 def _correction(config: Config) -> Iterator[str]:
-    settings, mode = config.algorithm.rollout_correction, config.actor.policy_loss.loss_mode
+    settings, mode = config.algorithm.rollout_correction, loss_mode(config)
     try:
         correction = parse(settings)
     except ValueError as error:
         yield str(error)
-    else:
-        if correction.level is not None and correction.low is None and correction.high < 1:
-            yield (
-                f"algorithm.rollout_correction.rollout_is_threshold={settings.rollout_is_threshold} would cap the "
-                "weight of every token, also where the policies agree and it is 1; give 1 or more, or two bounds in "
-                "quotes, '0.5_2.0' (without quotes YAML reads 0.5_2 as the number 0.52)"
-            )
+        return
+    yield from _thresholds(correction)
     if config.actor.old_log_probs != "engine" or settings.rollout_is is None:
         return
     if mode in POLICY_LOSSES and mode not in WITHOUT_RATIO:
@@ -210,3 +265,22 @@ def _correction(config: Config) -> Iterator[str]:
             "of the weights is not known before the forward pass that gives them; set it to false, or "
             "actor.old_log_probs=recompute"
         )
+
+
+def _thresholds(correction: Correction) -> Iterator[str]:
+    """Bounds that would leave nothing to train where engine and trainer agree, and every ratio is 1."""
+    prefix, quotes = "algorithm.rollout_correction", "(in YAML two bounds need quotes: 0.5_2 is the number 0.52 there)"
+    bounds = [(f"rollout_rs_threshold of {r.name}", r.low, r.high) for r in correction.rules if r.kind == "k1"]
+    if correction.level is not None and correction.low is None and correction.high < 1:
+        yield (
+            f"{prefix}.rollout_is_threshold={correction.high:g} would cap the weight of every token, also where the "
+            f"policies agree and it is 1; give 1 or more, or two bounds {quotes}"
+        )
+    elif correction.level is not None and correction.low is not None:
+        bounds.append(("rollout_is_threshold", correction.low, correction.high))
+    for name, low, high in bounds:
+        if not low <= 1 <= high:
+            yield (
+                f"{prefix}.{name} keeps ratios from {low:g} to {high:g}, without 1: nothing would train where engine "
+                "and trainer agree; put the lower bound below 1 and the upper one above"
+            )

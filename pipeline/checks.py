@@ -6,12 +6,13 @@ depends on the machine or the cluster is checked in `plan.check_resources`.
 """
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pipeline import check_algorithm, check_data, check_reward, kl
 from pipeline.config import Config, ConfigError
+from pipeline.schema import keys, value_of
 from pipeline.stages import scorers, uses_critic, uses_reference
 
 LEARNERS = ("actor", "critic")
@@ -28,7 +29,8 @@ CHOICES = {
     **{f"{learner}.fsdp.param_dtype": (None, "float32", "bfloat16") for learner in LEARNERS},
     **{f"{learner}.fsdp.reduce_dtype": ("float32", "bfloat16") for learner in LEARNERS},
     **{f"{learner}.optim.lr_scheduler_type": ("constant", "cosine", "linear") for learner in LEARNERS},
-    **{f"{learner}.loss_agg_mode": AGG_MODES for learner in LEARNERS},
+    "actor.loss_agg_mode": AGG_MODES,
+    "critic.loss_agg_mode": (None, *AGG_MODES),
     "actor.kl_loss_type": tuple(f"{name}{suffix}" for suffix in ("", "+") for name in kl.NAMES),
     "actor.old_log_probs": ("recompute", "engine"),
     "trainer.resume": ("auto", "never"),
@@ -85,6 +87,8 @@ POSITIVE = (
     "algorithm.kl_ctrl.target_kl",
     "actor.policy_loss.tau_pos",
     "actor.policy_loss.tau_neg",
+    "actor.policy_loss.clip_cov_ratio",
+    "actor.policy_loss.kl_cov_ratio",
     "critic.cliprange_value",
     *(f"{learner}.{name}" for learner in LEARNERS for name in ("optim.eps", "grad_clip")),
     "trainer.deadlines.engine_start",
@@ -94,6 +98,14 @@ POSITIVE = (
     "trainer.deadlines.publish",
 )
 """Keys whose value must be above 0."""
+
+MAY_BE_INFINITE = (
+    "actor.clip_ratio_c",
+    "critic.cliprange_value",
+    *(f"{learner}.grad_clip" for learner in LEARNERS),
+    "trainer.max_log_prob_gap",
+)
+"""Bounds that `.inf` takes away."""
 
 SHARES = (
     "reward.max_error_rate",
@@ -144,13 +156,6 @@ def check(config: Config) -> None:
         raise ConfigError(f"{len(found)} settings cannot be run:\n" + "\n".join(f"- {problem}" for problem in found))
 
 
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def _problems(config: Config) -> Iterator[str]:
     single, known = list(_single_values(config)), check_algorithm.knows_estimator(config)
     yield from single
@@ -170,36 +175,40 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _single_values(config: Config) -> Iterator[str]:
     for key, choices in CHOICES.items():
-        value = _value(config, key)
+        value = value_of(config, key)
         if value not in choices:
             known = ", ".join("null" if choice is None else choice for choice in choices)
             yield f"{key}={value} is not known; it must be one of {known}"
     for key, least in AT_LEAST.items():
-        if not _value(config, key) >= least:
-            yield f"{key}={_value(config, key)} is too small; the smallest value is {least}"
+        if not value_of(config, key) >= least:
+            yield f"{key}={value_of(config, key)} is too small; the smallest value is {least}"
+    for key in keys(Config):
+        value = value_of(config, key)
+        if isinstance(value, float) and not math.isfinite(value) and not (value > 0 and key in MAY_BE_INFINITE):
+            yield f"{key}={value} must be a finite number"
     for key in POSITIVE:
-        if not _value(config, key) > 0:
-            yield f"{key}={_value(config, key)} must be above 0"
+        if not value_of(config, key) > 0:
+            yield f"{key}={value_of(config, key)} must be above 0"
     for key in SHARES:
-        if not 0 <= _value(config, key) <= 1:
-            yield f"{key}={_value(config, key)} must lie between 0 and 1"
+        if not 0 <= value_of(config, key) <= 1:
+            yield f"{key}={value_of(config, key)} must lie between 0 and 1"
     for key in ("rollout.top_p", "rollout.val_kwargs.top_p"):
-        if not 0 < _value(config, key) <= 1:
-            yield f"{key}={_value(config, key)} must be above 0 and at most 1; 1 keeps all tokens"
+        if not 0 < value_of(config, key) <= 1:
+            yield f"{key}={value_of(config, key)} must be above 0 and at most 1; 1 keeps all tokens"
     for key in ("rollout.top_k", "rollout.val_kwargs.top_k"):
-        if _value(config, key) != -1 and _value(config, key) < 1:
-            yield f"{key}={_value(config, key)} must be at least 1, or -1 for all tokens"
+        if value_of(config, key) != -1 and value_of(config, key) < 1:
+            yield f"{key}={value_of(config, key)} must be at least 1, or -1 for all tokens"
     for key in ("data.train_max_samples", "data.val_max_samples", "trainer.test_freq", "trainer.save_freq"):
-        if _value(config, key) != -1 and _value(config, key) < 1:
-            yield f"{key}={_value(config, key)} must be at least 1, or -1 (see docs/configuration.md)"
+        if value_of(config, key) != -1 and value_of(config, key) < 1:
+            yield f"{key}={value_of(config, key)} must be at least 1, or -1 (see docs/configuration.md)"
     for key in AT_LEAST_1_OR_NULL:
-        if _value(config, key) is not None and _value(config, key) < 1:
-            yield f"{key}={_value(config, key)} must be at least 1, or null"
+        if value_of(config, key) is not None and value_of(config, key) < 1:
+            yield f"{key}={value_of(config, key)} must be at least 1, or null"
     for key in POSITIVE_OR_NULL:
-        if _value(config, key) is not None and not _value(config, key) > 0:
-            yield f"{key}={_value(config, key)} must be above 0, or null"
+        if value_of(config, key) is not None and not value_of(config, key) > 0:
+            yield f"{key}={value_of(config, key)} must be above 0, or null"
     for key in (f"{learner}.optim.betas" for learner in LEARNERS):
-        betas = _value(config, key)
+        betas = value_of(config, key)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             yield f"{key}={list(betas)} must be two numbers from 0 up to but not including 1"
 

@@ -17,6 +17,14 @@ ENV = {
 }
 
 
+LOCAL_RAY = {
+    # Ray ends workers that are idle for a second as soon as a machine has more of them than CPUs. The actors of a run
+    # alone are more here, so that every iteration would start the workers of its light stages, imports and all, anew.
+    "RAY_idle_worker_killing_time_threshold_ms": "3600000",
+}
+"""Environment of a Ray that is started on this machine."""
+
+
 def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping[str, Any]) -> bool:
     """Join or start Ray.
 
@@ -42,6 +50,8 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         "runtime_env": {"env_vars": env},
     }
     if not os.environ.get("RAY_ADDRESS"):
+        for name, value in LOCAL_RAY.items():
+            os.environ.setdefault(name, value)
         # Ray counts the machine's cores and warns when more processes than that start together.
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_cpus or 0))
         # Without an address Ray would first look for a cluster that somebody else started on this machine.

@@ -203,3 +203,11 @@ def _row_bytes(config: Config) -> int:
     responses = config.data.train_batch_size * (config.rollout.n + uses_baselines(config))
     prompt_bytes = config.data.max_prompt_length * rows.INTS.value_type.bit_width // 8
     return responses * (prompt_bytes + config.data.max_response_length * per_token)
+
+
+def shown(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
-from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.checks import check
 from pipeline.config import Config, ConfigError
-from pipeline.memory import Memory, estimate
+from pipeline.memory import Memory, estimate, shown
+from pipeline.notes import notes
 from pipeline.stages import scorers, uses_baselines, uses_critic, uses_reference
 from pipeline.train.config import ActorConfig, CriticConfig
 
@@ -133,7 +133,7 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         train_rows=train_rows,
         stages=tuple(_stages(config)),
         memory=memory,
-        notes=tuple(_notes(config, chunks, memory)),
+        notes=tuple(notes(config, chunks, memory)),
     )
 
 
@@ -154,43 +154,6 @@ def _stages(config: Config) -> Iterator[Stage]:
         yield Stage(name, pool.num_workers, pool.num_cpus, pool.num_gpus, keys)
     keys = ("trainer.num_workers", "trainer.cpus_per_worker", "(trainer.use_gpu)")
     yield Stage("train", trainer.num_workers, trainer.cpus_per_worker, float(trainer.use_gpu), keys)
-
-
-def _notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
-    rollout, estimator = config.rollout, get_adv_estimator(config.algorithm.adv_estimator)
-    if rollout.num_engines > chunks:
-        yield (
-            f"an iteration has {chunks} chunks for rollout.num_engines={rollout.num_engines}: "
-            f"{rollout.num_engines - chunks} engines stay idle; a smaller rollout.chunk_prompts spreads the work"
-        )
-    if rollout.chunks_in_flight == 0 and chunks % rollout.num_engines:
-        yield (
-            f"{chunks} chunks do not divide evenly among rollout.num_engines={rollout.num_engines}; "
-            "some engines have one chunk more to do"
-        )
-    if memory and rollout.num_gpus == 0 and memory.engine_kv_needed > rollout.cpu_kvcache_space_gb << 30:
-        yield (
-            f"rollout.cpu_kvcache_space_gb={rollout.cpu_kvcache_space_gb} holds fewer than rollout.max_num_seqs="
-            f"{rollout.max_num_seqs} sequences of full length ({_size(memory.engine_kv_needed)} needed); "
-            "the engine queues the rest"
-        )
-    if config.data.sampler not in ("uniform", "weighted") and config.trainer.total_training_steps is None:
-        yield (
-            f"data.sampler={config.data.sampler} may pass over prompts, so that trainer.total_epochs="
-            f"{config.trainer.total_epochs} can end sooner"
-        )
-    if uses_critic(config) and "values" not in estimator.needs:
-        yield (
-            f"critic.enable=true trains a critic that algorithm.adv_estimator={estimator.name} does not read; "
-            "it learns what that estimator gives as returns"
-        )
-    if config.actor.use_kl_loss and config.actor.kl_loss_type in ("kl", "k1"):
-        yield (
-            f"actor.kl_loss_type={config.actor.kl_loss_type} has a gradient that is 0 on average; "
-            f"{config.actor.kl_loss_type}+ has the same value and the gradient of the KL"
-        )
-    if uses_reference(config) and config.actor.kl_loss_coef == 0 and not config.algorithm.use_kl_in_reward:
-        yield "actor.kl_loss_coef=0: the KL of actor.use_kl_loss=true is measured and does not train"
 
 
 def _iterations(config: Config, train_rows: int | None) -> int | None:
@@ -352,12 +315,12 @@ def _steps(updates: Updates) -> str:
 
 def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
     unknown = "not estimated (no local folder with safetensors files)"
-    critic = unknown if memory.train_critic is None else _size(memory.train_critic)
+    critic = unknown if memory.train_critic is None else shown(memory.train_critic)
     yield (
         "memory of a train worker",
-        f"{_size(memory.train_worker)} + activations: weights {_size(memory.train_weights)}, gradients "
-        f"{_size(memory.train_gradients)}, optimiser {_size(memory.train_optimizer)}, "
-        f"logits {_size(memory.train_logits)}" + (f", critic {critic}" if uses_critic(config) else ""),
+        f"{shown(memory.train_worker)} + activations: weights {shown(memory.train_weights)}, gradients "
+        f"{shown(memory.train_gradients)}, optimiser {shown(memory.train_optimizer)}, "
+        f"logits {shown(memory.train_logits)}" + (f", critic {critic}" if uses_critic(config) else ""),
     )
     limit = (
         f"{config.rollout.gpu_memory_utilization:.0%} of a GPU in all"
@@ -366,20 +329,12 @@ def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
     )
     yield (
         "memory of an engine",
-        f"weights {_size(memory.engine_weights)}, KV cache for {config.rollout.max_num_seqs} full sequences "
-        f"{_size(memory.engine_kv_needed)} ({limit})",
+        f"weights {shown(memory.engine_weights)}, KV cache for {config.rollout.max_num_seqs} full sequences "
+        f"{shown(memory.engine_kv_needed)} ({limit})",
     )
     for name, weights in memory.scorer_weights.items():
-        yield f"memory of a {name} replica", unknown if weights is None else f"{_size(weights)} + activations"
-    yield "rows in the object store", f"{_size(memory.rows)} per iteration at most"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
+        yield f"memory of a {name} replica", unknown if weights is None else f"{shown(weights)} + activations"
+    yield "rows in the object store", f"{shown(memory.rows)} per iteration at most"
 
 
 def _count_words(count: int) -> str:

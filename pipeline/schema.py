@@ -35,6 +35,13 @@ def _keys(section: Any, prefix: str) -> Iterator[Key]:
             yield Key(name, types_of[item.name], value, type(section))
 
 
+def value_of(tree: Any, name: str) -> Any:
+    """The value of the setting with this dotted name."""
+    for part in name.split("."):
+        tree = getattr(tree, part)
+    return tree
+
+
 def expected(kind: Any) -> str:
     """What a value of type `kind` looks like, in words: `a whole number or null` for `int | None`."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:

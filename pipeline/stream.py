@@ -19,8 +19,6 @@ One streaming execution serves the whole run, so engines start once and stay war
 
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
@@ -37,6 +35,7 @@ from pipeline.scoring.reference import Reference
 from pipeline.scoring.value import Value
 from pipeline.stages import uses_baselines, uses_critic, uses_policy_scores, uses_reference
 from pipeline.track.trajectories import Record
+from pipeline.track.validated import Validation
 
 SOURCE_CPUS = 0.1
 """Ray CPUs of the prompt source and of rate-limited rewards, which mostly wait."""
@@ -61,6 +60,9 @@ def build(
     # Ray Data would set CPUs aside stage by stage, the first stages first, and trust that a stage left without any gets
     # them when earlier ones end: here none ends before the run does. The policy store paces the stream instead.
     context.op_resource_reservation_enabled = False
+    # Without those shares Ray Data would hold a stage back as soon as finished blocks pile up before the train workers,
+    # who take none until the whole iteration is there: both sides would wait for ever.
+    context.downstream_capacity_backpressure_ratio = None
     context.execution_options.preserve_order = True
 
     generation = ray.get(store.new_generation.remote(), timeout=ANSWER_S)
@@ -143,27 +145,6 @@ def pool(scorer: ScorerConfig) -> dict[str, Any]:
         "num_gpus": scorer.num_gpus,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
     }
-
-
-class Validation:
-    """Where validation rows leave the stream: recorded, and reported to the driver."""
-
-    COLUMNS = (
-        *("iteration", "data_source", "uid", "prompt", "response"),
-        *("score", "reward_parts", "reward_error", "generate_s"),
-    )
-
-    def __init__(self, run_dir: str, store: Any, generation: int):
-        self._record, self._store, self._generation = Record(run_dir), store, generation
-
-    def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of `table` that are not for validation."""
-        validation = table.filter(pc.equal(table["split"], "val"))
-        if len(validation):
-            self._record(validation)
-            message = {"rows": validation.select(self.COLUMNS)}
-            ray.get(self._store.post.remote(self._generation, "validated", message), timeout=ANSWER_S)
-        return table.filter(pc.not_equal(table["split"], "val"))
 
 
 def engine_env(config: Config) -> dict[str, str]:

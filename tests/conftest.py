@@ -1,11 +1,16 @@
 """Fixtures of all tests, and the marker `unit` for every test without another one."""
 
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,6 +36,9 @@ def ray_session() -> Iterator[None]:
     """One local Ray for all tests that need it, told of more CPUs than the machine has: test stages mostly wait."""
     import ray
 
+    from pipeline.cluster import LOCAL_RAY
+
+    os.environ.update(LOCAL_RAY)
     ray.init(
         address="local",
         num_cpus=8,
@@ -89,3 +97,21 @@ def prompt_files(tmp_path_factory: pytest.TempPathFactory) -> PromptFiles:
         )
         pq.write_table(table, path, row_group_size=10)
     return files
+
+
+@pytest.fixture(scope="session")
+def stream_config(tiny_model: Path, prompt_files: PromptFiles, tmp_path_factory: pytest.TempPathFactory) -> "Config":
+    """Configuration of the streams in `tests/streams.py`; change a copy."""
+    from tests.streams import tiny_config
+
+    return tiny_config(tiny_model, prompt_files, tmp_path_factory.mktemp("reward"))
+
+
+@pytest.fixture(scope="module")
+def stream_context(ray_session: None) -> Iterator[None]:
+    """`stream.build` sets this process's context of Ray Data; other tests get their own back."""
+    from ray.data import DataContext
+
+    before = copy.deepcopy(DataContext.get_current())
+    yield
+    DataContext._set_current(before)

@@ -76,6 +76,9 @@ BYPASS = ["actor.old_log_probs=engine"]
         (["algorithm.kl_penalty=kl+"], "algorithm.kl_penalty=kl+ is not known"),
         (["actor.kl_loss_coef=-1"], "actor.kl_loss_coef=-1.0 is too small"),
         (["algorithm.use_kl_in_reward=true", "rollout.top_p=0.9"], "even equal policies would have a KL"),
+        (["algorithm.adv_estimator=optimal_token_baseline", "rollout.top_k=20"], "sums over the whole vocabulary"),
+        (["actor.policy_loss.kl_cov_ratio=0"], "actor.policy_loss.kl_cov_ratio=0.0 must be above 0"),
+        (["actor.policy_loss.clip_cov_ratio=0"], "actor.policy_loss.clip_cov_ratio=0.0 must be above 0"),
         (["algorithm.use_kl_in_reward=true", "rollout.top_k=50"], "even equal policies would have a KL"),
         (["algorithm.kl_ctrl.type=adaptive"], "algorithm.use_kl_in_reward=false; set that to true"),
         (
@@ -98,6 +101,39 @@ BYPASS = ["actor.old_log_probs=engine"]
             [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold='0.52'"],
             "rollout_is_threshold=0.52 would cap the weight of every token",
         ),
+        (
+            [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold='2.0_5.0'"],
+            "rollout_is_threshold keeps ratios from 2 to 5, without 1",
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold='0.1_0.9'"],
+            "rollout_rs_threshold of token_k1 keeps ratios from 0.1 to 0.9, without 1",
+        ),
+        (
+            [
+                "actor.policy_loss.loss_mode=pipeline.train.losses.ppo:vanilla",
+                *BYPASS,
+                f"{CORRECTION}.rollout_is=token",
+            ],
+            "which would count twice",
+        ),
+        (["actor.policy_loss.loss_mode=pipeline.train.losses.smooth:dro"], "needs actor.policy_loss.dro_beta"),
+        (["actor.policy_loss.loss_mode=os:getcwd"], "called with two arguments, data and config"),
+        (["algorithm.adv_estimator=os:getcwd"], "called with two arguments, data and config"),
+        (["actor.policy_loss.loss_mode=pipeline.advantage.outcome:rloo"], "registered as another kind of function"),
+        (["algorithm.adv_estimator=pipeline.train.losses.ppo:vanilla"], "registered as another kind of function"),
+        (["actor.policy_loss.kwargs.width=0.3"], "no built-in loss reads it, and vanilla is one"),
+        (["algorithm.adv_estimator_kwargs.limit=3"], "no built-in estimator reads it, and grpo is one"),
+        (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,acc]"],
+            "names a part twice",
+        ),
+        (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc]", "algorithm.gdpo_reward_weights=[0]"],
+            "not all of them 0",
+        ),
+        (["actor.optim.lr=inf"], "actor.optim.lr=inf must be a finite number"),
+        (["actor.entropy_coeff=inf"], "actor.entropy_coeff=inf must be a finite number"),
         ([f"{CORRECTION}.rollout_is_batch_normalize=true"], "has no weights to normalise"),
         ([*BYPASS, f"{CORRECTION}.rollout_is=token"], "which would count twice"),
         (
@@ -114,6 +150,23 @@ BYPASS = ["actor.old_log_probs=engine"]
 def test_refused_algorithms(overrides, words):
     sentence = refusal(*overrides)
     assert words in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [("algorithm.adv_estimator", "median_b"), ("actor.policy_loss.loss_mode", "soft_c")]
+)
+def test_names_that_only_this_process_knows(key, name, tmp_path, monkeypatch):
+    """Importing a module for one function registers the other here, and nowhere else."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"own_{name}.py").write_text(
+        "from pipeline.advantage.estimators import register_adv_est\n"
+        "from pipeline.train.losses import register_policy_loss\n"
+        f"@{'register_adv_est' if name == 'median_b' else 'register_policy_loss'}({name!r})\n"
+        "def function(data, config):\n    raise NotImplementedError\n"
+    )
+    check(good(f"{key}=own_{name}:{name}"))  # by the registered name
+    check(good(f"{key}=own_{name}:function"))
+    assert f"give the import path, by which every worker finds it: own_{name}:{name}" in refusal(f"{key}={name}")
 
 
 @pytest.mark.parametrize("name", [*COMPARE_IN_GROUP, "pipeline.advantage.outcome:rloo"])

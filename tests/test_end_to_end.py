@@ -4,9 +4,6 @@ The runs are started once for the module, in this order: two iterations, the sam
 iteration of the first, and one iteration with one train worker. A last run in a process of its own takes Ctrl-C.
 """
 
-import contextlib
-import io
-import json
 import math
 import os
 import shutil
@@ -15,103 +12,35 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
-import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jobs.train import main
 from pipeline.config import Config, load_config, load_yaml
 from pipeline.track.trajectories import read_trajectories
+from tests.runs import BATCH, CHUNKS, SAMPLES, TWO, Run, Start, folder_of, score, starter, tiny_settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-BATCH, SAMPLES, CHUNKS = 8, 4, 2
-# Of random text every rule would make 0; this one differs inside nearly every group.
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return {"score": (len(solution_str) + extra_info["index"]) % 4 / 3, "length": len(solution_str)}
-"""
 TIMED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/generate_s", "rollout/load_s")
 """Prefixes of metrics that say how long something took."""
 ROUNDING = ("training/rollout_", "actor/ppo_kl", "actor/pg_clipfrac")
 """Prefixes of metrics that are differences of nearly equal numbers."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run's folder as it was when the run ended, for what a later run changes."""
-
-    folder: Path
-    records: dict[int, dict[str, Any]]
-    mlflow_run_id: str
-    printed: str
-
-    @classmethod
-    def of(cls, folder: Path, printed: str) -> "Run":
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        run_id = (folder / "mlflow_run_id").read_text().strip()
-        assert [record["iteration"] for record in records] == sorted({record["iteration"] for record in records})
-        return cls(folder, {record["iteration"]: record for record in records}, run_id, printed)
-
-
-Start = Callable[..., Run]
-
-
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_files: Any) -> list[str]:
-    folder = tmp_path_factory.mktemp("end_to_end")
-    (folder / "reward.py").write_text(REWARD)
-    return [
-        f"data.train_files={prompt_files.train}",
-        f"data.val_files={prompt_files.val}",
-        f"data.train_batch_size={BATCH}",
-        "data.max_prompt_length=64",
-        "data.max_response_length=12",
-        f"model.path={tiny_model}",
-        f"reward.custom_reward_function.path={folder / 'reward.py'}",
-        f"rollout.n={SAMPLES}",
-        f"rollout.chunk_prompts={BATCH // CHUNKS}",
-        "rollout.dtype=float32",
-        "rollout.enforce_eager=true",
-        "rollout.max_num_seqs=32",
-        # A step this large changes the log-probs by far more than the gap that is allowed between engine and trainer.
-        "actor.optim.lr=1e-2",
-        "trainer.ray_num_cpus=8",
-        "trainer.test_freq=1",
-        f"trainer.default_local_dir={folder / 'runs'}",
-    ]
+    return tiny_settings(tmp_path_factory.mktemp("end_to_end"), tiny_model, prompt_files)
 
 
 @pytest.fixture(scope="module")
 def start(settings: list[str], ray_session: None) -> Start:
-    """Run the command line in this process, on the session's Ray."""
-
-    def run(name: str, *more: str) -> Run:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            code = main([*settings, f"trainer.experiment_name={name}", *more])
-        assert code == 0, out.getvalue()
-        assert ray.is_initialized(), "a Ray that was there before is left alone"
-        return Run.of(folder_of(settings, name), out.getvalue())
-
-    return run
-
-
-def folder_of(settings: list[str], name: str) -> Path:
-    return Path(load_config(settings).trainer.default_local_dir) / name
-
-
-TWO = ("trainer.num_workers=2",)
+    return starter(settings)
 
 
 @pytest.fixture(scope="module")
@@ -206,18 +135,6 @@ def test_one_engine_serves_the_whole_run(first: Run) -> None:
     training = [read_trajectories(str(first.folder), iteration) for iteration in (1, 2)]
     validation = [read_trajectories(str(first.folder), version, "val") for version in (0, 1, 2)]
     assert len({name for rows in (*training, *validation) for name in rows["engine"].to_pylist()}) == 1
-
-
-def score(model: Any, rows: pa.Table) -> float:
-    """Largest difference between the log-probs of the rows' tokens under `model` and those of the engine."""
-    worst = 0.0
-    for row in rows.to_pylist():
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-        with torch.no_grad():
-            log_probs = torch.log_softmax(model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].float(), -1)
-        chosen = log_probs.gather(1, torch.tensor(row["response_ids"])[:, None]).squeeze(1)
-        worst = max(worst, (chosen - torch.tensor(row["rollout_log_probs"])).abs().max().item())
-    return worst
 
 
 def test_model_folder_holds_the_last_published_weights(first: Run, final_model: Any, tiny_model: Path) -> None:

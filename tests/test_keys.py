@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jobs.tiny import build_model
 from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.estimators import Estimate, EstimatorInput
-from pipeline.advantage.kl import kl_controller
 from pipeline.advantage.stage import Advantage
 from pipeline.config import Config
 from pipeline.plan import plan
@@ -89,15 +88,6 @@ def advantages(config: Config) -> Any:
     """What the advantage stage makes of the rows."""
     made = Advantage(config.algorithm)(generated())
     return [made[name].to_pylist() for name in ("advantages", "returns", "reward")]
-
-
-def kl_coefficients(config: Config) -> list[float]:
-    """The coefficient of the KL over three iterations, the second of which is above any target."""
-    controller, found = kl_controller(config.algorithm.kl_ctrl), []
-    for kl in (0.11, 5.0, 0.11):
-        found.append(controller.coef)
-        controller.update(kl, 100)
-    return found
 
 
 def admission(config: Config) -> list[int]:
@@ -196,15 +186,21 @@ class DryLoop(loop.Loop):
     def __init__(self, config: Config) -> None:
         self.config, self.run_dir, self.rank, self.version, self.saved = config, "", 0, 0, 0
         self.schedule = SimpleNamespace(iterations=3)
-        self.feed = SimpleNamespace(next=lambda version: table(), drain=lambda: None)
+        self.feed = SimpleNamespace(next=self._rows, drain=lambda: None)
         self.updated: list[str] = []
+        self.coefficients: list[float] = []
         self.actor, self.critic = self._learner("actor"), self._learner("critic")
+        self.kl, self.world_size = loop.kl_controller(config.algorithm.kl_ctrl), 1
+
+    def _rows(self, version: int) -> pa.Table:
+        rows = table()
+        return rows.append_column("kl", pa.array([5.0 if version == 2 else 0.11] * len(rows)))
 
     def _learner(self, name: str) -> Any:
-        return SimpleNamespace(update=lambda rows: self.updated.append(name) or {}, module=None)
-
-    def _publish(self) -> None:
-        self.updated.append("published")
+        module = SimpleNamespace(hf_name=None)
+        return SimpleNamespace(
+            update=lambda rows: self.updated.append(name) or {}, module=module, all_reduce=lambda values: values
+        )
 
     def _report(self, table: pa.Table, stats: Any) -> bool:
         return False
@@ -213,17 +209,28 @@ class DryLoop(loop.Loop):
         pass
 
     def _ask(self, method: str, *args: Any) -> None:
-        pass
+        if method == "publish":
+            self.updated.append("published")
+            self.coefficients.append(args[-1])
+
+
+def dry_run(config: Config) -> DryLoop:
+    """A run of three iterations, the second of which has a KL above any target."""
+    without = {"iteration_metrics": lambda table: {}, "load_tokenizer": lambda model: None}
+    with patch.multiple(loop, pack=lambda *_: None, save_hf=lambda *_: None, **without):
+        dry = DryLoop(config)
+        dry.run()
+    return dry
 
 
 def updates(config: Config) -> list[str]:
-    """Who is updated in a run of three iterations, in order."""
-    with patch.multiple(
-        loop, iteration_metrics=lambda table: {}, save_hf=lambda *_: None, load_tokenizer=lambda _: None
-    ):
-        dry = DryLoop(config)
-        dry.run()
-    return dry.updated
+    """Who is updated, in order."""
+    return dry_run(config).updated
+
+
+def kl_coefficients(config: Config) -> list[float]:
+    """The coefficient of the KL that is published with each version."""
+    return dry_run(config).coefficients
 
 
 # what shows each key
@@ -248,7 +255,8 @@ def loss(name: str, **settings: Any) -> dict[str, Any]:
 
 
 actor, critic = weights(Actor), weights(Critic)
-ADAPTIVE = {"algorithm.kl_ctrl.type": "adaptive"}
+KL = {"algorithm.use_kl_in_reward": True}
+ADAPTIVE = {**KL, "algorithm.kl_ctrl.type": "adaptive"}
 CORRECTION = "algorithm.rollout_correction"
 RECOMPUTE = {"actor.old_log_probs": "recompute"}
 WEIGHTS = {**RECOMPUTE, f"{CORRECTION}.rollout_is": "token"}
@@ -275,8 +283,8 @@ SHOWN = {
     "algorithm.handle_zero_tail": Shown(advantages, False, estimator("optimal_token_baseline")),
     "algorithm.use_kl_in_reward": Shown(advantages, True),
     "algorithm.kl_penalty": Shown(advantages, "low_var_kl", {"algorithm.use_kl_in_reward": True}),
-    "algorithm.kl_ctrl.type": Shown(kl_coefficients, "adaptive"),
-    "algorithm.kl_ctrl.kl_coef": Shown(kl_coefficients, 0.5),
+    "algorithm.kl_ctrl.type": Shown(kl_coefficients, "adaptive", KL),
+    "algorithm.kl_ctrl.kl_coef": Shown(kl_coefficients, 0.5, KL),
     "algorithm.kl_ctrl.target_kl": Shown(kl_coefficients, 0.2, ADAPTIVE),
     "algorithm.kl_ctrl.horizon": Shown(kl_coefficients, 200, ADAPTIVE),
     f"{CORRECTION}.rollout_is": Shown(actor, "sequence", WEIGHTS),

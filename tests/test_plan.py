@@ -167,6 +167,17 @@ def test_render_shows_the_arithmetic_and_notes():
         (["critic.enable=true"], "critic.enable=true trains a critic that algorithm.adv_estimator=grpo does not read"),
         (["actor.use_kl_loss=true", "actor.kl_loss_type=k1"], "k1+ has the same value and the gradient of the KL"),
         (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"], "is measured and does not train"),
+        (["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"], "divides by the group's spread"),
+        (["actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "it holds the policy twice"),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0"], "is measured and takes nothing off"),
+        (["actor.kl_loss_coef=0.5"], "set, and read by nothing in this run: actor.kl_loss_coef=0.5"),
+        (["critic.optim.lr=1e-3", "actor.loss_scale_factor=8"], "actor.loss_scale_factor=8.0, critic.optim.lr=0.001"),
+        (["algorithm.lam=0.5"], "read by nothing in this run: algorithm.lam=0.5"),
+        (["actor.policy_loss.dro_beta=0.5"], "read by nothing in this run: actor.policy_loss.dro_beta=0.5"),
+        (["scoring.reference.path=other/model"], "read by nothing in this run: scoring.reference.path=other/model"),
+        (["actor.policy_loss.loss_mode=gspo"], "its paper has 3e-4 and 4e-4"),
+        (["actor.policy_loss.loss_mode=dppo_tv"], "actor.clip_ratio_c=3 truncates the weights"),
+        (["actor.use_kl_loss=true", "rollout.num_gpus=1"], "the reference replicas on 1 CPUs each"),
     ],
 )
 def test_notes_on_what_has_no_effect(overrides, words):

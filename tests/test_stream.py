@@ -3,88 +3,37 @@
 Every stage but the engine is the run's own, the trainer's side is played by the test. Four streams are run in all.
 """
 
-import asyncio
 import contextlib
-import copy
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-import ray
-from ray.data import DataContext
 
-from pipeline import stream
 from pipeline.config import Config
-from pipeline.prompts.chat import load_tokenizer
-from pipeline.prompts.source import START
 from pipeline.prompts.stage import LOOKAHEAD, Schedule, sources
-from pipeline.rollout.stage import Policy, Rollout
-from pipeline.rollout.vllm import Generation
-from pipeline.rollout.weights import Shard, checksum
-from pipeline.store import Admission, PolicyStore
 from pipeline.track.trajectories import read_trajectories
-from pipeline.train.feed import Blocks, RowsFeed
+from tests.streams import (
+    ANSWER_S,
+    BATCH,
+    CHUNK,
+    CHUNKS,
+    RANKS,
+    SAMPLES,
+    Run,
+    changed,
+    closing,
+    expected_prompts,
+)
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-
-RANKS = 2
-CHUNK, CHUNKS, SAMPLES = 2, 4, 3
-BATCH = CHUNK * CHUNKS
-ANSWER_S = 30.0
-WAIT_S = 120.0
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if extra_info["index"] % 5 == 0:
-        raise ArithmeticError(f"no score for {extra_info['index']}")
-    return float(len(solution_str) % 3)
-"""
-
-
-class StandIn(Rollout):
-    """The rollout stage without an engine: tokens that follow from the prompt, and a log of what was admitted."""
-
-    SECONDS = 0.05
-
-    def __init__(self, config: Config, policy: Policy) -> None:
-        self._config, self._policy = config, policy
-        self._tokenizer = load_tokenizer(config.model)
-        self._version = -1
-        self.name = f"stand-in:{os.getpid()}"
-        self._log = Path(config.trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
-        self._write(event="start")
-
-    async def __call__(self, table: pa.Table) -> pa.Table:
-        split, chunk, iteration = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
-        self._write(event="asked", split=split, chunk=chunk, iteration=iteration)
-        ticket = await self._policy.admit(split, chunk, iteration)
-        self._write(event="admitted", split=split, chunk=chunk, iteration=iteration, version=ticket.version)
-        if ticket.version > self._version:
-            self._version = ticket.version
-            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), 0.0)
-        await asyncio.sleep(self.SECONDS)
-        table = table.filter(pc.not_equal(table["split"], "pad"))
-        n = SAMPLES if split == "train" else 1
-        generations = [self._generation(ids, sample) for ids in table["prompt_ids"].to_pylist() for sample in range(n)]
-        return self._rows(table, generations, n, ticket.version, 0.1, 0.0)
-
-    def _generation(self, prompt: list[int], sample: int) -> Generation:
-        length = 1 + (sum(prompt) + sample) % 5
-        return Generation(np.full(length, 70 + sample, np.int32), np.full(length, -0.5, np.float32), "stop")
-
-    def _write(self, **event: Any) -> None:
-        with self._log.open("a") as file:
-            file.write(json.dumps(event | {"time": time.time()}) + "\n")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
 
 @dataclass(frozen=True)
@@ -94,133 +43,17 @@ class Paged(Schedule):
     page_iterations: int = 2  # type: ignore[assignment]
 
 
-@dataclass
-class Run:
-    """One stream and the trainer's side of it."""
-
-    config: Config
-    schedule: Schedule
-    folder: Path
-    base: int = 0
-    start: tuple[int, int] = (0, 0)
-    published: dict[int, float] = field(default_factory=dict)
-    iterations: dict[int, list[pa.Table]] = field(default_factory=dict)
-    """What each rank received."""
-    _read: int = 0
-
-    def __post_init__(self) -> None:
-        admission = Admission(CHUNK, BATCH, 0)
-        self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=1000).remote(admission)
-        dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=StandIn)
-        splits = dataset.streaming_split(RANKS, equal=True)
-        self.generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
-        self.ask("begin", self.base, 1, self.start)
-        self.feeds = [
-            RowsFeed(Blocks(blocks, WAIT_S, self.describe), CHUNKS // RANKS)
-            for blocks in (
-                iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
-                for split in splits
-            )
-        ]
-
-    def ask(self, method: str, *args: Any) -> Any:
-        return ray.get(getattr(self.store, method).remote(self.generation, *args), timeout=ANSWER_S)
-
-    def describe(self) -> str:
-        return str(ray.get(self.store.status.remote(), timeout=ANSWER_S))
-
-    def publish(self, version: int) -> None:
-        self.published[version] = time.time()
-        self.ask("publish", version, {"policy": Shard(0, [], [], [])}, time.time())
-
-    def train(self, first: int, last: int) -> None:
-        """Iterations `first` to `last`, the version that generates `first` included."""
-        for iteration in range(first, last + 1):
-            self.publish(iteration - 1)
-            tables = [feed.next(iteration) for feed in self.feeds]
-            assert all(table is not None for table in tables), f"the stream ended before iteration {iteration}"
-            self.iterations[iteration] = [table for table in tables if table is not None]
-
-    def finish(self, version: int) -> None:
-        """Publish the last version and read what is left: nothing."""
-        self.publish(version)
-        for feed in self.feeds:
-            feed.drain()
-
-    def close(self) -> None:
-        """End what may still wait after a failure."""
-        ray.get(self.store.new_generation.remote(), timeout=ANSWER_S)
-        for feed in self.feeds:
-            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                feed.drain()
-
-    def messages(self, kind: str) -> list[dict[str, Any]]:
-        _, found = ray.get(self.store.read.remote(0, 0.0), timeout=ANSWER_S)
-        return [message for message in found if message["kind"] == kind]
-
-    def events(self, event: str) -> list[dict[str, Any]]:
-        """What all stand-ins logged of a kind, in time."""
-        lines = [
-            json.loads(line) for log in self.folder.glob("engine-*.jsonl") for line in log.read_text().splitlines()
-        ]
-        return sorted((line for line in lines if line["event"] == event), key=lambda line: line["time"])
-
-    def uids(self, iteration: int) -> list[str]:
-        """Prompts of an iteration in the order of its chunks."""
-        parts = pa.concat_tables(self.iterations[iteration]).sort_by([("chunk", "ascending")])
-        return list(dict.fromkeys(parts["uid"].to_pylist()))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def context(ray_session: None) -> Iterator[None]:
-    """`stream.build` sets this process's context; other tests get their own back."""
-    before = copy.deepcopy(DataContext.get_current())
-    yield
-    DataContext._set_current(before)
-
-
-@pytest.fixture(scope="module")
-def config(tiny_model: Path, prompt_files: Any, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    config = Config()
-    config.data.train_files, config.data.val_files = prompt_files.train, prompt_files.val
-    config.data.train_batch_size, config.data.max_prompt_length = BATCH, 64
-    config.data.max_response_length = 8
-    config.model.path = str(tiny_model)
-    config.rollout.n, config.rollout.chunk_prompts, config.rollout.num_cpus = SAMPLES, CHUNK, 0.2
-    config.rollout.max_num_seqs = 8
-    config.reward.num_cpus = 0.2
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(REWARD)
-    config.reward.custom_reward_function.path = str(reward)
-    config.trainer.total_training_steps = 1  # the schedule below counts
-    config.trainer.deadlines.engine_start = config.trainer.deadlines.admission = WAIT_S
-    return config
-
-
-def changed(config: Config, folder: Path) -> Config:
-    own = copy.deepcopy(config)
-    own.trainer.default_local_dir = str(folder)
-    return own
-
-
-def expected(config: Config, iterations: int, start: Any = START) -> list[list[str]]:
-    """Prompts of each iteration, straight from the source."""
-    source, _ = sources(config)
-    chunks = source.chunks(BATCH, start)
-    return [next(chunks)["uid"].to_pylist() for _ in range(iterations)]
-
-
-# One run with everything: eleven iterations over more than two epochs, validation every fourth version.
+# One run of an outcome estimator: eleven iterations over more than two epochs, validation every fourth version.
 
 ITERATIONS, TEST_FREQ = 11, 4
 HOLD_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def whole(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("whole")
-    run = Run(changed(config, folder), Schedule(ITERATIONS, CHUNKS, CHUNK, True, True, TEST_FREQ), folder)
-    try:
+    run = Run(changed(stream_config, folder), Schedule(ITERATIONS, CHUNKS, CHUNK, True, True, TEST_FREQ), folder)
+    with closing(run):
         run.train(1, 1)
         # The trainer thinks about version 1 for a while.
         time.sleep(HOLD_S)
@@ -232,8 +65,6 @@ def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         run.train(2, ITERATIONS)
         run.finish(ITERATIONS)
         yield run
-    finally:
-        run.close()
 
 
 def known(run: Run, iteration: int) -> bool:
@@ -257,7 +88,7 @@ def test_each_rank_gets_its_rows_in_order(whole: Run) -> None:
 
 def test_prompts_are_those_of_the_source(whole: Run, prompt_files: Any) -> None:
     seen = [whole.uids(iteration) for iteration in range(1, ITERATIONS + 1)]
-    assert seen == expected(whole.config, ITERATIONS)
+    assert seen == expected_prompts(whole.config, ITERATIONS)
     first_epoch = [uid for uids in seen[: prompt_files.train_rows // BATCH] for uid in uids]
     assert sorted(first_epoch) == sorted(f"0-{i}" for i in range(prompt_files.train_rows))
 
@@ -321,8 +152,8 @@ def test_validation_rows_leave_before_the_trainer(whole: Run, prompt_files: Any)
 
 
 def test_every_row_is_recorded_as_the_trainer_got_it(whole: Run) -> None:
-    for iteration, tables in whole.iterations.items():
-        got = pa.concat_tables(tables).sort_by([("chunk", "ascending")])
+    for iteration in whole.iterations:
+        got = whole.rows(iteration)
         recorded = read_trajectories(str(whole.folder), iteration)
         for name in ("uid", "sample", "response_ids", "score", "advantages", "policy_version"):
             assert recorded[name].to_pylist() == got[name].to_pylist(), name
@@ -337,7 +168,7 @@ def test_one_engine_serves_the_whole_run(whole: Run) -> None:
 
 
 def test_stream_ends_with_the_epochs_and_validates_the_last_version(
-    config: Config, tmp_path: Path, prompt_files: Any
+    stream_config: Config, tmp_path: Path, prompt_files: Any
 ) -> None:
     """Footers promise five iterations; a quarter of the prompts is too long, so three come."""
     table = pq.read_table(prompt_files.train).to_pylist()
@@ -345,12 +176,12 @@ def test_stream_ends_with_the_epochs_and_validates_the_last_version(
         row["prompt"][0]["content"] *= 9
     long = tmp_path / "long.parquet"
     pq.write_table(pa.Table.from_pylist(table, pq.read_schema(prompt_files.train)), long)
-    own = changed(config, tmp_path)
+    own = changed(stream_config, tmp_path)
     own.data.train_files, own.data.filter_overlong_prompts = str(long), True
     own.trainer.total_training_steps, own.trainer.total_epochs = None, 1
 
     run = Run(own, Schedule(5, CHUNKS, CHUNK, True, False, -1), tmp_path)
-    try:
+    with closing(run):
         run.train(1, 3)
         run.publish(3)
         assert [feed.next(4) for feed in run.feeds] == [None, None]
@@ -362,31 +193,27 @@ def test_stream_ends_with_the_epochs_and_validates_the_last_version(
         assert counts == sorted(counts) and 0 < counts[-1] <= 10
         seen = [uid for iteration in (1, 2, 3) for uid in run.uids(iteration)]
         assert len(set(seen)) == 3 * BATCH
-    finally:
-        run.close()
 
 
 # Resumed, in pages of several iterations.
 
 
-def test_resumed_stream_goes_on_behind_the_checkpoint(config: Config, tmp_path: Path) -> None:
-    own, base, last = changed(config, tmp_path), 4, 9
+def test_resumed_stream_goes_on_behind_the_checkpoint(stream_config: Config, tmp_path: Path) -> None:
+    own, base, last = changed(stream_config, tmp_path), 4, 9
     source, _ = sources(own)
     _, position = source.draw(BATCH * base)
     start = position[:2]
     schedule = Paged(last, CHUNKS, CHUNK, True, True, 2)
     assert schedule.pages == 6
     run = Run(own, schedule, tmp_path, base, start)
-    try:
+    with closing(run):
         run.train(base + 1, last)
         run.finish(last)
-        assert [run.uids(iteration) for iteration in range(base + 1, last + 1)] == expected(own, last)[base:]
+        assert [run.uids(iteration) for iteration in range(base + 1, last + 1)] == expected_prompts(own, last)[base:]
         for iteration, tables in run.iterations.items():
             assert {v for table in tables for v in table["policy_version"].to_pylist()} == {iteration - 1}
         # Version 4 was validated before the interruption.
         assert [message["version"] for message in run.messages("validation")] == [6, 8, 9]
-    finally:
-        run.close()
 
 
 # Processes that die.
@@ -403,10 +230,10 @@ def workers(stage: str) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_killed_actors_lose_and_repeat_no_prompt(config: Config, tmp_path: Path) -> None:
-    own, last = changed(config, tmp_path), 7
+def test_killed_actors_lose_and_repeat_no_prompt(stream_config: Config, tmp_path: Path) -> None:
+    own, last = changed(stream_config, tmp_path), 7
     run = Run(own, Schedule(last, CHUNKS, CHUNK, True, False, 3), tmp_path)
-    try:
+    with closing(run):
         run.train(1, 2)
         for stage in ("Prompts", "StandIn"):
             (victim,) = workers(stage)
@@ -416,7 +243,7 @@ def test_killed_actors_lose_and_repeat_no_prompt(config: Config, tmp_path: Path)
             run.train(first, first + 1)
         run.train(last, last)
         run.finish(last)
-        assert [run.uids(iteration) for iteration in range(1, last + 1)] == expected(own, last)
+        assert [run.uids(iteration) for iteration in range(1, last + 1)] == expected_prompts(own, last)
         for iteration, tables in run.iterations.items():
             rows = pa.concat_tables(tables)
             assert len(rows) == BATCH * SAMPLES
@@ -424,5 +251,3 @@ def test_killed_actors_lose_and_repeat_no_prompt(config: Config, tmp_path: Path)
         assert len(run.events("start")) == 2, "the engine was started again, once"
         for version in (3, 6, last):
             assert len(read_trajectories(str(tmp_path), version, "val")) == 7
-    finally:
-        run.close()

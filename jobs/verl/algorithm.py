@@ -40,6 +40,11 @@ def kl(state: State) -> None:
     if kind.endswith("+"):
         state.set("algorithm.kl_penalty", kind.rstrip("+"))
         state.note(f"algorithm.kl_penalty={kind} is {kind.rstrip('+')}: the two differ in the gradient of a loss alone")
+    if state.get("algorithm.use_kl_in_reward"):
+        state.note(
+            "algorithm.use_kl_in_reward=true: the KL compares the log-probs that the engine sampled with to the "
+            "reference's, in verl those that the trainer recomputes"
+        )
     if state.get("algorithm.kl_ctrl.type") == "adaptive" and not state.get("algorithm.use_kl_in_reward"):
         state.drop("algorithm.kl_ctrl.type")
         state.leave("algorithm.kl_ctrl.type", "there is no KL in the reward to control (algorithm.use_kl_in_reward)")
@@ -47,6 +52,10 @@ def kl(state: State) -> None:
 
 def clipping(state: State) -> None:
     """In verl both bounds are 0.2 unless they are given, whatever `clip_ratio` is; here they follow it."""
+    low = state.get("actor.clip_ratio_low")
+    if state.get("actor.policy_loss.loss_mode") == "cispo" and low is not None and low > 1:
+        state.set("actor.clip_ratio_low", 1.0)
+        state.note(f"actor.clip_ratio_low={low:g} is 1 here: any more leaves CISPO's weight without a lower bound, too")
     ratio = state.get("actor.clip_ratio")
     missing = [side for side in ("low", "high") if f"actor.clip_ratio_{side}" not in state.values]
     # A bound that is given as null follows clip_ratio in verl, too.
@@ -79,6 +88,11 @@ def loss(state: State) -> None:
         state.note(
             f"verl aggregates {mode} as {forced}, whatever actor.loss_agg_mode is; that key decides here, for KL and "
             "entropy, too"
+        )
+    if state.get("actor.loss_agg_mode") == "seq-mean-token-sum-norm" and state.get("actor.loss_scale_factor") is None:
+        state.note(
+            "actor.loss_agg_mode=seq-mean-token-sum-norm divides by data.max_response_length, in verl by the width "
+            "that the batch is padded to; actor.loss_scale_factor sets the number for both"
         )
     if f"{_ACTOR}.grad_clip" in state.given and f"{_ACTOR}.optim.clip_grad" not in state.given:
         state.note("actor.grad_clip counts here; verl 0.9.1 reads actor.optim.clip_grad and passes over it")

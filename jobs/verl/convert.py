@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from jobs.verl import algorithm, run, sizes
 from jobs.verl.gone import reason
@@ -48,11 +48,13 @@ def _rename(state: State) -> None:
         value = state.given.get(key)
         # null is verl's word for "not given"; where ours may be null it is so by default.
         if value is None:
+            if type(None) not in (OURS[ours].type, *get_args(OURS[ours].type)) and OURS[ours].type is not Any:
+                state.leave(key, f"null is no value of {ours}, which keeps its default")
             continue
         if ours in _PATHS:
             value = _from_home(value)
         elif ours.endswith("dtype"):
-            value = _DTYPES.get(value, value)
+            value = _DTYPES.get(value, value) if isinstance(value, str) else value
         elif ours.endswith("_threshold"):
             value = str(value)
         elif ours == "trainer.logger" and isinstance(value, str):
@@ -62,6 +64,8 @@ def _rename(state: State) -> None:
         for key, value in state.given.items():
             if key == section and isinstance(value, dict):
                 state.values.setdefault(ours, {}).update(value)
+            elif key == section and value is not None:
+                state.leave(key, f"its value does not fit {ours}: expected a mapping")
             elif key.startswith(section + "."):
                 *names, last = key.removeprefix(section + ".").split(".")
                 place = state.values.setdefault(ours, {})

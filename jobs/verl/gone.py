@@ -44,8 +44,8 @@ GONE: tuple[Gone, ...] = (
     *_feature("rows are not resampled by preference", "algorithm.use_pf_ppo"),
     *_gone("rows are not resampled by preference", "algorithm.pf_ppo.*"),
     *_gone(
-        "there are no reward managers: functions score rows one by one (or, with `batch`, chunk by chunk), and shaping, "
-        "weights and rate limits are keys of their own (docs/rewards.md)",
+        "there are no reward managers: functions score rows one by one, or with `batch` chunk by chunk; weights, "
+        "shaping and rate limits are keys of their own (docs/rewards.md)",
         "*reward_manager*",
         "*reward_loop_*",
     ),
@@ -138,6 +138,9 @@ GONE: tuple[Gone, ...] = (
     *_feature("weights are not quantised", "*.qat.*", "*.quantization*"),
     *_feature("routers of mixture models are not replayed", "*router_replay*", "*.enable_rollout_routing_replay"),
     *_feature("drafts are not used", "*.mtp"),
+    *_gone(
+        "model.enable_gradient_checkpointing holds for the critic, too", "critic.model.enable_gradient_checkpointing"
+    ),
     *_gone("model, tokenizer and trust_remote_code of the actor hold for all", "critic.model.*", "*.ref.model.*"),
     *_feature("images, video and audio are not read", "*.freeze_vision_tower", "*.limit_images"),
     *_gone(

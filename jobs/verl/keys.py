@@ -35,6 +35,9 @@ RENAMED: tuple[tuple[str, str], ...] = (
         for key in ("enable", "len", "penalty_factor")
     ),
     *((f"{section}.sandbox_fusion.url", "reward.sandbox.url") for section in ("reward", "reward_model")),
+    # In this order: what the engine is given is what it generates.
+    (f"{_ROLLOUT}.prompt_length", "data.max_prompt_length"),
+    (f"{_ROLLOUT}.response_length", "data.max_response_length"),
     ("data.seed", "trainer.seed"),
     ("data.tokenizer", "model.tokenizer_path"),
     ("data.trust_remote_code", "model.trust_remote_code"),

@@ -44,10 +44,6 @@ def critic(state: State) -> None:
             f"trainer.critic_warmup={warmup}: verl updates the policy from step {warmup} on, after {warmup - 1} steps "
             f"of the critic alone, which is critic.warmup={warmup - 1}"
         )
-    mode = state.get("actor.loss_agg_mode")
-    if "critic.loss_agg_mode" not in state.values and mode != state.get("critic.loss_agg_mode"):
-        state.values["critic.loss_agg_mode"] = mode
-        state.defaults.add("critic.loss_agg_mode")
     if "critic.path" not in state.values:
         state.note("critic.model.path is not given: the critic starts from model.path")
     state.note("the critic takes over the decoder of its model; its value head starts at 0")

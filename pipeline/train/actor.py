@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.track.metrics import Stat, Stats, log_prob_gap, mean, merge
 from pipeline.train.correction import Corrected, correct, parse
 from pipeline.train.learner import Learner, UpdateShape
-from pipeline.train.losses import Candidates, LossInput, agg_loss, get_policy_loss
+from pipeline.train.losses import Candidates, LossInput, agg_loss, checked, get_policy_loss
 from pipeline.train.losses.kl import kl_loss
 from pipeline.train.packing import MicroBatch, Rows
 from pipeline.train.policy import Policy, load_policy
@@ -45,6 +45,7 @@ class Actor(Learner):
         self.scale_factor = actor.loss_scale_factor or float(config.data.max_response_length)
         self.loss = get_policy_loss(actor.policy_loss.loss_mode)
         self.correction = parse(config.algorithm.rollout_correction)
+        self.guards_gap = config.trainer.max_log_prob_gap is not None
         self.skips_without_advantage = (
             self.loss.zero_without_advantage and not actor.entropy_coeff and not actor.use_kl_loss
         )
@@ -105,9 +106,11 @@ class Actor(Learner):
         """One optimiser step on the mini-batch of rows `index`."""
         if self.loss.select is not None:
             self._select(rows, index)
-        trained = rows.with_advantages(index) if self.skips_without_advantage else index
+        # A guard on the gap between engine and trainer has to see tokens, also where no group has an advantage.
+        skips = self.skips_without_advantage and not (fresh and self.guards_gap)
+        trained = rows.with_advantages(index) if skips else index
 
-        def backward(batch: MicroBatch, tokens: float, sequences: float) -> Stats:
+        def backward(batch: MicroBatch, tokens: float, sequences: float) -> tuple[Stats, float]:
             return self._backward(batch, tokens, sequences, fresh)
 
         return self.step(rows, trained, index, backward)
@@ -135,7 +138,7 @@ class Actor(Learner):
         rows.selected = np.zeros(len(rows.mask), dtype=bool)
         rows.selected[places] = chosen[before : before + len(places)]
 
-    def _backward(self, batch: MicroBatch, tokens: float, sequences: float, fresh: bool) -> Stats:
+    def _backward(self, batch: MicroBatch, tokens: float, sequences: float, fresh: bool) -> tuple[Stats, float]:
         config = self.config
         log_probs, entropy = self._forward(batch)
         mask, weights, stats = batch.mask, batch.weights, Stats()
@@ -148,7 +151,7 @@ class Actor(Learner):
         data = LossInput(
             log_probs, batch.old_log_probs, batch.advantages, mask, batch.segment, batch.sequences, batch.selected
         )
-        per_token, sums = self.loss.function(data, config)
+        per_token, sums = checked(self.loss, data, self.loss.function(data, config))
         if weights is not None:
             per_token = per_token * weights
 
@@ -187,7 +190,7 @@ class Actor(Learner):
             stats |= entropy_of(entropy, batch.mask)
         if fresh:
             stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.mask.cpu())
-        return stats
+        return stats, float((batch.mask > 0).sum() - (mask > 0).sum())
 
     def _correct_current(self, batch: MicroBatch, log_probs: Tensor) -> Corrected:
         """Bypass mode: weights and rejection between the engine's and the current policy."""

@@ -202,8 +202,8 @@ class CriticConfig:
     cliprange_value: float = 0.5
     """A value may move this far from the one in the row before its loss is held."""
 
-    loss_agg_mode: str = "token-mean"
-    """How token losses become one number; as `actor.loss_agg_mode`."""
+    loss_agg_mode: str | None = None
+    """How token losses become one number; null takes the actor's."""
 
     grad_clip: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
@@ -299,7 +299,9 @@ class TrainerConfig:
     """Restarts of the train workers after a failure before the run ends."""
 
     max_log_prob_gap: float | None = None
-    """Largest |engine - trainer| log-prob of any token; beyond it the run ends. Null only reports the gap."""
+    """Largest |engine - trainer| log-prob of a token; beyond it the run ends. Null only reports the gap. All tokens of
+    an iteration are compared, with `actor.old_log_probs=engine` those of its first mini-batch, and none while
+    `critic.warmup` lasts."""
 
     logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
     """Where metrics go besides `metrics.jsonl`: any of `console`, `mlflow`, `wandb`, `tensorboard`."""

@@ -37,6 +37,7 @@ class Critic(Learner):
         shape, model = UpdateShape.of(config, critic), load_value_model(config)
         super().__init__("critic", model, shape, critic.optim, critic.fsdp, critic.grad_clip, device, iterations)
         self.config = critic
+        self.loss_agg_mode = critic.loss_agg_mode or config.actor.loss_agg_mode
         self.scale_factor = config.actor.loss_scale_factor or float(config.data.max_response_length)
 
     def update(self, rows: Rows) -> Stats:
@@ -56,14 +57,14 @@ class Critic(Learner):
         stats.append({"timing_s/update_critic": Stat("max", (time.perf_counter() - begun,))})
         return merge(stats)
 
-    def _backward(self, batch: MicroBatch, tokens: float, sequences: float) -> Stats:
+    def _backward(self, batch: MicroBatch, tokens: float, sequences: float) -> tuple[Stats, float]:
         assert batch.values is not None
         values = self.module(batch.input_ids, batch.select)
         per_token, sums = value_loss(values, batch.values, batch.returns, batch.mask, self.config.cliprange_value)
         loss = agg_loss(
             per_token,
             batch.mask,
-            self.config.loss_agg_mode,
+            self.loss_agg_mode,
             global_tokens=tokens,
             global_sequences=sequences,
             segment=batch.segment,
@@ -74,7 +75,7 @@ class Critic(Learner):
         return {
             "critic/vf_loss": Stat("sum", (loss.item() / self.shape.steps,)),
             **{f"critic/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()},
-        }
+        }, 0.0
 
     def _explained_variance(self, rows: Rows) -> Stats:
         """How much of the returns of all ranks' tokens the values explain that came with the rows.

@@ -100,7 +100,11 @@ class Learner:
             yield collate(rows, [index[i] for i in part]).to(self.device)
 
     def step(
-        self, rows: Rows, index: list[int], counted: list[int], backward: Callable[[MicroBatch, float, float], Stats]
+        self,
+        rows: Rows,
+        index: list[int],
+        counted: list[int],
+        backward: Callable[[MicroBatch, float, float], tuple[Stats, float]],
     ) -> Stats:
         """One optimiser step; a collective.
 
@@ -109,14 +113,19 @@ class Learner:
             index: rows that go through the model.
             counted: rows that count in what the loss is normalised by, `index` among them.
             backward: runs forward and backward on a micro-batch, given the tokens that train and the sequences with
-                such tokens in the global mini-batch; returns metrics.
+                such tokens in the global mini-batch; returns metrics, and how many of its tokens it found not to
+                train after all.
         """
         tokens, sequences = self.all_reduce(list(rows.mask_counts(counted)), dist.ReduceOp.SUM)
         self.optimizer.zero_grad(set_to_none=True)
-        stats = [backward(batch, tokens, sequences) for batch in self.micro_batches(rows, index)]
+        stats, own_rejected = [], 0.0
+        for batch in self.micro_batches(rows, index):
+            own, rejected = backward(batch, tokens, sequences)
+            stats.append(own)
+            own_rejected += rejected
         norm = clip_grad_norm(self.module.parameters(), self.grad_clip)
         # Every rank sees the same norm and count. Without tokens the gradient is zero, and a step would still decay.
-        step = math.isfinite(norm) and tokens > 0
+        step = math.isfinite(norm) and tokens > self.all_reduce([own_rejected])[0]
         stats.append(
             {
                 f"{self.name}/grad_norm": mean(norm, 1) if math.isfinite(norm) else mean(0, 0),

@@ -201,6 +201,8 @@ python3 -m verl.trainer.main_ppo trainer.total_epochs=9
 
 
 def test_overrides_alone_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["foo=bar"]) == 2  # nothing of it is a key of verl
+    capsys.readouterr()
     assert main(["algorithm.adv_estimator=grpo", "+actor_rollout_ref.rollout.n=4", "trainer.nothing=1"]) == 0
     printed = capsys.readouterr()
     body = yaml.safe_load(printed.out)

@@ -16,7 +16,9 @@ from pipeline.config import Config
 from pipeline.rows import flat
 from pipeline.track.metrics import reduce
 from pipeline.train.actor import Actor
+from pipeline.train.correction import parse
 from pipeline.train.fsdp import full_state_dict
+from pipeline.train.losses import PolicyLoss
 from pipeline.train.packing import Rows
 from tests.train import updates
 from tests.train.losses import batches
@@ -224,13 +226,18 @@ def test_rejected_tokens_change_nothing(tiny_model: Path, old: str, loss: str) -
     assert moved(trained(plain, table())[1], trained(plain, other)[1]) > 1e-4
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-def test_an_iteration_that_is_rejected_as_a_whole_takes_no_step(tiny_model: Path, normalize: bool) -> None:
-    correction = {"rollout_is": "token", "rollout_is_batch_normalize": normalize}
-    correction |= {"rollout_rs": "token_k1", "rollout_rs_threshold": "1e6_1e7"}
+@pytest.mark.parametrize(("old", "normalize"), [("recompute", False), ("recompute", True), ("engine", False)])
+def test_an_iteration_that_is_rejected_as_a_whole_takes_no_step(tiny_model: Path, old: str, normalize: bool) -> None:
+    weights = {"rollout_is": "token", "rollout_is_batch_normalize": normalize} if old == "recompute" else {}
+    correction = {**weights, "rollout_rs": "token_k1", "rollout_rs_threshold": "1e6_1e7"}
     for loss, changes in (("vanilla", {}), ("clip_cov", {"entropy_coeff": 0.1}), ("gspo", {"use_kl_loss": True})):
-        options = {"old_log_probs": "recompute", "ppo_mini_batch_size": 4, **changes}
+        options = {"old_log_probs": old, "ppo_mini_batch_size": 4, **changes}
         actor = Actor(make_config(tiny_model, loss, correction, **options), CPU, 100)
+        rejecting, actor.correction = actor.correction, parse(RolloutCorrectionConfig())
+        actor.update(
+            Rows.from_table(with_reference(table(seed=1)))
+        )  # a step with a gradient of 0 would go on by momentum
+        actor.correction = rejecting
         before = full_state_dict(actor.module)
         metrics = reduce([actor.update(Rows.from_table(with_reference(table())))])
         assert moved(before, full_state_dict(actor.module)) == 0
@@ -238,6 +245,24 @@ def test_an_iteration_that_is_rejected_as_a_whole_takes_no_step(tiny_model: Path
         assert metrics["actor/pg_loss"] == metrics["actor/loss"] == 0
         assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
         assert np.isfinite(list(metrics.values())).all()
+
+
+# losses of one's own
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda data: (-data.log_probs * data.advantages).mean(), "a Tensor; a pair was expected"),
+        (lambda data: ((-data.log_probs * data.advantages).mean(), {}), "one number for each of the"),
+        (lambda data: (-data.log_probs, {"width": 0.5}), "metric 'width' as 0.5"),
+    ],
+)
+def test_a_loss_of_another_form_is_refused(tiny_model: Path, returned: Any, words: str) -> None:
+    actor = Actor(make_config(tiny_model, "vanilla"), CPU, 100)
+    actor.loss = PolicyLoss("own", lambda data, config: returned(data))
+    with pytest.raises(ValueError, match=f"policy loss 'own' returned.*{words}"):
+        actor.update(Rows.from_table(table()))
 
 
 # rows whose advantages are all 0
@@ -275,6 +300,14 @@ def test_rows_without_advantage_are_left_out_where_that_changes_nothing(tiny_mod
         assert moved(rows_passed(forced, rows)[2], theirs[2]) > 1e-4, "these rows do pull the policy"
     else:
         assert ours[0] == theirs[0] / 2
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3])
+def test_the_gap_is_measured_without_any_advantage_where_it_is_limited(tiny_model: Path, limit: float | None) -> None:
+    config = make_config(tiny_model, "vanilla", ppo_mini_batch_size=4)
+    config.trainer.max_log_prob_gap = limit
+    metrics, _ = trained(config, without_advantage(table(), every=1))
+    assert ("training/rollout_log_probs_diff_max" in metrics) == (limit is not None)
 
 
 @pytest.mark.parametrize("changes", [{"entropy_coeff": 1.0}, {"use_kl_loss": True, "kl_loss_coef": 1.0}])

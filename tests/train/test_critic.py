@@ -128,6 +128,14 @@ def test_loss_and_gradient_are_those_of_the_written_out_formula(tiny_model: Path
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_the_loss_is_aggregated_as_the_actors_unless_said_otherwise(tiny_model: Path) -> None:
+    follows, own = make_config(tiny_model), make_config(tiny_model, loss_agg_mode="token-sum")
+    follows.actor.loss_agg_mode = "token-sum"
+    shown = [trained(config, table())[0]["critic/vf_loss"] for config in (follows, own, make_config(tiny_model))]
+    assert shown[0] == pytest.approx(shown[1], rel=1e-6) and shown[0] > 2 * shown[2]
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_explained_variance_is_that_of_all_trained_tokens_before_the_update(tiny_model: Path) -> None:
     rows = table()
     mask, values, returns = (flat(rows, name)[0].astype(float) for name in ("response_mask", "values", "returns"))

@@ -8,6 +8,7 @@ from pipeline.train.losses.registry import (
     LossInput,
     PolicyLoss,
     Sums,
+    checked,
     get_policy_loss,
     register_policy_loss,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "PolicyLoss",
     "Sums",
     "agg_loss",
+    "checked",
     "explained_variance",
     "get_policy_loss",
     "kl_loss",

@@ -17,6 +17,7 @@ Chosen, and why:
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,3 +135,30 @@ def get_policy_loss(name: str) -> PolicyLoss:
         ValueError: no such name (the sentence gives the nearest), or the import path leads nowhere.
     """
     return look_up("actor.policy_loss.loss_mode", name, _POLICY_LOSSES, PolicyLoss)
+
+
+def checked(loss: PolicyLoss, data: LossInput, returned: Any) -> tuple[Tensor, Sums]:
+    """What a loss returned, if it has the form of a `LossFunction`'s.
+
+    Raises:
+        ValueError: it is no pair of losses [N] and sums.
+    """
+    name = f"policy loss {loss.name!r}"
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+        raise ValueError(
+            f"{name} returned a {type(returned).__name__}; a pair was expected: losses, one for each of the "
+            f"{len(data.log_probs)} tokens, and a dict of metrics (it may be empty)"
+        )
+    per_token, sums = returned
+    shape = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
+    if shape != tuple(data.log_probs.shape):
+        raise ValueError(
+            f"{name} returned losses of shape {shape}; one number for each of the {len(data.log_probs)} tokens was "
+            "expected, which are averaged afterwards as actor.loss_agg_mode says"
+        )
+    for metric, value in sums.items():
+        if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, Tensor) for part in value)):
+            raise ValueError(
+                f"{name} returned metric {metric!r} as {value!r}; a pair of tensors (sum, count) is needed"
+            )
+    return per_token, sums

@@ -40,8 +40,9 @@ def geo_mean(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     `clip_ratio_high` bound log ratios here, and the paper takes 0.4 for both. Each token of the sequence has the
     sequence's loss, so that `seq-mean-token-mean` is the mean over sequences; one without trained tokens adds nothing.
 
-    It differs from verl's in two ways: any aggregation mode holds, over the whole mini-batch; and the side of the clip
-    follows the sequence's advantage, not the token's. The two agree where the advantage is constant over the sequence,
+    It differs from verl's in three ways. Any aggregation mode holds, over the whole mini-batch. Importance weights
+    multiply the tokens' losses, where verl multiplies the sequence's by their geometric mean. And the side of the clip
+    follows the sequence's advantage, not the token's: the two agree where the advantage is constant over the sequence,
     the paper's case; elsewhere a token of the other sign would have had its ratio clipped from the wrong side, without
     a bound on the side that lowers the loss.
 

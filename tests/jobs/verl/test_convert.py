@@ -146,6 +146,12 @@ def test_clip_ratio_alone_has_no_effect_in_verl() -> None:
     assert "actor.clip_ratio_low" not in values(f"{ACTOR}.clip_ratio_high=0.28")
 
 
+def test_cispo_without_a_lower_bound() -> None:
+    cispo = [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10", f"{ACTOR}.clip_ratio_high=0.2"]
+    assert values(*cispo)["actor.clip_ratio_low"] == 1.0
+    assert "without a lower bound" in notes(*cispo)
+
+
 def test_losses() -> None:
     found = values(
         f"{ACTOR}.policy_loss.loss_mode=clip-cov", f"{ACTOR}.tau_pos=2.0", f"{ACTOR}.policy_loss.dro_beta=0.1"
@@ -241,7 +247,7 @@ def test_critic_warm_up_ends_one_step_earlier() -> None:
 
 def test_the_critic_follows_the_actor_where_verls_does() -> None:
     mode = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"
-    assert values(mode)["critic.loss_agg_mode"] == "seq-mean-token-sum"
+    assert "critic.loss_agg_mode" not in values(mode)  # null follows the actor's
     assert "critic.loss_agg_mode" not in values(mode, "algorithm.adv_estimator=grpo")
     assert values(mode, "critic.loss_agg_mode=token-mean")["critic.loss_agg_mode"] == "token-mean"
 
@@ -363,3 +369,25 @@ def test_odd_values_are_converted_or_left(pairs: list[tuple[str, str]]) -> None:
     schema = OmegaConf.structured(Config)
     for ours, value in result.values.items():
         OmegaConf.update(schema, ours, value)
+
+
+def test_what_the_engine_may_generate_is_the_length_of_a_response() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    assert values("data.max_response_length=512", f"{rollout}.response_length=1024")["data.max_response_length"] == 1024
+    assert values(f"{rollout}.prompt_length=256")["data.max_prompt_length"] == 256
+
+
+def test_differences_of_meaning_are_told() -> None:
+    assert "the engine sampled with" in notes("algorithm.use_kl_in_reward=True")
+    assert "the engine sampled with" not in notes("algorithm.use_kl_in_reward=False")
+    mode = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+    assert "the batch is padded to" in notes(mode)
+    assert "the batch is padded to" not in notes(mode, f"{ACTOR}.loss_scale_factor=1024")
+
+
+@pytest.mark.parametrize(
+    "text", ["algorithm.adv_estimator=null", "algorithm.gamma=null", "actor_rollout_ref.rollout.engine_kwargs.vllm=3"]
+)
+def test_values_that_fit_nowhere_are_left(text: str) -> None:
+    conversion = converted(text)
+    assert [left.key for left in conversion.left] == [text.partition("=")[0]] and not conversion.converted

@@ -41,8 +41,8 @@ def test_patterns_stand_once_and_none_hides_behind_a_wider_one() -> None:
     [
         ("algorithm.filter_groups.enable", True, "dynamic sampling"),
         ("algorithm.filter_groups.enable", False, NOTHING_LOST),
-        ("reward_model.overlong_buffer.len", 4096, "long responses"),
-        ("reward.reward_kwargs.overlong_buffer_cfg.enable", True, "long responses"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.log", True, "among the parts of the reward"),
+        ("reward_model.sandbox_fusion.max_concurrent", 64, "limits of its own"),
         ("reward_model.reward_manager", "dapo", "no reward managers"),
         ("reward.reward_manager.name", "prime", "no reward managers"),
         ("reward_model.enable", True, "reward models are not built"),

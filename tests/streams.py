@@ -1,0 +1,231 @@
+"""A stream on a real Ray with an instant engine, and the trainer's side of it, played by the test."""
+
+import contextlib
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from pipeline import stream
+from pipeline.config import Config
+from pipeline.prompts.stage import Schedule, sources
+from pipeline.rollout import vllm
+from pipeline.rollout.stage import Policy, Rollout
+from pipeline.rollout.weights import Shard
+from pipeline.store import Admission, PolicyStore, Ticket
+from pipeline.train.feed import Blocks, RowsFeed
+
+RANKS = 2
+CHUNK, CHUNKS, SAMPLES = 2, 4, 3
+BATCH = CHUNK * CHUNKS
+ANSWER_S = 30.0
+WAIT_S = 240.0
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] % 5 == 0:
+        raise ArithmeticError(f"no score for {extra_info['index']}")
+    return float(len(solution_str) % 3)
+"""
+
+
+def answer(prompt: list[int], version: int, seed: int | None) -> list[int]:
+    """What the engine says: it follows from the prompt, the policy's version and the seed, which is None if greedy."""
+    draw = np.random.default_rng([version, seed or 0, *prompt])
+    return draw.integers(70, 300, draw.integers(1, 6)).tolist()
+
+
+class Answers:
+    """Stands in for vLLM's `LLMEngine`."""
+
+    SECONDS = 0.05
+
+    def __init__(self) -> None:
+        self._running: list[Any] = []
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+        greedy = params.temperature == 0
+        ids = answer(prompt["prompt_token_ids"], int(prompt["cache_salt"][1:]), None if greedy else params.seed)
+        log_probs = SimpleNamespace(logprobs=[-0.5] * len(ids))
+        completion = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop")
+        self._running.append(SimpleNamespace(request_id=request_id, finished=True, outputs=[completion]))
+
+    def step(self) -> list[Any]:
+        time.sleep(self.SECONDS)
+        done, self._running = self._running, []
+        return done
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
+        """Weights mean nothing to it."""
+
+
+class StandIn(Rollout):
+    """The rollout stage with `Answers` for its engine, and a log of what was admitted."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
+        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+        modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
+        sys.modules.update(modules)
+        self._log = Path(config.trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
+        with patch.object(vllm, "build", lambda *args: Answers()):
+            super().__init__(config, Logged(policy, self._write))
+        self._write(event="start")
+
+    def _write(self, **event: Any) -> None:
+        with self._log.open("a") as file:
+            file.write(json.dumps(event | {"time": time.time()}) + "\n")
+
+
+class Logged:
+    """The policy store as the stage sees it, with a log of every admission."""
+
+    def __init__(self, policy: Policy, write: Callable[..., None]) -> None:
+        self._policy, self._write = policy, write
+        self.acknowledge = policy.acknowledge
+
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+        asked = {"split": split, "chunk": chunk, "iteration": version}
+        self._write(event="asked", **asked)
+        ticket = await self._policy.admit(split, chunk, version)
+        self._write(event="admitted", version=ticket.version, **asked)
+        return ticket
+
+
+def no_weights(version: int) -> dict[str, Shard]:
+    return {"policy": Shard(0, [], [], [])}
+
+
+@dataclass
+class Run:
+    """One stream and the trainer's side of it."""
+
+    config: Config
+    schedule: Schedule
+    folder: Path
+    base: int = 0
+    start: tuple[int, int] = (0, 0)
+    weights: Callable[[int], dict[str, Shard]] = no_weights
+    """What is published of a version."""
+    kl_coef: Callable[[int], float] = float
+    """Of a version."""
+    published: dict[int, float] = field(default_factory=dict)
+    iterations: dict[int, list[pa.Table]] = field(default_factory=dict)
+    """What each rank received."""
+
+    def __post_init__(self) -> None:
+        admission = Admission(CHUNK, BATCH, 0)
+        self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=1000).remote(admission)
+        dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=StandIn)
+        splits = dataset.streaming_split(RANKS, equal=True)
+        self.generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
+        self.ask("begin", self.base, 1, self.start)
+        self.feeds = [
+            RowsFeed(Blocks(blocks, WAIT_S, self.describe), CHUNKS // RANKS)
+            for blocks in (
+                iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
+                for split in splits
+            )
+        ]
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return ray.get(getattr(self.store, method).remote(self.generation, *args), timeout=ANSWER_S)
+
+    def describe(self) -> str:
+        return str(ray.get(self.store.status.remote(), timeout=ANSWER_S))
+
+    def publish(self, version: int) -> None:
+        weights = self.weights(version)
+        self.published[version] = time.time()
+        self.ask("publish", version, weights, time.time(), self.kl_coef(version))
+
+    def train(self, first: int, last: int) -> None:
+        """Iterations `first` to `last`, the version that generates `first` included."""
+        for iteration in range(first, last + 1):
+            self.publish(iteration - 1)
+            tables = [feed.next(iteration) for feed in self.feeds]
+            assert all(table is not None for table in tables), f"the stream ended before iteration {iteration}"
+            self.iterations[iteration] = [table for table in tables if table is not None]
+
+    def finish(self, version: int) -> None:
+        """Publish the last version and read what is left: nothing."""
+        self.publish(version)
+        for feed in self.feeds:
+            feed.drain()
+
+    def close(self) -> None:
+        """End what may still wait after a failure."""
+        ray.get(self.store.new_generation.remote(), timeout=ANSWER_S)
+        for feed in self.feeds:
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+                feed.drain()
+
+    def messages(self, kind: str) -> list[dict[str, Any]]:
+        _, found = ray.get(self.store.read.remote(0, 0.0), timeout=ANSWER_S)
+        return [message for message in found if message["kind"] == kind]
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        """What all stand-ins logged of a kind, in time."""
+        lines = [
+            json.loads(line) for log in self.folder.glob("engine-*.jsonl") for line in log.read_text().splitlines()
+        ]
+        return sorted((line for line in lines if line["event"] == event), key=lambda line: line["time"])
+
+    def rows(self, iteration: int) -> pa.Table:
+        """What all ranks received of an iteration, in the order of its chunks."""
+        return pa.concat_tables(self.iterations[iteration]).sort_by([("chunk", "ascending")])
+
+    def uids(self, iteration: int) -> list[str]:
+        """Prompts of an iteration in the order of its chunks."""
+        return list(dict.fromkeys(self.rows(iteration)["uid"].to_pylist()))
+
+
+@contextlib.contextmanager
+def closing(run: Run) -> Iterator[Run]:
+    """`run`, closed at the end whatever happens."""
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def tiny_config(model: Path, prompt_files: Any, folder: Path) -> Config:
+    """A run over `prompt_files`; its reward function is written into `folder`, and fails for every fifth prompt."""
+    config = Config()
+    config.data.train_files, config.data.val_files = prompt_files.train, prompt_files.val
+    config.data.train_batch_size, config.data.max_prompt_length = BATCH, 64
+    config.data.max_response_length = 8
+    config.model.path = str(model)
+    config.rollout.n, config.rollout.chunk_prompts, config.rollout.num_cpus = SAMPLES, CHUNK, 0.2
+    config.rollout.max_num_seqs = 8
+    config.reward.num_cpus = 0.2
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    config.reward.custom_reward_function.path = str(reward)
+    config.trainer.total_training_steps = 1  # the schedule counts
+    config.trainer.deadlines.engine_start = config.trainer.deadlines.admission = WAIT_S
+    return config
+
+
+def changed(config: Config, folder: Path) -> Config:
+    """A copy of `config` for a run in `folder`."""
+    own = copy.deepcopy(config)
+    own.trainer.default_local_dir = str(folder)
+    return own
+
+
+def expected_prompts(config: Config, iterations: int) -> list[list[str]]:
+    """Prompts of each iteration, straight from the source."""
+    source, _ = sources(config)
+    chunks = source.chunks(BATCH)
+    return [next(chunks)["uid"].to_pylist() for _ in range(iterations)]
