@@ -58,7 +58,8 @@ def functions(config: RewardConfig) -> tuple[Function, ...]:
     Raises:
         ValueError: an entry of `reward.functions` has a key that there is not, or a value of another type.
     """
-    own, key = config.custom_reward_function, "reward.custom_reward_function"
+    own = config.custom_reward_function
+    key = "reward.custom_reward_function"
     if not config.functions:
         return (Function(ONLY, key, config.timeout_s, own.path, own.name, own.reward_kwargs, "reward_kwargs"),)
     found = []
