@@ -156,7 +156,8 @@ def _scalar(value: Any) -> str:
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     # OmegaConf reads more as a number than PyYAML, and a value in several lines would not stay in its place.
-    return _PAIR.sub(_one, json.dumps(value)) if "\n" in text or (isinstance(value, str) and _number(value)) else text
+    odd = not text.isprintable() or (isinstance(value, str) and _number(value))
+    return _PAIR.sub(_one, json.dumps(value)) if odd else text
 
 
 def _one(pair: re.Match[str]) -> str:
