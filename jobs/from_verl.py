@@ -8,6 +8,7 @@ The script is read, never run. See docs/from_verl.md, and `jobs/verl/` for what 
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import textwrap
@@ -36,6 +37,8 @@ standard error and into the experiment's comments.
 """
 
 ARGUMENTS = "the arguments"
+_PAIR = re.compile(r"\\u(d[89ab]..)\\u(d[c-f]..)")
+"""How JSON writes a character beyond 16 bits; YAML would read two."""
 WIDTH = 118
 
 
@@ -153,7 +156,13 @@ def _scalar(value: Any) -> str:
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     # OmegaConf reads more as a number than PyYAML, and a value in several lines would not stay in its place.
-    return json.dumps(value) if "\n" in text or (isinstance(value, str) and _number(value)) else text
+    odd = not text.isprintable() or (isinstance(value, str) and _number(value))
+    return _PAIR.sub(_one, json.dumps(value)) if odd else text
+
+
+def _one(pair: re.Match[str]) -> str:
+    high, low = (int(half, 16) for half in pair.groups())
+    return f"\\U{0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00):08x}"
 
 
 def _number(text: str) -> bool:

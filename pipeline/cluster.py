@@ -62,6 +62,11 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
     return True
 
 
+def compute_threads(num_threads: int, num_cpus: float) -> int:
+    """Compute threads of a process on CPUs: as many as were asked for, or for 0 as many as it has Ray CPUs."""
+    return num_threads or max(1, round(num_cpus))
+
+
 def absolute(path: str | None) -> str | None:
     """An existing file or folder named from the root: workers have another working directory."""
     return str(Path(path).resolve()) if path and Path(path).exists() else path

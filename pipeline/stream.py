@@ -25,6 +25,7 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline.advantage.baseline import Baseline
 from pipeline.advantage.stage import Advantage
+from pipeline.cluster import compute_threads
 from pipeline.config import Config
 from pipeline.prompts.stage import ANSWER_S, Prompts, Schedule
 from pipeline.reward.stage import Reward, SingleReward
@@ -137,7 +138,7 @@ def build(
 
 def pool(scorer: ScorerConfig) -> dict[str, Any]:
     """Resources of a scoring stage. Each replica takes one chunk at a time, and has threads where Ray gives it one."""
-    threads = scorer.num_threads or max(1, round(scorer.num_cpus))
+    threads = compute_threads(scorer.num_threads, scorer.num_cpus)
     return {
         # A second chunk waits in the replica's queue while the first is scored.
         "compute": ActorPoolStrategy(size=scorer.num_workers, max_tasks_in_flight_per_actor=2),
@@ -149,7 +150,7 @@ def pool(scorer: ScorerConfig) -> dict[str, Any]:
 
 def engine_env(config: Config) -> dict[str, str]:
     """Environment of an engine's process. Ray would give it one compute thread."""
-    threads = config.rollout.num_threads or max(1, round(config.rollout.num_cpus))
+    threads = compute_threads(config.rollout.num_threads, config.rollout.num_cpus)
     env = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     if config.rollout.num_gpus == 0 and config.rollout.enforce_eager:
         # vLLM compiles one function of its sampler even then: seconds of the first generation, and a C++ compiler.

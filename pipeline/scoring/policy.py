@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.rows import POLICY as COLUMNS
 from pipeline.rows import append
-from pipeline.scoring.replica import Replica, StoreWeights, newest, scoring_model
+from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
 from pipeline.store import POLICY
 from pipeline.train.packing import Inputs
 from pipeline.train.policy import Policy, load_policy
@@ -48,8 +48,7 @@ class PolicyScore:
             StaleGeneration: the train workers have restarted.
             TimeoutError: the weights did not come in time.
         """
-        # No rows need no weights: a chunk of validation rows has left the stream before.
-        version = self._weights.bring_to(newest(table)) if len(table) else -1
+        version = self._weights.bring_to_rows(table)
         sums = self._replica.score(table, self._sum_pi_squared)
         return append(table, COLUMNS, {"sum_pi_squared": sums, "pi_version": np.full(len(table), version)})
 

@@ -4,7 +4,7 @@ A stage makes one `Replica`, hands it the forward pass that it wants and gets a 
 
     replica = Replica(lambda: load_value_model(config), config.scoring.value, "value")
     weights = StoreWeights(replica.module, store, generation, CRITIC, timeout)   # not where the model is frozen
-    version = weights.bring_to(newest(table))
+    version = weights.bring_to_rows(table)
     column = replica.score(table, lambda module, batch: module(batch.input_ids, batch.select))
 
 Rows run in the micro-batches of the trainer (`pipeline/train/packing.py`): grouped by length, padded on the right and
@@ -23,6 +23,7 @@ import ray.exceptions
 import torch
 from torch import Tensor, nn
 
+from pipeline.cluster import compute_threads
 from pipeline.prompts.stage import ANSWER_S
 from pipeline.rollout.weights import parameters
 from pipeline.rows import FLOATS, ragged
@@ -69,7 +70,7 @@ class Replica(Generic[M]):
         self.name, self.max_token_len = name, scorer.max_token_len
         self.device = torch.device("cuda" if scorer.num_gpus else "cpu")
         if self.device.type == "cpu":
-            torch.set_num_threads(scorer.num_threads or max(1, round(scorer.num_cpus)))
+            torch.set_num_threads(compute_threads(scorer.num_threads, scorer.num_cpus))
         self.module = load().to(self.device).eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -126,6 +127,13 @@ class StoreWeights:
         self._parameters = {published_name(name): parameter for name, parameter in module.named_parameters()}
         self.version = -1
         """What the module holds; -1 before the first load."""
+
+    def bring_to_rows(self, table: pa.Table) -> int:
+        """`bring_to` the newest policy version that generated a row of `table`.
+
+        No rows need no weights, and nothing is waited for: a chunk of validation rows has left the stream before.
+        """
+        return self.bring_to(newest(table)) if len(table) else -1
 
     def bring_to(self, version: int) -> int:
         """Load the store's current weights unless the module holds `version` or a newer one; the version it then holds.

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from pipeline.config import Config
 from pipeline.rows import VALUE, append
-from pipeline.scoring.replica import Replica, StoreWeights, newest, scoring_model
+from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
 from pipeline.store import CRITIC
 from pipeline.train.value_model import load_value_model
 
@@ -42,7 +42,6 @@ class Value:
         Raises:
             see `StoreWeights.bring_to` and `Replica.score`.
         """
-        # The weights of no rows are not waited for: a chunk of validation rows has left the stream before.
-        version = self._weights.bring_to(newest(table)) if len(table) else -1
+        version = self._weights.bring_to_rows(table)
         values = self._replica.score(table, lambda module, batch: module(batch.input_ids, batch.select))
         return append(table, VALUE, {"values": values, "value_version": np.full(len(table), version)})

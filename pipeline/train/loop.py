@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.advantage.kl import kl_controller
+from pipeline.cluster import compute_threads
 from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import ANSWER_S, Schedule
@@ -64,7 +65,7 @@ class Loop:
         self.device = ray.train.torch.get_device()
         trainer = self.config.trainer
         if self.device.type == "cpu":
-            torch.set_num_threads(trainer.num_threads or max(1, round(trainer.cpus_per_worker)))
+            torch.set_num_threads(compute_threads(trainer.num_threads, trainer.cpus_per_worker))
         torch.manual_seed(trainer.seed)
         self._store = settings.store
         self._generation = ray.get(self._store.current.remote(), timeout=ANSWER_S)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.cluster import compute_threads
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.rows import flat
 from pipeline.train.feed import Blocks
@@ -78,7 +79,7 @@ class SFTLoop:
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device = ray.train.torch.get_device()
         if self.device.type == "cpu":
-            torch.set_num_threads(trainer.num_threads or max(1, round(trainer.cpus_per_worker)))
+            torch.set_num_threads(compute_threads(trainer.num_threads, trainer.cpus_per_worker))
         self.block_rows = self.config.data.train_batch_size // self.world_size
         blocks = ray.train.get_dataset_shard("train").iter_batches(
             batch_size=None, batch_format="pyarrow", prefetch_batches=1
