@@ -16,7 +16,7 @@ from pipeline.reward.rules import rule_of
 from pipeline.reward.sandbox import config as sandbox
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
-TAKEN = ("score", "acc", "pred", "raw_score", "overlong_penalty", "length_penalty", "repetition_penalty")
+TAKEN = ("score", "acc", "pred", "rm_score", "raw_score", "overlong_penalty", "length_penalty", "repetition_penalty")
 """Parts of a reward that have a meaning, so that no function may have their names."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -33,6 +33,11 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _functions(reward: RewardConfig) -> Iterator[str]:
+    if reward.model.path is not None and (not math.isfinite(reward.model.weight) or reward.model.weight == 0):
+        yield (
+            f"reward.model.weight={reward.model.weight:g} must be a number other than 0; without a reward model, unset "
+            "reward.model.path"
+        )
     if reward.timeout_s == math.inf:
         yield "reward.timeout_s must be finite: a reward that hangs has to end some time"
     if reward.functions and reward.custom_reward_function.path:

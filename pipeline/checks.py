@@ -16,7 +16,7 @@ from pipeline.schema import keys, value_of
 from pipeline.stages import scorers, uses_critic, uses_reference
 
 LEARNERS = ("actor", "critic")
-SCORERS = ("scoring.reference", "scoring.value", "scoring.policy")
+SCORERS = ("scoring.reward_model", "scoring.reference", "scoring.value", "scoring.policy")
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 CHOICES = {
@@ -231,6 +231,8 @@ def _model(config: Config) -> Iterator[str]:
 def _further_models(config: Config) -> Iterator[str]:
     if config.critic.path and uses_critic(config):
         yield from _model_folder("critic.path", config.critic.path)
+    if config.reward.model.path:
+        yield from _model_folder("reward.model.path", config.reward.model.path)
     if config.scoring.reference.path and uses_reference(config):
         yield from _model_folder("scoring.reference.path", config.scoring.reference.path)
 

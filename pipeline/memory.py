@@ -71,6 +71,7 @@ def estimate(config: Config) -> Memory | None:
     data, rollout, actor, workers = config.data, config.rollout, config.actor, config.trainer.num_workers
     critic = read_model(config.critic.path) if config.critic.path else model
     reference = read_model(config.scoring.reference.path) if config.scoring.reference.path else model
+    judging = read_model(config.reward.model.path)
     _check_length(config, model, "model.path")
     if critic and uses_critic(config):
         _check_length(config, critic, "critic.path")
@@ -91,7 +92,9 @@ def estimate(config: Config) -> Memory | None:
         engine_weights=model.parameters * BYTES[rollout.dtype],
         engine_kv_needed=_kv_bytes_per_token(model.config, BYTES[rollout.dtype]) * tokens * rollout.max_num_seqs,
         rows=_row_bytes(config),
-        scorer_weights=_scorer_bytes(config, {"reference": reference, "value": critic, "policy": model}),
+        scorer_weights=_scorer_bytes(
+            config, {"reward_model": judging, "reference": reference, "value": critic, "policy": model}
+        ),
     )
 
 

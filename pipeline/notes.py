@@ -8,7 +8,7 @@ from pipeline.check_algorithm import POLICY_LOSSES, built_in, loss_mode
 from pipeline.config import Config
 from pipeline.memory import Memory, shown
 from pipeline.schema import keys, value_of
-from pipeline.stages import scorers, uses_critic, uses_reference
+from pipeline.stages import scorers, uses_critic, uses_reference, uses_reward_model
 
 _LIKE_GRPO = ("grpo", "grpo_passk", "gdpo")
 _READ_BY_LOSS = {
@@ -124,6 +124,7 @@ def _unread(config: Config) -> Iterator[str]:
         "actor.loss_scale_factor": normed not in (actor.loss_agg_mode, config.critic.loss_agg_mode),
         "critic.*": not uses_critic(config),
         "scoring.reference.path": not uses_reference(config),
+        "reward.model.weight": not uses_reward_model(config),
     }
     if mode in POLICY_LOSSES:
         unread |= {f"actor.policy_loss.{key}": mode not in by for key, by in _READ_BY_LOSS.items()}

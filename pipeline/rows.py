@@ -74,9 +74,23 @@ ROLLOUT = pa.schema(
     ]
 )
 
+REWARD_MODEL = pa.schema(
+    [
+        _column("rm_score", pa.float32(), "reward_model", "reward", "the reward model's number, null where it failed"),
+        _column("rm_error", pa.string(), "reward_model", "reward", "why the reward model failed, else null"),
+    ]
+)
+"""Only with a reward model."""
+
 REWARD = pa.schema(
     [
-        _column("score", pa.float32(), "reward", "advantage, metrics", "reward of the response, 0 where it failed"),
+        _column(
+            "score",
+            pa.float32(),
+            "reward",
+            "advantage, metrics",
+            "sum of what rule, functions and reward model gave, shaped; 0 where one of them failed",
+        ),
         _column("reward_parts", pa.string(), "reward", "track", "further numbers of the reward function, as JSON"),
         _column("reward_error", pa.string(), "reward", "advantage, train, metrics", "why the reward failed, else null"),
         _column("reward_s", pa.float32(), "reward", "metrics", "seconds spent on the chunk's rewards"),
@@ -128,7 +142,7 @@ ADVANTAGE = pa.schema(
     ]
 )
 
-SCHEMA = pa.schema([*PROMPT, *ROLLOUT, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *ADVANTAGE])
+SCHEMA = pa.schema([*PROMPT, *ROLLOUT, *REWARD_MODEL, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *ADVANTAGE])
 
 
 def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:

@@ -33,7 +33,7 @@ MAY_DIFFER = (
     "reward.rate_limit.",
     *(
         f"scoring.{pool}.{key}"
-        for pool in ("reference", "value", "policy")
+        for pool in ("reward_model", "reference", "value", "policy")
         for key in ("num_workers", "num_cpus", "num_gpus", "num_threads", "max_token_len")
     ),
     "trainer.project_name",

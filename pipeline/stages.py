@@ -19,6 +19,11 @@ def uses_reference(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
 
 
+def uses_reward_model(config: Config) -> bool:
+    """Whether the stage `reward_model` scores responses before the reward stage."""
+    return config.reward.model.path is not None
+
+
 def uses_policy_scores(config: Config) -> bool:
     """Whether the stage `policy` goes over rows once more, for the sum of squared probabilities."""
     return _needs(config, "sum_pi_squared")
@@ -32,6 +37,7 @@ def uses_baselines(config: Config) -> bool:
 def scorers(config: Config) -> dict[str, ScorerConfig]:
     """The pools of model replicas that the run has, by name, in the order of the stream."""
     pools = {
+        "reward_model": (uses_reward_model(config), config.scoring.reward_model),
         "reference": (uses_reference(config), config.scoring.reference),
         "value": (uses_critic(config), config.scoring.value),
         "policy": (uses_policy_scores(config), config.scoring.policy),

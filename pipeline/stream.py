@@ -1,9 +1,10 @@
 """The stream: every stage a row passes, in order.
 
-    pages ─► prompts ─► rollout ─► reward ─► validation ─► [baseline ─► reference ─► value ─► policy] ─►
-                           ▲                (ends here)                                ▲
-                           │                                                           │   advantage ─► record ─►
-                           └─────────────────── policy store ◄─────────────────────────┴── train workers
+    pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► validation ─►
+                           ▲                                   (ends here)
+                           │       [baseline ─► reference ─► value ─► policy] ─► advantage ─► record ─►
+                           │                               ▲
+                           └──────── policy store ◄────────┴─────── train workers
 
 Stages in brackets exist only where something reads what they write (`pipeline/stages.py`).
 
@@ -33,8 +34,9 @@ from pipeline.rollout.stage import Rollout, StorePolicy
 from pipeline.scoring.config import ScorerConfig
 from pipeline.scoring.policy import PolicyScore
 from pipeline.scoring.reference import Reference
+from pipeline.scoring.reward_model import RewardModelScore
 from pipeline.scoring.value import Value
-from pipeline.stages import uses_baselines, uses_critic, uses_policy_scores, uses_reference
+from pipeline.stages import uses_baselines, uses_critic, uses_policy_scores, uses_reference, uses_reward_model
 from pipeline.track.trajectories import Record
 from pipeline.track.validated import Validation
 
@@ -101,6 +103,10 @@ def build(
         runtime_env={"env_vars": engine_env(config)},
         **whole,
     )
+    if uses_reward_model(config):
+        stream = stream.map_batches(
+            RewardModelScore, fn_constructor_args=(config,), **pool(scoring.reward_model), **whole
+        )
     # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
     light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, **whole}
     longest = config.data.max_response_length

@@ -46,7 +46,9 @@ def test_pools_in_the_order_of_the_stream():
     config = make_config("optimal_token_baseline")
     config.critic.enable = config.actor.use_kl_loss = True
     scoring = config.scoring
-    expected = [("reference", scoring.reference), ("value", scoring.value), ("policy", scoring.policy)]
+    config.reward.model.path = "judge"
+    expected = [("reward_model", scoring.reward_model)]
+    expected += [("reference", scoring.reference), ("value", scoring.value), ("policy", scoring.policy)]
     assert list(scorers(config).items()) == expected
     assert scorers(Config()) == {}
 

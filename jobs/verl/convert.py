@@ -13,7 +13,7 @@ from jobs.verl.state import OURS, Conversion, Left, State
 _TARGETS = dict(RENAMED)
 _PATHS = (
     *("data.train_files", "data.val_files", "model.path", "model.tokenizer_path", "critic.path"),
-    *("reward.custom_reward_function.path", "trainer.default_local_dir"),
+    *("reward.model.path", "reward.custom_reward_function.path", "trainer.default_local_dir"),
 )
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

@@ -49,11 +49,14 @@ GONE: tuple[Gone, ...] = (
         "*reward_manager*",
         "*reward_loop_*",
     ),
-    *_feature("reward models are not built; a reward function of your own may ask a server", "*reward_model.enable"),
     *_gone("rewards are computed by stages that Ray Data scales (reward.num_cpus)", "reward*.num_workers"),
     *_gone("the sandbox has limits of its own (reward.sandbox.*)", "*sandbox_fusion*"),
     *_gone("rewards are always computed beside the stream", "reward_model.launch_reward_fn_async"),
-    *_gone("reward models are not built", "reward_model.*", "reward.reward_model.*"),
+    *_gone(
+        "scoring.reward_model says where a reward model runs; it reads the conversation by its own chat template",
+        "reward_model.*",
+        "reward.reward_model.*",
+    ),
     *_gone("the reward function gets reward_kwargs and nothing else", "*reward_kwargs*", "custom_reward_function.*"),
     *_gone("data_source chooses the rule", "data.reward_fn_key"),
     *_feature(

@@ -35,6 +35,8 @@ RENAMED: tuple[tuple[str, str], ...] = (
         for key in ("enable", "len", "penalty_factor")
     ),
     *((f"{section}.sandbox_fusion.url", "reward.sandbox.url") for section in ("reward", "reward_model")),
+    ("reward.reward_model.model_path", "reward.model.path"),
+    ("reward_model.model.path", "reward.model.path"),
     # In this order: what the engine is given is what it generates.
     (f"{_ROLLOUT}.prompt_length", "data.max_prompt_length"),
     (f"{_ROLLOUT}.response_length", "data.max_response_length"),
@@ -215,6 +217,8 @@ RULED: frozenset[str] = frozenset(
         "critic.forward_max_token_len_per_gpu",
         "critic.forward_micro_batch_size",
         "critic.forward_micro_batch_size_per_gpu",
+        "reward.reward_model.enable",
+        "reward_model.enable",
         f"{_CORRECTION}.bypass_mode",
         f"{_CORRECTION}.loss_type",
         f"{_ACTOR}.tis_imp_ratio_cap",

@@ -22,8 +22,15 @@ def data(state: State) -> None:
 
 
 def reward(state: State) -> None:
-    """Which rule scores a row."""
-    if "reward.custom_reward_function.path" not in state.values:
+    """What scores a row."""
+    if not any(state.given.get(f"{section}.enable") for section in ("reward_model", "reward.reward_model")):
+        state.drop("reward.model.path")
+    if "reward.model.path" in state.values:
+        state.note(
+            "a reward model is a sequence-classification model with one label (docs/reward_models.md); a generative "
+            "one is asked by a function, as docs/rewards.md shows"
+        )
+    elif "reward.custom_reward_function.path" not in state.values:
         state.note(
             "without a reward function the row's data_source chooses the rule, and there are rules for "
             f"{', '.join(sorted(RULES))} only; others need reward.custom_reward_function.path. GSM8K's takes the last "

@@ -40,14 +40,16 @@ TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(model: ModelConfig, needs_chat_template: bool = True) -> "PreTrainedTokenizerBase":
-    """Tokenizer of `model.tokenizer_path`, or else of `model.path`.
+def load_tokenizer(
+    model: ModelConfig, needs_chat_template: bool = True, key: str | None = None
+) -> "PreTrainedTokenizerBase":
+    """Tokenizer of `model.tokenizer_path`, or else of `model.path`; sentences call it `key`.
 
     Raises:
         ValueError: the folder is missing or holds no tokenizer, the tokenizer cannot be loaded, or it has no chat
             template although one is needed.
     """
-    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+    key = key or ("model.tokenizer_path" if model.tokenizer_path else "model.path")
     path = model.tokenizer_path or model.path
     if not path:
         raise ValueError("model.path is not set; give it a model folder or a hub name")

@@ -91,6 +91,18 @@ class RateLimitConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    """A model that scores responses (`reward.model.*`); `scoring.reward_model` says where it runs."""
+
+    path: str | None = None
+    """Hugging Face sequence-classification model with one label: a local folder or a hub name. Its number is the score.
+    Rules are then called only where `reward.functions` asks for them, and what functions give is added. Null: none."""
+
+    weight: float = 1.0
+    """What its number is multiplied by."""
+
+
+@dataclass
 class RewardConfig:
     """The stage that scores responses."""
 
@@ -101,6 +113,9 @@ class RewardConfig:
     """Several rewards, whose weighted sum is the score: `reward.functions.NAME.KEY=value` with the keys `path`, `name`,
     `kwargs`, `weight` (1.0), `batch` (false) and `timeout_s`, as explained in docs/rewards.md. A `path` of null is the
     rule of the row's `data_source`. The score of each is kept in the column `score_NAME`."""
+
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """A reward model."""
 
     rule_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Keyword arguments of rules, by `data_source`: `reward.rule_kwargs.gsm8k.method=strict`."""

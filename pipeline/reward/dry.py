@@ -59,6 +59,13 @@ def dry_call(prompts: Iterable[pa.Table], config: RewardConfig) -> None:
     # As validation rows, which no penalty needs the tokens of.
     for name, value in (("response", RESPONSE), ("split", "val")):
         rows = rows.append_column(name, pa.array([value] * len(rows), pa.string()))
+    if config.model.path is not None:
+        # The model's own number needs its stage; what is tried here is everything else.
+        for name, column in (
+            ("rm_score", pa.array([0.0] * len(rows), pa.float32())),
+            ("rm_error", pa.nulls(len(rows), pa.string())),
+        ):
+            rows = rows.append_column(name, column)
     try:
         errors = Reward(config, max_response_length=1)(rows)["reward_error"].to_pylist()
     finally:

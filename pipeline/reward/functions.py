@@ -28,7 +28,7 @@ TABLE = "table"
 ONLY = ""
 """Name of the function where there is just one."""
 
-SANDBOX_LAG_S = 15.0
+SANDBOX_LAG_S = 45.0
 """Seconds a sandbox may need beyond its own limit, to start and to end."""
 
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -53,7 +53,7 @@ class Function:
 
 
 def functions(config: RewardConfig) -> tuple[Function, ...]:
-    """What is called for every row, in the order of `reward.functions`.
+    """What is called for every row, in the order of `reward.functions`; nothing where a reward model scores alone.
 
     Raises:
         ValueError: an entry of `reward.functions` has a key that there is not, or a value of another type.
@@ -61,6 +61,8 @@ def functions(config: RewardConfig) -> tuple[Function, ...]:
     own = config.custom_reward_function
     key = "reward.custom_reward_function"
     if not config.functions:
+        if own.path is None and config.model.path is not None:
+            return ()
         return (Function(ONLY, key, config.timeout_s, own.path, own.name, own.reward_kwargs, "reward_kwargs"),)
     found = []
     for name, settings in config.functions.items():

@@ -1,4 +1,5 @@
-"""The reward stage: one score per row, from the rule of its `data_source`, the user's own function, or several.
+"""The reward stage: one score per row, from the rule of its `data_source`, the user's own function, several of them, or
+a reward model, whose numbers the stage before has put beside the rows.
 
 A reward that fails is not a 0. The row keeps its place in the stream (blocks must stay equal), its score column holds 0
 and `reward_error` says why; the advantage stage masks such rows, and the run stops when `reward.max_error_rate` of an
@@ -51,8 +52,10 @@ class Reward:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         start = time.perf_counter()
-        with using(self.config) as pool:
-            by_function = self._answers(pool, table)
+        by_function: dict[str, list[Answer]] = {}
+        if self._functions:
+            with using(self.config) as pool:
+                by_function = self._answers(pool, table)
         columns: dict[str, Any] = {}
         if self.config.functions:
             for function in self._functions:
@@ -60,7 +63,9 @@ class Reward:
                 columns[f"score_{function.name}"] = pa.array(scores, pa.float32())
             answered = [_weighted(self._functions, row) for row in zip(*by_function.values(), strict=True)]
         else:
-            answered = by_function[ONLY]
+            answered = by_function.get(ONLY, [(0.0, "{}", None)] * len(table))
+        if self.config.model.path is not None:
+            answered = self._with_model(table, answered)
         if self._shaping.used:
             answered = self._shaped(table, answered)
         seconds = time.perf_counter() - start
@@ -90,6 +95,21 @@ class Reward:
         found: dict[str, list[Answer]] = {function.name: [] for function in self._functions}
         for call, answer in zip(calls, pool.run(calls) if calls else [], strict=True):
             found[call.function] += answer
+        return found
+
+    def _with_model(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:
+        """The reward model's numbers added to what functions gave."""
+        found = []
+        for (score, parts, error), number, own_error in zip(
+            answered, table["rm_score"].to_pylist(), table["rm_error"].to_pylist(), strict=True
+        ):
+            if error is None and own_error is not None:
+                found.append((0.0, "{}", f"reward model: {own_error}"))
+            elif error is not None:
+                found.append((score, parts, error))
+            else:
+                with_number = json.loads(parts) | {"rm_score": number}
+                found.append(_bounded(score + self.config.model.weight * number, json.dumps(with_number)))
         return found
 
     def _shaped(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:

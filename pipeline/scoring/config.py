@@ -41,6 +41,9 @@ class ScoringConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """Log-probs of the reference policy, for a KL in reward or loss."""
 
+    reward_model: ScorerConfig = field(default_factory=ScorerConfig)
+    """Scores of the reward model, where `reward.model.path` names one."""
+
     value: ScorerConfig = field(default_factory=ScorerConfig)
     """Values of the critic, for `gae`."""
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from jobs.train import main
-from pipeline.reward.config import OverlongBufferConfig, RewardConfig
+from pipeline.reward.config import OverlongBufferConfig, RewardConfig, RewardModelConfig
 from pipeline.reward.dry import check_sources, dry_call
 from tests.reward.rewards import TRUTH, custom
 
@@ -48,6 +48,17 @@ def test_rows_that_can_be_scored_pass() -> None:
 def test_a_reward_that_fails_on_every_row_is_named() -> None:
     with pytest.raises(ValueError, match=r"first 4 prompts of data_source 'countdown', .*ground_truth"):
         dry_call(prompts(*[USELESS] * 9), RewardConfig())
+
+
+def test_with_a_reward_model_alone_there_is_nothing_to_call(tmp_path: Path) -> None:
+    config = RewardConfig(model=RewardModelConfig("judge"))
+    check_sources(["anything"], config)
+    dry_call(prompts(*[USELESS] * 9), config)
+    config.functions = {"rule": {}}
+    with pytest.raises(ValueError, match="'anything' has no reward rule"):
+        check_sources(["anything"], config)
+    with pytest.raises(ValueError, match="first 4 prompts of data_source 'countdown'"):
+        dry_call(prompts(*[USELESS] * 9), config)
 
 
 def test_each_source_is_tried() -> None:

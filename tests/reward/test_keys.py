@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from pipeline.config import Config
@@ -48,6 +49,8 @@ SHOWN: dict[str, tuple[Any, dict[str, Any]]] = {
     "reward.repetition_penalty.factor": (0.25, REPEATS),
     "reward.repetition_penalty.ngram": (1, REPEATS),
     "reward.clip": ([0.0, 0.5], {}),
+    "reward.model.path": ("judge", {}),
+    "reward.model.weight": (2.0, {"reward.model.path": "judge"}),
 }
 OF_A_FUNCTION = {
     "path": "FILE",
@@ -75,6 +78,8 @@ def scored(config: Config) -> list[Any]:
         truths=['{"target": 54, "numbers": [3, 7, 25]}'] * 2 + ['"42"'],
         ids=[[1, 1, 1, 2, 1, 2, 3, 4], [1, 2, 3, 1, 2, 3, 1], [1]],
     )
+    given = given.append_column("rm_score", pa.array([0.5, 1.5, None], pa.float32()))
+    given = given.append_column("rm_error", pa.array([None, None, "too long"], pa.string()))
     made = Reward(config.reward, max_response_length=8)(given)
     return [made["score"].to_pylist(), parts(made), made["reward_error"].to_pylist()]
 
@@ -87,7 +92,7 @@ def with_file(value: Any, path: str) -> Any:
 
 def test_every_key_has_an_entry() -> None:
     declared = {key for key in keys(Config) if key.startswith("reward.")}
-    others = {key for key in declared if key.split(".")[1] in ("sandbox", "model")}
+    others = {key for key in declared if key.split(".")[1] == "sandbox"}
     assert declared - others == SHOWN.keys() | ELSEWHERE.keys()
     assert {field.name for field in dataclasses.fields(FunctionConfig)} == OF_A_FUNCTION.keys()
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline import rows
-from pipeline.reward.config import OverlongBufferConfig, RewardConfig
+from pipeline.reward.config import OverlongBufferConfig, RewardConfig, RewardModelConfig
 from pipeline.reward.stage import Reward
 from tests.reward.rewards import GOOD, NONE, TRUTH, WRONG, custom, errors, parts, scores, table, written
 
@@ -290,3 +290,40 @@ def test_the_function_of_the_documentation(tmp_path: Path) -> None:
     result = Reward(config)(table(["42, because", "41"], truths=['"because"', '"42"']))
     assert scores(result) == [1.0, 0.0]
     assert parts(result) == [{"acc": 1, "bonus": 0.2}, {"acc": 0, "bonus": 0.0}]
+
+
+def judged(given: pa.Table, numbers: list[float | None], errors: list[str | None]) -> pa.Table:
+    given = given.append_column("rm_score", pa.array(numbers, pa.float32()))
+    return given.append_column("rm_error", pa.array(errors, pa.string()))
+
+
+def test_a_reward_model_scores_alone() -> None:
+    """No rule is called: a data source without one will do."""
+    config = RewardConfig(model=RewardModelConfig("judge", weight=2.0))
+    result = Reward(config)(
+        judged(table([GOOD, WRONG, NONE], source="dialogues"), [0.5, -1.5, None], [None, None, "too long"])
+    )
+    assert scores(result) == [1.0, -3.0, 0.0]
+    assert errors(result) == [None, None, "reward model: too long"]
+    assert parts(result) == [{"rm_score": 0.5}, {"rm_score": -1.5}, {}]
+
+
+def test_a_reward_model_beside_functions(tmp_path: Path) -> None:
+    given = judged(table([GOOD, WRONG, NONE, GOOD]), [0.5, 1.0, None, 3e38], [None, None, "too long", None])
+    config = RewardConfig(functions={"rule": {"weight": 10.0}}, model=RewardModelConfig("judge", weight=2.0))
+    result = Reward(config)(given)
+    assert scores(result) == [11.0, 3.0, 0.0, 0.0]
+    assert result["score_rule"].to_pylist() == pytest.approx([1.0, 0.1, 0.0, 1.0])
+    assert parts(result)[0]["rm_score"] == 0.5 and parts(result)[0]["acc"] == 1
+    assert errors(result)[2] == "reward model: too long" and "not a finite float32" in errors(result)[3]
+    own = custom(tmp_path, "def compute_score(solution_str, **row):\n    return 1 / ('none' not in solution_str)")
+    own.model = RewardModelConfig("judge")
+    result = Reward(own)(judged(table(["one", "none"]), [0.25, 0.5], [None, None]))
+    assert scores(result) == [1.25, 0.0]
+    assert errors(result)[1].startswith("ZeroDivisionError")
+
+
+def test_shaping_goes_over_the_sum() -> None:
+    config = RewardConfig(model=RewardModelConfig("judge"), source_scale={"dialogues": 3.0}, clip=[-1.0, 2.0])
+    given = table([GOOD, WRONG], source="dialogues", ids=[[1], [1]])
+    assert scores(Reward(config, 8)(judged(given, [0.5, 1.5], [None, None]))) == [1.5, 2.0]
