@@ -1,6 +1,7 @@
 """What can be known about rewards before engines start: that each data source has one, and that it can be called."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Collection, Iterable
 
 import pyarrow as pa
 
@@ -36,15 +37,17 @@ def check_sources(sources: Iterable[str | None], config: RewardConfig) -> None:
             pool.start()
 
 
-def dry_call(prompts: Iterable[pa.Table], config: RewardConfig) -> None:
+def dry_call(prompts: Iterable[pa.Table], config: RewardConfig, parts: Collection[str] = ()) -> None:
     """Scores a made-up response to the first prompts of each data source, where the run would score responses.
 
     Args:
         prompts: tables of some prompts, with the columns data_source, ground_truth and extra_info.
         config: the section `reward`.
+        parts: of the reward, which the advantage estimator reads (`algorithm.gdpo_reward_keys`).
 
     Raises:
-        ValueError: the reward fails for all prompts of a data source; the sentence names it and the first reason.
+        ValueError: the reward fails for all prompts of a data source, or gives none of them one of `parts`; the
+            sentence names it and the first reason.
     """
     tables = list(prompts)
     if not tables:
@@ -67,14 +70,20 @@ def dry_call(prompts: Iterable[pa.Table], config: RewardConfig) -> None:
         ):
             rows = rows.append_column(name, column)
     try:
-        errors = Reward(config, max_response_length=1)(rows)["reward_error"].to_pylist()
+        made = Reward(config, max_response_length=1)(rows).select(["data_source", "reward_parts", "reward_error"])
     finally:
         close()
     for source in places:
-        own = [error for error, row in zip(errors, rows["data_source"].to_pylist(), strict=True) if row == source]
-        if all(own):
+        own = [row for row in made.to_pylist() if row["data_source"] == source]
+        if all(row["reward_error"] for row in own):
             raise ValueError(
                 f"the reward fails for each of the first {len(own)} prompts of data_source {source!r}, tried with a "
-                f"made-up response: {own[0]}; nothing could be learnt from such rows. Check the ground truth of the "
-                "data, and the reward function (reward.custom_reward_function, reward.functions)"
+                f"made-up response: {own[0]['reward_error']}; nothing could be learnt from such rows. Check the ground "
+                "truth of the data, and the reward function (reward.custom_reward_function, reward.functions)"
+            )
+        known = {name: None for row in own for name in json.loads(row["reward_parts"])}
+        if missing := [part for part in parts if part not in known]:
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys: the reward of data_source {source!r} has no part {missing[0]!r}, tried "
+                f"with a made-up response; it has {', '.join(known) or 'none'}"
             )

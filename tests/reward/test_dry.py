@@ -61,6 +61,12 @@ def test_with_a_reward_model_alone_there_is_nothing_to_call(tmp_path: Path) -> N
         dry_call(prompts(*[USELESS] * 9), config)
 
 
+def test_parts_that_the_estimator_reads_must_be_there() -> None:
+    dry_call(prompts(FINE), RewardConfig(), ["acc", "format"])
+    with pytest.raises(ValueError, match=r"gdpo_reward_keys: .* 'countdown' has no part 'brief', .* it has .*acc"):
+        dry_call(prompts(USELESS, FINE), RewardConfig(), ["acc", "brief"])
+
+
 def test_each_source_is_tried() -> None:
     gsm8k = ("gsm8k", "null")
     with pytest.raises(ValueError, match="first 2 prompts of data_source 'gsm8k'"):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.reward.rules import countdown, geo3k, gsm8k, math_boxed, math_dapo, multiple_choice, search_r1
+from pipeline.reward.sandbox.rule import DATA_SOURCES
 
 Rule = Callable[..., float | dict[str, Any]]
 
@@ -44,7 +45,8 @@ def rule_of(data_source: str) -> Rule:
     for name, rule in RULES.items():
         if name.endswith("*") and data_source.startswith(name[:-1]):
             return rule
+    known = ", ".join(sorted([*RULES, *DATA_SOURCES]))
     raise ValueError(
-        f"data_source {data_source!r} has no reward rule (known: {', '.join(sorted(RULES))}); name one of these in "
-        "the data, or set reward.custom_reward_function.path to a Python file with a function of your own"
+        f"data_source {data_source!r} has no reward rule (known: {known}); name one of these in the data, or set "
+        "reward.custom_reward_function.path to a Python file with a function of your own"
     )

@@ -29,4 +29,4 @@ def test_each_data_source_has_its_rule(source: str, rule: object) -> None:
 def test_an_unknown_data_source_is_an_error_that_names_the_known_ones(source: str) -> None:
     with pytest.raises(ValueError, match="has no reward rule") as error:
         rule_of(source)
-    assert repr(source) in str(error.value) and all(name in str(error.value) for name in RULES)
+    assert repr(source) in str(error.value) and all(name in str(error.value) for name in (*RULES, "taco"))
