@@ -72,7 +72,9 @@ class Follower:
             if message[key] is not None:
                 extra[name] = max(extra.get(name, 0.0), message[key])
         extra["rollout/engines_loaded"] = extra.get("rollout/engines_loaded", 0) + 1
-        self._tracker.status(f"iteration {message['version'] + 1}: generating")
+        # What the last version generates is its validation, which says so itself.
+        if message["version"] < self._schedule.iterations:
+            self._tracker.status(f"iteration {message['version'] + 1}: generating")
 
     def _iteration(self, message: dict[str, Any]) -> None:
         iteration = message["iteration"]

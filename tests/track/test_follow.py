@@ -236,3 +236,6 @@ def test_the_status_says_what_is_going_on() -> None:
     run.announce(0)
     run.loaded(0)
     assert run.tracker.said == ["validating policy version 0", "iteration 1: generating"]
+    run.announce(3)
+    run.loaded(3)
+    assert run.tracker.said[2:] == ["validating policy version 3"]
