@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pipeline.config import Config, load_config, to_flat
+from pipeline.submitted import check_cluster
 from pipeline.versions import VersionError, check_versions
 
 EPILOG = """\
@@ -93,12 +94,14 @@ def _command(arguments: list[str], iterations: int | None) -> str:
 def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     """Check, plan and run."""
     from pipeline.plan import check_resources, plan, render
-    from pipeline.run_folder import check_run_folder, reached
+    from pipeline.run_folder import check_run_folder, reached, starting_point
 
     plan(config)
     _name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
+    check_cluster(run_dir)
     resume = check_run_folder(run_dir, config, config.trainer.resume)
+    begin = starting_point(run_dir, config)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from pipeline.prompts.encode import to_table
@@ -128,6 +131,7 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
 
     import ray
 
+    from pipeline.signals import sigterm_as_ctrl_c
     from pipeline.track.tracker import Tracker
     from pipeline.train.run import run, start_ray
 
@@ -149,7 +153,8 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     tracker.start()
     status, places, error = "failed", {}, None
     try:
-        outcome = run(config, resolved, tracker, run_dir)
+        with sigterm_as_ctrl_c():
+            outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None)
         status, error = outcome.status, outcome.error
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = f"{run_dir / 'model'}"

@@ -33,7 +33,7 @@ CHOICES = {
     "critic.loss_agg_mode": (None, *AGG_MODES),
     "actor.kl_loss_type": tuple(f"{name}{suffix}" for suffix in ("", "+") for name in kl.NAMES),
     "actor.old_log_probs": ("recompute", "engine"),
-    "trainer.resume": ("auto", "never"),
+    "trainer.best_metric_mode": ("max", "min"),
 }
 """Keys that take one of a few values."""
 
@@ -96,6 +96,7 @@ POSITIVE = (
     "trainer.deadlines.chunk",
     "trainer.deadlines.rows",
     "trainer.deadlines.publish",
+    "trainer.deadlines.checkpoint",
 )
 """Keys whose value must be above 0."""
 
@@ -259,6 +260,12 @@ def _trainer(config: Config) -> Iterator[str]:
     name = trainer.experiment_name
     if not name or name in (".", "..") or "/" in name:
         yield f"trainer.experiment_name={name!r} names the run's folder; it may not be empty or hold a slash"
+    if trainer.best_metric is not None and (trainer.save_freq < 1 or trainer.test_freq < 1):
+        yield (
+            f"trainer.best_metric={trainer.best_metric} needs versions that are both validated and saved; set "
+            f"trainer.test_freq={trainer.test_freq} and trainer.save_freq={trainer.save_freq} to numbers of "
+            "iterations, one a multiple of the other"
+        )
     if deadlines.rows < deadlines.engine_start + deadlines.chunk:
         yield (
             f"trainer.deadlines.rows={deadlines.rows:g} is shorter than trainer.deadlines.engine_start + "

@@ -6,11 +6,19 @@ the work is laid out on the machine.
 """
 
 import os
+import tempfile
 from pathlib import Path
 
+from pipeline.checkpoints import Saved, find, newest
 from pipeline.config import Config, ConfigError, diff, load_yaml
+from pipeline.stages import uses_critic
+from pipeline.storage import filesystem_of
 
 CONFIG_FILE = "config.yaml"
+RESUME = ("auto", "never")
+"""Values of `trainer.resume` that name no checkpoint."""
+OF_THE_STATE = ("model.path", "model.dtype", "critic.path")
+"""Settings that say what a checkpoint's tensors are."""
 
 MAY_DIFFER = (
     "data.val_files",
@@ -49,6 +57,10 @@ MAY_DIFFER = (
     "trainer.test_freq",
     "trainer.save_freq",
     "trainer.max_ckpt_to_keep",
+    "trainer.best_metric",
+    "trainer.best_metric_mode",
+    "trainer.num_workers",
+    "trainer.use_gpu",
     "trainer.resume",
     "trainer.max_failures",
     "trainer.max_log_prob_gap",
@@ -67,7 +79,7 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
     Args:
         run_dir: Folder of the run; it need not exist.
         config: Settings the run is started with.
-        resume: `auto` lets an existing run of the same settings be continued, `never` refuses any existing run.
+        resume: `never` refuses any existing run; anything else lets one of the same settings be continued.
 
     Raises:
         ConfigError: the folder cannot be made or written, or holds another run, or any run with `resume="never"`, or
@@ -104,13 +116,45 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
     return True
 
 
+def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
+    """The checkpoint that a run in `run_dir` begins with: its own newest one, or that of `trainer.resume`; None begins
+    anew.
+
+    Raises:
+        ConfigError: `trainer.resume` names no whole checkpoint, or one of another model or without the same learners.
+        ValueError, OSError: a checkpoint is damaged, or its storage does not answer.
+    """
+    own = newest(str(run_dir))
+    if own is not None or config.trainer.resume in RESUME:
+        return own
+    try:
+        found = find(config.trainer.resume)
+    except ValueError as error:
+        raise ConfigError(f"trainer.resume: {error}") from error
+    stored = _stored_config(found)
+    problems = [f"{key} is {new} and was {old}" for key, old, new in diff(stored, config) if key in OF_THE_STATE]
+    if uses_critic(stored) != uses_critic(config):
+        problems.append(f"the checkpoint has {'a' if uses_critic(stored) else 'no'} critic")
+    if problems:
+        raise ConfigError(f"trainer.resume={found.place} cannot be gone on from: {'; '.join(problems)}")
+    return found
+
+
+def _stored_config(saved: Saved) -> Config:
+    filesystem, path = filesystem_of(saved.place)
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder) / CONFIG_FILE
+        with filesystem.open_input_stream(f"{path}/{CONFIG_FILE}") as stream:
+            local.write_bytes(stream.read())
+        return load_yaml(local, Config)
+
+
 def reached(run_dir: str | Path) -> int:
-    """The iteration of the newest checkpoint in `run_dir` of a run that also saved its model; 0 without."""
-    run_dir = Path(run_dir)
-    if not (run_dir / "model" / "config.json").is_file():
+    """The iteration of the newest whole checkpoint in `run_dir` of a run that also saved its model; 0 without."""
+    if not (Path(run_dir) / "model" / "config.json").is_file():
         return 0
-    saved = (run_dir / "checkpoints").glob("iteration_*")
-    return max((int(folder.name.removeprefix("iteration_")) for folder in saved), default=0)
+    saved = newest(str(run_dir))
+    return saved.iteration if saved else 0
 
 
 def _may_differ(key: str) -> bool:

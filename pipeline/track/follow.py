@@ -6,7 +6,7 @@ it: messages go in, calls of the tracker come out.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -29,11 +29,20 @@ class Record(Protocol):
     def status(self, text: str) -> None: ...
 
 
+class Keeper(Protocol):
+    """The part of `Retention` that is used here."""
+
+    def record(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
+
+    def saved(self, version: int, rank: int, ranks: int) -> None: ...
+
+
 class Follower:
     """Turns messages into records.
 
     Args:
         tracker: where records go.
+        keeper: is told of checkpoints and of the records that say how good they are.
         schedule: which versions are validated.
         val_n: responses per validation prompt.
         log_samples: rows of a table of samples.
@@ -43,12 +52,13 @@ class Follower:
     def __init__(
         self,
         tracker: Record,
+        keeper: Keeper,
         schedule: Schedule,
         val_n: int,
         log_samples: int,
         train_samples: Callable[[int, int], list[dict[str, Any]]],
     ):
-        self._tracker, self._schedule = tracker, schedule
+        self._tracker, self._keeper, self._schedule = tracker, keeper, schedule
         self._val_n, self._log_samples, self._train_samples = val_n, log_samples, train_samples
         self._records: dict[int, dict[str, float]] = {}
         self._extra: dict[int, dict[str, float]] = defaultdict(dict)
@@ -116,6 +126,9 @@ class Follower:
         if self._log_samples:
             self._tracker.samples(version, rows.slice(0, self._log_samples).to_pylist())
 
+    def _saved(self, message: dict[str, Any]) -> None:
+        self._keeper.saved(message["version"], message["rank"], message["ranks"])
+
     def _done(self, message: dict[str, Any]) -> None:
         self.done = message
         # A run that was stopped does not validate its last version.
@@ -127,9 +140,9 @@ class Follower:
 
     def _log(self, iteration: int) -> None:
         # An earlier one still waits when a restart cut its validation off; it goes out as it is.
-        for number in [i for i in sorted(self._records) if self._logged < i < iteration]:
-            self._tracker.log(number, self._records.pop(number))
-        self._tracker.log(iteration, self._records[iteration])
+        for number in [*(i for i in sorted(self._records) if self._logged < i < iteration), iteration]:
+            self._tracker.log(number, self._records[number])
+            self._keeper.record(number, self._records[number])
         self._logged = iteration
         # The last one stays: at an early end of the data, its validation may be announced after it.
         self._records = {i: record for i, record in self._records.items() if i >= iteration}

@@ -17,6 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from pipeline.storage import filesystem_of
+
 FOLDERS = {"train": "trajectories", "val": "validation"}
 
 
@@ -35,7 +37,7 @@ class Record:
         """
         if "://" not in run_dir and not os.path.isabs(run_dir):
             raise ValueError(f"the run's folder {run_dir!r} is relative; workers need an absolute path or a URL")
-        self._filesystem, self._root = _filesystem(run_dir)
+        self._filesystem, self._root = filesystem_of(run_dir)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Writes `table`, one file per split, iteration and chunk in it.
@@ -93,7 +95,7 @@ def read_trajectories(
         ValueError: `split` is neither, or the file system of a URL is unknown.
         FileNotFoundError: nothing was recorded of that iteration.
     """
-    filesystem, root = _filesystem(run_dir)
+    filesystem, root = filesystem_of(run_dir)
     folder = _folder(root, split, iteration)
     selector = pafs.FileSelector(folder, allow_not_found=True)
     names = sorted(info.path for info in filesystem.get_file_info(selector) if info.base_name.endswith(".parquet"))
@@ -118,7 +120,7 @@ def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
     Returns:
         The iterations whose training rows were removed.
     """
-    filesystem, root = _filesystem(run_dir)
+    filesystem, root = filesystem_of(run_dir)
     removed = []
     for split in FOLDERS:
         for number, path in _iterations(filesystem, root, split):
@@ -127,16 +129,6 @@ def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
                 if split == "train":
                     removed.append(number)
     return removed
-
-
-def _filesystem(run_dir: str) -> tuple[pafs.FileSystem, str]:
-    if "://" not in run_dir:
-        return pafs.LocalFileSystem(), os.path.abspath(run_dir)
-    try:
-        filesystem, root = pafs.FileSystem.from_uri(run_dir)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"the run's folder {run_dir!r} is on no file system that pyarrow knows: {error}") from error
-    return filesystem, root.rstrip("/")
 
 
 def _folder(root: str, split: str, iteration: int) -> str:

@@ -1,64 +1,172 @@
 """Checkpoints: the whole state of a rank's training, sharded, through `torch.distributed.checkpoint` and Ray Train.
 
-Every rank writes its own shards to a local folder; Ray Train copies them to one folder in the run's storage and counts
-a checkpoint only when every rank has reported it. Nothing is pickled that comes from outside: tensors and plain numbers
-are all there is.
+    all ranks     write their shards to a local folder     collective, training waits
+    each rank     copies it to the run's storage           behind the next iteration; tried again while storage is away
+    each rank     puts `complete_RANK` beside it           the last file; with all of them the checkpoint is whole
+
+Nothing is pickled that comes from outside: tensors, plain numbers and settings are all there is.
 """
 
 import json
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs as pafs
 import ray.train
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ray.train import Checkpoint, CheckpointUploadMode
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from pipeline.advantage.kl import KLController
+from pipeline.checkpoints import FOLDER, PROGRESS, complete_name, folder_name
+from pipeline.config import Config, save_yaml
+from pipeline.storage import filesystem_of
 from pipeline.train.learner import Learner
 
-PROGRESS = "progress.json"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Between attempts to reach the storage."""
 
 
-def save(learners: Sequence[Learner], kl: KLController, version: int, position: Any) -> None:
-    """Save and report a checkpoint; a collective.
+class Saver:
+    """Saves checkpoints, one at a time, and copies them behind the training.
 
     Args:
-        learners: actor and critic: models, optimisers and schedules to save.
-        kl: its coefficient is saved.
-        version: the policy version they are at.
-        position: where the prompt source goes on.
+        config: settings of the run, kept in each checkpoint.
+        run_dir: the run's folder or URL, which all ranks reach.
+        copied: called, in the copying thread, with the version of which this rank's part is in place.
     """
-    with tempfile.TemporaryDirectory(prefix="slipstream-checkpoint-") as folder:
+
+    def __init__(self, config: Config, run_dir: str, copied: Callable[[int], None]):
+        self._config, self._run_dir, self._copied = config, run_dir, copied
+        self._deadline = config.trainer.deadlines.checkpoint
+        self._rank = dist.get_rank()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._version = -1
+
+    def save(self, learners: Sequence[Learner], kl: KLController, version: int, position: Any) -> None:
+        """Write a checkpoint and begin to copy it; a collective. Waits until the one before has been copied.
+
+        Args:
+            learners: actor and critic: models, optimisers and schedules to save.
+            kl: its coefficient is saved.
+            version: the policy version they are at.
+            position: where the prompt source goes on.
+
+        Raises:
+            TimeoutError: copying took longer than `trainer.deadlines.checkpoint`.
+            OSError: the local folder cannot be written, or the storage does not answer.
+        """
+        self.wait()
+        if self._rank == 0:
+            # What an abandoned try has left there would be taken for part of this one.
+            self._patiently(lambda: self._clear(version))
+        folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-"))
+        # No rank copies before all are here, and so none before the place is clear.
         dcp.save(_state(learners), checkpoint_id=folder)
-        if dist.get_rank() == 0:
+        if self._rank == 0:
             progress = {
                 "version": version,
                 "position": position,
                 "kl_coef": kl.coef,
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
+                "world_size": dist.get_world_size(),
+                "mlflow_run_id": self._mlflow_run_id(),
             }
-            (Path(folder) / PROGRESS).write_text(json.dumps(progress))
-        torch.save(torch.get_rng_state(), Path(folder) / f"rng_{dist.get_rank()}.pt")
+            (folder / PROGRESS).write_text(json.dumps(progress))
+            save_yaml(self._config, folder / "config.yaml")
+        torch.save(_rng(), folder / f"rng_{self._rank}.pt")
+        self._version = version
+        self._idle.clear()
         ray.train.report(
             {"version": version},
-            checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=f"iteration_{version:06d}",
+            checkpoint=Checkpoint.from_directory(str(folder)),
+            checkpoint_dir_name=folder_name(version),
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=self._copy,
         )
 
+    def wait(self) -> None:
+        """Until the last checkpoint has been copied.
 
-def restore(learners: Sequence[Learner], kl: KLController) -> tuple[int, Any]:
+        Raises:
+            TimeoutError: it takes longer than `trainer.deadlines.checkpoint`.
+        """
+        if not self._idle.wait(self._deadline):
+            raise TimeoutError(
+                f"checkpoint: rank {self._rank} did not copy version {self._version} to {self._run_dir}/{FOLDER} "
+                f"within {self._deadline:.0f} s (trainer.deadlines.checkpoint)"
+            )
+
+    def _copy(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
+        storage = ray.train.get_context().get_storage()
+
+        def copy() -> Checkpoint:
+            persisted = storage.persist_current_checkpoint(checkpoint, name)
+            with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}"):
+                pass
+            return persisted
+
+        persisted = self._patiently(copy)
+        self._copied(self._version)
+        self._idle.set()
+        return persisted
+
+    def _clear(self, version: int) -> None:
+        filesystem, root = filesystem_of(self._run_dir)
+        path = f"{root}/{FOLDER}/{folder_name(version)}"
+        if filesystem.get_file_info(path).type == pafs.FileType.Directory:
+            filesystem.delete_dir(path)
+
+    def _mlflow_run_id(self) -> str | None:
+        filesystem, root = filesystem_of(self._run_dir)
+        try:
+            with filesystem.open_input_stream(f"{root}/mlflow_run_id") as stream:
+                return stream.read().decode().strip()
+        except OSError:
+            return None
+
+    def _patiently(self, action: Callable[[], Any]) -> Any:
+        """What `action` gives, tried again while the storage does not answer."""
+        deadline, pause = time.monotonic() + self._deadline, FIRST_PAUSE_S
+        while True:
+            try:
+                return action()
+            except OSError as error:
+                if time.monotonic() + pause > deadline:
+                    raise OSError(
+                        error.errno or 5,
+                        f"checkpoint: {self._run_dir}/{FOLDER} could not be written for {self._deadline:.0f} s "
+                        f"(trainer.deadlines.checkpoint): {error.strerror or error}; free space there or allow "
+                        "writing, and start the same command again",
+                    ) from error
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def restore(learners: Sequence[Learner], kl: KLController, place: str | None = None) -> tuple[int, Any]:
     """Load the latest checkpoint of the run into `learners` and `kl`; a collective.
+
+    Args:
+        learners: actor and critic, sharded over any number of ranks.
+        kl: the controller of the KL's coefficient.
+        place: folder or URL of the checkpoint that the run begins with; Ray Train knows of those made since.
 
     Returns:
         the policy version reached and the position of the prompt source; `(0, (0, 0))` for a new run.
     """
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
-        return 0, (0, 0)
+        if place is None:
+            return 0, (0, 0)
+        filesystem, path = filesystem_of(place)
+        checkpoint = Checkpoint(path, filesystem)
     with checkpoint.as_directory() as folder:
         state = _state(learners)
         dcp.load(state, checkpoint_id=folder)
@@ -73,11 +181,22 @@ def restore(learners: Sequence[Learner], kl: KLController) -> tuple[int, Any]:
         progress = json.loads((Path(folder) / PROGRESS).read_text())
         rng = Path(folder) / f"rng_{dist.get_rank()}.pt"
         if rng.is_file():
-            torch.set_rng_state(torch.load(rng, weights_only=True))
+            _set_rng(torch.load(rng, weights_only=True))
     kl.coef = progress["kl_coef"]
     for learner in learners:
         learner.restore_schedule(progress["scheduler_steps"][learner.name])
     return progress["version"], tuple(progress["position"])
+
+
+def _rng() -> dict[str, torch.Tensor]:
+    """States of this rank's random generators."""
+    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _set_rng(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:

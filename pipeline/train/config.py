@@ -237,6 +237,10 @@ class DeadlineConfig:
     publish: float = 600.0
     """From a rank's publication of its weights until all ranks have published."""
 
+    checkpoint: float = 1800.0
+    """Copying a checkpoint to the run's storage, which goes on behind training and is tried again while the storage is
+    away."""
+
 
 @dataclass
 class TrainerConfig:
@@ -292,8 +296,17 @@ class TrainerConfig:
     max_ckpt_to_keep: int = 2
     """Newest checkpoints kept."""
 
+    best_metric: str | None = None
+    """Validation metric, such as `val-core/countdown/acc/mean@1`, by which the best checkpoint is kept besides the
+    newest ones; null keeps the newest alone. Only versions that are both validated and saved can be the best."""
+
+    best_metric_mode: str = "max"
+    """Whether the largest (`max`) or the smallest (`min`) value of `best_metric` is the best."""
+
     resume: str = "auto"
-    """`auto` continues the run of this name when it has a checkpoint, `never` refuses to touch an existing run."""
+    """`auto` continues the run of this name when it has a checkpoint, `never` refuses to touch an existing run. Another
+    value is the folder or URL of a checkpoint, or of a run whose newest one it is: a new run begins with it, and an
+    existing one continues as with `auto`."""
 
     max_failures: int = 0
     """Restarts of the train workers after a failure before the run ends."""

@@ -30,9 +30,9 @@ from pipeline.store import CRITIC, POLICY
 from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import discard_trajectories
-from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
 from pipeline.train.broadcast import pack
+from pipeline.train.checkpoint import Saver, restore
 from pipeline.train.critic import Critic
 from pipeline.train.feed import Blocks, RowsFeed
 from pipeline.train.fsdp import save_hf, torch_dtype
@@ -48,6 +48,8 @@ class LoopSettings:
     schedule: Schedule
     store: Any
     run_dir: str
+    checkpoint: str | None = None
+    """Folder or URL of the checkpoint that the run begins with; null begins anew."""
 
 
 def train_loop(settings: dict[str, LoopSettings]) -> None:
@@ -74,8 +76,9 @@ class Loop:
         self.critic = Critic(self.config, self.device, iterations) if uses_critic(self.config) else None
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
-        self.version, position = checkpoint.restore(self.learners, self.kl)
+        self.version, position = restore(self.learners, self.kl, settings.checkpoint)
         self.saved = self.version
+        self.saver = Saver(self.config, self.run_dir, self._post_saved)
         if self.rank == 0:
             # What an interrupted try recorded of later iterations would stand beside the rows that come now.
             discard_trajectories(self.run_dir, self.version + 1)
@@ -121,6 +124,7 @@ class Loop:
             self.feed.drain()
         if self.saved != self.version:
             self._save()
+        self.saver.wait()
         save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model")
         if self.rank == 0:
             self._ask("post", "done", {"version": self.version, "stopped": stopping})
@@ -145,8 +149,11 @@ class Loop:
         self._ask("publish", self.version, shards, stepped_at, self.kl.coef)
 
     def _save(self) -> None:
-        checkpoint.save(self.learners, self.kl, self.version, self._ask("position", self.version))
+        self.saver.save(self.learners, self.kl, self.version, self._ask("position", self.version))
         self.saved = self.version
+
+    def _post_saved(self, version: int) -> None:
+        self._ask("post", "saved", {"version": version, "rank": self.rank, "ranks": self.world_size})
 
     def _report(self, table: pa.Table, stats: list[Stats]) -> bool:
         """Merge all ranks' metrics, post them, and say whether to stop; a collective."""

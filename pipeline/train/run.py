@@ -15,15 +15,17 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train import CheckpointConfig, DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from pipeline import cluster, stream
+from pipeline import checkpoints, cluster, stream
 from pipeline.config import Config, save_yaml
 from pipeline.plan import Plan
 from pipeline.prompts.stage import ANSWER_S, Schedule
 from pipeline.store import Admission, PolicyStore
 from pipeline.track.follow import Follower
+from pipeline.track.history import read_history
+from pipeline.track.retention import Retention
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
 from pipeline.train.loop import LoopSettings, train_loop
@@ -44,7 +46,7 @@ def start_ray(config: Config) -> bool:
     return cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
 
 
-def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
+def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint: str | None = None) -> Outcome:
     """Train as `config` says; Ray is running and everything has been checked.
 
     Args:
@@ -52,6 +54,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
         plan: what it amounts to, with the number of iterations.
         tracker: takes the metrics; started, and finished by the caller.
         run_dir: the run's folder.
+        checkpoint: folder or URL of the checkpoint to begin with; None begins anew.
     """
     assert plan.iterations is not None
     trainer = config.trainer
@@ -71,7 +74,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
     options.preserve_order = True
     torch_trainer = TorchTrainer(
         train_loop,
-        train_loop_config={"settings": LoopSettings(config, schedule, store, str(run_dir))},
+        train_loop_config={"settings": LoopSettings(config, schedule, store, str(run_dir), checkpoint)},
         datasets={"rollouts": rollouts},
         dataset_config=DataConfig(execution_options=options),
         scaling_config=ScalingConfig(
@@ -80,12 +83,14 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
             resources_per_worker={"CPU": trainer.cpus_per_worker} | ({"GPU": 1} if trainer.use_gpu else {}),
         ),
         run_config=RunConfig(
-            name="checkpoints",
+            name=checkpoints.FOLDER,
             storage_path=str(run_dir),
             failure_config=FailureConfig(max_failures=trainer.max_failures),
-            checkpoint_config=CheckpointConfig(num_to_keep=trainer.max_ckpt_to_keep),
         ),
     )
+    # Ray Train's own list of checkpoints is for restarts within a run. Between runs the files themselves say what is
+    # whole; the list may be half written, or name some that are gone.
+    (run_dir / checkpoints.FOLDER / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     failure: list[BaseException] = []
 
     def fit() -> None:
@@ -97,14 +102,19 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
     thread = threading.Thread(target=fit, name="fit", daemon=True)
     thread.start()
     tracker.status("starting the engines and the train workers")
+    retention = Retention(run_dir, trainer.max_ckpt_to_keep, trainer.best_metric, trainer.best_metric_mode)
+    for record in read_history(tracker.metrics_path):
+        retention.record(record["iteration"], record)
     follower = Follower(
         tracker,
+        retention,
         schedule,
         config.rollout.val_kwargs.n,
         trainer.log_samples,
         lambda iteration, count: read_trajectories(str(run_dir), iteration).slice(0, count).to_pylist(),
     )
     interrupted = _follow(store, follower, thread, tracker)
+    retention.close()
     if failure:
         return Outcome("failed", -1, sentence(failure[0]))
     if follower.done is None:

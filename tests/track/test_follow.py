@@ -1,5 +1,6 @@
 """From messages to records: a recording tracker instead of the real one, no Ray."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -31,14 +32,29 @@ class Log:
         self.said.append(text)
 
 
+class Kept:
+    """Keeps what a keeper of checkpoints is told."""
+
+    def __init__(self) -> None:
+        self.recorded: list[int] = []
+        self.parts: list[tuple[int, int, int]] = []
+
+    def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self.recorded.append(iteration)
+
+    def saved(self, version: int, rank: int, ranks: int) -> None:
+        self.parts.append((version, rank, ranks))
+
+
 class Run:
     """A follower and the messages of a run."""
 
     def __init__(self, iterations: int = 3, test_freq: int = -1, validation: bool = False, log_samples: int = 0):
-        self.tracker = Log()
+        self.tracker, self.keeper = Log(), Kept()
         schedule = Schedule(iterations, 2, 4, validation, True, test_freq)
         self.follower = Follower(
             self.tracker,
+            self.keeper,
             schedule,
             val_n=2,
             log_samples=log_samples,
@@ -239,3 +255,12 @@ def test_the_status_says_what_is_going_on() -> None:
     run.announce(3)
     run.loaded(3)
     assert run.tracker.said[2:] == ["validating policy version 3"]
+
+
+def test_checkpoints_and_records_reach_their_keeper() -> None:
+    run = Run()
+    run.iteration(1)
+    for rank in (1, 0):
+        run.follower.handle({"kind": "saved", "version": 1, "rank": rank, "ranks": 2})
+    run.iteration(2)
+    assert run.keeper.recorded == run.numbers == [1, 2] and run.keeper.parts == [(1, 1, 2), (1, 0, 2)]

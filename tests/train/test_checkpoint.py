@@ -1,6 +1,7 @@
 """Checkpoints of actor and critic, with a folder in the place of Ray Train's storage."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import ray.train
 import torch.distributed as dist
 
 from pipeline.advantage.kl import AdaptiveKL
-from pipeline.config import Config
+from pipeline.checkpoints import newest
+from pipeline.config import Config, load_yaml
 from pipeline.rows import flat
 from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
+from pipeline.train.checkpoint import Saver
 from pipeline.train.critic import Critic
 from pipeline.train.fsdp import full_state_dict
 from pipeline.train.packing import Rows
@@ -29,21 +32,42 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+class Storage:
+    """Ray Train's side: `report` copies in a thread, and files may be refused for a while."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir, self.refuses, self.held = run_dir, 0, threading.Event()
+        self.held.set()
+        self.last: Path | None = None
+
+    def persist_current_checkpoint(self, checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        assert self.held.wait(30)
+        if self.refuses:
+            self.refuses -= 1
+            raise OSError(5, "the storage is away")
+        place = self.run_dir / "checkpoints" / name
+        shutil.copytree(checkpoint.path, place, dirs_exist_ok=True)
+        return ray.train.Checkpoint.from_directory(str(place))
+
+    def report(self, metrics: dict[str, Any], *, checkpoint, checkpoint_dir_name, checkpoint_upload_fn, **mode) -> None:
+        assert mode == {"checkpoint_upload_mode": ray.train.CheckpointUploadMode.ASYNC}
+        threading.Thread(target=checkpoint_upload_fn, args=(checkpoint, checkpoint_dir_name), daemon=True).start()
+
+
 @pytest.fixture
-def storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the last checkpoint is."""
-    folder = tmp_path / "last"
+def storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Storage:
+    made = Storage(tmp_path)
+    context = SimpleNamespace(get_storage=lambda: made)
+    stand_in = vars(ray.train) | {"report": made.report, "get_checkpoint": lambda: None, "get_context": lambda: context}
+    monkeypatch.setattr(checkpoint.ray, "train", SimpleNamespace(**stand_in))
+    monkeypatch.setattr(checkpoint, "FIRST_PAUSE_S", 0.05)
+    return made
 
-    def report(metrics: dict[str, Any], checkpoint: ray.train.Checkpoint, checkpoint_dir_name: str) -> None:
-        shutil.copytree(checkpoint.path, folder)
 
-    def get_checkpoint() -> ray.train.Checkpoint | None:
-        return ray.train.Checkpoint.from_directory(str(folder)) if folder.exists() else None
-
-    monkeypatch.setattr(checkpoint.ray, "train", SimpleNamespace(**vars(ray.train)))
-    monkeypatch.setattr(checkpoint.ray.train, "report", report)
-    monkeypatch.setattr(checkpoint.ray.train, "get_checkpoint", get_checkpoint)
-    return folder
+def saver(storage: Storage, done: list[int] | None = None, deadline: float = 30.0) -> Saver:
+    settings = Config()
+    settings.trainer.deadlines.checkpoint = deadline
+    return Saver(settings, str(storage.run_dir), (done if done is not None else []).append)
 
 
 def config(model: Path) -> Config:
@@ -72,7 +96,7 @@ class Learners:
 
 
 @pytest.mark.parametrize("warmup", [0, 2], ids=["both stepped", "critic alone"])
-def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Path, warmup: int) -> None:
+def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Storage, warmup: int) -> None:
     """Also where the policy has not stepped yet, and neither saving nor restoring shows."""
     whole, saved, restored = Learners(tiny_model), Learners(tiny_model), Learners(tiny_model)
     for version in range(2):
@@ -81,8 +105,14 @@ def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Path, warmu
             learners.kl.update(0.2, 16)
             if version >= warmup:
                 learners.actor.update(rows(version))
-    checkpoint.save(saved.both, saved.kl, 2, (1, 7))
-    assert checkpoint.restore(restored.both, restored.kl) == (2, (1, 7))
+    done: list[int] = []
+    one = saver(storage, done)
+    one.save(saved.both, saved.kl, 2, (1, 7))
+    one.wait()
+    assert done == [2]
+    found = newest(str(storage.run_dir))
+    assert found is not None and found.iteration == 2
+    assert checkpoint.restore(restored.both, restored.kl, found.place) == (2, (1, 7))
     assert restored.kl.coef == whole.kl.coef != 0.3
     for learners in (whole, saved, restored):
         learners.actor.update(rows(2))
@@ -92,7 +122,41 @@ def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Path, warmu
         assert learners.actor.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * (4 - warmup) / 10)
 
 
-def test_a_run_without_a_checkpoint_starts_anew(tiny_model: Path, storage: Path) -> None:
+def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage: Storage) -> None:
+    learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
+    (storage.run_dir / "mlflow_run_id").write_text("abc\n")
+    storage.held.clear()
+    one.save(learners.both, learners.kl, 1, (0, 4))
+    assert newest(str(storage.run_dir)) is None
+    with pytest.raises(TimeoutError, match=r"rank 0 did not copy version 1 to .*trainer\.deadlines\.checkpoint"):
+        one.save(learners.both, learners.kl, 2, (0, 8))
+    storage.held.set()
+    one.wait()
+    found = newest(str(storage.run_dir))
+    assert found is not None and found.progress["mlflow_run_id"] == "abc" and found.progress["position"] == [0, 4]
+    assert load_yaml(Path(found.place) / "config.yaml", Config).trainer.deadlines.checkpoint == 0.3
+
+
+def test_a_storage_that_is_away_is_tried_again(tiny_model: Path, storage: Storage) -> None:
+    learners, one = Learners(tiny_model), saver(storage)
+    storage.refuses = 3
+    one.save(learners.both, learners.kl, 1, (0, 4))
+    one.wait()
+    assert storage.refuses == 0 and newest(str(storage.run_dir)) is not None
+
+
+def test_what_an_abandoned_try_left_is_no_part_of_the_next(tiny_model: Path, storage: Storage) -> None:
+    """Marks of other ranks, above all, which would make a checkpoint whole that is not."""
+    learners, one = Learners(tiny_model), saver(storage)
+    left = storage.run_dir / "checkpoints" / "iteration_000001"
+    left.mkdir(parents=True)
+    (left / "complete_1").touch()
+    one.save(learners.both, learners.kl, 1, (0, 4))
+    one.wait()
+    assert not (left / "complete_1").exists() and (left / "complete_0").exists()
+
+
+def test_a_run_without_a_checkpoint_starts_anew(tiny_model: Path, storage: Storage) -> None:
     learners, untouched = Learners(tiny_model), Learners(tiny_model)
     assert checkpoint.restore(learners.both, learners.kl) == (0, (0, 0))
     assert learners.distance(untouched) == 0 and learners.kl.coef == 0.3

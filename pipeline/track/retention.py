@@ -1,0 +1,81 @@
+"""Which checkpoints stay: the newest ones, and the best by a validation metric.
+
+The driver deletes, since it alone knows both what is whole and how good it was. It does so in a thread of its own, one
+deletion after the other, so that a slow storage holds nothing up.
+"""
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pipeline import checkpoints
+
+log = logging.getLogger(__name__)
+
+BEST_FILE = "best.json"
+
+
+class Retention:
+    """Keeps the checkpoints of one run.
+
+    Args:
+        run_dir: the run's folder.
+        keep: newest checkpoints that stay.
+        metric: by which the best one stays, too; None for none.
+        mode: `max` or `min`.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, metric: str | None, mode: str):
+        self._run_dir, self._keep, self._metric = run_dir, keep, metric
+        self._sign = 1 if mode == "max" else -1
+        self._parts: dict[int, set[int]] = defaultdict(set)
+        self._values: dict[int, float] = {}
+        self._checkpoints = set(checkpoints.iterations(str(run_dir)))
+        self._thread = ThreadPoolExecutor(1, "retention")
+
+    def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an iteration; those of a resumed run's past, too."""
+        if self._metric is not None and (value := metrics.get(self._metric)) is not None:
+            self._thread.submit(self._validated, iteration, value)
+
+    def saved(self, version: int, rank: int, ranks: int) -> None:
+        """A rank's part of a checkpoint is in place."""
+        self._parts[version].add(rank)
+        if len(self._parts[version]) == ranks:
+            del self._parts[version]
+            self._thread.submit(self._whole, version)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._thread.shutdown()
+
+    # In the thread, which alone knows values and checkpoints.
+
+    def _validated(self, iteration: int, value: float) -> None:
+        self._values[iteration] = value
+        self._tidy()
+
+    def _whole(self, version: int) -> None:
+        self._checkpoints.add(version)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        known = [iteration for iteration in sorted(self._values) if iteration in self._checkpoints]
+        # Those that are not validated yet may turn out to be the best.
+        last = max(self._values, default=-1)
+        spare = (
+            {iteration for iteration in self._checkpoints if iteration > last} if self._metric is not None else set()
+        )
+        try:
+            if known:
+                best = max(known, key=lambda iteration: self._sign * self._values[iteration])
+                content = {"iteration": best, "metric": self._metric, "value": self._values[best]}
+                (self._run_dir / BEST_FILE).write_text(json.dumps(content) + "\n")
+                spare.add(best)
+            self._checkpoints.difference_update(checkpoints.retain(str(self._run_dir), self._keep, spare))
+        except (OSError, ValueError) as error:
+            # What could not be deleted now goes with the next one.
+            log.warning("an old checkpoint could not be deleted: %s", error)

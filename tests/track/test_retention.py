@@ -1,0 +1,63 @@
+"""Which checkpoints the driver keeps, as parts become whole and numbers come in."""
+
+import json
+from pathlib import Path
+
+from pipeline.checkpoints import iterations
+from pipeline.track.retention import Retention
+from tests.test_checkpoints import written
+
+METRIC = "val-core/countdown/acc/mean@1"
+
+
+def saved(retention: Retention, run_dir: Path, iteration: int) -> None:
+    written(run_dir, iteration)
+    for rank in (1, 0):
+        retention.saved(iteration, rank, 2)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    retention = Retention(tmp_path, 2, None, "max")
+    for iteration in (1, 2, 3, 4):
+        saved(retention, tmp_path, iteration)
+        retention.record(iteration, {METRIC: 1.0 / iteration})
+    retention.close()
+    assert iterations(str(tmp_path)) == [3, 4] and not (tmp_path / "best.json").exists()
+
+
+def test_the_best_stays_too(tmp_path: Path) -> None:
+    retention = Retention(tmp_path, 1, METRIC, "max")
+    for iteration, value in ((0, 0.9), (2, 0.3), (4, 0.5), (6, 0.4), (8, 0.5)):
+        if iteration:
+            saved(retention, tmp_path, iteration)
+        retention.record(iteration, {METRIC: value})
+        retention.record(iteration + 1, {"critic/score/mean": 1.0})
+    retention.close()
+    assert iterations(str(tmp_path)) == [4, 8]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"iteration": 4, "metric": METRIC, "value": 0.5}
+    # A run that goes on knows its past.
+    again = Retention(tmp_path, 1, METRIC, "max")
+    for iteration, value in ((4, 0.5), (8, 0.5)):
+        again.record(iteration, {METRIC: value})
+    saved(again, tmp_path, 10)
+    again.record(10, {METRIC: 0.2})
+    again.close()
+    assert iterations(str(tmp_path)) == [4, 10]
+
+
+def test_the_best_may_be_the_smallest(tmp_path: Path) -> None:
+    retention = Retention(tmp_path, 1, METRIC, "min")
+    for iteration, value in ((2, 0.3), (4, 0.5), (6, 0.4)):
+        saved(retention, tmp_path, iteration)
+        retention.record(iteration, {METRIC: value})
+    retention.close()
+    assert iterations(str(tmp_path)) == [2, 6]
+
+
+def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:
+    retention = Retention(tmp_path, 1, None, "max")
+    saved(retention, tmp_path, 2)
+    written(tmp_path, 4, marks=1)
+    retention.saved(4, 0, 2)
+    retention.close()
+    assert iterations(str(tmp_path)) == [2, 4]
