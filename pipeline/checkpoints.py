@@ -97,11 +97,12 @@ def find(place: str) -> Saved:
     return found
 
 
-def retain(run_dir: str, keep: int, spare: Collection[int] = ()) -> list[int]:
+def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> list[int]:
     """Delete old checkpoints, and what is left of broken ones; called when one has become whole.
 
     Args:
         run_dir: the run's folder or URL.
+        last: the newest checkpoint that is known to be whole; later ones are left alone.
         keep: newest whole checkpoints that stay.
         spare: iterations whose checkpoints stay whatever their age.
 
@@ -109,13 +110,10 @@ def retain(run_dir: str, keep: int, spare: Collection[int] = ()) -> list[int]:
         the iterations whose checkpoints were deleted.
     """
     filesystem, root = filesystem_of(run_dir)
-    found = iterations(run_dir)
+    found = [number for number in iterations(run_dir) if number <= last]
     whole = [number for number in found if read(f"{run_dir}/{FOLDER}/{folder_name(number)}") is not None]
-    if not whole:
-        return []
     stay = {*whole[-keep:], *spare}
-    # A newer one than the newest whole one is being written.
-    gone = [number for number in found if number not in stay and number < whole[-1]]
+    gone = [number for number in found if number not in stay]
     for number in gone:
         filesystem.delete_dir(f"{root}/{FOLDER}/{folder_name(number)}")
     return gone

@@ -47,11 +47,6 @@ def test_the_newest_stay_and_those_to_be_spared(tmp_path: Path) -> None:
         written(tmp_path, iteration)
     written(tmp_path, 5, marks=1)
     written(tmp_path, 12, marks=0)
-    assert retain(str(tmp_path), 2, {4}) == [2, 5, 6]
+    assert retain(str(tmp_path), 10, 2, {4}) == [2, 5, 6]
     assert iterations(str(tmp_path)) == [4, 8, 10, 12]
-    assert retain(str(tmp_path), 2) == [4]
-
-
-def test_without_a_whole_one_nothing_goes(tmp_path: Path) -> None:
-    written(tmp_path, 2, marks=1)
-    assert retain(str(tmp_path), 1) == [] and iterations(str(tmp_path)) == [2]
+    assert retain(str(tmp_path), 8, 1) == [4] and retain(str(tmp_path), 10, 2) == []

@@ -75,7 +75,9 @@ class Retention:
                 content = {"iteration": best, "metric": self._metric, "value": self._values[best]}
                 (self._run_dir / BEST_FILE).write_text(json.dumps(content) + "\n")
                 spare.add(best)
-            self._checkpoints.difference_update(checkpoints.retain(str(self._run_dir), self._keep, spare))
+            if self._checkpoints:
+                gone = checkpoints.retain(str(self._run_dir), max(self._checkpoints), self._keep, spare)
+                self._checkpoints.difference_update(gone)
         except (OSError, ValueError) as error:
             # What could not be deleted now goes with the next one.
             log.warning("an old checkpoint could not be deleted: %s", error)
