@@ -75,6 +75,7 @@ AT_LEAST = {
     "trainer.num_threads": 0,
     "trainer.max_ckpt_to_keep": 1,
     "trainer.max_failures": -1,
+    "trainer.max_nonfinite_steps": 0,
     "trainer.log_samples": 0,
     "trainer.weight_bucket_mb": 1,
 }

@@ -64,6 +64,7 @@ MAY_DIFFER = (
     "trainer.resume",
     "trainer.max_failures",
     "trainer.max_log_prob_gap",
+    "trainer.max_nonfinite_steps",
     "trainer.logger",
     "trainer.log_samples",
     "trainer.weight_bucket_mb",

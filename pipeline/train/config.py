@@ -311,6 +311,10 @@ class TrainerConfig:
     max_failures: int = 0
     """Restarts of the train workers after a failure before the run ends."""
 
+    max_nonfinite_steps: int = 10
+    """Optimiser steps in a row whose gradient may be infinite or not a number. They are left out and counted
+    (`actor/skipped_steps`, `critic/skipped_steps`); one more ends the run."""
+
     max_log_prob_gap: float | None = None
     """Largest |engine - trainer| log-prob of a token; beyond it the run ends. Null only reports the gap. All tokens of
     an iteration are compared, with `actor.old_log_probs=engine` those of its first mini-batch, and none while

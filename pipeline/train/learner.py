@@ -33,6 +33,8 @@ class UpdateShape:
     """Mini-batches of one iteration."""
     max_tokens: int
     """Most tokens in one forward pass of one rank."""
+    max_nonfinite_steps: int
+    """Optimiser steps in a row whose gradient may not be finite."""
 
     @classmethod
     def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
@@ -42,6 +44,7 @@ class UpdateShape:
             epochs=part.ppo_epochs or actor.ppo_epochs,
             mini_batches=config.data.train_batch_size // size,
             max_tokens=part.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+            max_nonfinite_steps=config.trainer.max_nonfinite_steps,
         )
 
     @property
@@ -76,6 +79,7 @@ class Learner:
         iterations: int,
     ):
         self.name, self.shape, self.device, self.grad_clip = name, shape, device, grad_clip
+        self._nonfinite_steps = 0
         self.module = shard(module, fsdp, device)
         self.optimizer = build_optimizer(self.module, optim)
         self.scheduler = build_scheduler(self.optimizer, optim, iterations * shape.steps)
@@ -108,6 +112,8 @@ class Learner:
     ) -> Stats:
         """One optimiser step; a collective.
 
+        A step whose gradient is not finite is left out and counted.
+
         Args:
             rows: the iteration's rows of this rank.
             index: rows that go through the model.
@@ -124,6 +130,7 @@ class Learner:
             stats.append(own)
             own_rejected += rejected
         norm = clip_grad_norm(self.module.parameters(), self.grad_clip)
+        self._check_norm(norm)
         # Every rank sees the same norm and count. Without tokens the gradient is zero, and a step would still decay.
         step = math.isfinite(norm) and tokens > self.all_reduce([own_rejected])[0]
         stats.append(
@@ -137,6 +144,16 @@ class Learner:
             self.optimizer.step()
             self.scheduler.step()
         return merge(stats)
+
+    def _check_norm(self, norm: float) -> None:
+        """Raises FloatingPointError, on every rank, where too many steps in a row had no finite gradient."""
+        self._nonfinite_steps = 0 if math.isfinite(norm) else self._nonfinite_steps + 1
+        if self._nonfinite_steps > self.shape.max_nonfinite_steps:
+            raise FloatingPointError(
+                f"the gradient norm of the {self.name} was {norm} in {self._nonfinite_steps} optimiser steps in a row, "
+                f"more than trainer.max_nonfinite_steps={self.shape.max_nonfinite_steps}; none of these steps was taken. "
+                f"Lower {self.name}.optim.lr, or compute in float32 ({self.name}.fsdp.param_dtype=null)"
+            )
 
     def restore_schedule(self, steps: int) -> None:
         """Put the learning rate where it stands after `steps` optimiser steps."""

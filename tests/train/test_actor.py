@@ -257,6 +257,18 @@ def test_a_gradient_that_is_not_finite_takes_no_step(tiny_model: Path, initial: 
     assert_same(full_state_dict(actor.module), trained(make_config(tiny_model, ppo_epochs=2), table())[1])
 
 
+def test_gradients_that_stay_broken_end_the_run(tiny_model: Path) -> None:
+    config = make_config(tiny_model, ppo_epochs=2)
+    config.trainer.max_nonfinite_steps = 3
+    actor = Actor(config, CPU, 100)
+    good, broken = Rows.from_table(table()), Rows.from_table(table())
+    broken.advantages[:] = 1e37
+    for rows in (broken, good, broken):
+        actor.update(rows)
+    with pytest.raises(FloatingPointError, match=r"actor was \w+ in 4 .* in a row, more than .*max_nonfinite_steps=3"):
+        actor.update(broken)
+
+
 # ranks
 
 CASES: dict[str, dict[str, Any]] = {
