@@ -28,7 +28,7 @@ OWN := $(wildcard configs/experiment/countdown_cpu_$(or $(ALGORITHM),none).yaml)
 EXPERIMENT := $(if $(OWN),experiment=$(basename $(notdir $(OWN))),experiment=countdown_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)))
 NAME ?= countdown-cpu-$(SEED)$(if $(ALGORITHM),-$(ALGORITHM))
 
-.PHONY: help setup demo test test-fast lint format docs bench clean
+.PHONY: help setup demo demo-model cluster cluster-stop test test-fast lint format docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,14 @@ setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at t
 demo: $(WARM)/config.json ## train a tiny model on Countdown and watch it get better (SEED=2, ALGORITHM=ppo for others)
 	@$(RUN) -m jobs.train $(EXPERIMENT) trainer.seed=$(SEED) trainer.experiment_name=$(NAME) \
 		data.train_files=$(DATA)/train.parquet data.val_files=$(DATA)/test.parquet model.path=$(WARM)
+
+demo-model: $(WARM)/config.json ## puzzles, model and warm start of the demo, without the training
+
+cluster: $(STAMP) ## start a Ray head on this machine and print how to submit a run to it
+	@$(RUN) -m jobs.cluster start
+
+cluster-stop: $(STAMP) ## end the head that make cluster started, and no other Ray
+	@$(RUN) -m jobs.cluster stop
 
 $(DATA)/sft_train.parquet: | $(STAMP)
 	@$(RUN) -m jobs.prepare countdown --out $(DATA) $(PUZZLES) $(SFT_DATA) --seed $(SEED)

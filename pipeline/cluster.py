@@ -35,6 +35,9 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
 
     Returns:
         whether that was done here: False where this process was using Ray already.
+
+    Raises:
+        ValueError: the cluster asks for a token that this process does not have.
     """
     # The source tree that runs here runs in the workers too, installed or not.
     root = str(Path(__file__).resolve().parent.parent)
@@ -49,7 +52,10 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": env},
     }
-    if not os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        # Ray would refuse a job that was submitted with one of these variables, PYTHONPATH for example.
+        os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    else:
         for name, value in LOCAL_RAY.items():
             os.environ.setdefault(name, value)
         # Ray counts the machine's cores and warns when more processes than that start together.
@@ -58,7 +64,13 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
         if object_store_gb:
             options["object_store_memory"] = int(object_store_gb * 2**30)
-    ray.init(**options)
+    try:
+        ray.init(**options)
+    except ray.exceptions.AuthenticationError as error:
+        raise ValueError(
+            f"Ray at {address or 'this machine'} asks for a token: set RAY_AUTH_MODE=token, and have the token of the "
+            f"cluster in ~/.ray/auth_token or RAY_AUTH_TOKEN ({str(error).split('. ')[0]})"
+        ) from error
     return True
 
 

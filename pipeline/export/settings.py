@@ -1,0 +1,97 @@
+"""`slipstream.json` of an exported model: what the run asked of it and how, so that it can be served the same way.
+
+Plain numbers and words only. Nothing in the file makes a reader load code or other files, since model folders travel:
+`trust_remote_code` and further engine arguments come from a run's own `config.yaml` or from the command line.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+
+FILE = "slipstream.json"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a run validated its model."""
+
+    run: str
+    """`trainer.experiment_name`."""
+    iteration: int
+    """Iterations of training behind the weights."""
+    max_prompt_length: int
+    """Longest prompt in tokens."""
+    max_response_length: int
+    """Most tokens of a response."""
+    dtype: str
+    """Type the engine computed in."""
+    enforce_eager: bool
+    """Whether the engine ran without compiled graphs, whose rounding differs."""
+    temperature: float
+    """Of validation; 0 is greedy."""
+    top_p: float
+    """Of validation."""
+    top_k: int
+    """Of validation; -1 is all tokens."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template."""
+
+    @classmethod
+    def of(cls, config: Config, iteration: int) -> "ModelSettings":
+        """Those of a run."""
+        sampling, rollout = config.rollout.val_kwargs, config.rollout
+        return cls(
+            run=config.trainer.experiment_name,
+            iteration=iteration,
+            max_prompt_length=config.data.max_prompt_length,
+            max_response_length=config.data.max_response_length,
+            dtype=rollout.dtype,
+            enforce_eager=rollout.enforce_eager,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            chat_template_kwargs=dict(config.data.apply_chat_template_kwargs),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write them into a model's folder."""
+        (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "run": (str,),
+    "iteration": (int,),
+    "max_prompt_length": (int,),
+    "max_response_length": (int,),
+    "dtype": (str,),
+    "enforce_eager": (bool,),
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "chat_template_kwargs": (dict,),
+}
+
+
+def load_settings(folder: Path) -> ModelSettings | None:
+    """The settings in a model's folder; None where it has none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        settings = ModelSettings(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); export the model again, or remove the file") from error
+    for name, allowed in TYPES.items():
+        value = getattr(settings, name)
+        if type(value) not in allowed:
+            raise ValueError(f"{path}: {name} is {value!r}; export the model again, or remove the file")
+    return settings

@@ -1,0 +1,38 @@
+"""What a run on a cluster of others must not rely on, checked before anything starts."""
+
+import os
+from pathlib import Path
+
+from pipeline.config import ConfigError
+
+PACKAGES = ("runtime_resources", "working_dir_files")
+"""Folders, one in the other, in which each node of a cluster keeps its copies of what `--working-dir` uploaded."""
+
+
+def check_cluster(folder: Path, key: str = "trainer.default_local_dir") -> None:
+    """Refuse what cannot work on a cluster.
+
+    Args:
+        folder: absolute folder that the run writes.
+        key: the setting that says where it is.
+
+    Raises:
+        ConfigError: `RAY_ADDRESS` is no address that a driver can join, or the folder lies in a copy of the working
+            directory, where no other node sees it and Ray deletes it.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"RAY_ADDRESS={address} is the address of a job server, which takes jobs but which no driver can join; "
+            f"unset it and run `ray job submit --address {address} --working-dir . -- python -m jobs.train ...`"
+        )
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS={address} is the address of a Ray Client server, which is not supported; unset it and submit "
+            "the run with `ray job submit`, or set RAY_ADDRESS=auto on a node of the cluster"
+        )
+    if PACKAGES in zip(folder.parts, folder.parts[1:], strict=False):
+        raise ConfigError(
+            f"{folder} lies in this node's copy of the uploaded working directory: other nodes do not see it, and Ray "
+            f"deletes it; set {key} to an absolute path that all nodes share"
+        )

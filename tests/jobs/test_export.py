@@ -1,0 +1,389 @@
+"""Checkpoints of a tiny actor and critic as Hugging Face folders: weights, tokens, card, registered versions."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.train
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from jobs.export import main
+from pipeline.advantage.kl import FixedKL
+from pipeline.config import Config, save_yaml
+from pipeline.export import registry
+from pipeline.export.settings import FILE, load_settings
+from pipeline.train import checkpoint
+from pipeline.train.actor import Actor
+from pipeline.train.critic import Critic
+from pipeline.train.fsdp import full_state_dict
+from tests.train.updates import CPU, make_config
+
+ACC = "val-core/countdown/acc/mean@1"
+SCORES = {0: 0.25, 2: 0.75, 3: 0.5, 4: 0.5}
+"""Validation of the run by iteration; checkpoints are of 2, 3 and 4."""
+
+
+def settings(model: Path, data: Path) -> Config:
+    config = make_config(model)
+    config.data.train_files, config.data.val_files = str(data / "train.parquet"), [str(data / "val.parquet")]
+    config.data.apply_chat_template_kwargs = {"enable_thinking": False}
+    config.rollout.dtype = "float32"
+    config.critic.optim.lr = 1e-2
+    config.reward.custom_reward_function.reward_kwargs = {"api_key": "hidden-in-cards", "bonus": 0.5}
+    config.trainer.env_vars = {"SOME_TOKEN": "hidden-too"}
+    config.trainer.experiment_name = "puzzles"
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Made"]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    folder = tmp_path_factory.mktemp("runs") / "puzzles"
+    folder.mkdir()
+    data = folder.parent / "data"
+    data.mkdir()
+    for name in ("train", "val"):
+        (data / f"{name}.parquet").write_bytes(name.encode())
+    config = settings(tiny_model, data)
+    save_yaml(config, folder / "config.yaml")
+    lines = [json.dumps({"iteration": i, "elapsed_s": i, ACC: score}) for i, score in SCORES.items()]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    actor, critic = Actor(config, CPU, 10), Critic(config, CPU, 10)
+    made = Made(folder, {}, {})
+
+    def persist(saved: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        return ray.train.Checkpoint.from_directory(shutil.copytree(saved.path, folder / "checkpoints" / name))
+
+    def report(
+        metrics: Any, *, checkpoint: Any, checkpoint_dir_name: str, checkpoint_upload_fn: Any, **mode: Any
+    ) -> None:
+        checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
+
+    context = SimpleNamespace(get_storage=lambda: SimpleNamespace(persist_current_checkpoint=persist))
+    stand_in = vars(ray.train) | {"report": report, "get_context": lambda: context}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.ray, "train", SimpleNamespace(**stand_in))
+        saver = checkpoint.Saver(config, str(folder), lambda version: None)
+        for iteration in (2, 3, 4):
+            with torch.no_grad():
+                for module in (actor.module, critic.module):
+                    for number, parameter in enumerate(module.parameters()):
+                        parameter.add_(torch.full_like(parameter, 0.01 * (iteration + number % 7)))
+            saver.save([actor, critic], FixedKL(0.0), iteration, (0, iteration))
+            made.actor[iteration] = full_state_dict(actor.module)
+            made.critic[iteration] = full_state_dict(critic.module)
+    yield made
+    dist.destroy_process_group()
+
+
+class Made(SimpleNamespace):
+    """A run's folder and the weights of its checkpoints."""
+
+    def __init__(self, folder: Path, actor: dict[int, Any], critic: dict[int, Any]) -> None:
+        super().__init__(folder=folder, actor=actor, critic=critic)
+
+
+@pytest.fixture
+def own(run: Made, tmp_path: Path) -> Path:
+    """A copy of the run's folder, to be damaged."""
+    return Path(shutil.copytree(run.folder, tmp_path / "puzzles"))
+
+
+def reconfigure(run_dir: Path, config: Config) -> None:
+    """Other settings for a run and its newest checkpoint."""
+    for folder in (run_dir, run_dir / "checkpoints" / "iteration_000004"):
+        save_yaml(config, folder / "config.yaml")
+
+
+def exported(*arguments: str | Path) -> Path:
+    out = Path(arguments[arguments.index("--out") + 1])
+    assert main([str(argument) for argument in arguments]) == 0
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 2) -> str:
+    assert main([str(argument) for argument in arguments]) == code
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and "Traceback" not in printed.err
+    return " ".join(printed.err.split())
+
+
+def same(folder: Path, weights: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+    found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert {f"lm.{name}" for name in found} == {*weights, "lm.lm_head.weight"}
+    for name, tensor in weights.items():
+        assert torch.equal(found[name.removeprefix("lm.")], tensor.to(dtype)), name
+
+
+def test_the_newest_checkpoint_exactly(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = exported(run.folder, "--out", tmp_path / "models" / "mine")
+    same(out, run.actor[4])
+    assert not torch.equal(run.actor[4]["lm.model.norm.weight"], run.actor[3]["lm.model.norm.weight"])
+    assert "iteration 4 of" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["mine"]
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in out.iterdir()), "others have to read it"
+
+
+def test_tokenizer_template_and_where_answers_end(run: Made, tiny_model: Path, tmp_path: Path) -> None:
+    out = exported(run.folder, "--out", tmp_path / "mine")
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, tiny_model))
+    assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
+    generation = GenerationConfig.from_pretrained(out)
+    assert generation.eos_token_id == theirs.eos_token_id and not generation.do_sample
+    found = load_settings(out)
+    assert found is not None and found.iteration == 4 and found.run == "puzzles" and found.dtype == "float32"
+    assert found.max_response_length == 12 and found.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_sampling_of_the_validation_replaces_that_of_the_base_model(
+    own: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    own_sampling = {"eos_token_id": [1, 2], "do_sample": True, "repetition_penalty": 1.1, "top_k": 20}
+    (base / "generation_config.json").write_text(json.dumps(own_sampling))
+    config = settings(base, tmp_path)
+    config.rollout.val_kwargs.temperature, config.rollout.val_kwargs.top_p = 0.6, 0.9
+    reconfigure(own, config)
+    generation = GenerationConfig.from_pretrained(exported(own, "--out", tmp_path / "mine"))
+    assert generation.eos_token_id == [1, 2] and generation.do_sample
+    assert (generation.temperature, generation.top_p, generation.top_k) == (0.6, 0.9, 0)
+    assert generation.repetition_penalty in (None, 1.0)
+
+
+def test_choices(run: Made, tmp_path: Path) -> None:
+    same(exported(run.folder, "--out", tmp_path / "a", "--iteration", "3"), run.actor[3])
+    same(exported(run.folder, "--out", tmp_path / "b", "--best", ACC), run.actor[2])
+    same(exported(run.folder, "--out", tmp_path / "c", "--best", ACC, "--lowest"), run.actor[3])
+    same(exported(run.folder / "checkpoints" / "iteration_000002", "--out", tmp_path / "d"), run.actor[2])
+
+
+def test_type_of_the_weights(run: Made, tmp_path: Path) -> None:
+    out = exported(run.folder, "--out", tmp_path / "mine", "--dtype", "bfloat16")
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    same(out, run.actor[4], torch.bfloat16)
+
+
+def test_the_critic_gives_the_values_it_had(run: Made, tiny_model: Path, tmp_path: Path) -> None:
+    from pipeline.train.policy import load_lm
+    from pipeline.train.value_model import ValueModel
+
+    out = exported(run.folder, "--out", tmp_path / "critic", "--critic")
+    config = make_config(tiny_model)
+    critic = ValueModel(load_lm(config.model, with_head=False))
+    critic.load_state_dict(run.critic[4])
+    model = AutoModelForTokenClassification.from_pretrained(out).eval()
+    ids = torch.arange(20).reshape(2, 10) + 5
+    with torch.no_grad():
+        values, expected = model(input_ids=ids).logits[..., 0].flatten(), critic(ids, torch.arange(20))
+    assert expected.abs().min() > 1e-3
+    torch.testing.assert_close(values, expected)
+    assert not (out / FILE).exists() and "AutoModelForTokenClassification" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("missing", ["complete_0", "progress.json"])
+def test_a_checkpoint_whose_saving_was_broken_off_is_passed_over_with_a_word(
+    run: Made, own: Path, tmp_path: Path, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = own / "checkpoints" / "iteration_000004"
+    (newest / missing).unlink()
+    same(exported(own, "--out", tmp_path / "mine"), run.actor[3])
+    assert "iteration 4 is passed over: saving its checkpoint was broken off" in capsys.readouterr().out
+    sentence = refused(capsys, own, "--out", tmp_path / "other", "--iteration", "4")
+    assert "no whole checkpoint of iteration 4: saving was broken off" in sentence
+    if missing == "complete_0":
+        assert "is not whole" in refused(capsys, newest, "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_checkpoint_away_from_its_run(run: Made, tmp_path: Path) -> None:
+    alone = shutil.copytree(run.folder / "checkpoints" / "iteration_000003", tmp_path / "alone")
+    out = exported(alone, "--out", tmp_path / "mine")
+    same(out, run.actor[3])
+    assert "The run was not validated" in (out / "README.md").read_text()
+
+
+def test_card(run: Made, tiny_model: Path, tmp_path: Path) -> None:
+    card = (exported(run.folder, "--out", tmp_path / "mine", "--iteration", "2") / "README.md").read_text()
+    head = card.split("---\n")[1]
+    assert "library_name: transformers" in head and "pipeline_tag: text-generation" in head
+    assert "base_model" not in head, "a local folder is no model on the hub"
+    assert "# puzzles, iteration 2" in card and f"starting from `{tiny_model}`" in card
+    assert f"| `{ACC}` | 0.25 | 0.75 |" in card
+    assert "| `rollout.n` | `2` |" in card and '| `rollout.dtype` | `"float32"` |' in card
+    assert "`actor.clip_ratio`" not in card, "it has its default"
+    assert "train.parquet`" in card and "max_new_tokens=12" in card and "enable_thinking=False" in card
+    assert "hidden" not in card and '"bonus": 0.5' in card
+
+
+def test_refusals(run: Made, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ("--out", tmp_path / "mine")
+    assert "is not a folder" in refused(capsys, tmp_path / "nowhere", *out)
+    assert "is neither a run's folder nor a checkpoint's" in refused(capsys, tmp_path, *out)
+    assert "no checkpoint of iteration 7; those there are of 2, 3, 4" in refused(capsys, own, *out, "--iteration", "7")
+    assert f"did you mean {ACC}?" in refused(capsys, own, *out, "--best", ACC.replace("acc", "accs"))
+    both = refused(capsys, own, *out, "--best", ACC, "--iteration", "3")
+    assert "--iteration and --best both say which" in both
+    assert "--lowest says how --best chooses" in refused(capsys, own, *out, "--lowest")
+    assert "give --register NAME" in refused(capsys, own, *out, "--alias", "champion")
+    one = own / "checkpoints" / "iteration_000003"
+    assert "is one checkpoint" in refused(capsys, one, *out, "--iteration", "3")
+    assert "is not empty" in refused(capsys, own, "--out", own)
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in refused(capsys, own, "--out", tmp_path / "file" / "mine", code=1)
+    for iteration in (0, 2, 3, 4):
+        shutil.rmtree(own / "checkpoints" / f"iteration_{iteration:06d}", ignore_errors=True)
+    assert "has no checkpoints" in refused(capsys, own, *out)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_the_best_has_to_be_measured_where_a_checkpoint_is(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own / "metrics.jsonl").write_text(json.dumps({"iteration": 1, ACC: 0.5}) + "\n")
+    sentence = refused(capsys, own, "--out", tmp_path / "mine", "--best", ACC)
+    assert "was measured at iterations 1, and checkpoints are of 2, 3, 4: none has both" in sentence
+
+
+def test_a_base_model_that_moved(run: Made, own: Path, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+    reconfigure(own, settings(tmp_path / "gone", tmp_path))
+    assert "name its new place with --base" in refused(capsys, own, "--out", tmp_path / "mine")
+    same(exported(own, "--out", tmp_path / "mine", "--base", tiny_model), run.actor[4])
+    shutil.copytree(tiny_model, own / "model")
+    same(exported(own, "--out", tmp_path / "other"), run.actor[4])
+
+
+def test_another_model_than_that_of_the_checkpoint_is_refused(own: Path, tmp_path: Path, capsys: Any) -> None:
+    from jobs.tiny import build_model, build_tokenizer, countdown_texts
+
+    tokenizer = build_tokenizer(countdown_texts(64, seed=0), vocab_size=300)
+    other = tmp_path / "other"
+    build_model(tokenizer, hidden=64, layers=3, heads=2, kv_heads=2, tie=True, seed=0).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    sentence = refused(capsys, own, "--out", tmp_path / "mine", "--base", other)
+    assert "the checkpoint is of another model" in sentence and not (tmp_path / "mine").exists()
+
+
+def test_untied_weights(run: Made, own: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """The head of an untied model is a weight of its own."""
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (base / "config.json").write_text(json.dumps(config))
+    out = exported(own, "--out", tmp_path / "mine", "--base", base)
+    found = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(found.lm_head.weight, run.actor[4]["lm.model.embed_tokens.weight"])
+    assert found.lm_head.weight is not found.model.embed_tokens.weight
+
+
+def track(run_dir: Path, run_id: str) -> None:
+    """Checkpoints that say that MLflow tracked their run."""
+    for file in run_dir.glob("checkpoints/*/progress.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"mlflow_run_id": run_id}))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """MLflow's database with one run, and that run's id; making the tables takes seconds."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    client = MlflowClient(f"sqlite:///{path}")
+    return path, client.create_run(client.create_experiment("slipstream")).info.run_id
+
+
+@pytest.fixture
+def tracked(own: Path, store: tuple[Path, str]) -> tuple[Path, Any, str]:
+    """A run that MLflow tracked: its folder, a client, the id of its MLflow run."""
+    from mlflow.tracking import MlflowClient
+
+    shutil.copyfile(store[0], own / "mlflow.db")
+    track(own, store[1])
+    return own, MlflowClient(f"sqlite:///{own / 'mlflow.db'}"), store[1]
+
+
+def test_registered_versions(
+    tracked: tuple[Path, Any, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, client, run_id = tracked
+    name = ("--register", "countdown", "--alias", "champion")
+    exported(own, "--out", tmp_path / "three", "--iteration", "3", *name)
+    version = client.get_model_version_by_alias("countdown", "champion")
+    assert str(version.version) == "1" and version.run_id == run_id
+    assert version.source == (tmp_path / "three").as_uri() and version.tags["iteration"] == "3"
+    assert version.tags["val-core/countdown/acc/mean_at_1"] == "0.5"
+    inputs = client.get_run(run_id).inputs.dataset_inputs
+    found = {(each.dataset.name, each.tags[0].value) for each in inputs}
+    assert found == {("train.parquet", "training"), ("val.parquet", "validation")}
+    assert all(json.loads(each.dataset.source)["uri"].endswith(f"/data/{each.dataset.name}") for each in inputs)
+
+    exported(own, "--out", tmp_path / "two", "--best", ACC, *name)
+    version = client.get_model_version_by_alias("countdown", "champion")
+    assert str(version.version) == "2" and version.source == (tmp_path / "two").as_uri()
+    assert len(client.get_run(run_id).inputs.dataset_inputs) == len(inputs), "inputs are not doubled"
+    assert "registered as countdown, version 2, alias champion" in capsys.readouterr().out
+
+
+def test_a_registered_model_is_found_for_serving(
+    tracked: tuple[Path, Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.export.target import find
+
+    own, _, _ = tracked
+    exported(own, "--out", tmp_path / "mine", "--register", "countdown", "--alias", "champion")
+    with pytest.raises(ValueError, match="set MLFLOW_TRACKING_URI"):
+        find("models:/countdown@champion")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{own / 'mlflow.db'}")
+    target = find("models:/countdown@champion")
+    assert target.name == "countdown" and target.settings is not None and target.settings.iteration == 4
+    assert (Path(target.path) / "model.safetensors").read_bytes() == (tmp_path / "mine/model.safetensors").read_bytes()
+
+
+def test_a_server_gets_the_files_as_artifacts_of_the_run(tmp_path: Path) -> None:
+    """Others cannot reach this machine's folders."""
+    logged: list[tuple[str, ...]] = []
+    info = SimpleNamespace(artifact_uri="mlflow-artifacts:/1/abc/artifacts")
+    client: Any = SimpleNamespace(
+        tracking_uri="https://tracker.example",
+        log_artifacts=lambda *arguments: logged.append(arguments),
+        get_run=lambda run_id: SimpleNamespace(info=info),
+    )
+    source = registry._source(client, "abc", tmp_path, 7)
+    assert source == "mlflow-artifacts:/1/abc/artifacts/export/iteration_000007"
+    assert logged == [("abc", str(tmp_path), "export/iteration_000007")]
+    client.tracking_uri = "sqlite:////runs/mlflow.db"
+    assert registry._source(client, "abc", tmp_path, 7) == tmp_path.as_uri() and len(logged) == 1
+
+
+def test_without_tracking_nothing_is_written(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (own, "--out", tmp_path / "mine", "--register", "countdown")
+    assert "was not tracked by MLflow" in refused(capsys, *arguments)
+    track(own, "0123")
+    assert "set MLFLOW_TRACKING_URI" in refused(capsys, *arguments)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_digest_changes_with_the_data(tmp_path: Path) -> None:
+    file = tmp_path / "data" / "a.parquet"
+    file.parent.mkdir()
+    seen = set()
+    for content in (b"one", b"two", b"two" + bytes(registry.TAIL)):
+        file.write_bytes(content)
+        seen |= {registry._digest(str(file)), registry._digest(str(file.parent))}
+        assert registry._digest(str(file)) == registry._digest(str(file))
+    assert len(seen) == 6 and registry._digest("s3://bucket/a") != registry._digest("s3://bucket/b")
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "python -m jobs.export runs/NAME --out models/mine" in capsys.readouterr().out

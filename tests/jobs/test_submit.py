@@ -1,0 +1,148 @@
+"""`ray job submit` to a head of its own, which asks for a token: submit, read, stop, go on."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cluster import Head, executable, main, read
+from tests.runs import tiny_settings
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+Ray = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """State file of a running head; its token is in this process's environment."""
+    path = tmp_path_factory.mktemp("cluster") / "head.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        assert main(["start", "--cpus", "8", "--state", str(path)]) == 0
+        try:
+            yield path
+        finally:
+            assert main(["stop", "--state", str(path)]) == 0
+    assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def head(state: Path) -> Head:
+    found = read(state)
+    assert found is not None and found.is_running()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ray_job(head: Head) -> Ray:
+    """The command line `ray job ...` as a user with the token calls it."""
+
+    def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [executable("ray"), "job", arguments[0], "--address", head.address, *arguments[1:]]
+        given = {**os.environ, "RAY_AUTH_MODE": "token", **env}
+        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=300, cwd=ROOT)
+
+    return call
+
+
+@pytest.fixture
+def settings(tmp_path: Path, tiny_model: Path, prompt_files: Any) -> list[str]:
+    return [*tiny_settings(tmp_path, tiny_model, prompt_files), "trainer.experiment_name=submitted"]
+
+
+def submit(ray_job: Ray, name: str, *settings: str) -> None:
+    # A variable that the run sets, too: Ray would refuse to join the two.
+    runtime_env = json.dumps({"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}})
+    options = ("--no-wait", "--submission-id", name, "--working-dir", ".", "--runtime-env-json", runtime_env)
+    done = ray_job("submit", *options, "--", "python", "-m", "jobs.train", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wait(ray_job: Ray, name: str, until: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, ray_job("logs", name).stdout
+        time.sleep(1)
+
+
+def status(head: Head, name: str) -> str:
+    """As the job server says it; the command line dresses it up for a terminal."""
+    token = os.environ["RAY_AUTH_TOKEN"]
+    request = urllib.request.Request(f"{head.address}/api/jobs/{name}", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)["status"]
+
+
+def test_submit_stop_and_submit_again(ray_job: Ray, head: Head, tmp_path: Path, settings: list[str]) -> None:
+    folder = tmp_path / "runs" / "submitted"
+    metrics = folder / "metrics.jsonl"
+
+    def ended(name: str) -> bool:
+        return status(head, name) not in ("RUNNING", "PENDING")
+
+    def iterated() -> bool:
+        assert not ended("first"), ray_job("logs", "first").stdout
+        return metrics.is_file() and "\n" in metrics.read_text()
+
+    quiet = ("trainer.test_freq=-1", "trainer.val_before_train=false")
+    submit(ray_job, "first", *settings, *quiet, "trainer.total_training_steps=1000")
+    wait(ray_job, "first", iterated)
+    ray_job("stop", "first")
+    wait(ray_job, "first", lambda: ended("first"))
+    assert status(head, "first") == "STOPPED"
+    printed = ray_job("logs", "first").stdout
+    for part in ("iteration 1/1000", "stopping after this iteration", "submitted: interrupted", "to continue"):
+        assert part in printed, printed
+    assert "Traceback" not in printed, printed
+    last = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()][-1]
+    assert [path.name for path in (folder / "checkpoints").glob("iteration_*")] == [f"iteration_{last:06d}"]
+    assert (folder / "model" / "config.json").is_file()
+
+    submit(ray_job, "second", *settings, *quiet, f"trainer.total_training_steps={last + 2}")
+    wait(ray_job, "second", lambda: ended("second"))
+    assert status(head, "second") == "SUCCEEDED", ray_job("logs", "second").stdout
+    iterations = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()]
+    assert iterations == list(range(1, last + 3))
+
+
+def test_a_relative_run_folder_is_refused(ray_job: Ray, head: Head, settings: list[str]) -> None:
+    submit(ray_job, "relative", *settings, "trainer.default_local_dir=runs")
+    wait(ray_job, "relative", lambda: status(head, "relative") == "FAILED")
+    printed = ray_job("logs", "relative").stdout
+    assert "lies in this node's copy of the uploaded working directory" in printed, printed
+    assert "Traceback" not in printed, printed
+
+
+def test_without_the_token_nobody_is_let_in(ray_job: Ray, head: Head) -> None:
+    assert ray_job("list").returncode == 0
+    refused = ray_job("list", RAY_AUTH_MODE="disabled")
+    assert refused.returncode != 0 and "Authentication required" in refused.stdout + refused.stderr
+    refused = ray_job("list", RAY_AUTH_TOKEN="0" * 64)
+    assert refused.returncode != 0 and "Authentication failed" in refused.stdout + refused.stderr
+
+
+def test_a_second_head_of_a_folder_is_refused(state: Path, head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["start", "--state", str(state)]) == 1
+    assert f"runs already, at {head.address}" in capsys.readouterr().err
+
+
+def test_stop_ends_its_own_head_alone(head: Head, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "--state", str(tmp_path / "none.json")]) == 0
+    # Somebody else's process that got the number of a head that is gone.
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        stale = tmp_path / "stale.json"
+        stale.write_text(json.dumps({**head.__dict__, "pid": other.pid, "folder": str(tmp_path / "gone")}))
+        assert main(["stop", "--state", str(stale)]) == 0
+        assert capsys.readouterr().out.count("No head of this folder was running") == 2
+        assert other.poll() is None and head.is_running()
+        other.kill()
