@@ -9,6 +9,11 @@ from pipeline.config import Config
 from pipeline.scoring.config import ScorerConfig
 
 
+def uses_engines(config: Config) -> bool:
+    """Whether engines generate responses; a replay has those of the run that was recorded."""
+    return config.data.recorded_run is None
+
+
 def uses_critic(config: Config) -> bool:
     """Whether a critic is trained, and the stage `value` evaluates it."""
     return _needs(config, "values") if config.critic.enable is None else config.critic.enable

@@ -22,6 +22,7 @@ from pipeline import cluster, stream
 from pipeline.config import Config, save_yaml
 from pipeline.plan import Plan
 from pipeline.prompts.stage import ANSWER_S, Schedule
+from pipeline.stages import uses_engines
 from pipeline.store import Admission, PolicyStore
 from pipeline.track.follow import Follower
 from pipeline.track.tracker import Tracker
@@ -96,7 +97,8 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path) -> Outcome:
 
     thread = threading.Thread(target=fit, name="fit", daemon=True)
     thread.start()
-    tracker.status("starting the engines and the train workers")
+    engines = "the engines and " if uses_engines(config) else ""
+    tracker.status(f"starting {engines}the train workers")
     follower = Follower(
         tracker,
         schedule,
