@@ -146,7 +146,8 @@ def _generate(evaluation: "Evaluation", speed: "Speed", begin: Callable[[], None
     from pipeline.plan import check_resources
     from pipeline.train.run import sentence
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     trainer, summary = evaluation.config.trainer, evaluation.summary
     board = Board(evaluation.name, evaluation.prompts, summary.prompts, quiet="console" not in trainer.logger)
     started = cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)

@@ -102,15 +102,17 @@ def _check_prompts(config: Config) -> int | None:
     from pipeline.prompts.files import data_sources
     from pipeline.prompts.stage import first_generated, sources
     from pipeline.reward.dry import check_sources, dry_call
+    from pipeline.stages import reward_parts
 
     training, validation = sources(config)
-    for source in (training, validation):
+    parts = reward_parts(config)
+    for source, read in ((training, parts), (validation, [])):
         if source is not None:
             check_sources(data_sources(source.files, config.data.max_bad_rows > 0), config.reward)
-            dry_call(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS), config.reward)
+            dry_call(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS), config.reward, read)
     if generated := first_generated(config, training):
         check_sources(sorted({row["data_source"] for row in generated}), config.reward)
-        dry_call([to_table(generated)], config.reward)
+        dry_call([to_table(generated)], config.reward, parts)
     return training.len_estimate or None
 
 

@@ -7,7 +7,7 @@ from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.recording import Recording
 from pipeline.replay import mismatches, recorded_config
 from pipeline.reward.dry import check_sources, dry_call
-from pipeline.stages import uses_baselines
+from pipeline.stages import reward_parts, uses_baselines
 
 CHECKED_GROUPS = 256
 """Groups that are tried before anything starts, from the first on."""
@@ -42,7 +42,7 @@ def check_recording(config: Config) -> int:
     groups = range(min(CHECKED_GROUPS, recording.groups))
     _check_tokens(config, recording, groups)
     check_sources(sources, config.reward)
-    dry_call([recording.prompts(groups)], config.reward)
+    dry_call([recording.prompts(groups)], config.reward, reward_parts(config))
     return recording.groups
 
 

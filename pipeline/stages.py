@@ -39,6 +39,11 @@ def uses_baselines(config: Config) -> bool:
     return _needs(config, "baselines")
 
 
+def reward_parts(config: Config) -> list[str]:
+    """Parts of the reward that the estimator reads one by one."""
+    return config.algorithm.gdpo_reward_keys if _needs(config, "parts") else []
+
+
 def scorers(config: Config) -> dict[str, ScorerConfig]:
     """The pools of model replicas that the run has, by name, in the order of the stream."""
     pools = {

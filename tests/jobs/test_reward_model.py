@@ -111,6 +111,7 @@ def test_two_workers_learn_a_preference(tmp_path: Path, tiny_model: Path, ray_se
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_bad_row_is_named_without_a_stack(
     tmp_path: Path, tiny_model: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
