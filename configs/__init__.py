@@ -1,1 +1,1 @@
-"""Config files: `train.yaml`, `sft.yaml` and the experiments."""
+"""Config files: `train.yaml`, `sft.yaml`, `reward_model.yaml` and the experiments."""

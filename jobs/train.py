@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_versions()
         config = load_config(options.settings, config_dir=options.config_dir)
-        return train(config, options.dry_run, [*(arguments if arguments is not None else sys.argv[1:])])
+        given = arguments if arguments is not None else sys.argv[1:]
+        return train(config, options.dry_run, ["python", "-m", "jobs.train", *given])
     except (ValueError, OSError, ImportError, VersionError) as error:
         complain(str(error))
         return 2
@@ -66,7 +67,7 @@ def _name_from_root(config: Config) -> None:
 
     config.model.path = absolute(config.model.path)
     config.model.tokenizer_path = absolute(config.model.tokenizer_path)
-    for section in (config.critic, config.scoring.reference):
+    for section in (config.critic, config.scoring.reference, config.reward.model):
         section.path = absolute(section.path)
     own = config.reward.custom_reward_function
     own.path = _absolute_file(own.path)
@@ -74,6 +75,7 @@ def _name_from_root(config: Config) -> None:
         settings["path"] = _absolute_file(settings.get("path"))
     data = config.data
     data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
+    data.recorded_run = absolute(data.recorded_run)
 
 
 def _absolute_file(path: str | None) -> str | None:
@@ -83,41 +85,70 @@ def _absolute_file(path: str | None) -> str | None:
     return absolute(path) if path and path.endswith(".py") else path
 
 
-def _command(arguments: list[str], iterations: int | None) -> str:
+def _command(command: list[str], iterations: int | None) -> str:
     """The command that continues the run, up to `iterations` where given."""
     if iterations is not None:
         key = "trainer.total_training_steps="
-        arguments = [*(argument for argument in arguments if not argument.startswith(key)), f"{key}{iterations}"]
-    return shlex.join(["python", "-m", "jobs.train", *arguments])
+        command = [*(argument for argument in command if not argument.startswith(key)), f"{key}{iterations}"]
+    return shlex.join(command)
 
 
-def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
-    """Check, plan and run."""
+def _check_prompts(config: Config) -> int | None:
+    """Reads the first prompts and tries the reward on them; the number of training prompts, where it is known.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used, or the reward cannot.
+    """
+    from pipeline.prompts.encode import to_table
+    from pipeline.prompts.files import data_sources
+    from pipeline.prompts.stage import first_generated, sources
+    from pipeline.reward.dry import check_sources, dry_call
+    from pipeline.stages import reward_parts
+
+    training, validation = sources(config)
+    parts = reward_parts(config)
+    for source, read in ((training, parts), (validation, [])):
+        if source is not None:
+            check_sources(data_sources(source.files, config.data.max_bad_rows > 0), config.reward)
+            dry_call(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS), config.reward, read)
+    if generated := first_generated(config, training):
+        check_sources(sorted({row["data_source"] for row in generated}), config.reward)
+        dry_call([to_table(generated)], config.reward, parts)
+    return training.len_estimate or None
+
+
+def train(config: Config, dry_run: bool, command: list[str]) -> int:
+    """Check, plan and run; the exit code.
+
+    Args:
+        config: the settings; paths in them are made absolute.
+        dry_run: print the plan and start nothing.
+        command: the words that were typed, with which the run is continued.
+
+    Raises:
+        ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
+    """
+    from pipeline import replay
     from pipeline.plan import check_resources, plan, render
     from pipeline.run_folder import check_run_folder, reached, starting_point
+    from pipeline.stages import uses_engines
 
     plan(config)
     _name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
+    replay.check_folder(config, run_dir)
     check_cluster(run_dir)
     resume = check_run_folder(run_dir, config, config.trainer.resume)
     begin = starting_point(run_dir, config)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from pipeline.prompts.encode import to_table
-    from pipeline.prompts.files import data_sources
-    from pipeline.prompts.stage import first_generated, sources
-    from pipeline.reward.dry import check_sources, dry_call
+    if uses_engines(config):
+        prompts = _check_prompts(config)
+    else:
+        from pipeline.check_recording import check_recording
 
-    training, validation = sources(config)
-    for source in (training, validation):
-        if source is not None:
-            check_sources(data_sources(source.files, config.data.max_bad_rows > 0), config.reward)
-            dry_call(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS), config.reward)
-    if generated := first_generated(config, training):
-        check_sources(sorted({row["data_source"] for row in generated}), config.reward)
-        dry_call([to_table(generated)], config.reward)
-    resolved = plan(config, training.len_estimate or None)
+        prompts = check_recording(config)
+    resolved = plan(config, prompts)
     if not os.environ.get("RAY_ADDRESS"):
         check_resources(resolved)
     if dry_run:
@@ -126,8 +157,11 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     assert resolved.iterations is not None
     if resume and reached(run_dir) >= resolved.iterations:
         print(f"{run_dir} has reached iteration {resolved.iterations}; nothing is left to do.")
-        print(f"to continue: {_command(arguments, resolved.iterations * 2)}")
+        print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
+
+    for note in replay.notes(config):
+        print(f"note: {note}")
 
     import ray
 
@@ -161,7 +195,7 @@ def train(config: Config, dry_run: bool, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         status = "interrupted"
     finally:
-        places["to continue"] = _command(arguments, resolved.iterations * 2 if status == "finished" else None)
+        places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)
         tracker.finish(status, places)
         if started:
             ray.shutdown()

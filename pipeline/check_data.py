@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from pipeline.config import Config
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
+from pipeline.stages import uses_engines
 
 
 def problems(config: Config) -> Iterator[str]:
     """One sentence per problem of the section `data`."""
     data, trainer = config.data, config.trainer
-    if not data.train_files and data.generator is None:
+    if not data.train_files and data.generator is None and uses_engines(config):
         yield "data.train_files is not set; give the files of the training prompts, or a data.generator"
-    if trainer.test_freq > 0 and not data.val_files:
+    if trainer.test_freq > 0 and not data.val_files and uses_engines(config):
         yield (
             f"trainer.test_freq={trainer.test_freq} asks for validation and data.val_files is not set; "
             "give validation files or set trainer.test_freq=-1"

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline import check_algorithm, check_data, check_reward, kl
+from pipeline import check_algorithm, check_data, check_reward, kl, replay
 from pipeline.config import Config, ConfigError
 from pipeline.schema import keys, value_of
-from pipeline.stages import scorers, uses_critic, uses_reference
+from pipeline.stages import scorers, uses_critic, uses_engines, uses_reference
 
 LEARNERS = ("actor", "critic")
 SCORERS = ("scoring.reward_model", "scoring.reference", "scoring.value", "scoring.policy")
@@ -165,6 +165,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from check_data.problems(config)
     yield from check_algorithm.problems(config)
     yield from check_reward.problems(config)
+    yield from replay.problems(config)
     yield from _trainer(config)
     if known:
         yield from _further_models(config)
@@ -336,7 +337,7 @@ def _devices(config: Config) -> Iterator[str]:
         yield f"rollout.num_gpus={rollout.num_gpus:g}: an engine uses one GPU or a part of one"
     if rollout.num_gpus > 0 and rollout.gpu_memory_utilization == 0:
         yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
-    if rollout.num_gpus == 0 and rollout.dtype == "float16":
+    if rollout.num_gpus == 0 and rollout.dtype == "float16" and uses_engines(config):
         yield "rollout.dtype=float16 is not supported by a CPU engine (rollout.num_gpus=0); set float32 or bfloat16"
     for name, pool in scorers(config).items():
         if pool.num_gpus > 1:

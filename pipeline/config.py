@@ -86,17 +86,24 @@ class Config:
 
 
 def load_config(
-    overrides: Iterable[str] = (), config_name: str = "train", config_dir: str | Path | None = None
+    overrides: Iterable[str] = (),
+    config_name: str = "train",
+    config_dir: str | Path | None = None,
+    base: Config | None = None,
 ) -> Config:
     """The settings of a training run: `configs/<config_name>.yaml`, the experiment, the algorithm, then `overrides`.
 
     See `load` for arguments and errors. Values are of the right type; whether they fit together is for `checks.check`.
     """
-    return load(Config, overrides, config_name, config_dir)
+    return load(Config, overrides, config_name, config_dir, base)
 
 
 def load(
-    schema: type[T], overrides: Iterable[str] = (), config_name: str = "train", config_dir: str | Path | None = None
+    schema: type[T],
+    overrides: Iterable[str] = (),
+    config_name: str = "train",
+    config_dir: str | Path | None = None,
+    base: T | None = None,
 ) -> T:
     """An instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
 
@@ -108,6 +115,7 @@ def load(
         overrides: Arguments in Hydra's grammar, for example `actor.optim.lr=1e-5` or `experiment=countdown_cpu`.
         config_name: Name of the file the composition starts from, without `.yaml`.
         config_dir: Further folder with config files of your own, searched besides the packaged `configs/`.
+        base: Settings to begin with in the place of the defaults.
 
     Raises:
         ConfigError: a file is missing, a key is unknown, or a value has the wrong type.
@@ -126,7 +134,7 @@ def load(
     overrides = list(overrides)
     arguments = _checked(overrides, schema, folders)
     arguments += [f"hydra.searchpath=[file://{folder}]" for folder in folders if folder != primary]
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema if base is None else base)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):

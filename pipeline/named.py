@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +17,13 @@ class Registered(Protocol):
 T = TypeVar("T", bound=Registered)
 
 
-def look_up(key: str, name: str, known: Mapping[str, T], unregistered: Callable[[str, Callable[..., Any]], T]) -> T:
+def look_up(
+    key: str,
+    name: str,
+    known: Mapping[str, T],
+    unregistered: Callable[[str, Callable[..., Any]], T],
+    arguments: Sequence[str] = ("data", "config"),
+) -> T:
     """The entry that the setting `key` names.
 
     Args:
@@ -26,14 +32,15 @@ def look_up(key: str, name: str, known: Mapping[str, T], unregistered: Callable[
             or its function's.
         known: the registry.
         unregistered: makes an entry of an import path and its function, where importing has not registered it.
+        arguments: what it is called with, by position.
 
     Raises:
-        ValueError: no such name (the sentence gives the nearest), or the import path leads to no function of two
-            arguments.
+        ValueError: no such name (the sentence gives the nearest), or the import path leads to nothing that can be
+            called so.
     """
     if ":" in name:
         module, _, attribute = name.partition(":")
-        return _imported(key, module, attribute, known, unregistered)
+        return _imported(key, module, attribute, known, unregistered, arguments)
     if name not in known:
         near = get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -50,6 +57,7 @@ def _imported(
     attribute: str,
     known: Mapping[str, T],
     unregistered: Callable[[str, Callable[..., Any]], T],
+    arguments: Sequence[str],
 ) -> T:
     path = f"{module_name}:{attribute}"
     try:
@@ -71,7 +79,7 @@ def _imported(
         if entry.function is function:
             return entry
     try:
-        inspect.signature(function).bind(None, None)
+        inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{key} {path!r}: it is called with two arguments, data and config: {error}") from error
+        raise ValueError(f"{key} {path!r}: it is called with {' and '.join(arguments)}: {error}") from error
     return unregistered(path, function)

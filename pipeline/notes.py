@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
+from pipeline import replay
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.check_algorithm import POLICY_LOSSES, built_in, loss_mode
 from pipeline.config import Config
 from pipeline.memory import Memory, shown
 from pipeline.schema import keys, value_of
-from pipeline.stages import scorers, uses_critic, uses_reference, uses_reward_model
+from pipeline.stages import scorers, uses_critic, uses_engines, uses_reference, uses_reward_model
 
 _LIKE_GRPO = ("grpo", "grpo_passk", "gdpo")
 _READ_BY_LOSS = {
@@ -38,7 +39,9 @@ def notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
         chunks: chunks of an iteration.
         memory: what the run needs, where the model's shape is known.
     """
-    yield from _pools(config, chunks, memory)
+    yield from replay.notes(config)
+    if uses_engines(config):
+        yield from _pools(config, chunks, memory)
     yield from _algorithm(config)
     if unread := list(_unread(config)):
         yield f"set, and read by nothing in this run: {', '.join(unread)}"
@@ -123,6 +126,7 @@ def _unread(config: Config) -> Iterator[str]:
         "algorithm.rollout_correction.rollout_is_threshold": algorithm.rollout_correction.rollout_is is None,
         "actor.loss_scale_factor": normed not in (actor.loss_agg_mode, config.critic.loss_agg_mode),
         "critic.*": not uses_critic(config),
+        **dict.fromkeys(replay.UNREAD, not uses_engines(config)),
         "scoring.reference.path": not uses_reference(config),
         "reward.model.weight": not uses_reward_model(config),
     }

@@ -17,7 +17,8 @@ from pipeline.checks import check
 from pipeline.config import Config, ConfigError
 from pipeline.memory import Memory, estimate, shown
 from pipeline.notes import notes
-from pipeline.stages import scorers, uses_baselines, uses_critic, uses_reference
+from pipeline.replay import REPLAY_CPUS
+from pipeline.stages import scorers, uses_baselines, uses_critic, uses_engines, uses_reference
 from pipeline.train.config import ActorConfig, CriticConfig
 
 SHARED_STAGE_CPUS = 1.0
@@ -125,7 +126,7 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         chunks_per_rank=chunks // trainer.num_workers,
         rows_per_iteration=rows,
         rows_per_rank=rows // trainer.num_workers,
-        greedy_rows_per_iteration=data.train_batch_size * uses_baselines(config),
+        greedy_rows_per_iteration=data.train_batch_size * (uses_baselines(config) and uses_engines(config)),
         actor=_updates(config, config.actor),
         critic=_updates(config, config.critic) if uses_critic(config) else None,
         chunks_in_flight_per_engine=rollout.in_flight(chunks),
@@ -146,8 +147,11 @@ def _updates(config: Config, learner: ActorConfig | CriticConfig) -> Updates:
 def _stages(config: Config) -> Iterator[Stage]:
     rollout, trainer = config.rollout, config.trainer
     yield Stage("prompts", 1, SHARED_STAGE_CPUS)
-    keys = ("rollout.num_engines", "rollout.num_cpus", "rollout.num_gpus")
-    yield Stage("rollout", rollout.num_engines, rollout.num_cpus, rollout.num_gpus, keys)
+    if uses_engines(config):
+        keys = ("rollout.num_engines", "rollout.num_cpus", "rollout.num_gpus")
+        yield Stage("rollout", rollout.num_engines, rollout.num_cpus, rollout.num_gpus, keys)
+    else:
+        yield Stage("replay", 1, REPLAY_CPUS, keys=("", "the replay stage", ""))
     yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
     for name, pool in scorers(config).items():
         keys = (f"scoring.{name}.num_workers", f"scoring.{name}.num_cpus", f"scoring.{name}.num_gpus")
@@ -273,7 +277,12 @@ def render(plan: Plan) -> Table:
     if plan.critic:
         warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
         table.add_row("of the critic", _steps(plan.critic) + warmup)
-    table.add_row("one engine", f"{plan.chunks_in_flight_per_engine} chunks in flight", end_section=True)
+    if uses_engines(config):
+        table.add_row("one engine", f"{plan.chunks_in_flight_per_engine} chunks in flight", end_section=True)
+    else:
+        data = config.data
+        which = f"iterations {data.recorded_iterations}" if data.recorded_iterations else "all iterations"
+        table.add_row("responses", f"recorded: {which} of {data.recorded_run}", end_section=True)
     for stage in plan.stages:
         many = f"{'at least ' if stage.at_least else ''}{stage.count} x {stage.cpus:g} CPU"
         table.add_row(stage.name, many + (f" + {stage.gpus:g} GPU" if stage.gpus else ""))
@@ -327,11 +336,12 @@ def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
         if config.rollout.num_gpus
         else f"{config.rollout.cpu_kvcache_space_gb} GiB of KV cache given"
     )
-    yield (
-        "memory of an engine",
-        f"weights {shown(memory.engine_weights)}, KV cache for {config.rollout.max_num_seqs} full sequences "
-        f"{shown(memory.engine_kv_needed)} ({limit})",
-    )
+    if uses_engines(config):
+        yield (
+            "memory of an engine",
+            f"weights {shown(memory.engine_weights)}, KV cache for {config.rollout.max_num_seqs} full sequences "
+            f"{shown(memory.engine_kv_needed)} ({limit})",
+        )
     for name, weights in memory.scorer_weights.items():
         yield f"memory of a {name} replica", unknown if weights is None else f"{shown(weights)} + activations"
     yield "rows in the object store", f"{shown(memory.rows)} per iteration at most"

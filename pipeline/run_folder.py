@@ -110,7 +110,7 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
         stored = load_yaml(run_dir / CONFIG_FILE, Config)
     except ConfigError as error:
         raise ConfigError(f"the run in {run_dir} cannot be continued by this version: {error}; {remedies}") from error
-    changed = [(key, old, new) for key, old, new in diff(stored, config) if not _may_differ(key)]
+    changed = [(key, old, new) for key, old, new in diff(stored, config) if not may_differ(key)]
     if changed:
         listed = ", ".join(f"{key} ({old} there, {new} now)" for key, old, new in changed)
         raise ConfigError(f"{run_dir} already holds a run with other settings: {listed}; {remedies}")
@@ -158,5 +158,6 @@ def reached(run_dir: str | Path) -> int:
     return saved.iteration if saved else 0
 
 
-def _may_differ(key: str) -> bool:
+def may_differ(key: str) -> bool:
+    """Whether the setting `key` may have another value in a run that is continued."""
     return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in MAY_DIFFER)

@@ -9,6 +9,11 @@ from pipeline.config import Config
 from pipeline.scoring.config import ScorerConfig
 
 
+def uses_engines(config: Config) -> bool:
+    """Whether engines generate responses; a replay has those of the run that was recorded."""
+    return config.data.recorded_run is None
+
+
 def uses_critic(config: Config) -> bool:
     """Whether a critic is trained, and the stage `value` evaluates it."""
     return _needs(config, "values") if config.critic.enable is None else config.critic.enable
@@ -32,6 +37,11 @@ def uses_policy_scores(config: Config) -> bool:
 def uses_baselines(config: Config) -> bool:
     """Whether a greedy response to each training prompt is generated and scored beside its group."""
     return _needs(config, "baselines")
+
+
+def reward_parts(config: Config) -> list[str]:
+    """Parts of the reward that the estimator reads one by one."""
+    return config.algorithm.gdpo_reward_keys if _needs(config, "parts") else []
 
 
 def scorers(config: Config) -> dict[str, ScorerConfig]:

@@ -29,23 +29,34 @@ from pipeline.advantage.stage import Advantage
 from pipeline.cluster import compute_threads
 from pipeline.config import Config
 from pipeline.prompts.stage import ANSWER_S, Prompts, Schedule
+from pipeline.replay import REPLAY_CPUS
 from pipeline.reward.stage import Reward, SingleReward
+from pipeline.rollout.replay import Replay
 from pipeline.rollout.stage import Rollout, StorePolicy
 from pipeline.scoring.config import ScorerConfig
 from pipeline.scoring.policy import PolicyScore
 from pipeline.scoring.reference import Reference
 from pipeline.scoring.reward_model import RewardModelScore
 from pipeline.scoring.value import Value
-from pipeline.stages import uses_baselines, uses_critic, uses_policy_scores, uses_reference, uses_reward_model
+from pipeline.stages import (
+    uses_baselines,
+    uses_critic,
+    uses_engines,
+    uses_policy_scores,
+    uses_reference,
+    uses_reward_model,
+)
 from pipeline.track.trajectories import Record
 from pipeline.track.validated import Validation
 
 SOURCE_CPUS = 0.1
 """Ray CPUs of the prompt source and of rate-limited rewards, which mostly wait."""
+WHOLE: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
+"""A stage is handed whole blocks."""
 
 
 def build(
-    config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout] = Rollout
+    config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout | Replay] = Rollout
 ) -> Dataset:
     """The stream of one generation. Ray Train calls this anew whenever its workers restart.
 
@@ -54,9 +65,54 @@ def build(
         schedule: which iterations and validations there are.
         store: handle of the policy store.
         run_dir: where trajectories are recorded.
-        rollout_stage: class of the rollout stage; benchmarks put a stand-in here.
+        rollout_stage: class of the rollout stage; benchmarks put a stand-in here. A replay has its own.
     """
     # Ray Train builds the stream in its controller, which the driver's context does not reach.
+    set_context()
+    generation = ray.get(store.new_generation.remote(), timeout=ANSWER_S)
+    policy = StorePolicy(store, generation, config.trainer.deadlines.admission)
+    rollout, chunks = config.rollout, schedule.chunks_per_iteration
+    generate: dict[str, Any] = engines(config, rollout.num_engines, rollout.in_flight(chunks))
+    if not uses_engines(config):
+        rollout_stage, generate = Replay, several(rollout.in_flight(chunks)) | {"num_cpus": REPLAY_CPUS}
+
+    scoring, scored_by = config.scoring, (config, store, generation)
+    advantage = Advantage(config.algorithm)
+    iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
+
+    stream = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
+    stream = stream.map_batches(
+        Prompts,
+        fn_constructor_args=(config, schedule, store, generation, run_dir),
+        compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
+        num_cpus=SOURCE_CPUS,
+        **WHOLE,
+    )
+    stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
+    stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, policy), **generate, **WHOLE)
+    stream = rewarded(stream, config, max(2, chunks))
+    # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
+    light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, **WHOLE}
+    stream = stream.map_batches(Validation(run_dir, store, generation), **light)
+    if uses_baselines(config):
+        stream = stream.map_batches(Baseline(), **light)
+    if uses_reference(config):
+        stream = stream.map_batches(Reference, fn_constructor_args=(config,), **pool(scoring.reference), **WHOLE)
+    if uses_critic(config):
+        stream = stream.map_batches(Value, fn_constructor_args=scored_by, **pool(scoring.value), **WHOLE)
+    if uses_policy_scores(config):
+        stream = stream.map_batches(PolicyScore, fn_constructor_args=scored_by, **pool(scoring.policy), **WHOLE)
+    if advantage.scope == "batch":
+        stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
+    stream = stream.map_batches(advantage, **light)
+    stream = stream.map_batches(Record(run_dir), **light)
+    if advantage.scope == "batch":
+        stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
+    return stream
+
+
+def set_context() -> None:
+    """Ray Data's rules for a stream whose blocks are chunks and that is not held back but by what it waits for."""
     context = DataContext.get_current()
     context.target_max_block_size = None
     context.enable_progress_bars = False
@@ -68,78 +124,40 @@ def build(
     context.downstream_capacity_backpressure_ratio = None
     context.execution_options.preserve_order = True
 
-    generation = ray.get(store.new_generation.remote(), timeout=ANSWER_S)
-    policy = StorePolicy(store, generation, config.trainer.deadlines.admission)
-    rollout = config.rollout
-    in_flight = rollout.in_flight(schedule.chunks_per_iteration)
-    engines = ActorPoolStrategy(
-        size=rollout.num_engines,
-        # Equal numbers: tasks in flight alone would wait in the actor's queue, one behind the other.
-        max_tasks_in_flight_per_actor=in_flight,
-        max_concurrent_calls_per_actor=in_flight,
-    )
-    one_by_one = ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1)
-    whole: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
 
-    scoring, scored_by = config.scoring, (config, store, generation)
-    advantage = Advantage(config.algorithm)
-    iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
+def rewarded(stream: Dataset, config: Config, together: int) -> Dataset:
+    """`stream` with the stages that score responses.
 
-    stream = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
-    stream = stream.map_batches(
-        Prompts,
-        fn_constructor_args=(config, schedule, store, generation, run_dir),
-        compute=one_by_one,
-        num_cpus=SOURCE_CPUS,
-        **whole,
-    )
-    stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
-    stream = stream.map_batches(
-        rollout_stage,
-        fn_constructor_args=(config, policy),
-        compute=engines,
-        num_cpus=rollout.num_cpus,
-        num_gpus=rollout.num_gpus,
-        runtime_env={"env_vars": engine_env(config)},
-        **whole,
-    )
+    Args:
+        stream: rows of whole chunks as the rollout stage leaves them.
+        config: the run's configuration.
+        together: chunks that are scored at the same time where calls are counted.
+    """
     if uses_reward_model(config):
-        stream = stream.map_batches(
-            RewardModelScore, fn_constructor_args=(config,), **pool(scoring.reward_model), **whole
-        )
-    # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
-    light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, **whole}
-    longest = config.data.max_response_length
-    if config.reward.rate_limit.used:
-        # Calls are counted where they are made, so they are made in one place, for several chunks at a time.
-        chunks = max(2, schedule.chunks_per_iteration)
-        stream = stream.map_batches(
-            SingleReward,
-            fn_constructor_args=(config.reward, longest, chunks),
-            compute=ActorPoolStrategy(
-                size=1, max_tasks_in_flight_per_actor=chunks, max_concurrent_calls_per_actor=chunks
-            ),
-            num_cpus=SOURCE_CPUS,
-            **whole,
-        )
-    else:
-        stream = stream.map_batches(Reward(config.reward, longest), **light)
-    stream = stream.map_batches(Validation(run_dir, store, generation), **light)
-    if uses_baselines(config):
-        stream = stream.map_batches(Baseline(), **light)
-    if uses_reference(config):
-        stream = stream.map_batches(Reference, fn_constructor_args=(config,), **pool(scoring.reference), **whole)
-    if uses_critic(config):
-        stream = stream.map_batches(Value, fn_constructor_args=scored_by, **pool(scoring.value), **whole)
-    if uses_policy_scores(config):
-        stream = stream.map_batches(PolicyScore, fn_constructor_args=scored_by, **pool(scoring.policy), **whole)
-    if advantage.scope == "batch":
-        stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
-    stream = stream.map_batches(advantage, **light)
-    stream = stream.map_batches(Record(run_dir), **light)
-    if advantage.scope == "batch":
-        stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
-    return stream
+        judge = pool(config.scoring.reward_model)
+        stream = stream.map_batches(RewardModelScore, fn_constructor_args=(config,), **judge, **WHOLE)
+    reward, longest = config.reward, config.data.max_response_length
+    if not reward.rate_limit.used:
+        return stream.map_batches(Reward(reward, longest), num_cpus=reward.num_cpus, **WHOLE)
+    # Calls are counted where they are made, so they are made in one place, for several chunks at a time.
+    args = (reward, longest, together)
+    return stream.map_batches(
+        SingleReward, fn_constructor_args=args, num_cpus=SOURCE_CPUS, **several(together), **WHOLE
+    )
+
+
+def several(chunks: int, size: int = 1) -> dict[str, Any]:
+    """A pool of `size` asynchronous actors, each of which works on `chunks` chunks at a time."""
+    # Equal numbers: tasks in flight alone would wait in the actor's queue, one behind the other.
+    tasks: dict[str, Any] = {"max_tasks_in_flight_per_actor": chunks, "max_concurrent_calls_per_actor": chunks}
+    return {"compute": ActorPoolStrategy(size=size, **tasks)}
+
+
+def engines(config: Config, size: int, chunks: int) -> dict[str, Any]:
+    """Resources of the rollout stage: `size` engines with `chunks` chunks in flight in each."""
+    rollout = config.rollout
+    gives = {"num_cpus": rollout.num_cpus, "num_gpus": rollout.num_gpus}
+    return several(chunks, size) | gives | {"runtime_env": {"env_vars": engine_env(config)}}
 
 
 def pool(scorer: ScorerConfig) -> dict[str, Any]:

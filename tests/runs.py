@@ -12,6 +12,7 @@ import pyarrow as pa
 import ray
 import torch
 
+from jobs import replay
 from jobs.train import main
 from pipeline.config import load_config
 
@@ -81,6 +82,15 @@ def starter(settings: list[str]) -> Start:
         return Run.of(folder_of(settings, name), out.getvalue())
 
     return run
+
+
+def replayed(recorded: Path, name: str, *more: str) -> Run:
+    """A replay, in this process, of the run in the folder `recorded`."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = replay.main([str(recorded), f"trainer.experiment_name={name}", *more])
+    assert code == 0, out.getvalue()
+    return Run.of(recorded.parent / name, out.getvalue())
 
 
 def folder_of(settings: list[str], name: str) -> Path:

@@ -41,7 +41,8 @@ def test_what_fits_passes(overrides):
     ("overrides", "words"),
     [
         (["data.sampler=wieghted"], "data.sampler 'wieghted' is unknown. Did you mean 'weighted'"),
-        (["data.sampler=json:dumps"], "not a class derived from pipeline.prompts.sampler.Sampler"),
+        (["data.sampler=operator:add"], "not a class derived from pipeline.prompts.sampler.Sampler"),
+        (["data.sampler=json:dumps"], "data.sampler 'json:dumps': it is called with data and seed: too many"),
         (["data.sampler=weighted"], "data.sampler=weighted needs data.source_weights"),
         (WEIGHTS, "data.source_weights does nothing with data.sampler=uniform; set data.sampler=weighted"),
         (["data.sampler=solve_rate", *WEIGHTS], "does nothing with data.sampler=solve_rate"),

@@ -6,6 +6,8 @@ sample of the policy.
 
 A greedy response whose reward failed leaves its group without a yardstick. The group's rows stay in the stream, with
 the failure as their own error, so that the advantage stage masks them and the run counts them.
+
+A run that replays another has no greedy responses. Its rows bring the column from the recording.
 """
 
 import pyarrow as pa
@@ -14,6 +16,7 @@ import pyarrow.compute as pc
 from pipeline.rows import BASELINE, append
 
 FAILED = "the reward of the greedy baseline failed: "
+RECORDED_FAILURE = FAILED + "it failed in the run that was recorded"
 
 
 class Baseline:
@@ -26,11 +29,14 @@ class Baseline:
         failed, `baseline` is null and `reward_error` says so, unless the row has an error of its own.
 
         Args:
-            table: scored rows of whole groups, each with one row of split `baseline`; no rows at all will do too.
+            table: scored rows of whole groups, each with one row of split `baseline`, or with the column already; no
+                rows at all will do too.
 
         Raises:
             ValueError: rows have no greedy response among the rows of their uid.
         """
+        if "baseline" in table.column_names:
+            return _with_errors(table, pc.if_else(pc.is_null(table["baseline"]), RECORDED_FAILURE, None))
         is_baseline = pc.equal(table["split"], "baseline")
         greedy, samples = table.filter(is_baseline), table.filter(pc.invert(is_baseline))
         group = pc.index_in(samples["uid"], value_set=greedy["uid"].combine_chunks())
@@ -44,7 +50,10 @@ class Baseline:
         error = greedy["reward_error"]
         score = pc.if_else(pc.is_null(error), greedy["score"], None)
         passed_on = pc.binary_join_element_wise(FAILED, error, "")
-        column = samples.column_names.index("reward_error")
-        errors = pc.coalesce(samples["reward_error"], passed_on.take(group))
-        samples = samples.set_column(column, samples.schema.field(column), errors)
-        return append(samples, BASELINE, {"baseline": score.take(group)})
+        return append(_with_errors(samples, passed_on.take(group)), BASELINE, {"baseline": score.take(group)})
+
+
+def _with_errors(table: pa.Table, errors: pa.ChunkedArray) -> pa.Table:
+    """`table` with `errors` in `reward_error` where a row has none of its own."""
+    column = table.column_names.index("reward_error")
+    return table.set_column(column, table.schema.field(column), pc.coalesce(table["reward_error"], errors))

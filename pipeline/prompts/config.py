@@ -75,3 +75,10 @@ class DataConfig:
 
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments for the tokenizer's `apply_chat_template`, for example `{enable_thinking: false}`."""
+
+    recorded_run: str | None = None
+    """Folder of a run whose recorded rows are trained on, in the place of prompts and engines; null generates.
+    `python -m jobs.replay` sets it, see docs/replay.md."""
+
+    recorded_iterations: str | None = None
+    """Which iterations of `recorded_run`: `3-10`, or `3` alone; null takes all."""

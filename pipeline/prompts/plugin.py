@@ -29,7 +29,7 @@ def find_class(key: str, name: str, known: Mapping[str, type[T]], base: type[T])
         ValueError: there is none, or it is not derived from `base`.
     """
     entries = {known_name: _Entry(known_class) for known_name, known_class in known.items()}
-    found: Any = look_up(key, name, entries, lambda _, function: _Entry(function)).function
+    found: Any = look_up(key, name, entries, lambda _, function: _Entry(function), ("data", "seed")).function
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key} {name!r} is not a class derived from {base.__module__}.{base.__name__}; derive it")
     return found

@@ -20,6 +20,8 @@ from pipeline.prompts.encode import Encoder, stamp, to_table
 from pipeline.prompts.feedback import lag
 from pipeline.prompts.generator import make_generator
 from pipeline.prompts.quarantine import Quarantine
+from pipeline.prompts.recorded import RecordedSupply
+from pipeline.prompts.recording import Recording
 from pipeline.prompts.sampler import make_sampler
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.supply import Supply
@@ -112,15 +114,17 @@ class Prompts:
     def __init__(self, config: Config, schedule: Schedule, store: Any, generation: int, run_dir: str):
         self._config, self._schedule = config, schedule
         self._store, self._generation = store, generation
-        self._train, self._val = sources(config, run_dir)
-        trainer = config.trainer
-        self._supply = Supply(
-            self._train,
-            make_generator(config.data, trainer.seed),
-            None if trainer.total_training_steps else trainer.total_epochs,
-            run_dir,
-            lag(config.algorithm.max_staleness, schedule.page_iterations),
-        )
+        data, trainer = config.data, config.trainer
+        epochs = None if trainer.total_training_steps else trainer.total_epochs
+        self._supply: Supply | RecordedSupply
+        if data.recorded_run is not None:
+            self._val = None
+            self._supply = RecordedSupply(Recording(data.recorded_run, data.recorded_iterations), epochs)
+        else:
+            train, self._val = sources(config, run_dir)
+            generator = make_generator(data, trainer.seed)
+            page_lag = lag(config.algorithm.max_staleness, schedule.page_iterations)
+            self._supply = Supply(train, generator, epochs, run_dir, page_lag)
         self._next_page = -1
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -159,20 +163,7 @@ class Prompts:
             prompts = to_table(rows[chunk * size : (chunk + 1) * size])
             yield stamp(prompts, "train", first + chunk, version + 1)
         self._ask("set_position", version + 1, self._supply.state)
-        self._ask("post", "prompts", {"iteration": version + 1, "metrics": self._counts()})
-
-    def _counts(self) -> dict[str, int]:
-        encoder = self._train.encoder
-        counts = {
-            "prompts/filtered_overlong": encoder.filtered_overlong,
-            "prompts/truncated": encoder.truncated,
-            "prompts/quarantined": encoder.quarantine.count,
-        }
-        if self._config.data.sampler != "uniform":
-            counts["prompts/passed_over"] = self._train.passed_over
-        if self._supply.generator is not None:
-            counts["prompts/generated"] = self._supply.generated
-        return counts
+        self._ask("post", "prompts", {"iteration": version + 1, "metrics": self._supply.counts()})
 
     def _validation(self, version: int) -> Iterator[pa.Table]:
         assert self._val is not None

@@ -82,6 +82,20 @@ class Supply:
             rows += drawn
         return rows
 
+    def counts(self) -> dict[str, int]:
+        """Metrics: what became of prompts so far, and how many of the last iteration were generated."""
+        encoder = self.source.encoder
+        counts = {
+            "prompts/filtered_overlong": encoder.filtered_overlong,
+            "prompts/truncated": encoder.truncated,
+            "prompts/quarantined": encoder.quarantine.count,
+        }
+        if self.source.data.sampler != "uniform":
+            counts["prompts/passed_over"] = self.source.passed_over
+        if self.generator is not None:
+            counts["prompts/generated"] = self.generated
+        return counts
+
     def _learn(self, last: int) -> None:
         while self._learners and self._learnt < last:
             self._learnt += 1

@@ -81,9 +81,9 @@ def dry_call(prompts: Iterable[pa.Table], config: RewardConfig, parts: Collectio
                 f"made-up response: {own[0]['reward_error']}; nothing could be learnt from such rows. Check the ground "
                 "truth of the data, and the reward function (reward.custom_reward_function, reward.functions)"
             )
-        known = {name: None for row in own for name in json.loads(row["reward_parts"])}
+        known = dict.fromkeys(["score", *(name for row in own for name in json.loads(row["reward_parts"]))])
         if missing := [part for part in parts if part not in known]:
             raise ValueError(
                 f"algorithm.gdpo_reward_keys: the reward of data_source {source!r} has no part {missing[0]!r}, tried "
-                f"with a made-up response; it has {', '.join(known) or 'none'}"
+                f"with a made-up response; it has {', '.join(known)}"
             )

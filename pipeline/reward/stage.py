@@ -99,7 +99,7 @@ class Reward:
 
     def _with_model(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:
         """The reward model's numbers added to what functions gave."""
-        found = []
+        found: list[Answer] = []
         for (score, parts, error), number, own_error in zip(
             answered, table["rm_score"].to_pylist(), table["rm_error"].to_pylist(), strict=True
         ):

@@ -97,8 +97,7 @@ def read_trajectories(
     """
     filesystem, root = filesystem_of(run_dir)
     folder = _folder(root, split, iteration)
-    selector = pafs.FileSelector(folder, allow_not_found=True)
-    names = sorted(info.path for info in filesystem.get_file_info(selector) if info.base_name.endswith(".parquet"))
+    names = _files(filesystem, folder)
     if not names:
         have = [number for number, _ in _iterations(filesystem, root, split)]
         range_ = f"iterations {have[0]} to {have[-1]} are there" if have else "there are none at all"
@@ -109,6 +108,19 @@ def read_trajectories(
     )
     place = table.schema.get_field_index("chunk") + 1
     return table.add_column(place, "iteration", pa.array([iteration] * len(table), pa.int64()))
+
+
+def recorded_files(run_dir: str) -> dict[int, list[str]]:
+    """The files of training rows of every recorded iteration, in the order of their chunks.
+
+    Returns:
+        by iteration, in order; paths of the folder's file system.
+
+    Raises:
+        ValueError: the file system of a URL is unknown.
+    """
+    filesystem, root = filesystem_of(run_dir)
+    return {number: _files(filesystem, path) for number, path in _iterations(filesystem, root, "train")}
 
 
 def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
@@ -135,6 +147,11 @@ def _folder(root: str, split: str, iteration: int) -> str:
     if split not in FOLDERS:
         raise ValueError(f"split {split!r} of iteration {iteration} is neither `train` nor `val`")
     return f"{root}/{FOLDERS[split]}/iteration={iteration:06d}"
+
+
+def _files(filesystem: pafs.FileSystem, folder: str) -> list[str]:
+    infos = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
+    return sorted(info.path for info in infos if info.base_name.endswith(".parquet"))
 
 
 def _file_name(rows: pa.Table, chunk: int) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.train.config import FSDPConfig
 
 if TYPE_CHECKING:
-    from pipeline.train.policy import Policy
+    from pipeline.train.pretrained import Pretrained
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -146,8 +146,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def save_hf(policy: "Policy", tokenizer: Any, folder: str | Path) -> None:
-    """Save the policy and its tokenizer as a Hugging Face folder (safetensors), which vLLM loads too.
+def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
+    """Save the model and its tokenizer as a Hugging Face folder (safetensors), which vLLM loads too.
 
     A collective: every rank must call it, and all return when the folder is complete. Rank 0 writes beside `folder`
     and renames, so a broken-off save never looks like a model; an older `folder` is replaced.
@@ -156,7 +156,7 @@ def save_hf(policy: "Policy", tokenizer: Any, folder: str | Path) -> None:
         RuntimeError: rank 0 could not write; raised on every rank.
     """
     folder = Path(folder)
-    state = full_state_dict(policy)
+    state = full_state_dict(model)
     rank = dist.get_rank() if dist.is_initialized() else 0
     failure: list[str | None] = [None]
     error: OSError | None = None
@@ -164,8 +164,8 @@ def save_hf(policy: "Policy", tokenizer: Any, folder: str | Path) -> None:
         partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
         try:
             partial.mkdir(parents=True)
-            named = {policy.hf_name(name): tensor for name, tensor in state.items()}
-            policy.lm.save_pretrained(partial, state_dict=named)
+            named = {model.hf_name(name): tensor for name, tensor in state.items()}
+            model.lm.save_pretrained(partial, state_dict=named)
             tokenizer.save_pretrained(partial)
             old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
             if folder.exists():

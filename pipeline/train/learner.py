@@ -151,8 +151,8 @@ class Learner:
         if self._nonfinite_steps > self.shape.max_nonfinite_steps:
             raise FloatingPointError(
                 f"the gradient norm of the {self.name} was {norm} in {self._nonfinite_steps} optimiser steps in a row, "
-                f"more than trainer.max_nonfinite_steps={self.shape.max_nonfinite_steps}; none of these steps was taken. "
-                f"Lower {self.name}.optim.lr, or compute in float32 ({self.name}.fsdp.param_dtype=null)"
+                f"more than trainer.max_nonfinite_steps={self.shape.max_nonfinite_steps}; none of them was taken. Lower "
+                f"{self.name}.optim.lr, or compute in float32 ({self.name}.fsdp.param_dtype=null)"
             )
 
     def restore_schedule(self, steps: int) -> None:

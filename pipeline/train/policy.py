@@ -9,7 +9,6 @@
 4. Dropout is off: the ratio of two log-probs of one token must measure the policy, not the noise.
 """
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,12 +19,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.train.config import ModelConfig
-from pipeline.train.fsdp import torch_dtype
-
-PREFIX = "lm."
+from pipeline.train.pretrained import Pretrained, check_complete, load_pretrained, without_dropout
 
 
-class Policy(nn.Module):
+class Policy(Pretrained):
     """A `transformers` causal language model with a log-prob head.
 
     Args:
@@ -45,11 +42,6 @@ class Policy(nn.Module):
         )
         without_dropout(lm)
         self._check_head()
-
-    @staticmethod
-    def hf_name(name: str) -> str:
-        """The model's own name of a parameter of this wrapper: the name in a Hugging Face checkpoint."""
-        return name.removeprefix(PREFIX)
 
     def forward(
         self,
@@ -159,45 +151,10 @@ def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True
     Raises:
         ValueError: no path, an incomplete model folder, or weights missing in the checkpoint.
     """
-    if not config.path:
-        raise ValueError(f"{key} is not set; give a Hugging Face model folder or hub name.")
-    folder = Path(config.path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{key}={folder} has no config.json; give a Hugging Face model folder.")
-        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            raise ValueError(f"{key}={folder} has no weights (*.safetensors); give a complete model folder.")
-    elif folder.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
-        raise ValueError(f"{key}={folder} does not exist on this machine; give a model folder or hub name.")
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            dtype=torch_dtype(config.dtype, "model.dtype"),
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-    except OSError as error:
-        raise ValueError(f"{key}={config.path} cannot be loaded: {error}") from error
-    lm, report = loaded
+    lm, report = load_pretrained(AutoModelForCausalLM, config, key)
     missing = set(report["missing_keys"])
     if not with_head:
         decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}
         missing -= {name for name, parameter in lm.named_parameters() if id(parameter) not in decoder}
-    if missing:
-        raise ValueError(
-            f"{key}={config.path} lacks {len(missing)} weights, the first {min(missing)}, which would start at "
-            "random; give a complete checkpoint."
-        )
-    if config.enable_gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return lm.train()
-
-
-def without_dropout(lm: Any) -> None:
-    """Set every dropout of `lm` to 0."""
-    for module in lm.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    check_complete(missing, config, key)
+    return lm

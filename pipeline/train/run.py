@@ -22,6 +22,7 @@ from pipeline import checkpoints, cluster, stream
 from pipeline.config import Config, save_yaml
 from pipeline.plan import Plan
 from pipeline.prompts.stage import ANSWER_S, Schedule
+from pipeline.stages import uses_engines
 from pipeline.store import Admission, PolicyStore
 from pipeline.track.follow import Follower
 from pipeline.track.history import read_history
@@ -101,7 +102,8 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
 
     thread = threading.Thread(target=fit, name="fit", daemon=True)
     thread.start()
-    tracker.status("starting the engines and the train workers")
+    engines = "the engines and " if uses_engines(config) else ""
+    tracker.status(f"starting {engines}the train workers")
     retention = Retention(run_dir, trainer.max_ckpt_to_keep, trainer.best_metric, trainer.best_metric_mode)
     for record in read_history(tracker.metrics_path):
         retention.record(record["iteration"], record)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
-from pipeline.train.policy import load_lm, without_dropout
+from pipeline.train.policy import load_lm
+from pipeline.train.pretrained import without_dropout
 
 
 class ValueModel(nn.Module):

@@ -88,6 +88,18 @@ def test_a_group_without_a_greedy_row() -> None:
         Baseline()(table)
 
 
+def test_a_recorded_column_is_kept_and_its_gaps_are_failures() -> None:
+    """As the rows of a replay bring it."""
+    table = scored(row("a", 1.0), row("b", 0.0), row("b", 0.0, error="KeyError: own"))
+    table = table.append_column(BASELINE.field("baseline"), pa.array([0.5, None, None], pa.float32()))
+    done = Baseline()(table)
+    assert done.drop_columns(["reward_error"]).equals(table.drop_columns(["reward_error"]))
+    errors = done["reward_error"].to_pylist()
+    assert errors[0] is None and errors[2] == "KeyError: own"
+    assert errors[1] == FAILED + "it failed in the run that was recorded"
+    assert done.schema.equals(table.schema)
+
+
 def test_no_rows() -> None:
     for empty in (SCORED.empty_table(), scored(row("a", 1.0)).slice(0, 0)):
         done = Baseline()(empty)

@@ -88,7 +88,8 @@ def test_it_steers_towards_the_target(coef, target, kl, more, rows):
 
 
 @settings(max_examples=20)
-@given(coef=positive, target=st.floats(0.01, 10), rows=st.integers(1000, 20_000))
+# From twice the horizon on the loop swings about its target for ever: a step is as large as what it corrects.
+@given(coef=positive, target=st.floats(0.01, 10), rows=st.integers(1000, 18_000))
 def test_a_loop_whose_kl_falls_with_the_coefficient_settles_at_the_target(coef, target, rows):
     control = AdaptiveKL(coef, target, horizon=10_000)
     for _ in range(3000):

@@ -11,29 +11,24 @@ from pipeline.prompts.feedback import lag
 from pipeline.prompts.stage import Schedule, sources
 from pipeline.prompts.supply import Supply
 from pipeline.track.trajectories import discard_trajectories
-from tests.test_stream import BATCH, CHUNK, CHUNKS, Run, changed, config, context  # noqa: F401 (fixtures)
+from tests.streams import BATCH, CHUNK, CHUNKS, Run, changed, closing
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
 LAST, STOP = 12, 7
 
 
-def test_solve_rates_reach_the_prompts_and_a_resumed_run_makes_the_same(
-    config: Config,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    own = changed(config, tmp_path)
+def test_solve_rates_reach_the_prompts_and_a_resumed_run_makes_the_same(stream_config: Config, tmp_path: Path) -> None:
+    own = changed(stream_config, tmp_path)
     own.data.sampler, own.data.val_files = "solve_rate", None
     schedule = Schedule(LAST, CHUNKS, CHUNK, False, False, -1)
     whole = Run(own, schedule, tmp_path)
-    try:
+    with closing(whole):
         whole.train(1, STOP)
         whole.publish(STOP)
         state: Any = whole.ask("position", STOP)
         whole.train(STOP + 1, LAST)
         whole.finish(LAST)
-    finally:
-        whole.close()
     passed = [message["metrics"]["prompts/passed_over"] for message in whole.messages("prompts")]
     assert passed[-1] > 0
 
@@ -46,9 +41,7 @@ def test_solve_rates_reach_the_prompts_and_a_resumed_run_makes_the_same(
     shutil.copytree(tmp_path / "trajectories", folder / "trajectories")
     assert discard_trajectories(str(folder), STOP + 1) == [*range(STOP + 1, LAST + 1)]
     again = Run(changed(own, folder), schedule, folder, STOP, state)
-    try:
+    with closing(again):
         again.train(STOP + 1, LAST)
         again.finish(LAST)
-    finally:
-        again.close()
     assert [again.uids(number) for number in range(STOP + 1, LAST + 1)] == expected[STOP:]

@@ -63,7 +63,10 @@ SHOWN: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.max_bad_rows": (2, {"data.train_files": "BAD", "data.max_bad_rows": 1}),
     "data.apply_chat_template_kwargs": ({"shout": True}, {}),
 }
-ELSEWHERE = {"data.max_response_length": "asked of the engine, tests/rollout/test_stage.py"}
+ELSEWHERE = {
+    "data.max_response_length": "asked of the engine, tests/rollout/test_stage.py",
+    **dict.fromkeys(("data.recorded_run", "data.recorded_iterations"), "a replay, tests/prompts/test_stage.py"),
+}
 
 
 @pytest.fixture

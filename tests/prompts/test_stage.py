@@ -23,6 +23,7 @@ from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.rollout.weights import Shard
 from pipeline.rows import PROMPT
 from pipeline.store import POLICY, Admission, PolicyStore
+from tests import recordings
 from tests.prompts.recorded import record
 
 WAIT = 30.0
@@ -436,3 +437,30 @@ def test_a_stage_of_an_old_generation_fails(make: Callable[..., Run]) -> None:
     run.start()
     with pytest.raises(RuntimeError, match="generation 1 of the stream has ended"):
         run.page(0, old)
+
+
+# replay
+
+
+def test_a_replay_takes_the_prompts_of_its_recording(make: Callable[..., Run], tmp_path: Path) -> None:
+    recordings.record(tmp_path / "recorded", [1, 2, 3])
+    recorded = {"recorded_run": str(tmp_path / "recorded"), "recorded_iterations": "2-3"}
+    run = make(iterations=5, rows=0, epochs=2, **recorded)
+    pages = []
+    for number in range(5):
+        pages.append(run.page(number))
+        run.publish(number + 1)
+    uids = [[row["uid"] for row in page] for page in pages]
+    assert uids == [
+        *(["0-4", "0-5", "0-6", "0-7"], ["0-8", "0-9", "0-10", "0-11"]),
+        *(["0-4/1", "0-5/1", "0-6/1", "0-7/1"], ["0-8/1", "0-9/1", "0-10/1", "0-11/1"], []),
+    ]
+    assert [shape(page) for page in pages[:4]] == [train(k, 2 * k - 2) for k in (1, 2, 3, 4)]
+    assert run.ask("ended") == 4, "two passes are over"
+    posted = [message["metrics"] for message in run.messages() if message["kind"] == "prompts"]
+    assert posted == [{"prompts/recorded_iteration": number} for number in (2, 3, 2, 3)]
+
+    # A replay that was interrupted after iteration 3 goes on behind it: in the second pass, behind its first groups.
+    run.start(version=3, position=(1, len(uids[2])))
+    assert [row["uid"] for row in run.page(0)] == uids[3]
+    assert shape(run.page(1)) == []

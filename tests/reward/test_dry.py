@@ -62,7 +62,7 @@ def test_with_a_reward_model_alone_there_is_nothing_to_call(tmp_path: Path) -> N
 
 
 def test_parts_that_the_estimator_reads_must_be_there() -> None:
-    dry_call(prompts(FINE), RewardConfig(), ["acc", "format"])
+    dry_call(prompts(FINE), RewardConfig(), ["acc", "format", "score"])
     with pytest.raises(ValueError, match=r"gdpo_reward_keys: .* 'countdown' has no part 'brief', .* it has .*acc"):
         dry_call(prompts(USELESS, FINE), RewardConfig(), ["acc", "brief"])
 

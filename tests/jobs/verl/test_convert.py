@@ -136,6 +136,22 @@ def test_an_import_path_in_a_script_is_not_imported() -> None:
     assert not found.values.keys() & {"algorithm.adv_estimator", "actor.policy_loss.loss_mode"}
 
 
+@pytest.mark.parametrize(
+    ("enable", "path"),
+    [
+        ("reward_model.enable", "reward_model.model.path"),
+        ("reward.reward_model.enable", "reward.reward_model.model_path"),
+    ],
+)
+def test_a_reward_model(enable: str, path: str) -> None:
+    given = [f"{enable}=True", f"{path}=/models/judge"]
+    assert values(*given)["reward.model.path"] == "/models/judge"
+    assert "one label" in notes(*given) and "there are rules" not in notes(*given)
+    assert not left(*given)
+    assert "reward.model.path" not in values(f"{enable}=False", f"{path}=/models/judge")
+    assert "scoring.reward_model" in left(*given, "reward_model.micro_batch_size_per_gpu=4").popitem()[1]
+
+
 def test_clip_ratio_alone_has_no_effect_in_verl() -> None:
     found = values(f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.3")
     assert [found[f"actor.clip_ratio{side}"] for side in ("", "_low", "_high")] == [0.1, 0.2, 0.3]

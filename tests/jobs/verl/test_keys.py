@@ -45,7 +45,6 @@ def test_patterns_stand_once_and_none_hides_behind_a_wider_one() -> None:
         ("reward_model.sandbox_fusion.max_concurrent", 64, "limits of its own"),
         ("reward_model.reward_manager", "dapo", "no reward managers"),
         ("reward.reward_manager.name", "prime", "no reward managers"),
-        ("reward_model.enable", True, "reward models are not built"),
         ("actor_rollout_ref.rollout.multi_turn.enable", True, "no tools"),
         ("actor_rollout_ref.rollout.agent.num_workers", 8, "agent loops"),
         ("actor_rollout_ref.model.lora_rank", 32, "LoRA"),

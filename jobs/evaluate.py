@@ -1,0 +1,193 @@
+"""Evaluate a model on prompt files: `python -m jobs.evaluate --run runs/NAME rollout.val_kwargs.n=8`."""
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from jobs.train import _name_from_root, complain
+from pipeline.config import load_config
+from pipeline.versions import VersionError, check_versions
+
+if TYPE_CHECKING:
+    from pipeline.evaluate.prepare import Evaluation
+    from pipeline.evaluate.run import Speed
+
+EPILOG = """\
+settings:
+  key=value pairs as for jobs.train (docs/configuration.md). Those that count are data.val_files and other data.* keys,
+  model.path, rollout.val_kwargs.{n,temperature,top_p,top_k}, further rollout.* keys of the engines, and reward.*; with
+  --run they are laid over the settings of the run. Training prompts are not needed. docs/evaluate.md says more.
+
+examples:
+  python -m jobs.evaluate --run runs/countdown-cpu
+  python -m jobs.evaluate --run runs/countdown-cpu rollout.val_kwargs.n=16 rollout.val_kwargs.temperature=1 --k 1,4,16
+  python -m jobs.evaluate --run runs/countdown-cpu data.val_files=other.parquet --out results/other
+  python -m jobs.evaluate experiment=countdown_cpu model.path=models/tiny-sft-1 data.val_files=test.parquet
+
+the same command continues an evaluation that was interrupted.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.evaluate",
+        description="Score a model on prompt files through the stages of training: pass@k and maj@k per data source.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--run", type=Path, metavar="DIR", help="take settings and last model of this run (runs/NAME)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the result (default: DIR/evaluations/...)")
+    parser.add_argument("--k", metavar="1,4,8", help="k of pass@k and maj@k (default: powers of two up to n, and n)")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, without starting Ray")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see above")
+    # Settings and options may be mixed in any order.
+    options = parser.parse_intermixed_args(arguments)
+    given = arguments if arguments is not None else sys.argv[1:]
+    # A thread that still reads rows when Ray has been shut down would start another one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    try:
+        check_versions()
+        evaluation = _prepared(options)
+        if options.dry_run:
+            from pipeline.evaluate.prepare import render
+
+            Console().print(render(evaluation))
+            return 0
+        return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *given])
+    except (ValueError, OSError, ImportError, VersionError) as error:
+        complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _prepared(options: argparse.Namespace) -> "Evaluation":
+    """The evaluation that the command line asks for, checked."""
+    from pipeline.evaluate.prepare import prepare
+    from pipeline.evaluate.settings import of_run, used
+
+    iteration = 0
+    if options.run is not None:
+        config, iteration = of_run(options.run.absolute(), options.settings, options.config_dir)
+    else:
+        config = load_config(options.settings, config_dir=options.config_dir)
+    config = used(config)
+    _name_from_root(config)
+    return prepare(config, iteration, options.run, options.out, options.k)
+
+
+def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
+    """Generate what is missing, and report; the exit code.
+
+    Args:
+        evaluation: what `prepare` returned.
+        command: the words that were typed, with which an interrupted evaluation is continued.
+
+    Raises:
+        ValueError, OSError, ImportError: the tracker, the folder or the cluster cannot be used.
+    """
+    from pipeline.evaluate.report import print_table, result, rows, tracked
+    from pipeline.evaluate.run import Speed
+    from pipeline.evaluate.summary import Summary
+    from pipeline.evaluate.tracking import Trackers
+    from pipeline.track.loggers import shown
+
+    folder, summary, speed = evaluation.folder, evaluation.summary, Speed()
+    trackers = Trackers(evaluation.config, evaluation.home, folder.path, evaluation.name)
+    earlier, status, error = folder.result(), "finished", None
+    folder.begin(evaluation.description)
+    if evaluation.complete:
+        trackers.start()
+    else:
+        status, error = _generate(evaluation, speed, trackers.start)
+    if status != "finished":
+        # A chunk may have been written and not counted when it was broken off.
+        evaluation.summary = summary = Summary(summary.ks)
+        folder.read(summary)
+    files: list[Path] = []
+    places: dict[str, str] = {}
+    if summary.prompts:
+        made = result(evaluation, status == "finished", speed.tokens_per_s or earlier.get("tokens_per_s"))
+        files = folder.report(made, rows(summary))
+        places = {"responses": shown(folder.responses), "metrics": shown(files[0])}
+        print_table(summary, Console())
+    problems = trackers.finish(status, evaluation.iteration, tracked(summary), files)
+    if status != "finished":
+        places["to continue"] = shlex.join(command)
+    _print_end(f"{evaluation.name}: {status}", places | trackers.where(), problems)
+    if status == "finished":
+        error = _too_many_errors(evaluation)
+    if error is not None:
+        complain(error)
+    return {"finished": 1 if error else 0, "interrupted": 130}.get(status, 1)
+
+
+def _generate(evaluation: "Evaluation", speed: "Speed", begin: Callable[[], None]) -> tuple[str, str | None]:
+    """Start Ray, then `begin`, and generate what is missing.
+
+    Returns:
+        `finished`, `interrupted` or `failed`, and why it failed.
+    """
+    import ray
+
+    from pipeline import cluster
+    from pipeline.evaluate.report import Board
+    from pipeline.evaluate.run import generate
+    from pipeline.plan import check_resources
+    from pipeline.train.run import sentence
+
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    trainer, summary = evaluation.config.trainer, evaluation.summary
+    board = Board(evaluation.name, evaluation.prompts, summary.prompts, quiet="console" not in trainer.logger)
+    started = cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
+    try:
+        if os.environ.get("RAY_ADDRESS"):
+            check_resources(evaluation.plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        begin()
+        board.start()
+        try:
+            generate(evaluation, speed, lambda: board.update(summary, speed.seconds, speed.tokens))
+        except KeyboardInterrupt:
+            return "interrupted", None
+        except Exception as error:  # noqa: BLE001 (whatever a stage raised is told in a sentence)
+            return "failed", sentence(error)
+        return "finished", None
+    finally:
+        board.stop()
+        if started:
+            ray.shutdown()
+
+
+def _too_many_errors(evaluation: "Evaluation") -> str | None:
+    rate, limit = evaluation.summary.overall().get("error_rate", 0.0), evaluation.config.reward.max_error_rate
+    if rate <= limit:
+        return None
+    return (
+        f"the reward failed for {rate:.1%} of the responses, more than reward.max_error_rate={limit:g}, and the "
+        f"numbers leave them out. The first reason: {evaluation.summary.first_error}"
+    )
+
+
+def _print_end(title: str, places: dict[str, str], problems: Sequence[str]) -> None:
+    console, width = Console(highlight=False), max(map(len, places), default=0)
+    lines = [Text(title, style="bold")]
+    lines += [Text.assemble((f"  {label:<{width}}  ", "bold"), text) for label, text in places.items()]
+    lines += [Text(f"  warning: {problem}", style="yellow") for problem in problems]
+    for line in lines:
+        # Commands and paths stay on one line however narrow the terminal, so that they can be copied.
+        console.print(line, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Train on recorded rows in the place of engines: `python -m jobs.replay runs/NAME algorithm=rloo`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jobs.train import complain, train
+from pipeline.config import Config, ConfigError, load_config
+from pipeline.prompts.recording import whole_iterations
+from pipeline.replay import recorded_config, replay_of
+from pipeline.versions import VersionError, check_versions
+
+EPILOG = """\
+settings:
+  key=value pairs as of python -m jobs.train, laid over those of the run that was recorded (RUN_DIR/config.yaml); see
+  docs/replay.md for those that a replay does not take.
+
+examples:
+  python -m jobs.replay runs/mine
+  python -m jobs.replay runs/mine --dry-run algorithm=rloo
+  python -m jobs.replay runs/mine --iterations 3-10 trainer.experiment_name=other-reward \\
+      reward.custom_reward_function.path=my_reward.py
+  python -m jobs.replay runs/mine algorithm=[grpo,tis] actor.optim.lr=1e-5 trainer.total_epochs=3
+
+the same command continues a replay that was interrupted.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.replay",
+        description="Train on the trajectories that a run recorded, without engines.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run that was recorded")
+    parser.add_argument(
+        "--iterations", metavar="FIRST-LAST", help="iterations of the recording, 3-10 or 3 (default: all whole ones)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and exit, without starting Ray")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
+    # Settings and options may be mixed in any order.
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        check_versions()
+        config = replay_config(options.run_dir, options.iterations, options.settings, options.config_dir)
+        given = arguments if arguments is not None else sys.argv[1:]
+        return train(config, options.dry_run, ["python", "-m", "jobs.replay", *given])
+    except (ValueError, OSError, ImportError, VersionError) as error:
+        complain(str(error))
+        return 2
+
+
+def replay_config(run_dir: Path, iterations: str | None, settings: list[str], config_dir: str | None = None) -> Config:
+    """The settings of a replay.
+
+    Args:
+        run_dir: folder of the run that was recorded.
+        iterations: which of its iterations; None takes those that were recorded as a whole.
+        settings: laid over those of the recorded run.
+        config_dir: further folder with config files.
+
+    Raises:
+        ConfigError: the folder is no run's, or a setting cannot be read.
+        FileNotFoundError: nothing was recorded there.
+    """
+    recorded = recorded_config(run_dir)
+    for setting in settings:
+        if setting.lstrip("+~").startswith("experiment="):
+            raise ConfigError(
+                f"{setting}: a replay begins with the settings of {run_dir}, which an experiment would replace; give "
+                "single keys, or algorithm=NAME"
+            )
+    if iterations is None:
+        iterations = whole_iterations(str(run_dir), recorded.data.train_batch_size // recorded.rollout.chunk_prompts)
+    return load_config(settings, config_dir=config_dir, base=replay_of(recorded, run_dir, iterations))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

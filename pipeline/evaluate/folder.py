@@ -1,0 +1,152 @@
+"""The folder of an evaluation.
+
+    OUT/evaluation.json            what was evaluated: settings, and size and date of every local file that counts
+    OUT/responses/part-NNNNNN.parquet   all responses to the prompts of one chunk
+    OUT/metrics.json, OUT/table.csv     the result
+
+A part is named after its chunk and written aside first, so that an evaluation that was interrupted goes on with the
+chunks that are missing. It does so only where the same thing is evaluated: other settings, another model under the
+same path or changed prompt files are refused.
+"""
+
+import csv
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config import Config, ConfigError
+from pipeline.evaluate.settings import result_settings
+from pipeline.evaluate.summary import COLUMNS, Summary
+
+DESCRIPTION = "evaluation.json"
+MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin")
+
+LEFT_OUT = (
+    *("split", "chunk", "iteration", "epoch", "prompt_index"),
+    *("response_mask", "policy_version", "load_s", "kl_coef"),
+)
+"""Columns of a row that say nothing outside a run."""
+
+
+def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
+    """What is evaluated, in JSON's types.
+
+    Args:
+        config: what `settings.used` returned.
+        files: the prompt files.
+    """
+    files = list(files)
+    own = [config.reward.custom_reward_function.path, *(f.get("path") for f in config.reward.functions.values())]
+    named = [*files, *(path for path in own if path)]
+    for folder in (config.model.path, config.model.tokenizer_path, config.reward.model.path):
+        if folder and Path(folder).is_dir():
+            named += [str(path) for pattern in MODEL_FILES for path in sorted(Path(folder).glob(pattern))]
+    made = {
+        "prompt_files": files,
+        "settings": result_settings(config),
+        "files": {name: _stamp(name) for name in named if os.path.isfile(name)},
+    }
+    return json.loads(json.dumps(made, default=str))
+
+
+def digest(description: Mapping[str, Any]) -> str:
+    """Eight letters that stand for a description."""
+    return hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=4).hexdigest()
+
+
+class Folder:
+    """The folder at `path`; it need not exist."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.responses = path / "responses"
+
+    def check(self, description: Mapping[str, Any]) -> None:
+        """Refuse a folder in which this evaluation may not write.
+
+        Raises:
+            ConfigError: it cannot be written, holds something else, or another evaluation.
+        """
+        place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            reason = "is not writable" if place.is_dir() else "is a file"
+            raise ConfigError(f"the evaluation cannot be kept in {self.path}: {place} {reason}; choose another --out")
+        if not self.path.is_dir() or not any(self.path.iterdir()):
+            return
+        if not (self.path / DESCRIPTION).is_file():
+            raise ConfigError(f"{self.path} is not empty and holds no {DESCRIPTION}; choose another --out")
+        known = json.loads((self.path / DESCRIPTION).read_text(encoding="utf-8"))
+        if changed := list(_differences(known, description)):
+            raise ConfigError(
+                f"{self.path} already holds another evaluation: {', '.join(changed)}; choose another --out or delete it"
+            )
+
+    def begin(self, description: Mapping[str, Any]) -> None:
+        """Make the folder."""
+        self.responses.mkdir(parents=True, exist_ok=True)
+        self._write(DESCRIPTION, json.dumps(description, indent=2) + "\n")
+
+    def parts(self) -> dict[int, Path]:
+        """Files of the chunks that are done, by the chunk's number, in order."""
+        found = sorted(self.responses.glob("part-*.parquet"))
+        return {int(path.stem.removeprefix("part-")): path for path in found}
+
+    def read(self, summary: Summary) -> frozenset[int]:
+        """Add the responses that are there to `summary`; the numbers of their chunks."""
+        parts = self.parts()
+        for path in parts.values():
+            summary.add(pq.read_table(path, columns=list(COLUMNS), partitioning=None))
+        return frozenset(parts)
+
+    def result(self) -> dict[str, Any]:
+        """What `metrics.json` holds; nothing where there is none, or where parts have come or gone since."""
+        path = self.path / "metrics.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return known if known.get("parts") == len(self.parts()) else {}
+
+    def add(self, chunk: int, rows: pa.Table) -> None:
+        """Keep the responses of a chunk."""
+        path = self.responses / f"part-{chunk:06d}.parquet"
+        aside = path.with_name(f".{path.name}.tmp")
+        pq.write_table(
+            rows.drop_columns([name for name in LEFT_OUT if name in rows.column_names]), aside, compression="zstd"
+        )
+        aside.replace(path)
+
+    def report(self, metrics: Mapping[str, Any], table: Iterable[Mapping[str, Any]]) -> list[Path]:
+        """Write the result, and return its files."""
+        rows = list(table)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        self._write("metrics.json", json.dumps(metrics, indent=2) + "\n")
+        with (self.path / "table.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+        return [self.path / "metrics.json", self.path / "table.csv"]
+
+    def _write(self, name: str, text: str) -> None:
+        aside = self.path / f".{name}.tmp"
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(self.path / name)
+
+
+def _stamp(path: str) -> str:
+    status = os.stat(path)
+    return f"{status.st_size} bytes of {status.st_mtime_ns}"
+
+
+def _differences(known: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]:
+    if known["prompt_files"] != now["prompt_files"]:
+        yield f"{len(now['prompt_files'])} other prompt files"
+    for key in now["settings"]:
+        if (old := known["settings"].get(key)) != (new := now["settings"][key]):
+            yield f"{key} ({old} there, {new} now)"
+    for name in sorted({*known["files"], *now["files"]}):
+        if known["files"].get(name) != now["files"].get(name):
+            yield f"the file {name} has changed"

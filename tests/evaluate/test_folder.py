@@ -1,0 +1,103 @@
+"""The folder of an evaluation: what may go on in it, and what is refused."""
+
+import copy
+import csv
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import Config, ConfigError
+from pipeline.evaluate.folder import Folder, described, digest
+from pipeline.evaluate.settings import used
+from pipeline.evaluate.summary import Summary
+from tests.evaluate.test_summary import TABLE
+
+
+@pytest.fixture
+def config(stream_config: Config) -> Config:
+    return used(copy.deepcopy(stream_config))
+
+
+def told(config: Config) -> dict:
+    return described(config, [config.data.val_files])
+
+
+def rows(chunk: int) -> pa.Table:
+    table = TABLE.append_column("chunk", pa.array([chunk] * len(TABLE)))
+    return table.append_column("split", pa.array(["val"] * len(TABLE)))
+
+
+def test_parts_are_found_again(config: Config, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "deep" / "out")
+    folder.check(told(config))
+    folder.begin(told(config))
+    for chunk in (0, 11, 2):
+        folder.add(chunk, rows(chunk))
+    assert list(folder.parts()) == [0, 2, 11]
+    kept = pq.read_table(folder.parts()[11])
+    assert kept["score"].equals(TABLE["score"]) and not {"chunk", "split"} & set(kept.column_names)
+    (folder.responses / ".part-000003.parquet.tmp").write_text("half of one")
+    summary = Summary([1])
+    again = Folder(tmp_path / "deep" / "out")
+    again.check(told(config))
+    assert again.read(summary) == {0, 2, 11} and summary.prompts == 9
+    assert len(pq.read_table(folder.responses)) == 3 * len(TABLE)
+
+
+def test_other_settings_are_refused(config: Config, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    folder.begin(told(config))
+    config.rollout.num_engines = 5
+    folder.check(told(config))
+    config.rollout.val_kwargs.temperature = 0.25
+    with pytest.raises(ConfigError, match=r"another evaluation: .*temperature \(0.0 there, 0.25 now\); choose another"):
+        folder.check(told(config))
+
+
+def test_changed_files_are_refused(config: Config, tmp_path: Path) -> None:
+    model, reward, prompts = tmp_path / "model", tmp_path / "reward.py", tmp_path / "val.parquet"
+    model.mkdir()
+    for path in (model / "config.json", model / "model.safetensors", reward, prompts):
+        path.write_text("before")
+    config.model.path, config.data.val_files = str(model), str(prompts)
+    config.reward.custom_reward_function.path = str(reward)
+    folder, before = Folder(tmp_path / "out"), told(config)
+    folder.begin(before)
+    for path in (model / "model.safetensors", reward, prompts):
+        path.write_text("behind it")
+        with pytest.raises(ConfigError, match=f"the file {path} has changed"):
+            folder.check(told(config))
+        assert digest(told(config)) != digest(before)
+        path.write_text("before")
+        size, when = before["files"][str(path)].split(" bytes of ")
+        os.utime(path, ns=(int(when), int(when)))
+        folder.check(told(config))
+    assert size == "6"
+    with pytest.raises(ConfigError, match="2 other prompt files"):
+        folder.check(described(config, [config.data.val_files, "more.parquet"]))
+
+
+def test_folders_of_something_else(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match="is not empty and holds no evaluation.json; choose another --out"):
+        Folder(tmp_path).check(told(config))
+    with pytest.raises(ConfigError, match=r"notes.txt is a file; choose another --out"):
+        Folder(tmp_path / "notes.txt" / "out").check(told(config))
+
+
+def test_the_result(config: Config, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    assert folder.result() == {}
+    folder.begin(told(config))
+    folder.add(0, rows(0))
+    files = folder.report({"parts": 1, "complete": True}, [{"source": "s", "mean": 0.5}, {"source": "t", "maj@3": 1.0}])
+    assert [path.name for path in files] == ["metrics.json", "table.csv"]
+    assert folder.result()["complete"] and json.loads(files[0].read_text())["parts"] == 1
+    with files[1].open() as file:
+        assert list(csv.reader(file)) == [["source", "mean", "maj@3"], ["s", "0.5", ""], ["t", "", "1.0"]]
+    folder.add(1, rows(1))
+    assert folder.result() == {}, "it is not that of these parts"

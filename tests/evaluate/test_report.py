@@ -1,0 +1,108 @@
+"""What an evaluation shows."""
+
+import io
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from pipeline.evaluate.report import Board, print_table, rows, tracked
+from pipeline.evaluate.summary import Summary
+from tests.evaluate.test_summary import TABLE, responses, summed
+
+
+def printed(summary: Summary, width: int = 80) -> list[list[str]]:
+    """Words of each line that the table has."""
+    console = Console(file=io.StringIO(), width=width)
+    print_table(summary, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().replace("┃", "│").splitlines()
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
+
+
+LINES = [
+    ["", "s", "t", "all"],
+    ["mean", "0.1667", "0.8333", "0.3889"],
+    ["pass@2", "0.3333", "1.0000", "0.5556"],
+    ["pass@3", "0.5000", "1.0000", "0.6667"],
+    ["maj@3", "0.0000", "1.0000", "0.3333"],
+    ["prompts", "2", "1", "3"],
+    ["responses", "6", "3", "9"],
+    ["reward failed", "33.3%", "0.0%", "22.2%"],
+    ["tokens", "3.0", "3.7", "3.2"],
+    ["cut off", "16.7%", "0.0%", "11.1%"],
+]
+
+
+@pytest.mark.parametrize("width", [80, 20])
+def test_every_source_and_all_together(width: int) -> None:
+    assert printed(summed((1, 2, 3), TABLE), width) == LINES
+
+
+def test_a_single_source_is_all_there_is() -> None:
+    assert printed(summed((1,), responses(("s", "a", 1.0, "x"))))[:3] == [
+        ["", "s"],
+        ["mean", "1.0000"],
+        ["prompts", "1"],
+    ]
+    failed = printed(summed((1,), responses(("s", "a", 0.0, "x", None, "no"))))
+    assert failed[1] == ["mean", "-"] and ["reward failed", "100.0%"] in failed
+
+
+def test_names_for_trackers() -> None:
+    summary = summed((1, 3), TABLE)
+    names = tracked(summary)
+    assert names["eval/s/pass@3"] == 0.5 and names["eval/t/score/mean"] == summary.by_source()["t"]["score/mean"]
+    assert names["eval-all/mean"] == summary.overall()["mean"]
+    assert len(names) == 3 * len(summary.overall())
+    assert [row["source"] for row in rows(summary)] == ["s", "t", "all"] and rows(summary)[1]["judged_by"] == "acc"
+
+
+def test_progress_in_a_log() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    board = Board("tiny on test", 4, 1, console=console)
+    board.start()
+    summary = summed((1,), responses(("s", "a", 1.0, "x")))
+    for uid in "bcd":
+        summary.add(responses(("s", uid, 0.0, "x", None, None, 50)))
+        board.update(summary, 2.0 * (summary.prompts - 1), 50 * (summary.prompts - 1))
+    board.stop()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "tiny on test: starting the engines",
+        "tiny on test: 2/4 prompts  mean 0.500  25 tokens/s  left 0:04",
+        "tiny on test: 4/4 prompts  mean 0.250  25 tokens/s  left 0:00",
+    ]
+
+
+def test_progress_on_a_terminal_and_silence() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    board = Board("tiny on test", 4, 0, console=console)
+    board.start()
+    board.update(summed((1,), TABLE), 3.0, 29)
+    assert board._bar is not None
+    board._bar.refresh()
+    board.stop()
+    assert isinstance(console.file, io.StringIO)
+    for part in ("tiny on test", "3/4 prompts", "mean 0.389", "10 tokens/s"):
+        assert part in console.file.getvalue()
+    quiet = Board("tiny on test", 4, 0, quiet=True)
+    quiet.start()
+    quiet.update(Summary([1]), 0.0, 0)
+
+
+def test_nothing_scored_yet_has_no_mean() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    board = Board("e", 1, 0, console=console)
+    board.update(summed((1,), pa.concat_tables([responses(("s", "a", 0.0, "x", None, "no"))])), 0.0, 0)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "e: 1/1 prompts\n"
+
+
+def test_the_page_lists_every_metric() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text().split("## The metrics")[1]
+    named = {name for row in re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE) for name in re.findall("`(.+?)`", row)}
+    made = summed((3,), TABLE).overall()
+    assert named == {name.replace("@3", "@K") for name in made}

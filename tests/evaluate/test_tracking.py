@@ -1,0 +1,64 @@
+"""An evaluation at MLflow: a run of its own beside the training run."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.evaluate.report import tracked
+from pipeline.evaluate.settings import used
+from pipeline.evaluate.tracking import Trackers
+from pipeline.track.mlflow_logger import MlflowLogger
+from tests.evaluate.test_summary import TABLE, summed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def config(stream_config: Config) -> Config:
+    own = used(copy.deepcopy(stream_config))
+    own.trainer.logger, own.trainer.project_name = ["console", "mlflow"], "project"
+    return own
+
+
+def test_a_run_of_its_own_in_the_experiment_of_the_training_run(config: Config, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    home, out = tmp_path / "run", tmp_path / "run" / "evaluations" / "test"
+    out.mkdir(parents=True)
+    training = MlflowLogger(home, {}, "project", "trained", resume=False)
+    training.start()
+    training.finish("finished")
+    table = out / "table.csv"
+    table.write_text("source,mean\n")
+    summary = summed((1, 3), TABLE)
+    for status in ("interrupted", "finished"):
+        trackers = Trackers(config, home, out, "trained on test")
+        trackers.start()
+        assert trackers.finish(status, 12, tracked(summary), [table]) == []
+    assert trackers.where() == {"mlflow": f"mlflow ui --backend-store-uri sqlite:///{home / 'mlflow.db'}"}
+
+    client = MlflowClient(f"sqlite:///{home / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("project")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"trained", "trained on test"}
+    found = runs["trained on test"]
+    assert found.info.status == "FINISHED" and found.info.run_id == (out / "mlflow_run_id").read_text().strip()
+    assert (home / "mlflow_run_id").read_text().strip() == runs["trained"].info.run_id
+    assert found.data.metrics["eval/s/pass_at_3"] == 0.5
+    assert found.data.metrics["eval-all/maj_at_3"] == pytest.approx(1 / 3)
+    assert {point.step for point in client.get_metric_history(found.info.run_id, "eval/s/mean")} == {12}
+    assert found.data.params["rollout.val_kwargs.n"] == "1"
+    assert "table.csv" in [item.path for item in client.list_artifacts(found.info.run_id)]
+
+
+def test_only_what_the_settings_name(config: Config, tmp_path: Path) -> None:
+    config.trainer.logger = ["console"]
+    trackers = Trackers(config, tmp_path, tmp_path, "quiet")
+    trackers.start()
+    assert trackers.finish("finished", 0, {"eval-all/mean": 1.0}) == [] and trackers.where() == {}
+    assert list(tmp_path.iterdir()) == []
+    config.trainer.logger = ["mlfow"]
+    with pytest.raises(ValueError, match="did you mean 'mlflow'"):
+        Trackers(config, tmp_path, tmp_path, "quiet")

@@ -1,0 +1,162 @@
+"""Recordings: which groups there are, that their rows are found, and what is refused."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.prompts.recording import PROMPT_COLUMNS, Recording, iteration_range, whole_iterations
+from tests.recordings import BATCH, CHUNK, CHUNKS, SAMPLES, record
+
+
+def file_of(folder: Path, iteration: int, chunk: int) -> Path:
+    return folder / "trajectories" / f"iteration={iteration:06d}" / f"chunk-{chunk:06d}.parquet"
+
+
+def rewrite(file: Path, table: pa.Table) -> None:
+    pq.write_table(table, file)
+
+
+def test_ranges() -> None:
+    assert iteration_range("3-10") == (3, 10)
+    assert iteration_range(" 3 ") == iteration_range("3 - 3") == (3, 3)
+    for text in ("", "3-", "-3", "0-2", "10-3", "3..10", "three", "3,4", "³"):
+        with pytest.raises(ValueError, match="such as 3-10"):
+            iteration_range(text)
+
+
+def test_every_group_is_found_with_its_rows(tmp_path: Path) -> None:
+    made = record(tmp_path, [1, 2, 3])
+    recording = Recording(str(tmp_path))
+    assert (recording.n, recording.groups) == (SAMPLES, 3 * BATCH)
+    assert (recording.first, recording.last) == (1, 3)
+    for group in range(recording.groups):
+        (prompt,) = recording.prompts([group]).to_pylist()
+        own = made[group * SAMPLES : (group + 1) * SAMPLES]
+        assert prompt == {name: own[0][name] for name in PROMPT_COLUMNS}
+        responses = recording.responses([group], baselines=True).to_pylist()
+        for got, row in zip(responses, own, strict=True):
+            assert got["rollout_log_probs"] == pytest.approx(row["rollout_log_probs"])
+            assert [got[name] for name in ("sample", "response_ids", "response", "baseline")] == [
+                row[name] for name in ("sample", "response_ids", "response", "baseline")
+            ]
+        assert recording.iteration_of(group) == own[0]["iteration"]
+
+
+def test_groups_across_files_and_in_any_order(tmp_path: Path) -> None:
+    record(tmp_path, [1, 2])
+    recording = Recording(str(tmp_path))
+    wanted = [CHUNK - 1, CHUNK, 2 * BATCH - 1, 0]
+    assert recording.prompts(wanted)["uid"].to_pylist() == [f"0-{group}" for group in wanted]
+    uids = [row["response"] for row in recording.responses(wanted).to_pylist()]
+    assert len(uids) == len(wanted) * SAMPLES
+
+
+def test_a_range_begins_with_its_first_group(tmp_path: Path) -> None:
+    made = record(tmp_path, [1, 2, 3, 4])
+    recording = Recording(str(tmp_path), "2-3")
+    assert recording.groups == 2 * BATCH
+    assert recording.prompts([0])["uid"].to_pylist() == [made[BATCH * SAMPLES]["uid"]]
+    assert [recording.iteration_of(group) for group in (0, BATCH - 1, BATCH, 2 * BATCH - 1)] == [2, 2, 3, 3]
+
+
+def test_baselines_are_read_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    record(tmp_path, [1], without=["baseline"])
+    recording = Recording(str(tmp_path))
+    assert recording.check() == {"countdown"}
+    assert "baseline" not in recording.responses([0]).column_names
+    with pytest.raises(ValueError, match="no column 'baseline'"):
+        recording.check(baselines=True)
+
+
+def test_folders_without_rows(tmp_path: Path) -> None:
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(FileNotFoundError, match="holds no training rows"):
+            Recording(str(folder))
+        with pytest.raises(FileNotFoundError, match="no whole iteration of 2 chunks"):
+            whole_iterations(str(folder), CHUNKS)
+
+
+def test_iterations_that_are_not_there(tmp_path: Path) -> None:
+    record(tmp_path, [1, 2, 4])
+    with pytest.raises(
+        FileNotFoundError, match=r"iteration 3 of 1 to 4 is not in .* \(recorded are iterations 1 to 4\)"
+    ):
+        Recording(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="iteration 5 of 4 to 9"):
+        Recording(str(tmp_path), "4-9")
+    assert Recording(str(tmp_path), "1-2").groups == 2 * BATCH
+    file_of(tmp_path, 1, 0).unlink()
+    file_of(tmp_path, 1, 1).unlink()
+    with pytest.raises(FileNotFoundError, match="iteration 1 of 1 to 2"):
+        Recording(str(tmp_path), "1-2")
+
+
+def test_an_interrupted_iteration_at_the_end_is_left_out(tmp_path: Path) -> None:
+    record(tmp_path, [1, 2, 3])
+    assert whole_iterations(str(tmp_path), CHUNKS) == "1-3"
+    file_of(tmp_path, 3, 5).unlink()
+    assert whole_iterations(str(tmp_path), CHUNKS) == "1-2"
+    with pytest.raises(ValueError, match="iteration 3 .* has 1 files, iteration 1 has 2: .* in part"):
+        Recording(str(tmp_path)).check()
+    # One in the middle is for the user to decide on.
+    file_of(tmp_path, 1, 1).unlink()
+    assert whole_iterations(str(tmp_path), CHUNKS) == "1-2"
+    with pytest.raises(ValueError, match="in part"):
+        Recording(str(tmp_path), "1-2").check()
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    record(tmp_path, [1, 2])
+    recording, file = Recording(str(tmp_path)), file_of(tmp_path, 2, 3)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"{file} of the recording cannot be read as parquet"):
+        recording.check()
+    with pytest.raises(ValueError, match=f"{file} of the recording cannot be read as parquet"):
+        recording.prompts([2 * BATCH - 1])
+    file.unlink()
+    with pytest.raises(ValueError, match=f"{file} of the recording cannot be read"):
+        recording.responses([2 * BATCH - 1])
+    first = file_of(tmp_path, 1, 0)
+    first.write_text("no parquet")
+    with pytest.raises(ValueError, match=f"{first} of the recording cannot be read as parquet"):
+        Recording(str(tmp_path))
+
+
+@pytest.mark.parametrize("column", ["response_ids", "prompt_index", "rollout_log_probs", "reward_error"])
+def test_files_that_lack_a_column_are_named(tmp_path: Path, column: str) -> None:
+    record(tmp_path, [1])
+    file = file_of(tmp_path, 1, 1)
+    rewrite(file, pq.read_table(file, partitioning=None).drop_columns([column]))
+    with pytest.raises(ValueError, match=f"{file} has no column '{column}'"):
+        Recording(str(tmp_path)).check()
+
+
+def test_files_that_are_no_recording(tmp_path: Path) -> None:
+    record(tmp_path, [1])
+    file = file_of(tmp_path, 1, 1)
+    table = pq.read_table(file, partitioning=None)
+    place = table.column_names.index("response_ids")
+    rewrite(file, table.set_column(place, "response_ids", table["response"]))
+    with pytest.raises(ValueError, match=f"{file}: column 'response_ids' is of type string where recordings have list"):
+        Recording(str(tmp_path)).check()
+    for foreign in (pa.table({"a": [1]}), table.slice(0, 0)):
+        rewrite(file_of(tmp_path, 1, 0), foreign)
+        with pytest.raises(ValueError, match="chunk-000000.parquet has no rows with a column 'uid'"):
+            Recording(str(tmp_path))
+
+
+def test_groups_that_are_not_whole(tmp_path: Path) -> None:
+    record(tmp_path, [1])
+    file = file_of(tmp_path, 1, 1)
+    table = pq.read_table(file, partitioning=None)
+    split = [*range(0, len(table), 2), *range(1, len(table), 2)]
+    repeated = [*range(SAMPLES), *range(SAMPLES)]
+    for changed in (table.slice(1), table.take(split), table.take(repeated), table.slice(0, SAMPLES)):
+        rewrite(file, changed)
+        with pytest.raises(ValueError, match=f"{file} does not hold {CHUNK} whole groups of {SAMPLES} rows"):
+            Recording(str(tmp_path)).check()
+    rewrite(file, table.slice(0, SAMPLES))
+    with pytest.raises(ValueError, match="it has changed since the start"):
+        Recording(str(tmp_path)).responses([BATCH - 1])
