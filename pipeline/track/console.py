@@ -61,6 +61,14 @@ class RunConsole:
         if plain:
             self._print(f"{self._name}: {text}")
 
+    def notice(self, text: str) -> None:
+        """What has to be seen in a log, too, whatever the run does."""
+        with self._lock:
+            self._status = text
+            plain = self._live is None
+        if plain:
+            self._print(f"{self._name}: {text}")
+
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Takes over one iteration's metrics."""
         with self._lock:

@@ -125,6 +125,11 @@ class Tracker:
         if self._console is not None:
             self._console.status(text)
 
+    def notice(self, text: str) -> None:
+        """Shows what has to be seen in a log, too."""
+        if self._console is not None:
+            self._console.notice(text)
+
     def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Sends a table of sample trajectories (`prompt`, `response`, `score`, ...) to the trackers."""
         if not rows:

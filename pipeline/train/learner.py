@@ -151,7 +151,7 @@ class Learner:
         if self._nonfinite_steps > self.shape.max_nonfinite_steps:
             raise FloatingPointError(
                 f"the gradient norm of the {self.name} was {norm} in {self._nonfinite_steps} optimiser steps in a row, "
-                f"more than trainer.max_nonfinite_steps={self.shape.max_nonfinite_steps}; none of them was taken. Lower "
+                f"more than trainer.max_nonfinite_steps={self.shape.max_nonfinite_steps}; none was taken. Lower "
                 f"{self.name}.optim.lr, or compute in float32 ({self.name}.fsdp.param_dtype=null)"
             )
 

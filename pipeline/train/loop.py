@@ -30,6 +30,7 @@ from pipeline.store import CRITIC, POLICY
 from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import discard_trajectories
+from pipeline.track.watchdog import describe
 from pipeline.train.actor import Actor
 from pipeline.train.broadcast import pack
 from pipeline.train.checkpoint import Saver, restore
@@ -193,12 +194,7 @@ class Loop:
         return None
 
     def _describe(self) -> str:
-        status = self._ask_store("status")
-        waits = ", ".join(f"{count} in {phase}" for phase, count in status["waiting"].items() if count) or "none"
-        return (
-            f"trainer.deadlines.rows; policy version {status['version']} is out, store waits: {waits}, "
-            f"last sign of life {status['alive_s']:.0f} s ago from {status['alive_by']}"
-        )
+        return f"trainer.deadlines.rows; {describe(self._ask_store('status'))}"
 
     def _ask(self, method: str, *args: Any) -> Any:
         return self._ask_store(method, self._generation, *args)

@@ -29,6 +29,7 @@ from pipeline.track.history import read_history
 from pipeline.track.retention import Retention
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
+from pipeline.track.watchdog import Watchdog
 from pipeline.train.loop import LoopSettings, train_loop
 
 
@@ -126,17 +127,21 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
 
 def _follow(store: Any, follower: Follower, thread: threading.Thread, tracker: Tracker) -> bool:
     """Handle messages until training has ended; whether Ctrl-C was pressed."""
-    read, interrupted = 0, False
+    read, interrupted, watchdog = 0, False, Watchdog()
     while True:
         try:
             alive = thread.is_alive()
             try:
                 read, messages = ray.get(store.read.remote(read, 1.0), timeout=ANSWER_S)
+                status = ray.get(store.status.remote(), timeout=ANSWER_S)
             except ray.exceptions.RayActorError:
                 thread.join(timeout=ANSWER_S)
                 return interrupted
             for message in messages:
                 follower.handle(message)
+                watchdog.moved()
+            if text := watchdog.look(status):
+                tracker.notice(text)
             # One more read after the end: the last messages came before it.
             if not alive:
                 return interrupted
