@@ -1,8 +1,8 @@
 """A Ray head on this machine to try `ray job submit` with: `python -m jobs.cluster start` and `... stop`.
 
-It runs beside any other Ray: on free ports, in a folder of its own, reachable from this machine alone and only with a
-token. What was started stands in the state file, and `stop` ends that and nothing else; `ray stop` would end every Ray
-of the user.
+It runs beside any other Ray: on free ports, in a folder of its own, the job server on 127.0.0.1 alone and all of it
+behind a token. What was started stands in the state file, and `stop` ends that and nothing else; `ray stop` would end
+every Ray of the user.
 """
 
 import argparse
@@ -39,8 +39,6 @@ class Head:
     pid: int
     address: str
     """URL of its job server and dashboard."""
-    gcs: str
-    """What `RAY_ADDRESS` is for a driver that joins without being submitted."""
     folder: str
     """Ray's temporary folder of this head alone: logs, sockets, packages."""
 
@@ -114,7 +112,7 @@ def start(state: Path, cpus: int) -> Head:
     # Sockets lie in the folder, and the path of one may not exceed 107 characters.
     folder = tempfile.mkdtemp(prefix="ray-head-", dir="/tmp")
     dashboard, *others = free_ports(4, first=DASHBOARD_PORT)
-    env = environment()
+    env = environment(cpus)
     token = subprocess.run(
         [executable("ray"), "get-auth-token", "--generate"], env=env, capture_output=True, text=True, check=False
     )
@@ -122,14 +120,14 @@ def start(state: Path, cpus: int) -> Head:
         raise ClusterError(f"Ray made no token: {token.stderr.strip()}")
     names = ("--port", "--ray-client-server-port", "--dashboard-agent-listen-port")
     command = [executable("ray"), "start", "--head", "--block", f"--temp-dir={folder}", f"--num-cpus={cpus}"]
-    command += [f"--node-ip-address={HOST}", f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"]
+    command += [f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"]
     command += ["--disable-usage-stats", *(f"{name}={port}" for name, port in zip(names, others, strict=True))]
     log = Path(folder, "head.log")
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    head = Head(process.pid, f"http://{HOST}:{dashboard}", f"{HOST}:{others[0]}", folder)
+    head = Head(process.pid, f"http://{HOST}:{dashboard}", folder)
     state.write_text(json.dumps(asdict(head)))
     deadline = time.monotonic() + START_S
     while not answers(head, token.stdout.strip()):
@@ -172,9 +170,11 @@ def read(state: Path) -> Head | None:
     return Head(**json.loads(state.read_text())) if state.is_file() else None
 
 
-def environment() -> dict[str, str]:
+def environment(cpus: int) -> dict[str, str]:
     """Of the head and thereby of every driver and worker."""
     env = {**os.environ, **LOCAL_RAY, "RAY_AUTH_MODE": "token", "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_S)}
+    # Ray counts the machine's cores and warns in every job's log when more processes than that start together.
+    env["RAY_worker_maximum_startup_concurrency"] = str(cpus)
     # There is no other node to which work could move first.
     env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     env.pop("RAY_ADDRESS", None)
