@@ -183,7 +183,8 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     )
     started = start_ray(config)
     if os.environ.get("RAY_ADDRESS"):
-        check_resources(resolved, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        check_resources(resolved, [node["Resources"] for node in nodes], [node["Labels"] for node in nodes])
     tracker.start()
     status, places, error = "failed", {}, None
     try:

@@ -14,6 +14,7 @@ from pipeline import check_algorithm, check_data, check_reward, kl, replay
 from pipeline.config import Config, ConfigError
 from pipeline.schema import keys, value_of
 from pipeline.stages import scorers, uses_critic, uses_engines, uses_reference
+from pipeline.train.config import PLACED
 
 LEARNERS = ("actor", "critic")
 SCORERS = ("scoring.reward_model", "scoring.reference", "scoring.value", "scoring.policy")
@@ -259,6 +260,9 @@ def _trainer(config: Config) -> Iterator[str]:
             yield f"trainer.logger: {name} is not known; it may hold {', '.join(LOGGERS)}"
         elif importlib.util.find_spec(LOGGERS[name]) is None:
             yield f"trainer.logger={name} needs the Python package {LOGGERS[name]}: pip install {LOGGERS[name]}"
+    for stage in trainer.placement:
+        if stage not in PLACED:
+            yield f"trainer.placement.{stage}: there is no such stage; there are: {', '.join(PLACED)}"
     name = trainer.experiment_name
     if not name or name in (".", "..") or "/" in name:
         yield f"trainer.experiment_name={name!r} names the run's folder; it may not be empty or hold a slash"

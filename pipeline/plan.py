@@ -8,8 +8,8 @@ vLLM are not imported.
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich.table import Table
 
@@ -39,6 +39,8 @@ class Stage:
     """The keys of the three numbers above; empty where there is none."""
     at_least: bool = False
     """Ray Data adds more tasks where CPUs are free; `count` is the fewest with which the run moves."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes that it may run on."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         chunks_in_flight_per_engine=rollout.in_flight(chunks),
         iterations=_iterations(config, train_rows),
         train_rows=train_rows,
-        stages=tuple(_stages(config)),
+        stages=tuple(
+            replace(stage, labels=trainer.placed(stage.name.split(",")[0]) or {}) for stage in _stages(config)
+        ),
         memory=memory,
         notes=tuple(notes(config, chunks, memory)),
     )
@@ -182,16 +186,20 @@ def _iterations(config: Config, train_rows: int | None) -> int | None:
     return iterations
 
 
-def check_resources(plan: Plan, nodes: Iterable[Resources] | None = None) -> None:
+def check_resources(
+    plan: Plan, nodes: Iterable[Resources] | None = None, labels: Sequence[Mapping[str, str]] | None = None
+) -> None:
     """Refuse a plan that does not fit, where Ray would wait for ever without a word.
 
     Args:
         plan: The plan of the run.
         nodes: Resources of each node of a Ray cluster; None for a local Ray, which has `trainer.ray_num_cpus` or the
             machine's CPUs, and the machine's GPUs.
+        labels: Labels of each node; None where no node has any.
 
     Raises:
-        ConfigError: CPUs or GPUs are too few in all, or no node can hold one actor.
+        ConfigError: CPUs or GPUs are too few in all or on the nodes with the labels that `trainer.placement` asks for,
+            or no node can hold one actor.
     """
     if nodes is None:
         told = plan.config.trainer.ray_num_cpus
@@ -219,11 +227,36 @@ def check_resources(plan: Plan, nodes: Iterable[Resources] | None = None) -> Non
             f"{plan.cpus:g} CPUs and {cpu_place} {have_cpus:g}; {remedy}"
         )
     for stage in plan.stages:
-        if not any(node.get("CPU", 0.0) >= stage.cpus and node.get("GPU", 0.0) >= stage.gpus for node in nodes):
+        fitting = _labelled(plan, stage, nodes, labels or [{}] * len(nodes))
+        if not any(node.get("CPU", 0.0) >= stage.cpus and node.get("GPU", 0.0) >= stage.gpus for node in fitting):
             raise ConfigError(
                 f"no node can hold one {stage.name} actor of {stage.cpus:g} CPUs and {stage.gpus:g} GPUs; "
-                f"the nodes have {', '.join(_node(node) for node in nodes)}"
+                f"the nodes have {', '.join(_node(node) for node in fitting)}"
             )
+
+
+def _labelled(
+    plan: Plan, stage: Stage, nodes: Iterable[Resources], labels: Sequence[Mapping[str, str]]
+) -> list[Resources]:
+    """The nodes that the stage may run on.
+
+    Raises:
+        ConfigError: together they hold less than the stages that may run nowhere else need.
+    """
+    fitting = [node for node, own in zip(nodes, labels, strict=True) if stage.labels.items() <= own.items()]
+    if not stage.labels:
+        return fitting
+    bound = [other for other in plan.stages if other.labels == stage.labels]
+    for kind, need in (("GPU", sum(s.count * s.gpus for s in bound)), ("CPU", sum(s.count * s.cpus for s in bound))):
+        have = sum(node.get(kind, 0.0) for node in fitting)
+        if need > have:
+            named = ",".join(f"{key}={value}" for key, value in stage.labels.items())
+            raise ConfigError(
+                f"{' + '.join(other.name for other in bound)} need {need:g} {kind}s on nodes labelled {named} "
+                f"(trainer.placement) and those have {have:g}; add nodes (ray start --labels {named}) or change the "
+                "placement"
+            )
+    return fitting
 
 
 def _sum(terms: Iterable[tuple[int, float, str, str]]) -> tuple[str, str]:

@@ -70,6 +70,7 @@ MAY_DIFFER = (
     "trainer.weight_bucket_mb",
     "trainer.deadlines.",
     "trainer.env_vars",
+    "trainer.placement",
 )
 """Settings that a continued run may change; a name that ends in a dot stands for its section."""
 

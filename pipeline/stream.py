@@ -76,7 +76,7 @@ def build(
     if not uses_engines(config):
         rollout_stage, generate = Replay, several(rollout.in_flight(chunks)) | {"num_cpus": REPLAY_CPUS}
 
-    scoring, scored_by = config.scoring, (config, store, generation)
+    placed, scored_by = config.trainer.placed, (config, store, generation)
     advantage = Advantage(config.algorithm)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
@@ -86,22 +86,23 @@ def build(
         fn_constructor_args=(config, schedule, store, generation, run_dir),
         compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
         num_cpus=SOURCE_CPUS,
+        label_selector=placed("prompts"),
         **WHOLE,
     )
     stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
     stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, policy), **generate, **WHOLE)
     stream = rewarded(stream, config, max(2, chunks))
     # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
-    light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, **WHOLE}
+    light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, "label_selector": placed("reward"), **WHOLE}
     stream = stream.map_batches(Validation(run_dir, store, generation), **light)
     if uses_baselines(config):
         stream = stream.map_batches(Baseline(), **light)
     if uses_reference(config):
-        stream = stream.map_batches(Reference, fn_constructor_args=(config,), **pool(scoring.reference), **WHOLE)
+        stream = stream.map_batches(Reference, fn_constructor_args=(config,), **pool(config, "reference"), **WHOLE)
     if uses_critic(config):
-        stream = stream.map_batches(Value, fn_constructor_args=scored_by, **pool(scoring.value), **WHOLE)
+        stream = stream.map_batches(Value, fn_constructor_args=scored_by, **pool(config, "value"), **WHOLE)
     if uses_policy_scores(config):
-        stream = stream.map_batches(PolicyScore, fn_constructor_args=scored_by, **pool(scoring.policy), **WHOLE)
+        stream = stream.map_batches(PolicyScore, fn_constructor_args=scored_by, **pool(config, "policy"), **WHOLE)
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
     stream = stream.map_batches(advantage, **light)
@@ -134,15 +135,16 @@ def rewarded(stream: Dataset, config: Config, together: int) -> Dataset:
         together: chunks that are scored at the same time where calls are counted.
     """
     if uses_reward_model(config):
-        judge = pool(config.scoring.reward_model)
+        judge = pool(config, "reward_model")
         stream = stream.map_batches(RewardModelScore, fn_constructor_args=(config,), **judge, **WHOLE)
     reward, longest = config.reward, config.data.max_response_length
+    where: dict[str, Any] = {"label_selector": config.trainer.placed("reward")}
     if not reward.rate_limit.used:
-        return stream.map_batches(Reward(reward, longest), num_cpus=reward.num_cpus, **WHOLE)
+        return stream.map_batches(Reward(reward, longest), num_cpus=reward.num_cpus, **where, **WHOLE)
     # Calls are counted where they are made, so they are made in one place, for several chunks at a time.
     args = (reward, longest, together)
     return stream.map_batches(
-        SingleReward, fn_constructor_args=args, num_cpus=SOURCE_CPUS, **several(together), **WHOLE
+        SingleReward, fn_constructor_args=args, num_cpus=SOURCE_CPUS, **several(together), **where, **WHOLE
     )
 
 
@@ -156,18 +158,21 @@ def several(chunks: int, size: int = 1) -> dict[str, Any]:
 def engines(config: Config, size: int, chunks: int) -> dict[str, Any]:
     """Resources of the rollout stage: `size` engines with `chunks` chunks in flight in each."""
     rollout = config.rollout
-    gives = {"num_cpus": rollout.num_cpus, "num_gpus": rollout.num_gpus}
+    gives: dict[str, Any] = {"num_cpus": rollout.num_cpus, "num_gpus": rollout.num_gpus}
+    gives["label_selector"] = config.trainer.placed("rollout")
     return several(chunks, size) | gives | {"runtime_env": {"env_vars": engine_env(config)}}
 
 
-def pool(scorer: ScorerConfig) -> dict[str, Any]:
+def pool(config: Config, name: str) -> dict[str, Any]:
     """Resources of a scoring stage. Each replica takes one chunk at a time, and has threads where Ray gives it one."""
+    scorer: ScorerConfig = getattr(config.scoring, name)
     threads = compute_threads(scorer.num_threads, scorer.num_cpus)
     return {
         # A second chunk waits in the replica's queue while the first is scored.
         "compute": ActorPoolStrategy(size=scorer.num_workers, max_tasks_in_flight_per_actor=2),
         "num_cpus": scorer.num_cpus,
         "num_gpus": scorer.num_gpus,
+        "label_selector": config.trainer.placed(name),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
     }
 

@@ -183,3 +183,43 @@ def test_render_shows_the_arithmetic_and_notes():
 def test_notes_on_what_has_no_effect(overrides, words):
     assert words in " ".join(small(*overrides).notes)
     assert not any("KL" in note or "critic" in note for note in small().notes)
+
+
+NODES = [{"CPU": 8.0}, {"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}]
+LABELS = [{"role": "cpu"}, {"role": "rollout", "zone": "a"}, {"role": "train"}]
+GPUS = ("rollout.num_gpus=1", "trainer.use_gpu=true")
+
+
+def test_stages_keep_to_the_nodes_of_their_labels():
+    placed = small(*GPUS, "trainer.placement.rollout.role=rollout", "trainer.placement.train.role=train")
+    check_resources(placed, NODES, LABELS)
+    # All GPUs together would do, but not those of the right nodes.
+    with pytest.raises(ConfigError, match=r"train need 2 GPUs on nodes labelled role=rollout.*those have 0; add nodes"):
+        check_resources(small(*GPUS, "trainer.placement.train.role=rollout"), NODES, [LABELS[0], {}, {}])
+    crowded = small(*GPUS, "trainer.placement.rollout.role=rollout", "trainer.placement.train.role=rollout")
+    with pytest.raises(ConfigError, match=r"rollout \+ train need 5 GPUs on nodes labelled role=rollout .* have 4;"):
+        check_resources(crowded, NODES, LABELS)
+    lights = small("reward.num_cpus=5", "trainer.placement.reward.role=train")
+    with pytest.raises(ConfigError, match="reward, advantage need 5 CPUs on nodes labelled role=train"):
+        check_resources(lights, NODES, LABELS)
+    both = small(*GPUS, "trainer.placement.rollout={role: rollout, zone: b}")
+    with pytest.raises(ConfigError, match="labelled role=rollout,zone=b"):
+        check_resources(both, NODES, LABELS)
+
+
+def test_an_actor_larger_than_any_node_of_its_labels():
+    large = small("rollout.num_engines=1", "rollout.num_cpus=6", "trainer.placement.rollout.kind=small")
+    with pytest.raises(ConfigError, match="no node can hold one rollout actor of 6 CPUs"):
+        check_resources(large, [{"CPU": 20.0}, {"CPU": 4.0}, {"CPU": 4.0}], [{}, {"kind": "small"}, {"kind": "small"}])
+
+
+def test_a_local_ray_has_no_labels():
+    with pytest.raises(ConfigError, match="on nodes labelled role=rollout"):
+        validate(load_config([*SMALL, "trainer.ray_num_cpus=16", "trainer.placement.rollout.role=rollout"]))
+
+
+def test_placement_names_stages():
+    with pytest.raises(
+        ConfigError, match="trainer.placement.engines: there is no such stage; there are: prompts, rollout"
+    ):
+        small("trainer.placement.engines.role=gpu")

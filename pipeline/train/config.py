@@ -242,6 +242,10 @@ class DeadlineConfig:
     away."""
 
 
+PLACED = ("prompts", "rollout", "reward", "train", "reward_model", "reference", "value", "policy")
+"""Stages that `trainer.placement` may name; `reward` stands for all tasks without an actor of their own."""
+
+
 @dataclass
 class TrainerConfig:
     """The run: how long, how wide, what is kept."""
@@ -334,3 +338,12 @@ class TrainerConfig:
 
     env_vars: dict[str, Any] = field(default_factory=dict)
     """Environment variables of all workers."""
+
+    placement: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Labels of the nodes that a stage may run on, by stage: `trainer.placement.rollout.role=gpu` keeps the engines on
+    nodes that were started with `ray start --labels role=gpu`. Stages: `prompts`, `rollout`, `reward` (with advantage
+    and all other tasks), `train` and the pools of `scoring`. A stage without labels runs anywhere."""
+
+    def placed(self, stage: str) -> dict[str, str] | None:
+        """Labels of the nodes that the stage may run on; None for any node."""
+        return self.placement.get(stage) or None

@@ -83,6 +83,8 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
             num_workers=trainer.num_workers,
             use_gpu=trainer.use_gpu,
             resources_per_worker={"CPU": trainer.cpus_per_worker} | ({"GPU": 1} if trainer.use_gpu else {}),
+            # mypy knows the class of the first Ray Train.
+            label_selector=trainer.placed("train"),  # type: ignore[call-arg]
         ),
         run_config=RunConfig(
             name=checkpoints.FOLDER,
@@ -150,7 +152,7 @@ def _follow(store: Any, follower: Follower, thread: threading.Thread, tracker: T
                 raise
             interrupted = True
             ray.get(store.stop.remote(), timeout=ANSWER_S)
-            tracker.status("stopping after this iteration; Ctrl-C again ends the run at once")
+            tracker.notice("stopping after this iteration; Ctrl-C again ends the run at once")
 
 
 ENDINGS = ("Error", "Exception", "Timeout", "Dead", "StaleGeneration", "Interrupt", "Exit")
