@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from pipeline.advantage.kl import kl_controller
 from pipeline.cluster import compute_threads
 from pipeline.config import Config
+from pipeline.export.settings import ModelSettings
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import ANSWER_S, Schedule
 from pipeline.stages import uses_critic
@@ -128,6 +130,7 @@ class Loop:
         self.saver.wait()
         save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model")
         if self.rank == 0:
+            ModelSettings.of(self.config, self.version).save(Path(self.run_dir) / "model")
             self._ask("post", "done", {"version": self.version, "stopped": stopping})
 
     def _update_kl(self, table: pa.Table) -> None:
