@@ -197,6 +197,7 @@ def test_the_same_command_again_starts_nothing(trained: Run, capsys: pytest.Capt
 
 
 @with_engine
+@pytest.mark.long
 def test_samples_are_those_of_training_prompts_that_are_validated(
     trained: Run, prompt_files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +263,7 @@ def long(prompt_files: Any) -> list[str]:
 
 
 @with_engine
+@pytest.mark.long
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     process: subprocess.Popen[str],
     arguments: list[str],
