@@ -100,8 +100,8 @@ except OSError: pass
 print(made)
 """
     outcome = attempt(code, walls)
-    # A slow machine may not get through all attempts in time.
-    assert outcome.ended in ("processes", "time") or int(outcome.stdout) <= walls.max_processes + 3
+    # Whichever limit so many processes come to first.
+    assert outcome.ended in ("processes", "memory", "time") or int(outcome.stdout) <= walls.max_processes + 3
 
 
 def test_a_daemon_does_not_outlive_its_program(limits: SandboxConfig) -> None:
