@@ -28,7 +28,7 @@ OWN := $(wildcard configs/experiment/countdown_cpu_$(or $(ALGORITHM),none).yaml)
 EXPERIMENT := $(if $(OWN),experiment=$(basename $(notdir $(OWN))),experiment=countdown_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)))
 NAME ?= countdown-cpu-$(SEED)$(if $(ALGORITHM),-$(ALGORITHM))
 
-.PHONY: help setup demo demo-model cluster cluster-stop test test-fast lint format docs bench clean
+.PHONY: help setup demo demo-model cluster cluster-stop test test-all test-fast lint format docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,8 +62,11 @@ $(WARM)/config.json: $(TINY)/config.json | $(STAMP)
 	@$(RUN) -m jobs.sft out=$(WARM) model.path=$(TINY) data.train_files=$(DATA)/sft_train.parquet \
 		data.val_files=$(DATA)/sft_test.parquet trainer.seed=$(SEED) $(SFT)
 
-test: $(STAMP) ## all tests
+test: $(STAMP) ## the tests, without the longest
 	@$(RUN) -m pytest
+
+test-all: $(STAMP) ## all tests
+	@$(RUN) -m pytest -m ''
 
 test-fast: $(STAMP) ## unit tests: no Ray, no engine
 	@$(RUN) -m pytest -m unit

@@ -54,6 +54,7 @@ def run(args: argparse.Namespace, folder: str, name: str, fails: bool, timeout_s
             f"model.path={args.model}",
             f"data.train_files={args.data}/train.parquet",
             "data.val_files=null",
+            "trainer.test_freq=-1",
             "reward.custom_reward_function.path=benchmarks.failing_rewards",
             f"reward.custom_reward_function.reward_kwargs={{fails: {str(fails).lower()}}}",
             f"reward.timeout_s={timeout_s}",

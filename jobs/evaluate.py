@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from jobs.train import _name_from_root, complain
+from jobs.train import name_from_root, complain
 from pipeline.config import load_config
 from pipeline.versions import VersionError, check_versions
 
@@ -82,7 +82,7 @@ def _prepared(options: argparse.Namespace) -> "Evaluation":
     else:
         config = load_config(options.settings, config_dir=options.config_dir)
     config = used(config)
-    _name_from_root(config)
+    name_from_root(config)
     return prepare(config, iteration, options.run, options.out, options.k)
 
 

@@ -61,7 +61,7 @@ def complain(error: str) -> None:
     Console(stderr=True).print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
 
 
-def _name_from_root(config: Config) -> None:
+def name_from_root(config: Config) -> None:
     """Make local paths absolute: workers have another working directory than this command."""
     from pipeline.cluster import absolute, absolute_files
 
@@ -134,7 +134,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     from pipeline.stages import uses_engines
 
     plan(config)
-    _name_from_root(config)
+    name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
     replay.check_folder(config, run_dir)
     check_cluster(run_dir)

@@ -67,6 +67,7 @@ def test_a_replay_starts_no_engine(recorded: Run, again: Run) -> None:
             assert ours[name].equals(theirs[name]), name
 
 
+@pytest.mark.long
 def test_an_interrupted_replay_goes_on_where_it_was(recorded: Run, again: Run) -> None:
     replayed(recorded.folder, "halves", "trainer.total_training_steps=1")
     both = replayed(recorded.folder, "halves", "trainer.total_training_steps=2")
@@ -74,6 +75,7 @@ def test_an_interrupted_replay_goes_on_where_it_was(recorded: Run, again: Run) -
     assert_same_weights(again, both)
 
 
+@pytest.mark.long
 def test_another_algorithm_and_another_reward_on_the_same_responses(recorded: Run, again: Run, tmp_path: Path) -> None:
     (tmp_path / "lengths.py").write_text(LENGTHS)
     other = replayed(

@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout.weights import Shard
-from pipeline.rows import BASELINE, POLICY, REFERENCE, SCHEMA, VALUE, flat
+from pipeline.rows import BASELINE, POLICY, REFERENCE, REWARD_MODEL, SCHEMA, VALUE, flat
 from pipeline.track.trajectories import read_trajectories
 from pipeline.train.broadcast import pack
 from pipeline.train.policy import Policy
@@ -41,6 +41,8 @@ TEMPERATURE = 0.7
 BUCKET = 20_000
 TRAINER_CPUS = 2
 OPTIONAL = {*BASELINE.names, *REFERENCE.names, *VALUE.names, *POLICY.names}
+ABSENT = set(REWARD_MODEL.names)
+"""Of the stage that neither stream has."""
 
 
 @register_adv_est("test_everything", scope="batch", needs=("baselines", "values", "sum_pi_squared"))
@@ -133,11 +135,11 @@ def test_every_stage_finds_its_cpus(full: Run, prompt_files: Any) -> None:
         for rank, table in enumerate(full.iterations[iteration]):
             chunks = [first + rank + RANKS * i for i in range(CHUNKS // RANKS)]
             assert table["chunk"].to_pylist() == [chunk for chunk in chunks for _ in range(CHUNK * SAMPLES)]
-            assert table.schema.names == SCHEMA.names
+            assert table.schema.names == [name for name in SCHEMA.names if name not in ABSENT]
     assert [full.uids(iteration) for iteration in range(1, ITERATIONS + 1)] == expected_prompts(full.config, ITERATIONS)
     for version in range(ITERATIONS + 1):
         validated = read_trajectories(str(full.folder), version, "val")
-        assert len(validated) == prompt_files.val_rows and not OPTIONAL & set(validated.column_names)
+        assert len(validated) == prompt_files.val_rows and not (OPTIONAL | ABSENT) & set(validated.column_names)
 
 
 @pytest.mark.parametrize("name", ["full", "remax"])
@@ -168,7 +170,7 @@ def test_greedy_responses_leave_before_the_trainer(name: str, request: pytest.Fi
 def test_remax_has_no_other_stage_than_it_reads(remax: Run) -> None:
     for iteration in range(1, ITERATIONS + 1):
         rows = remax.rows(iteration)
-        assert OPTIONAL & set(rows.column_names) == {"baseline"}
+        assert (OPTIONAL | ABSENT) & set(rows.column_names) == {"baseline"}
         for row in fine(remax, iteration).to_pylist():
             assert row["advantages"] == [row["score"] - row["baseline"]] * len(row["response_ids"])
 

@@ -22,6 +22,9 @@ from tests.runs import Run, Start, score, starter, tiny_settings
 
 Refused = Callable[..., str]
 
+LONG = 12
+"""Prompts of an evaluation that takes a while."""
+
 
 @pytest.fixture
 def arguments(tiny_model: Path, prompt_files: Any, tmp_path: Path) -> list[str]:
@@ -194,6 +197,7 @@ def test_the_same_command_again_starts_nothing(trained: Run, capsys: pytest.Capt
 
 
 @with_engine
+@pytest.mark.long
 def test_samples_are_those_of_training_prompts_that_are_validated(
     trained: Run, prompt_files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,10 +250,11 @@ def long(prompt_files: Any) -> list[str]:
         f"data.val_files={prompt_files.train}",
         "data.max_response_length=1024",
         "rollout.ignore_eos=true",
-        "rollout.val_kwargs.n=8",
+        f"data.val_max_samples={LONG}",
+        "rollout.val_kwargs.n=4",
         "rollout.val_kwargs.temperature=1",
         "rollout.chunk_prompts=1",
-        "rollout.max_num_seqs=8",
+        "rollout.max_num_seqs=4",
         "rollout.chunks_in_flight=1",
         "rollout.enforce_eager=true",
         "rollout.dtype=float32",
@@ -258,6 +263,7 @@ def long(prompt_files: Any) -> list[str]:
 
 
 @with_engine
+@pytest.mark.long
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     process: subprocess.Popen[str],
     arguments: list[str],
@@ -276,13 +282,13 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     assert process.returncode == 130, printed
     assert "model on train: interrupted" in printed and "to continue" in printed and "Traceback" not in printed, printed
     done = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert 0 < len(done) < prompt_files.train_rows
+    assert 0 < len(done) < LONG
     result = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (result["complete"], result["all"]["prompts"]) == (False, len(done))
 
     assert main([*arguments, *long(prompt_files)]) == 0
     assert {name: (folder / name).stat().st_mtime_ns for name in done} == done
     rows = read(tmp_path / "out")
-    assert rows["uid"].to_pylist() == [f"val-{i}" for i in range(prompt_files.train_rows) for _ in range(8)]
+    assert rows["uid"].to_pylist() == [f"val-{i}" for i in range(LONG) for _ in range(4)]
     assert set(rows["finish_reason"].to_pylist()) == {"length"}
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["complete"]

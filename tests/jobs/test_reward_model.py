@@ -112,6 +112,7 @@ def test_two_workers_learn_a_preference(tmp_path: Path, tiny_model: Path, ray_se
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_bad_row_is_named_without_a_stack(
     tmp_path: Path, tiny_model: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_bad_row_is_named_without_a_stack(
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.long
 def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tiny_model: Path, ray_session: None) -> None:
     files, results = write(tmp_path / "train.parquet", range(80)), {}
     drop = ["data.truncation=drop", "data.max_length=20"]

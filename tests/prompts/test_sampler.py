@@ -223,7 +223,11 @@ def test_a_sampler_that_takes_nothing(source_of):
     [
         ("unifrom", {}, "data.sampler 'unifrom' is unknown. Did you mean 'uniform'"),
         ("no.such:Sampler", {}, "module 'no.such' cannot be imported"),
-        ("json:dumps", {}, "data.sampler 'json:dumps' is not a class derived from pipeline.prompts.sampler.Sampler"),
+        (
+            "operator:add",
+            {},
+            "data.sampler 'operator:add' is not a class derived from pipeline.prompts.sampler.Sampler",
+        ),
         ("solve_rate", {"least": 0}, "solve_rate cannot be made with .*least=0 must be above 0"),
         ("solve_rate", {"decay": 1}, "decay=1 must be at least 0 and below 1"),
         ("solve_rate", {"decoy": 1}, "solve_rate cannot be made with .*unexpected keyword argument 'decoy'"),

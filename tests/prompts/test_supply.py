@@ -225,7 +225,7 @@ def test_a_state_that_json_cannot_hold(supply_of):
     ("path", "message"),
     [
         ("mine", "'mine' is no import path"),
-        ("json:dumps", "is not a class derived from pipeline.prompts.generator.Generator"),
+        ("operator:add", "is not a class derived from pipeline.prompts.generator.Generator"),
         (name(Random), r"cannot be made with data.generator_kwargs=\{'least': 1\}"),
     ],
 )

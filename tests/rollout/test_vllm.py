@@ -118,6 +118,7 @@ class Place:
                 "uid": [f"0-{i}" for i in range(count + pads)],
                 "epoch": [0] * (count + pads),
                 "offset": list(range(count + pads)),
+                "prompt_index": list(range(count + pads)),
                 "data_source": ["countdown"] * (count + pads),
                 "prompt": ["[]"] * (count + pads),
                 "prompt_ids": prompts,
