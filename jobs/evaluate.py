@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from jobs.train import name_from_root, complain
+from jobs.train import complain, name_from_root
 from pipeline.config import load_config
 from pipeline.versions import VersionError, check_versions
 

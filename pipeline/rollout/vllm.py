@@ -28,8 +28,8 @@ class Generation:
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
     """An in-process `LLMEngine` whose log-probs are those of the distribution it samples from.
 
-    Weights are random until the first policy version is loaded: they come from the trainer. An evaluation's engines read
-    them from the disk (`engine_kwargs.load_format`).
+    Weights are random until the first policy version is loaded: they come from the trainer. An evaluation's engines
+    read them from the disk (`engine_kwargs.load_format`).
     """
     # In-process: the loop steps the engine itself, and weights reach it without another process in between.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
