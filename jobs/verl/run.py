@@ -55,7 +55,7 @@ def run(state: State) -> None:
 def _resume(state: State) -> None:
     mode = state.given.get("trainer.resume_mode", "auto")
     state.drop("trainer.resume")
-    if mode not in _RESUME:
+    if not isinstance(mode, str) or mode not in _RESUME:
         state.leave("trainer.resume_mode", "a run continues from its own folder only (trainer.resume)")
         return
     state.set("trainer.resume", _RESUME[mode])
