@@ -7,8 +7,6 @@ The script is read, never run. See docs/from_verl.md, and `jobs/verl/` for what 
 """
 
 import argparse
-import json
-import re
 import sys
 import tempfile
 import textwrap
@@ -37,8 +35,6 @@ standard error and into the experiment's comments.
 """
 
 ARGUMENTS = "the arguments"
-_PAIR = re.compile(r"\\u(d[89ab]..)\\u(d[c-f]..)")
-"""How JSON writes a character beyond 16 bits; YAML would read two."""
 WIDTH = 118
 
 
@@ -151,18 +147,23 @@ def _body(conversion: Conversion) -> Iterator[str]:
         yield f"{'  ' * len(sections)}{last}: {_scalar(value)}{mark}"
 
 
+class _OneLine(yaml.SafeDumper):
+    """Writes values in one line each, and text so that it is read as text."""
+
+
+def _text(dumper: _OneLine, text: str) -> yaml.ScalarNode:
+    # OmegaConf reads more as a number than PyYAML, and a value in several lines would not stay in its place.
+    style = '"' if not text.isprintable() or _number(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_OneLine.add_representer(str, _text)
+
+
 def _scalar(value: Any) -> str:
     """A value in one line of YAML."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
-    text = text.removesuffix("\n").removesuffix("\n...")
-    # OmegaConf reads more as a number than PyYAML, and a value in several lines would not stay in its place.
-    odd = not text.isprintable() or (isinstance(value, str) and _number(value))
-    return _PAIR.sub(_one, json.dumps(value)) if odd else text
-
-
-def _one(pair: re.Match[str]) -> str:
-    high, low = (int(half, 16) for half in pair.groups())
-    return f"\\U{0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00):08x}"
+    text: str = yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _number(text: str) -> bool:

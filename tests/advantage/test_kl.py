@@ -88,13 +88,14 @@ def test_it_steers_towards_the_target(coef, target, kl, more, rows):
 
 
 @settings(max_examples=20)
-# From twice the horizon on the loop swings about its target for ever: a step is as large as what it corrects.
-@given(coef=positive, target=st.floats(0.01, 10), rows=st.integers(1000, 18_000))
+@given(coef=positive, target=st.floats(0.01, 10), rows=st.integers(1000, 20_000))
 def test_a_loop_whose_kl_falls_with_the_coefficient_settles_at_the_target(coef, target, rows):
+    """With twice the horizon of rows it swings about the target for ever: a step is as large as what it corrects."""
     control = AdaptiveKL(coef, target, horizon=10_000)
     for _ in range(3000):
         control.update(1.0 / control.coef, rows)
-    assert 1.0 / control.coef == pytest.approx(target, rel=0.01)
+    # The error that is corrected at a time is at most 20 percent, and so is the swing.
+    assert 1.0 / control.coef == pytest.approx(target, rel=0.01 if rows <= 18_000 else 0.25)
 
 
 def test_more_rows_than_five_horizons_neither_pay_for_distance_nor_end_the_control():
