@@ -76,6 +76,8 @@ def name_from_root(config: Config) -> None:
     data = config.data
     data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
     data.recorded_run = absolute(data.recorded_run)
+    if config.trainer.storage_path is not None:
+        config.trainer.storage_path = absolute_files(config.trainer.storage_path)
 
 
 def _absolute_file(path: str | None) -> str | None:
@@ -129,7 +131,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
     """
     from pipeline import replay
-    from pipeline.plan import check_resources, plan, render
+    from pipeline.plan import check_resources, plan, render, seats
     from pipeline.run_folder import check_run_folder, reached, starting_point
     from pipeline.stages import uses_engines
 
@@ -152,10 +154,11 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     if not os.environ.get("RAY_ADDRESS"):
         check_resources(resolved)
     if dry_run:
-        Console().print(render(resolved))
+        # The nodes of a cluster are known once the run has joined it.
+        Console().print(render(resolved, () if os.environ.get("RAY_ADDRESS") else seats(resolved)))
         return 0
     assert resolved.iterations is not None
-    if resume and reached(run_dir) >= resolved.iterations:
+    if resume and reached(run_dir, config) >= resolved.iterations:
         print(f"{run_dir} has reached iteration {resolved.iterations}; nothing is left to do.")
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0

@@ -2,6 +2,9 @@
 
     runs/NAME/checkpoints/iteration_000020/   shards of all ranks, progress.json, complete_0 ... complete_{ranks - 1}
 
+With `trainer.storage_path` they lie in `STORAGE_PATH/NAME/checkpoints` instead. Functions here take the place of that
+folder `checkpoints`, `root`, as `run_dir`.
+
 Each rank copies its files and then, as the last one, an empty `complete_RANK`. A checkpoint is whole when all of them
 are there; `progress.json` says how many. One that is not whole, because something ended while it was copied, is never
 read, and goes when the next one is whole.
@@ -10,14 +13,27 @@ read, and goes when the next one is whole.
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs as pafs
 
 from pipeline.storage import filesystem_of
 
+if TYPE_CHECKING:
+    from pipeline.train.config import TrainerConfig
+
 FOLDER = "checkpoints"
 PROGRESS = "progress.json"
+LIST = "checkpoint_manager_snapshot.json"
+"""Ray Train's own list of checkpoints."""
+
+
+def root(trainer: "TrainerConfig", run_dir: str | Path) -> str:
+    """Folder or URL in which the run's folder `checkpoints` lies."""
+    if trainer.storage_path is None:
+        return str(run_dir)
+    return f"{trainer.storage_path.rstrip('/')}/{trainer.experiment_name}"
 
 
 def folder_name(iteration: int) -> str:
@@ -117,3 +133,15 @@ def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> l
     for number in gone:
         filesystem.delete_dir(f"{root}/{FOLDER}/{folder_name(number)}")
     return gone
+
+
+def forget_list(run_dir: str) -> None:
+    """Remove Ray Train's list of the checkpoints in `run_dir`.
+
+    Raises:
+        OSError: the storage does not answer.
+    """
+    filesystem, path = filesystem_of(run_dir)
+    path = f"{path}/{FOLDER}/{LIST}"
+    if filesystem.get_file_info(path).type == pafs.FileType.File:
+        filesystem.delete_file(path)

@@ -14,6 +14,7 @@ from pipeline import check_algorithm, check_data, check_reward, kl, replay
 from pipeline.config import Config, ConfigError
 from pipeline.schema import keys, value_of
 from pipeline.stages import scorers, uses_critic, uses_engines, uses_reference
+from pipeline.storage import check_scheme
 from pipeline.train.config import PLACED
 
 LEARNERS = ("actor", "critic")
@@ -49,6 +50,7 @@ AT_LEAST = {
     "rollout.val_kwargs.temperature": 0,
     "rollout.chunk_prompts": 1,
     "rollout.num_engines": 1,
+    "rollout.scale_down_s": 0,
     "rollout.chunks_in_flight": 0,
     "rollout.num_cpus": 0,
     "rollout.num_gpus": 0,
@@ -84,6 +86,7 @@ AT_LEAST = {
 
 POSITIVE = (
     "rollout.temperature",
+    "rollout.scale_up_s",
     "reward.timeout_s",
     "algorithm.f_norm",
     "algorithm.kl_ctrl.target_kl",
@@ -99,6 +102,9 @@ POSITIVE = (
     "trainer.deadlines.rows",
     "trainer.deadlines.publish",
     "trainer.deadlines.checkpoint",
+    "trainer.deadlines.train_start",
+    "trainer.deadlines.collective",
+    "trainer.deadlines.store",
 )
 """Keys whose value must be above 0."""
 
@@ -122,6 +128,8 @@ SHARES = (
 """Keys whose value lies between 0 and 1."""
 
 AT_LEAST_1_OR_NULL = (
+    "rollout.min_engines",
+    "rollout.max_engines",
     "trainer.total_training_steps",
     "trainer.ray_num_cpus",
     "actor.ppo_mini_batch_size",
@@ -278,6 +286,17 @@ def _trainer(config: Config) -> Iterator[str]:
             f"trainer.deadlines.chunk = {deadlines.engine_start:g} + {deadlines.chunk:g} = "
             f"{deadlines.engine_start + deadlines.chunk:g} seconds, which the first rows may take; raise it"
         )
+    if deadlines.collective <= max(deadlines.rows, deadlines.checkpoint):
+        yield (
+            f"trainer.deadlines.collective={deadlines.collective:g} must be longer than trainer.deadlines.rows="
+            f"{deadlines.rows:g} and trainer.deadlines.checkpoint={deadlines.checkpoint:g}, which one train worker may "
+            "take while the others wait for it; raise it"
+        )
+    if trainer.storage_path is not None:
+        try:
+            check_scheme(trainer.storage_path)
+        except ValueError as error:
+            yield f"trainer.storage_path: {error}"
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -337,8 +356,14 @@ def _lengths(config: Config) -> Iterator[str]:
 
 def _devices(config: Config) -> Iterator[str]:
     rollout = config.rollout
+    if not rollout.fewest <= rollout.num_engines <= rollout.most:
+        yield (
+            f"rollout.num_engines={rollout.num_engines} must lie between rollout.min_engines={rollout.fewest} and "
+            f"rollout.max_engines={rollout.most}: it is the number of engines that the run begins with"
+        )
     if rollout.num_gpus > 1:
         yield f"rollout.num_gpus={rollout.num_gpus:g}: an engine uses one GPU or a part of one"
+    yield from _shared_gpus(config)
     if rollout.num_gpus > 0 and rollout.gpu_memory_utilization == 0:
         yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
     if rollout.num_gpus == 0 and rollout.dtype == "float16" and uses_engines(config):
@@ -346,3 +371,29 @@ def _devices(config: Config) -> Iterator[str]:
     for name, pool in scorers(config).items():
         if pool.num_gpus > 1:
             yield f"scoring.{name}.num_gpus={pool.num_gpus:g}: a replica uses one GPU or a part of one"
+
+
+def _shared_gpus(config: Config) -> Iterator[str]:
+    rollout, trainer = config.rollout, config.trainer
+    share = trainer.gpus_per_worker
+    if not 0 < share <= 1:
+        yield (
+            f"trainer.gpus_per_worker={share:g} must be above 0 and at most 1: a train worker uses one GPU or a part "
+            "of one"
+        )
+    elif trainer.use_gpu and trainer.num_workers > 1 and share <= 0.5:
+        yield (
+            f"trainer.gpus_per_worker={share:g}: Ray could give two of the trainer.num_workers={trainer.num_workers} "
+            "workers one GPU, which NCCL refuses; set it above 0.5, such as 0.6 beside rollout.num_gpus=0.4"
+        )
+    if not rollout.sleep or not uses_engines(config):
+        return
+    if rollout.num_gpus == 0:
+        yield "rollout.sleep=true is for engines on GPUs (rollout.num_gpus above 0); a CPU engine cannot sleep"
+    if config.algorithm.max_staleness > 0:
+        yield (
+            f"rollout.sleep=true with algorithm.max_staleness={config.algorithm.max_staleness}: engines that generate "
+            "ahead are awake while the trainer computes; set one of them to its default"
+        )
+    if "enable_sleep_mode" in rollout.engine_kwargs:
+        yield "rollout.engine_kwargs.enable_sleep_mode is set by rollout.sleep; leave it out"

@@ -5,9 +5,6 @@ machine cannot hold it. Everything is worked out from the settings and from file
 vLLM are not imported.
 """
 
-import os
-import shutil
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,30 +14,13 @@ from pipeline.checks import check
 from pipeline.config import Config, ConfigError
 from pipeline.memory import Memory, estimate, shown
 from pipeline.notes import notes
+from pipeline.placement import Resources, Seats, Stage, lines, local_node, node_words, place
 from pipeline.replay import REPLAY_CPUS
 from pipeline.stages import scorers, uses_baselines, uses_critic, uses_engines, uses_reference
 from pipeline.train.config import ActorConfig, CriticConfig
 
 SHARED_STAGE_CPUS = 1.0
 """CPUs of the prompt source and the tasks that cut its pages into chunks, which take turns."""
-
-Resources = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Ray actors or tasks of one stage, with what each of them holds."""
-
-    name: str
-    count: int
-    cpus: float
-    gpus: float = 0.0
-    keys: tuple[str, str, str] = ("", "", "")
-    """The keys of the three numbers above; empty where there is none."""
-    at_least: bool = False
-    """Ray Data adds more tasks where CPUs are free; `count` is the fewest with which the run moves."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the nodes that it may run on."""
 
 
 @dataclass(frozen=True)
@@ -152,16 +132,18 @@ def _stages(config: Config) -> Iterator[Stage]:
     rollout, trainer = config.rollout, config.trainer
     yield Stage("prompts", 1, SHARED_STAGE_CPUS)
     if uses_engines(config):
-        keys = ("rollout.num_engines", "rollout.num_cpus", "rollout.num_gpus")
-        yield Stage("rollout", rollout.num_engines, rollout.num_cpus, rollout.num_gpus, keys)
+        fewest = "rollout.num_engines" if rollout.min_engines is None else "rollout.min_engines"
+        keys = (fewest, "rollout.num_cpus", "rollout.num_gpus")
+        most = rollout.most if rollout.elastic else 0
+        yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.num_gpus, keys, most=most)
     else:
         yield Stage("replay", 1, REPLAY_CPUS, keys=("", "the replay stage", ""))
     yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
     for name, pool in scorers(config).items():
         keys = (f"scoring.{name}.num_workers", f"scoring.{name}.num_cpus", f"scoring.{name}.num_gpus")
         yield Stage(name, pool.num_workers, pool.num_cpus, pool.num_gpus, keys)
-    keys = ("trainer.num_workers", "trainer.cpus_per_worker", "(trainer.use_gpu)")
-    yield Stage("train", trainer.num_workers, trainer.cpus_per_worker, float(trainer.use_gpu), keys)
+    keys = ("trainer.num_workers", "trainer.cpus_per_worker", "trainer.gpus_per_worker")
+    yield Stage("train", trainer.num_workers, trainer.cpus_per_worker, trainer.gpus, keys)
 
 
 def _iterations(config: Config, train_rows: int | None) -> int | None:
@@ -199,11 +181,12 @@ def check_resources(
 
     Raises:
         ConfigError: CPUs or GPUs are too few in all or on the nodes with the labels that `trainer.placement` asks for,
-            or no node can hold one actor.
+            or no node can hold one actor, or the nodes cannot hold all actors together, or engines that are added
+            would take the CPUs of tasks.
     """
     if nodes is None:
         told = plan.config.trainer.ray_num_cpus
-        nodes = [{"CPU": float(told or os.cpu_count() or 1), "GPU": float(local_gpus())}]
+        nodes = [local_node(told)]
         place = "this machine has"
         cpu_place = f"trainer.ray_num_cpus={told} gives the local Ray" if told else place
         remedy = (
@@ -231,8 +214,34 @@ def check_resources(
         if not any(node.get("CPU", 0.0) >= stage.cpus and node.get("GPU", 0.0) >= stage.gpus for node in fitting):
             raise ConfigError(
                 f"no node can hold one {stage.name} actor of {stage.cpus:g} CPUs and {stage.gpus:g} GPUs; "
-                f"the nodes have {', '.join(_node(node) for node in fitting)}"
+                f"the nodes have {', '.join(node_words(node) for node in fitting)}"
             )
+    _check_seats(plan, nodes, labels or [{}] * len(nodes))
+
+
+def _check_seats(plan: Plan, nodes: Sequence[Resources], labels: Sequence[Mapping[str, str]]) -> None:
+    """Refuse what fits in sum and has no seats, and a pool that would grow at the expense of tasks."""
+    if place(plan.stages, nodes, labels) is None:
+        wanted = ", ".join(
+            f"{stage.count} x {stage.name} of {stage.cpus:g} CPUs and {stage.gpus:g} GPUs" for stage in plan.stages
+        )
+        raise ConfigError(
+            f"the nodes have enough in all, but not together for {wanted}: an actor has its CPUs from one node and its "
+            f"part of a GPU from one GPU; the nodes have {', '.join(map(node_words, nodes))}"
+        )
+    tasks = [stage for stage in plan.stages if stage.at_least]
+    for stage in plan.stages:
+        for count in range(stage.count + 1, stage.most + 1):
+            grown = [replace(other, count=count) if other is stage else other for other in plan.stages]
+            if place((other for other in grown if other not in tasks), nodes, labels) is None:
+                # More find room on further nodes alone.
+                break
+            if place(grown, nodes, labels) is None:
+                raise ConfigError(
+                    f"rollout.max_engines={stage.most}: {count} engines would take the CPUs of the tasks of "
+                    f"{' and '.join(task.name for task in tasks)}, which would wait for ever; at most {count - 1} fit "
+                    "beside them"
+                )
 
 
 def _labelled(
@@ -267,26 +276,16 @@ def _sum(terms: Iterable[tuple[int, float, str, str]]) -> tuple[str, str]:
     return " + ".join(words), " + ".join(numbers)
 
 
-def _node(node: Resources) -> str:
-    return f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs"
+def seats(
+    plan: Plan, nodes: Sequence[Resources] | None = None, labels: Sequence[Mapping[str, str]] | None = None
+) -> list[Seats]:
+    """Who would sit where; the arguments are those of `check_resources`. Empty where not everybody has a seat."""
+    nodes = [local_node(plan.config.trainer.ray_num_cpus)] if nodes is None else nodes
+    return place(plan.stages, nodes, labels or [{}] * len(nodes)) or []
 
 
-def local_gpus() -> int:
-    """GPUs of this machine that `CUDA_VISIBLE_DEVICES` leaves visible; 0 without a working driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
-
-
-def render(plan: Plan) -> Table:
-    """The plan as a table for the terminal."""
+def render(plan: Plan, seated: Sequence[Seats] = ()) -> Table:
+    """The plan as a table for the terminal, with who sits where if that is given."""
     config, memory = plan.config, plan.memory
     table = Table(title=f"Plan of {config.trainer.experiment_name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -317,9 +316,11 @@ def render(plan: Plan) -> Table:
         which = f"iterations {data.recorded_iterations}" if data.recorded_iterations else "all iterations"
         table.add_row("responses", f"recorded: {which} of {data.recorded_run}", end_section=True)
     for stage in plan.stages:
-        many = f"{'at least ' if stage.at_least else ''}{stage.count} x {stage.cpus:g} CPU"
-        table.add_row(stage.name, many + (f" + {stage.gpus:g} GPU" if stage.gpus else ""))
-    table.add_row("in all", f"{plan.cpus:g} CPUs, {plan.gpus:g} GPUs", end_section=True)
+        table.add_row(stage.name, _many(stage))
+    least = "at least " if any(stage.most for stage in plan.stages) else ""
+    table.add_row("in all", f"{least}{plan.cpus:g} CPUs, {plan.gpus:g} GPUs", end_section=not seated)
+    for line in lines(seated):
+        table.add_row("who sits where", line, end_section=True)
     if memory is None:
         table.add_row("memory", "not estimated: the model is not a local folder with safetensors files")
     else:
@@ -328,6 +329,13 @@ def render(plan: Plan) -> Table:
     for note in plan.notes:
         table.add_row("note", note)
     return table
+
+
+def _many(stage: Stage) -> str:
+    many = f"{'at least ' if stage.at_least else ''}{stage.count}{f' up to {stage.most}' if stage.most else ''}"
+    gpus = f" + {stage.gpus:g} GPU" if stage.gpus else ""
+    named = ", ".join(f"{key}={value}" for key, value in stage.labels.items())
+    return f"{many} x {stage.cpus:g} CPU{gpus}{f' on nodes labelled {named}' if named else ''}"
 
 
 def _algorithm(config: Config) -> Iterator[str]:

@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from pipeline.checkpoints import Saved, find, newest
+from pipeline.checkpoints import Saved, find, newest, root
 from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.stages import uses_critic
 from pipeline.storage import filesystem_of
@@ -25,6 +25,11 @@ MAY_DIFFER = (
     "data.val_max_samples",
     "data.max_bad_rows",
     "rollout.num_engines",
+    "rollout.min_engines",
+    "rollout.max_engines",
+    "rollout.scale_up_s",
+    "rollout.scale_down_s",
+    "rollout.sleep",
     "rollout.chunks_in_flight",
     "rollout.num_cpus",
     "rollout.num_gpus",
@@ -61,6 +66,7 @@ MAY_DIFFER = (
     "trainer.best_metric_mode",
     "trainer.num_workers",
     "trainer.use_gpu",
+    "trainer.gpus_per_worker",
     "trainer.resume",
     "trainer.max_failures",
     "trainer.max_log_prob_gap",
@@ -126,7 +132,15 @@ def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
         ConfigError: `trainer.resume` names no whole checkpoint, or one of another model or without the same learners.
         ValueError, OSError: a checkpoint is damaged, or its storage does not answer.
     """
-    own = newest(str(run_dir))
+    place = root(config.trainer, run_dir)
+    try:
+        own = newest(place)
+    except OSError as error:
+        raise OSError(
+            error.errno or 5, f"the checkpoints in {place} cannot be read: {error.strerror or error}"
+        ) from error
+    if own is not None and not (Path(run_dir) / CONFIG_FILE).is_file():
+        _check_orphan(own, config)
     if own is not None or config.trainer.resume in RESUME:
         return own
     try:
@@ -142,6 +156,18 @@ def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
     return found
 
 
+def _check_orphan(saved: Saved, config: Config) -> None:
+    """Whether a checkpoint in `trainer.storage_path` is of this run, whose own folder is new or was lost."""
+    remedies = "choose another trainer.experiment_name or trainer.storage_path, or delete it"
+    if config.trainer.resume == "never":
+        raise ConfigError(f"{saved.place} already holds a checkpoint and trainer.resume=never; {remedies}")
+    changed = [key for key, _, _ in diff(_stored_config(saved), config) if not may_differ(key)]
+    if changed:
+        raise ConfigError(
+            f"{saved.place} is a checkpoint of a run with other settings ({', '.join(changed)}); {remedies}"
+        )
+
+
 def _stored_config(saved: Saved) -> Config:
     filesystem, path = filesystem_of(saved.place)
     with tempfile.TemporaryDirectory() as folder:
@@ -151,11 +177,11 @@ def _stored_config(saved: Saved) -> Config:
         return load_yaml(local, Config)
 
 
-def reached(run_dir: str | Path) -> int:
-    """The iteration of the newest whole checkpoint in `run_dir` of a run that also saved its model; 0 without."""
+def reached(run_dir: str | Path, config: Config) -> int:
+    """The iteration of the newest whole checkpoint of the run in `run_dir`, if it also saved its model; 0 without."""
     if not (Path(run_dir) / "model" / "config.json").is_file():
         return 0
-    saved = newest(str(run_dir))
+    saved = newest(root(config.trainer, run_dir))
     return saved.iteration if saved else 0
 
 

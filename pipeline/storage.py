@@ -1,21 +1,43 @@
-"""Where a run's files are: a folder on a local or shared disk, or a URL that pyarrow knows (`s3://`, `gs://`, ...)."""
+"""Where a run's files are: a folder on a local or shared disk, or a URL that pyarrow or fsspec knows (`s3://`, ...)."""
 
 import os
 
+import fsspec
 import pyarrow as pa
 import pyarrow.fs as pafs
+
+PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "mock")
+"""Schemes of URLs that pyarrow knows itself."""
+
+
+def check_scheme(place: str) -> None:
+    """Refuse a URL of an unknown file system without asking it anything.
+
+    Raises:
+        ValueError: neither pyarrow nor fsspec knows it, or fsspec lacks the package for it.
+    """
+    scheme, separator, _ = place.partition("://")
+    if separator and scheme not in PYARROW:
+        try:
+            fsspec.get_filesystem_class(scheme)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"{place!r} is on no file system that pyarrow or fsspec knows: {error}") from error
 
 
 def filesystem_of(place: str) -> tuple[pafs.FileSystem, str]:
     """The file system of a folder or URL, and the path in it.
 
     Raises:
-        ValueError: a URL of a file system that pyarrow does not know.
+        ValueError: a URL of a file system that neither pyarrow nor fsspec knows.
     """
     if "://" not in place:
         return pafs.LocalFileSystem(), os.path.abspath(place)
     try:
         filesystem, root = pafs.FileSystem.from_uri(place)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{place!r} is on no file system that pyarrow knows: {error}") from error
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        try:
+            other, root = fsspec.core.url_to_fs(place)
+        except (ImportError, ValueError) as unknown:
+            raise ValueError(f"{place!r} is on no file system that pyarrow or fsspec knows: {unknown}") from error
+        filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(other))
     return filesystem, root.rstrip("/")

@@ -12,7 +12,8 @@ never tensors. The protocol, for version v of one generation:
 A version is all models that are trained, policy and critic, as they stand after the same iteration.
 
 Every (re)start of the train workers is a new **generation**: the stream starts over, `begin` says from which version,
-and whatever still waits for an older generation fails at once.
+and whatever still waits for an older generation fails at once. The store itself may die: Ray starts it again, empty and
+with other numbers, so that whoever knew the one before fails, the train workers restart, and a new generation begins.
 
 Waits watch for progress: a deadline counts from the last sign of life (a publication, an acknowledgement, the start of
 a generation), so that a slow but living run never trips it, and a dead one always does, naming phase and party.
@@ -25,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.errors import FinalError
+from pipeline.mailbox import Mailbox
 from pipeline.rollout.weights import Shard, checksum
 
 
@@ -34,6 +37,11 @@ class StaleGeneration(RuntimeError):
 
 class StoreTimeout(TimeoutError):
     """A wait in the store passed its deadline; the message names phase, version and party."""
+
+
+def milliseconds() -> int:
+    """Since 1970: a number that no store of a run has used before, since none hands out a thousand a second."""
+    return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True)
@@ -86,11 +94,13 @@ class PolicyStore:
 
     Args:
         admission: chunk and batch sizes and the staleness bound.
+        first: gives the number before the first generation and the first message. A store that Ray starts again must
+            not repeat a number of the one before: `milliseconds`.
     """
 
-    def __init__(self, admission: Admission):
+    def __init__(self, admission: Admission, first: Callable[[], int] = int):
         self.admission = admission
-        self.generation = 0
+        self.generation = self._first = first()
         self.base = -1
         self.version = -1
         self.dropped_groups = 0
@@ -104,8 +114,7 @@ class PolicyStore:
         self._alive_at = time.monotonic()
         self._alive_by = "the store's own start"
         self._waiting: Counter[str] = Counter()
-        self._events: list[dict[str, Any]] = []
-        self._event_count = 0
+        self._mailbox = Mailbox(self._first)
 
     # generations
 
@@ -122,7 +131,13 @@ class PolicyStore:
             return self.generation
 
     async def current(self) -> int:
-        """Number of the current generation."""
+        """Number of the current generation.
+
+        Raises:
+            StaleGeneration: the store has restarted since the stream was built.
+        """
+        if self.generation == self._first:
+            raise StaleGeneration("the policy store has restarted, and no stream has been built since")
         return self.generation
 
     async def begin(self, generation: int, version: int, world_size: int, start: Any) -> None:
@@ -132,6 +147,7 @@ class PolicyStore:
             self.base = version
             self._world_size = world_size
             self._start = start
+            self._mailbox.post("begun", version=version)
             self._sign_of_life("the train loop")
 
     async def start(self, generation: int, timeout: float) -> tuple[int, Any]:
@@ -173,7 +189,8 @@ class PolicyStore:
         """An engine has loaded a policy version. Returns the seconds since the optimiser step that made it.
 
         Raises:
-            ValueError: the engine's checksum is not the published one.
+            FinalError: the engine's checksum is not the published one.
+            ValueError: nobody may use the version.
         """
         async with self._changed:
             self._check(generation)
@@ -183,13 +200,13 @@ class PolicyStore:
                     f"engine {engine} acknowledged version {version}, which nobody may use (current is {self.version})"
                 )
             if crc != entry.checksum:
-                raise ValueError(
+                raise FinalError(
                     f"engine {engine} loaded version {version} with checksum {crc:08x}, "
                     f"published was {entry.checksum:08x}"
                 )
             elapsed = time.time() - entry.stepped_at
             # The first version of a generation waited for the engines to start.
-            self._post(
+            self._mailbox.post(
                 "loaded",
                 version=version,
                 engine=engine,
@@ -283,21 +300,35 @@ class PolicyStore:
         """Leave a message for the driver (`read`)."""
         async with self._changed:
             self._check(generation)
-            self._post(kind, **payload)
+            self._mailbox.post(kind, **payload)
+
+    async def failed(self, reason: str) -> None:
+        """Tell the driver why the train workers are about to be restarted; of whatever generation."""
+        self._mailbox.post("failed", reason=reason)
+
+    async def settle(self, generation: int, version: int, timeout: float) -> None:
+        """Wait until the driver has recorded everything up to `version`: what a checkpoint covers is never told again.
+
+        Raises:
+            StoreTimeout: it did not within `timeout` seconds.
+        """
+        await self.post(generation, "saving", {"version": version})
+        if not await self._mailbox.emptied(timeout):
+            raise StoreTimeout(
+                f"checkpoint: the driver did not record iteration {version} within {timeout:.0f} s, so it is not saved"
+            )
 
     async def read(self, after: int, timeout: float) -> tuple[int, list[dict[str, Any]]]:
         """Messages past number `after`, waiting up to `timeout` seconds for one. Messages read are forgotten."""
-        deadline = time.monotonic() + timeout
-        while self._event_count <= after and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        self._events = self._events[max(0, len(self._events) - max(0, self._event_count - after)) :]
-        return self._event_count, list(self._events)
+        return await self._mailbox.read(after, timeout)
 
     async def status(self) -> dict[str, Any]:
         """What the run is doing: version, who waits for what, the last sign of life."""
         return {
             "generation": self.generation,
+            "base": self.base,
             "version": self.version,
+            "stopping": self.stopping,
             "waiting": dict(self._waiting),
             "alive_s": time.monotonic() - self._alive_at,
             "alive_by": self._alive_by,
@@ -339,10 +370,6 @@ class PolicyStore:
         self._alive_at = time.monotonic()
         self._alive_by = party
         self._changed.notify_all()
-
-    def _post(self, kind: str, **payload: Any) -> None:
-        self._event_count += 1
-        self._events.append({"kind": kind, **payload})
 
     async def _wait(
         self, generation: int, ready: Callable[[], bool], timeout: float, phase: str, what: str | Callable[[], str]

@@ -26,11 +26,13 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline.advantage.baseline import Baseline
 from pipeline.advantage.stage import Advantage
+from pipeline.ask import ask
 from pipeline.cluster import compute_threads
 from pipeline.config import Config
-from pipeline.prompts.stage import ANSWER_S, Prompts, Schedule
+from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.replay import REPLAY_CPUS
 from pipeline.reward.stage import Reward, SingleReward
+from pipeline.rollout.elastic import Gate, watch
 from pipeline.rollout.replay import Replay
 from pipeline.rollout.stage import Rollout, StorePolicy
 from pipeline.scoring.config import ScorerConfig
@@ -69,10 +71,11 @@ def build(
     """
     # Ray Train builds the stream in its controller, which the driver's context does not reach.
     set_context()
-    generation = ray.get(store.new_generation.remote(), timeout=ANSWER_S)
+    watch(DataContext.get_current(), config.rollout)
+    generation = ask(store, "new_generation")
     policy = StorePolicy(store, generation, config.trainer.deadlines.admission)
     rollout, chunks = config.rollout, schedule.chunks_per_iteration
-    generate: dict[str, Any] = engines(config, rollout.num_engines, rollout.in_flight(chunks))
+    generate = engines(config, rollout.num_engines, rollout.in_flight(chunks), (rollout.fewest, rollout.most))
     if not uses_engines(config):
         rollout_stage, generate = Replay, several(rollout.in_flight(chunks)) | {"num_cpus": REPLAY_CPUS}
 
@@ -90,6 +93,9 @@ def build(
         **WHOLE,
     )
     stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
+    if rollout.elastic and uses_engines(config):
+        gate = several(max(2, chunks)) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
+        stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
     stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, policy), **generate, **WHOLE)
     stream = rewarded(stream, config, max(2, chunks))
     # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
@@ -148,19 +154,27 @@ def rewarded(stream: Dataset, config: Config, together: int) -> Dataset:
     )
 
 
-def several(chunks: int, size: int = 1) -> dict[str, Any]:
-    """A pool of `size` asynchronous actors, each of which works on `chunks` chunks at a time."""
+def several(chunks: int, size: int = 1, between: tuple[int, int] | None = None) -> dict[str, Any]:
+    """A pool of `size` asynchronous actors, each of which works on `chunks` chunks at a time.
+
+    Args:
+        chunks: of an actor at a time.
+        size: actors; of a pool that changes, those at the start.
+        between: smallest and largest size of a pool that changes.
+    """
     # Equal numbers: tasks in flight alone would wait in the actor's queue, one behind the other.
     tasks: dict[str, Any] = {"max_tasks_in_flight_per_actor": chunks, "max_concurrent_calls_per_actor": chunks}
-    return {"compute": ActorPoolStrategy(size=size, **tasks)}
+    fewest, most = between or (size, size)
+    return {"compute": ActorPoolStrategy(min_size=fewest, max_size=most, initial_size=size, **tasks)}
 
 
-def engines(config: Config, size: int, chunks: int) -> dict[str, Any]:
-    """Resources of the rollout stage: `size` engines with `chunks` chunks in flight in each."""
+def engines(config: Config, size: int, chunks: int, between: tuple[int, int] | None = None) -> dict[str, Any]:
+    """Resources of the rollout stage: `size` engines with `chunks` chunks in flight in each, or a number of them that
+    changes `between` two."""
     rollout = config.rollout
     gives: dict[str, Any] = {"num_cpus": rollout.num_cpus, "num_gpus": rollout.num_gpus}
     gives["label_selector"] = config.trainer.placed("rollout")
-    return several(chunks, size) | gives | {"runtime_env": {"env_vars": engine_env(config)}}
+    return several(chunks, size, between) | gives | {"runtime_env": {"env_vars": engine_env(config)}}
 
 
 def pool(config: Config, name: str) -> dict[str, Any]:

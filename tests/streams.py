@@ -72,13 +72,15 @@ class Answers:
 class StandIn(Rollout):
     """The rollout stage with `Answers` for its engine, and a log of what was admitted."""
 
+    answers: type[Answers] = Answers
+
     def __init__(self, config: Config, policy: Policy) -> None:
         # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
         kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
         modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
         sys.modules.update(modules)
         self._log = Path(config.trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
-        with patch.object(vllm, "build", lambda *args: Answers()):
+        with patch.object(vllm, "build", lambda *args: self.answers()):
             super().__init__(config, Logged(policy, self._write))
         self._write(event="start")
 
@@ -119,6 +121,7 @@ class Run:
     """What is published of a version."""
     kl_coef: Callable[[int], float] = float
     """Of a version."""
+    stage: type[Rollout] = StandIn
     published: dict[int, float] = field(default_factory=dict)
     iterations: dict[int, list[pa.Table]] = field(default_factory=dict)
     """What each rank received."""
@@ -126,8 +129,9 @@ class Run:
     def __post_init__(self) -> None:
         admission = Admission(CHUNK, BATCH, 0)
         self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=1000).remote(admission)
-        dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=StandIn)
+        dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=self.stage)
         splits = dataset.streaming_split(RANKS, equal=True)
+        self._coordinator = splits[0]._coord_actor
         self.generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
         self.ask("begin", self.base, 1, self.start)
         self.feeds = [
@@ -169,6 +173,10 @@ class Run:
         for feed in self.feeds:
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
                 feed.drain()
+
+    def abandon(self) -> None:
+        """End a stream that may never end by itself, with all its actors."""
+        ray.kill(self._coordinator)
 
     def messages(self, kind: str) -> list[dict[str, Any]]:
         _, found = ray.get(self.store.read.remote(0, 0.0), timeout=ANSWER_S)

@@ -58,9 +58,24 @@ def test_defaults_with_data_and_model_pass():
         (["trainer.test_freq=0"], "trainer.test_freq=0"),
         (["trainer.total_training_steps=0"], "trainer.total_training_steps=0"),
         (["trainer.experiment_name=a/b"], "slash"),
+        (["trainer.deadlines.collective=3600"], "one train worker may take while the others wait for it"),
+        (["trainer.deadlines.store=0"], "trainer.deadlines.store=0"),
+        (["trainer.deadlines.train_start=0"], "trainer.deadlines.train_start=0"),
+        (["trainer.storage_path=nosuch://bucket"], "trainer.storage_path: 'nosuch://bucket' is on no file system"),
         (["trainer.deadlines.rows=100"], "900 + 1800 = 2700 seconds"),
         (["rollout.max_num_batched_tokens=100"], "rollout.max_num_batched_tokens=100"),
         (["rollout.num_gpus=2"], "rollout.num_gpus=2"),
+        (["rollout.min_engines=2"], "rollout.num_engines=1 must lie between rollout.min_engines=2 and"),
+        (["rollout.num_engines=3", "rollout.max_engines=2"], "rollout.min_engines=3 and rollout.max_engines=2"),
+        (["rollout.max_engines=0"], "rollout.max_engines=0 must be at least 1, or null"),
+        (["rollout.scale_up_s=0"], "rollout.scale_up_s=0.0 must be above 0"),
+        (["rollout.sleep=true"], "rollout.sleep=true is for engines on GPUs"),
+        (["trainer.gpus_per_worker=2"], "trainer.gpus_per_worker=2 must be above 0 and at most 1"),
+        (["trainer.gpus_per_worker=0.5", "trainer.use_gpu=true", "trainer.num_workers=2"], "which NCCL refuses"),
+        (
+            ["rollout.sleep=true", "rollout.num_gpus=0.4", "rollout.engine_kwargs={enable_sleep_mode: true}"],
+            "enable_sleep_mode is set by rollout.sleep",
+        ),
         (["rollout.temperature=0"], "rollout.temperature=0"),
         (["reward.max_error_rate=2"], "between 0 and 1"),
         (["model.path=./nowhere"], "no such folder"),
@@ -69,6 +84,18 @@ def test_defaults_with_data_and_model_pass():
 def test_refused_with_keys_and_arithmetic(overrides, words):
     sentence = refusal(*overrides)
     assert words in sentence and "\n" not in sentence
+
+
+def test_engines_and_workers_on_the_same_gpus_pass():
+    shared = ["rollout.num_gpus=0.4", "trainer.use_gpu=true", "trainer.gpus_per_worker=0.6", "trainer.num_workers=2"]
+    check(good("rollout.sleep=true", *shared))
+    check(good("trainer.gpus_per_worker=0.5", "trainer.use_gpu=true"))
+    check(good("rollout.num_engines=2", "rollout.min_engines=1", "rollout.max_engines=4"))
+
+
+def test_sleep_beside_a_trainer_that_does_not_wait():
+    sentence = refusal("rollout.sleep=true", "rollout.num_gpus=0.5", "algorithm.max_staleness=1")
+    assert "engines that generate ahead are awake while the trainer computes" in sentence
 
 
 def test_tracker_without_its_package(monkeypatch):

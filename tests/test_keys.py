@@ -184,9 +184,11 @@ class DryLoop(loop.Loop):
     """The train loop without Ray, which says who was updated."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.run_dir, self.rank, self.version, self.saved = config, "", 0, 0, 0
+        # Rank 1, because rank 0 writes the model.
+        self.config, self.run_dir, self.rank, self.version, self.saved = config, "", 1, 0, 0
         self.schedule = SimpleNamespace(iterations=3)
         self.feed = SimpleNamespace(next=self._rows, drain=lambda: None)
+        self.saver = SimpleNamespace(wait=lambda: None)
         self.updated: list[str] = []
         self.coefficients: list[float] = []
         self.actor, self.critic = self._learner("actor"), self._learner("critic")

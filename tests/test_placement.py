@@ -1,4 +1,4 @@
-"""`trainer.placement` reaches Ray Data, stage by stage."""
+"""Placement and pool sizes reach Ray Data, stage by stage."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,24 +26,32 @@ class Recorder:
 
     def __init__(self) -> None:
         self.selectors: dict[str, Any] = {}
+        self.pools: dict[str, Any] = {}
 
     def map_batches(self, stage: Any, **options: Any) -> "Recorder":
         name = stage.__name__ if isinstance(stage, type) else type(stage).__name__
         self.selectors[name] = options.get("label_selector")
+        self.pools[name] = options.get("compute")
         return self
 
     def repartition(self, **options: Any) -> "Recorder":
         return self
 
 
-def selectors(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
+def recorded(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Recorder:
     config = load_config(["data.train_files=a.parquet", "model.path=owner/model", *overrides])
     recorder = Recorder()
     monkeypatch.setattr(stream.ray.data, "range", lambda *args, **options: recorder)
     monkeypatch.setattr(stream.ray, "get", lambda *args, **options: 0)
-    monkeypatch.setattr(stream.DataContext, "get_current", lambda: SimpleNamespace(execution_options=SimpleNamespace()))
+    context = SimpleNamespace(execution_options=SimpleNamespace(), custom_execution_callback_classes=[])
+    context.set_config = lambda name, value: None
+    monkeypatch.setattr(stream.DataContext, "get_current", lambda: context)
     stream.build(config, Schedule.of(config, 3), MagicMock(), "/runs/none")
-    return recorder.selectors
+    return recorder
+
+
+def selectors(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, Any]:
+    return recorded(monkeypatch, *overrides).selectors
 
 
 @pytest.mark.parametrize("estimator", ["gae", "optimal_token_baseline"])
@@ -59,3 +67,13 @@ def test_each_stage_is_given_its_labels(monkeypatch: pytest.MonkeyPatch, estimat
 def test_rate_limited_rewards_are_placed_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     placed = selectors(monkeypatch, "reward.rate_limit.max_concurrent=2", "trainer.placement.reward.at=cpus")
     assert placed["SingleReward"] == {"at": "cpus"} and placed["Rollout"] is None
+
+
+def test_an_elastic_pool_has_two_sizes_and_a_gate_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = recorded(monkeypatch, "rollout.num_engines=2", "rollout.min_engines=1", "rollout.max_engines=5").pools
+    engines = pools["Rollout"]
+    assert (engines.min_size, engines.initial_size, engines.max_size) == (1, 2, 5)
+    # The next iteration's chunks wait at the gate, all of them.
+    assert pools["Gate"].max_concurrent_calls_per_actor == 64 and list(pools).index("Gate") == 1
+    fixed = recorded(monkeypatch, "rollout.num_engines=2").pools
+    assert "Gate" not in fixed and fixed["Rollout"].min_size == fixed["Rollout"].max_size == 2

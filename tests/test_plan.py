@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.config import ConfigError, load_config
-from pipeline.plan import check_resources, local_gpus, plan, render, validate
+from pipeline.placement import lines, local_gpus
+from pipeline.plan import check_resources, plan, render, seats, validate
 
 SMALL = [
     "data.train_files=train.parquet",
@@ -223,3 +224,70 @@ def test_placement_names_stages():
         ConfigError, match="trainer.placement.engines: there is no such stage; there are: prompts, rollout"
     ):
         small("trainer.placement.engines.role=gpu")
+
+
+# Parts of GPUs, and pools that grow.
+
+
+def test_the_fewest_engines_are_required():
+    elastic = ("rollout.min_engines=2", "rollout.max_engines=6", "rollout.num_gpus=1")
+    numbers = small(*elastic)
+    assert numbers.cpus == 2 * 1 + 2 * 1 + 1 + 1 and numbers.gpus == 2
+    text = shown(*elastic)
+    assert "2 up to 6 x 1 CPU + 1 GPU" in text and "at least 6 CPUs, 2 GPUs" in text
+    check_resources(numbers, [{"CPU": 6.0, "GPU": 2.0}])
+    with pytest.raises(
+        ConfigError, match=r"rollout.min_engines x rollout.num_cpus .* 2 x 1 \+ 1 \+ 2 x 1 \+ 1 = 6 CPUs"
+    ):
+        check_resources(numbers, [{"CPU": 5.0, "GPU": 2.0}])
+
+
+def test_engines_that_are_added_leave_the_tasks_their_cpus():
+    numbers = small("rollout.max_engines=6")
+    check_resources(numbers, [{"CPU": 10.0}])
+    with pytest.raises(
+        ConfigError, match="5 engines would take the CPUs of the tasks of reward, advantage.* at most 4"
+    ):
+        check_resources(numbers, [{"CPU": 8.0}])
+    # Engines that hold GPUs stop where there are no more of them, and others may come with nodes of their own.
+    on_gpus = small("rollout.max_engines=60", "rollout.num_gpus=1")
+    check_resources(on_gpus, [{"CPU": 12.0, "GPU": 5.0}])
+    labelled = small("rollout.max_engines=60", "trainer.placement.rollout.role=rollout")
+    check_resources(labelled, [{"CPU": 4.0}, {"CPU": 8.0}], [{}, {"role": "rollout"}])
+
+
+def test_parts_of_a_gpu_are_parts_of_one():
+    shared = ("rollout.num_gpus=0.4", "trainer.use_gpu=true", "trainer.gpus_per_worker=0.6", "rollout.num_engines=2")
+    numbers = small(*shared)
+    assert numbers.gpus == pytest.approx(2)
+    check_resources(numbers, [{"CPU": 8.0, "GPU": 2.0}])
+    # 2 x 0.6 + 4 x 0.2 = 2, and 2 x 0.6 + 1 x 0.8 too, but 0.8 is left of no GPU.
+    split = (*shared, "rollout.num_engines=4", "rollout.num_gpus=0.2")
+    check_resources(small(*split), [{"CPU": 8.0, "GPU": 2.0}])
+    with pytest.raises(ConfigError, match="enough in all, but not together for .* 1 x rollout of 1 CPUs and 0.8 GPUs"):
+        check_resources(small(*shared, "rollout.num_engines=1", "rollout.num_gpus=0.8"), [{"CPU": 8.0, "GPU": 2.0}])
+
+
+def test_actors_have_everything_from_one_node():
+    fits = small("rollout.num_cpus=3", "rollout.num_engines=2", "trainer.num_workers=1")
+    check_resources(fits, [{"CPU": 5.0}, {"CPU": 4.0}])
+    with pytest.raises(ConfigError, match="enough in all, but not together"):
+        check_resources(fits, [{"CPU": 5.0}, {"CPU": 2.0}, {"CPU": 2.0}])
+
+
+def test_who_sits_where():
+    shared = ("rollout.num_gpus=0.4", "trainer.use_gpu=true", "trainer.gpus_per_worker=0.6", "rollout.num_engines=2")
+    numbers, nodes = small(*shared), [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0}]
+    seated = seats(numbers, nodes)
+    assert list(lines(seated)) == [
+        "2 CPUs and 0 GPUs: prompts; reward, advantage",
+        "2 nodes of 2 CPUs and 1 GPUs: GPU 0: train 0.6 + rollout 0.4",
+    ]
+    console = Console(file=io.StringIO(), width=400)
+    console.print(render(numbers, seated))
+    assert "GPU 0: train 0.6 + rollout 0.4" in console.file.getvalue()
+    placed = small(*shared, "trainer.placement.train.role=big")
+    assert "2 x 1 CPU + 0.6 GPU on nodes labelled role=big" in shown(*shared, "trainer.placement.train.role=big")
+    assert seats(placed, nodes) == []
+    big = seats(placed, [*nodes, {"CPU": 8.0, "GPU": 4.0}], [{}, {}, {}, {"role": "big"}])
+    assert "8 CPUs and 4 GPUs (role=big): GPU 0 to 1: train 0.6; GPU 2 to 3: free" in list(lines(big))

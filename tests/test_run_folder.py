@@ -3,7 +3,9 @@
 import pytest
 
 from pipeline.config import Config, ConfigError, keys, load_config, save_yaml
-from pipeline.run_folder import MAY_DIFFER, check_run_folder
+from pipeline.run_folder import MAY_DIFFER, check_run_folder, reached, starting_point
+from pipeline.storage import check_scheme, filesystem_of
+from tests.test_checkpoints import written
 
 
 @pytest.fixture
@@ -74,3 +76,56 @@ def test_the_list_names_existing_keys():
     names = keys(Config)
     for entry in MAY_DIFFER:
         assert entry in names or any(name.startswith(entry) for name in names if entry.endswith("."))
+
+
+# checkpoints elsewhere
+
+
+def settings(tmp_path, *more):
+    return load_config([f"trainer.storage_path=file://{tmp_path}/far", "trainer.experiment_name=run", *more])
+
+
+def saved(tmp_path, *more):
+    """A checkpoint of a run with these settings in the storage."""
+    folder = written(tmp_path / "far" / "run", 6)
+    save_yaml(settings(tmp_path, *more), folder / "config.yaml")
+
+
+def test_a_run_whose_folder_was_lost_goes_on_from_the_storage(tmp_path):
+    assert starting_point(tmp_path / "run", settings(tmp_path)) is None
+    saved(tmp_path, "trainer.total_epochs=3")
+    found = starting_point(tmp_path / "run", settings(tmp_path))
+    assert found.iteration == 6 and found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
+
+
+def test_a_checkpoint_of_another_run_in_the_storage_is_refused(tmp_path):
+    saved(tmp_path, "rollout.n=4")
+    with pytest.raises(ConfigError, match=r"run with other settings \(rollout.n\); choose another"):
+        starting_point(tmp_path / "run", settings(tmp_path))
+    with pytest.raises(ConfigError, match="already holds a checkpoint and trainer.resume=never"):
+        starting_point(tmp_path / "run", settings(tmp_path, "rollout.n=4", "trainer.resume=never"))
+
+
+def test_a_run_may_not_move_its_storage(run, tmp_path):
+    with pytest.raises(ConfigError, match="trainer.storage_path"):
+        check_run_folder(run, load_config(["rollout.n=4", f"trainer.storage_path={tmp_path}"]))
+
+
+def test_reached_looks_into_the_storage(tmp_path):
+    saved(tmp_path)
+    run_dir = tmp_path / "run"
+    assert reached(run_dir, settings(tmp_path)) == 0
+    (run_dir / "model").mkdir(parents=True)
+    (run_dir / "model" / "config.json").touch()
+    assert reached(run_dir, settings(tmp_path)) == 6
+
+
+def test_any_file_system_of_pyarrow_or_fsspec_will_do(tmp_path):
+    filesystem, path = filesystem_of("memory://bucket/runs/")
+    filesystem.create_dir(f"{path}/a")
+    assert filesystem_of("memory://bucket/runs")[0].get_file_info(f"{path}/a").is_file is False
+    for place in ("s3://bucket/x", "gs://bucket/x", "memory://x", f"{tmp_path}", f"file://{tmp_path}"):
+        check_scheme(place)
+    for refuse in (check_scheme, filesystem_of):
+        with pytest.raises(ValueError, match="'nosuch://x' is on no file system that pyarrow or fsspec knows"):
+            refuse("nosuch://x")

@@ -11,8 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.errors import FinalError
+from pipeline.mailbox import Mailbox
 from pipeline.rollout.weights import Shard, checksum
-from pipeline.store import CRITIC, POLICY, Admission, PolicyStore, StaleGeneration, StoreTimeout, Ticket
+from pipeline.store import (
+    CRITIC,
+    POLICY,
+    Admission,
+    PolicyStore,
+    StaleGeneration,
+    StoreTimeout,
+    Ticket,
+    milliseconds,
+)
 
 LONG = 30.0
 """Deadline of waits that must not reach it."""
@@ -35,10 +46,11 @@ async def publish(store: PolicyStore, version: int, world: int = 1, generation: 
 
 
 async def begun(admission: Admission = TWO_CHUNKS, version: int = 0, world: int = 1) -> PolicyStore:
-    """A store in generation 1 whose train loop holds `version`, not yet published."""
+    """A store in generation 1 whose train loop holds `version`, not yet published; the driver knows that."""
     store = PolicyStore(admission)
     assert await store.new_generation() == 1
     await store.begin(1, version, world, (0, 0))
+    assert await store.read(0, 0.0) == (1, [{"kind": "begun", "version": version}])
     return store
 
 
@@ -221,7 +233,7 @@ def test_engines_are_held_to_the_policys_checksum_alone() -> None:
             await store.publish(1, 0, models(rank, 0), stepped_at=0.0)
         policy, critic = (ticket(model, 0, world=2).shards for model in (POLICY, CRITIC))
         for other in (critic, policy + critic):
-            with pytest.raises(ValueError, match="checksum"):
+            with pytest.raises(FinalError, match="checksum"):
                 await store.acknowledge(1, "e0", 0, checksum(other), load_s=0.1)
         await store.acknowledge(1, "e0", 0, checksum(policy), load_s=0.1)
 
@@ -248,13 +260,13 @@ def test_an_engine_must_have_loaded_what_was_published() -> None:
     async def test() -> None:
         store = await begun(world=2)
         shards = await publish(store, 0, world=2)
-        with pytest.raises(ValueError, match=r"engine e0 loaded version 0 with checksum 00000001, published was"):
+        with pytest.raises(FinalError, match=r"engine e0 loaded version 0 with checksum 00000001, published was"):
             await store.acknowledge(1, "e0", 0, 1, load_s=0.5)
         with pytest.raises(ValueError, match=r"engine e0 acknowledged version 1, .*\(current is 0\)"):
             await store.acknowledge(1, "e0", 1, checksum(shards), load_s=0.5)
-        assert await store.read(0, 0.0) == (0, [])
+        assert await store.read(1, 0.0) == (1, [])
         await store.acknowledge(1, "e0", 0, checksum(shards), load_s=0.5)
-        read, [message] = await store.read(0, 0.0)
+        read, [message] = await store.read(1, 0.0)
         assert message == {"kind": "loaded", "version": 0, "engine": "e0", "load_s": 0.5, "update_s": None}
         shards = await publish(store, 1, world=2)
         since_step = await store.acknowledge(1, "e0", 1, checksum(shards), load_s=0.5)
@@ -274,7 +286,7 @@ def test_a_version_that_stale_rows_may_use_can_be_acknowledged_late(staleness: i
         assert store.version == newest
         for version in range(newest - staleness, newest + 1):
             await store.acknowledge(1, "e0", version, checksum(published[version]), load_s=0.1)
-            with pytest.raises(ValueError, match="checksum"):
+            with pytest.raises(FinalError, match="checksum"):
                 await store.acknowledge(1, "e0", version, checksum(published[version]) ^ 1, load_s=0.1)
         with pytest.raises(ValueError, match="version 0, which nobody may use"):
             await store.acknowledge(1, "e0", 0, checksum(published[0]), load_s=0.1)
@@ -486,17 +498,17 @@ def test_the_mailbox_hands_out_each_message_once_in_order() -> None:
         store = await begun()
         for number in range(3):
             await store.post(1, "note", {"number": number})
-        read, messages = await store.read(0, 0.0)
-        assert read == 3
+        read, messages = await store.read(1, 0.0)
+        assert read == 4
         assert messages == [{"kind": "note", "number": number} for number in range(3)]
         # An answer that got lost can be asked for again; what was confirmed is forgotten.
-        assert await store.read(0, 0.0) == (3, messages)
+        assert await store.read(1, 0.0) == (4, messages)
+        assert await store.read(2, 0.0) == (4, messages[1:])
         await store.post(1, "note", {"number": 3})
-        assert await store.read(read, 0.0) == (4, [{"kind": "note", "number": 3}])
-        assert await store.read(4, 0.0) == (4, [])
-        assert store._events == []
+        assert await store.read(read, 0.0) == (5, [{"kind": "note", "number": 3}])
+        assert await store.read(5, 0.0) == (5, [])
         await store.post(1, "note", {"number": 4})
-        assert await store.read(0, 0.0) == (5, [{"kind": "note", "number": 4}])
+        assert await store.read(0, 0.0) == (6, [{"kind": "note", "number": 4}])
 
     run(test)
 
@@ -506,16 +518,16 @@ def test_reading_waits_for_a_message_up_to_the_timeout() -> None:
         store = await begun()
         clock = asyncio.get_running_loop().time
         before = clock()
-        assert await store.read(0, 0.15) == (0, [])
+        assert await store.read(1, 0.15) == (1, [])
         assert clock() - before > 0.14
-        wait = asyncio.ensure_future(store.read(0, LONG))
+        wait = asyncio.ensure_future(store.read(1, LONG))
         await asyncio.sleep(0.02)
         await store.post(1, "note", {})
-        assert await wait == (1, [{"kind": "note"}])
+        assert await wait == (2, [{"kind": "note"}])
         # Messages outlive the generation that sent them.
         await store.post(1, "last", {})
         await store.new_generation()
-        assert await store.read(1, 0.0) == (2, [{"kind": "last"}])
+        assert await store.read(2, 0.0) == (3, [{"kind": "last"}])
 
     run(test)
 
@@ -532,12 +544,87 @@ def test_stop_and_status() -> None:
         assert status.pop("alive_s") < LONG
         assert status == {
             "generation": 1,
+            "base": 0,
             "version": -1,
+            "stopping": True,
             "waiting": {"admission": 2},
             "alive_by": "the train loop",
         }
         await publish(store, 0)
         await asyncio.gather(*waits)
         assert (await store.status())["waiting"] == {"admission": 0}
+
+    run(test)
+
+
+# a store that died and was started again
+
+
+def test_a_restarted_store_repeats_no_number_and_loses_no_message() -> None:
+    async def test() -> None:
+        clock = iter((1000, 2000))
+
+        def first() -> int:
+            return next(clock)
+
+        old = PolicyStore(TWO_CHUNKS, first)
+        generation = await old.new_generation()
+        await old.begin(generation, 0, 1, (0, 0))
+        await old.post(generation, "note", {"number": 1})
+        read, messages = await old.read(0, 0.0)
+        assert [message["kind"] for message in messages] == ["begun", "note"]
+
+        new = PolicyStore(TWO_CHUNKS, first)
+        # Who knew the old one is told, before a stream is built and after.
+        with pytest.raises(StaleGeneration, match="the policy store has restarted, and no stream has been built since"):
+            await new.current()
+        for _ in range(2):
+            for call in (new.publish(generation, 1, {POLICY: shard(0, 1)}, 0.0), new.admit(generation, 0, LONG)):
+                with pytest.raises(StaleGeneration):
+                    await call
+            later = await new.new_generation()
+        assert later == await new.current() > generation
+        await new.begin(later, 3, 1, (0, 12))
+        # The driver asks for what follows the last message of the old one.
+        last, messages = await new.read(read, 0.0)
+        assert messages == [{"kind": "begun", "version": 3}] and last > read
+        assert await new.read(last, 0.0) == (last, [])
+
+    run(test)
+
+
+def test_numbers_of_the_clock_grow() -> None:
+    assert 1.6e12 < milliseconds() <= milliseconds()
+
+
+def test_a_checkpoint_waits_until_the_driver_has_recorded_what_it_covers() -> None:
+    async def test() -> None:
+        store = await begun()
+        await store.post(1, "iteration", {"iteration": 1})
+        settled = asyncio.ensure_future(store.settle(1, 1, LONG))
+        await settle()
+        last, messages = await store.read(1, 1.0)
+        assert [message["kind"] for message in messages] == ["iteration", "saving"] and messages[1]["version"] == 1
+        # Read is not recorded: the next question of the driver says so.
+        await asyncio.sleep(3 * Mailbox.PAUSE_S)
+        assert not settled.done()
+        await store.read(last - 1, 0.0)
+        await asyncio.sleep(3 * Mailbox.PAUSE_S)
+        assert not settled.done()
+        await store.read(last, 0.0)
+        await settled
+        with pytest.raises(StoreTimeout, match="checkpoint: the driver did not record iteration 2 within 0 s"):
+            await store.settle(1, 2, 0.1)
+        with pytest.raises(StaleGeneration):
+            await store.settle(0, 2, 0.1)
+
+    run(test)
+
+
+def test_a_failure_is_told_whatever_the_generation() -> None:
+    async def test() -> None:
+        store = await begun()
+        await store.failed("train rank 1 died")
+        assert await store.read(1, 0.0) == (2, [{"kind": "failed", "reason": "train rank 1 died"}])
 
     run(test)

@@ -117,7 +117,7 @@ def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = Non
             f"{run_dir} has no model yet: {model} is written when the run ends or is interrupted; finish it, or name a "
             "model with model.path"
         )
-    return config, reached(run_dir)
+    return config, reached(run_dir, stored)
 
 
 def checked(config: Config) -> Plan:

@@ -1,13 +1,19 @@
 """Which checkpoint of a run is meant: the newest, that of an iteration, or the best by a metric."""
 
+import atexit
 import difflib
+import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.fs as pafs
+
 from pipeline import checkpoints
 from pipeline.config import Config, load_yaml
 from pipeline.run_folder import CONFIG_FILE
+from pipeline.storage import filesystem_of
 from pipeline.track.history import read_history
 
 METRICS = "metrics.jsonl"
@@ -65,14 +71,15 @@ def choose(
     if (path / checkpoints.PROGRESS).is_file():
         if iteration is not None or best is not None:
             raise ValueError(f"{path} is one checkpoint; leave out --iteration and --best, or give the run's folder")
-        found = _read(path)
+        found = _read(str(path), path.parent.parent)
         if found is None:
             raise ValueError(f"the checkpoint {path} is not whole: saving it was broken off; give another")
         return found, []
-    known = checkpoints.iterations(str(path))
+    root = checkpoints.root(load_yaml(path / CONFIG_FILE, Config).trainer, path)
+    known = checkpoints.iterations(root)
     if not known:
         raise ValueError(
-            f"{path} has no checkpoints; a run saves them every trainer.save_freq iterations and at its end"
+            f"{root} has no checkpoints; a run saves them every trainer.save_freq iterations and at its end"
         )
     if iteration is not None:
         if iteration not in known:
@@ -82,21 +89,33 @@ def choose(
         order = _by_metric(path, known, best, lowest) if best else known[::-1]
     notes: list[str] = []
     for candidate in order:
-        found = _read(path / checkpoints.FOLDER / checkpoints.folder_name(candidate))
+        found = _read(f"{root}/{checkpoints.FOLDER}/{checkpoints.folder_name(candidate)}", path)
         if found is not None:
             return found, notes
         notes.append(f"iteration {candidate} is passed over: saving its checkpoint was broken off")
     raise ValueError(f"{path} has no whole checkpoint of iteration {_listed(order)}: saving was broken off")
 
 
-def _read(path: Path) -> Checkpoint | None:
-    saved = checkpoints.read(str(path))
+def _read(place: str, run_dir: Path) -> Checkpoint | None:
+    """The checkpoint in the folder or URL `place`, of the run in `run_dir` if that is one; None if it is not whole."""
+    saved = checkpoints.read(place)
     if saved is None:
         return None
-    run_dir = path.parent.parent
-    if path.parent.name != checkpoints.FOLDER or not (run_dir / CONFIG_FILE).is_file():
+    path = _here(place)
+    if not (run_dir / CONFIG_FILE).is_file():
         run_dir = path
     return Checkpoint(path, saved.iteration, run_dir, saved.progress.get("mlflow_run_id"))
+
+
+def _here(place: str) -> Path:
+    """A checkpoint as a folder of this machine; one behind a URL is copied, for as long as this process lives."""
+    filesystem, path = filesystem_of(place)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        return Path(path)
+    folder = tempfile.mkdtemp(prefix="slipstream-checkpoint-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    pafs.copy_files(path, folder, source_filesystem=filesystem)
+    return Path(folder)
 
 
 def _by_metric(run_dir: Path, known: list[int], metric: str, lowest: bool) -> list[int]:

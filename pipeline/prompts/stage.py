@@ -8,11 +8,13 @@ left in the store; a restarted actor and a resumed run go on from there.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
 
+from pipeline.ask import ask
 from pipeline.config import Config
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
@@ -26,13 +28,12 @@ from pipeline.prompts.sampler import make_sampler
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.supply import Supply
 from pipeline.rows import PROMPT
+from pipeline.track.history import read_history
 
 MAX_PAGES = 256
 """Each page costs a task at the start of the run; more iterations a page cost memory for their prompts."""
 LOOKAHEAD = 1
 """Iterations whose prompts are made before they are admitted."""
-ANSWER_S = 60.0
-"""Seconds the policy store may take to answer what it can answer at once."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Prompts:
 
     def __init__(self, config: Config, schedule: Schedule, store: Any, generation: int, run_dir: str):
         self._config, self._schedule = config, schedule
-        self._store, self._generation = store, generation
+        self._store, self._generation, self._run_dir = store, generation, run_dir
         data, trainer = config.data, config.trainer
         epochs = None if trainer.total_training_steps else trainer.total_epochs
         self._supply: Supply | RecordedSupply
@@ -152,8 +153,8 @@ class Prompts:
         batch, size = schedule.chunks_per_iteration * schedule.chunk_prompts, schedule.chunk_prompts
         rows = self._supply.iteration(version + 1, batch) if version < schedule.iterations else []
         last = len(rows) < batch
-        # What a resumed run starts from was validated before it stopped.
-        if schedule.validates(version, last) and (version == 0 or done > 0):
+        # What a resumed run starts from was validated before it stopped, unless the stop cut the validation off.
+        if schedule.validates(version, last) and (version == 0 or done > 0 or self._cut_off(version)):
             yield from self._validation(version)
         if last:
             self._ask("end", version)
@@ -175,6 +176,13 @@ class Prompts:
             yield from [stamp(prompts.slice(0, 1), "pad", -1, version)] * (size - len(prompts))
         self._ask("post", "validation", {"version": version, "prompts": rows})
 
+    def _cut_off(self, version: int) -> bool:
+        """Whether the iteration is recorded, and its validation is not."""
+        for record in reversed(read_history(Path(self._run_dir) / "metrics.jsonl")):
+            if record["iteration"] == version:
+                return not any(name.startswith("val-") for name in record)
+        return False
+
     def _past_end(self, version: int) -> bool:
         # Not merely whether the end is known: a restarted actor makes the page again in which it came.
         ended = self._ask("ended")
@@ -182,7 +190,7 @@ class Prompts:
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the store that answers at once."""
-        return ray.get(getattr(self._store, method).remote(self._generation, *args), timeout=ANSWER_S)
+        return ask(self._store, method, self._generation, *args)
 
     def _wait(self, method: str, *args: Any) -> Any:
         """Call a method of the store that waits; its last argument is its deadline, which a living run extends."""

@@ -47,7 +47,22 @@ class RolloutConfig:
     """Prompts in one chunk, the unit that flows through the stream."""
 
     num_engines: int = 1
-    """Engines in the pool, each one Ray actor."""
+    """Engines in the pool, each one Ray actor; of an elastic pool, those that it begins with."""
+
+    min_engines: int | None = None
+    """Engines with which the run must be able to go on, fewer than `num_engines` in an elastic pool; null takes
+    `num_engines`."""
+
+    max_engines: int | None = None
+    """Engines up to which an elastic pool grows where the cluster has room, or gains it; null takes `num_engines`."""
+
+    scale_up_s: float = 30.0
+    """Seconds that the trainer may wait for the rows of an iteration; for each such wait an elastic pool grows, up to
+    twice its size."""
+
+    scale_down_s: float = 600.0
+    """Seconds in which one engine fewer would have kept all waits below `scale_up_s`, before it is removed; and that a
+    lost engine may look for a node before an idle one makes room for it."""
 
     chunks_in_flight: int = 0
     """Chunks one engine works on at a time; 0 takes an engine's share of an iteration, and at least as many as fill
@@ -67,6 +82,10 @@ class RolloutConfig:
 
     gpu_memory_utilization: float = 0.5
     """Share of a GPU's memory for the engine's weights and KV cache."""
+
+    sleep: bool = False
+    """Give a GPU engine's memory back while it has nothing to generate, so that engines and train workers share GPUs
+    (`num_gpus` and `trainer.gpus_per_worker` as parts of one)."""
 
     cpu_kvcache_space_gb: int = 1
     """GiB of KV cache of a CPU engine."""
@@ -88,6 +107,21 @@ class RolloutConfig:
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further vLLM `EngineArgs`, passed as they are."""
+
+    @property
+    def fewest(self) -> int:
+        """Engines that the run needs."""
+        return self.num_engines if self.min_engines is None else self.min_engines
+
+    @property
+    def most(self) -> int:
+        """Engines that the run may have."""
+        return self.num_engines if self.max_engines is None else self.max_engines
+
+    @property
+    def elastic(self) -> bool:
+        """Whether engines come and go during the run."""
+        return self.fewest < self.most
 
     def in_flight(self, chunks_per_iteration: int) -> int:
         """Chunks one engine works on at a time."""

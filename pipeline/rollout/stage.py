@@ -3,6 +3,9 @@
 The stage asks the policy store for admission, brings its engine to the admitted version, and only then generates. It is
 asynchronous, so one engine works on many chunks at a time; the engine loop keeps them in one batch.
 
+With `rollout.sleep` an engine holds GPU memory only while it has chunks to generate. It sleeps before it returns the
+last one, and the trainer computes when it has all of them: never beside an engine that is awake.
+
 Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
 follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
 """
@@ -10,20 +13,36 @@ follows the sampled ones with split `baseline`, is scored like them, and leaves 
 import asyncio
 import os
 import socket
+import sys
 import time
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import ray
 
 from pipeline import rows
 from pipeline.config import Config
+from pipeline.errors import FinalError
 from pipeline.rollout import vllm
-from pipeline.rollout.engine import EngineLoop
+from pipeline.rollout.engine import EngineDead, EngineLoop
 from pipeline.rollout.weights import checksum
 from pipeline.stages import uses_baselines
 from pipeline.store import Ticket
+
+OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+"""Errors, torch's among them, after which an engine is of no use, though its thread goes on."""
+
+
+def restarted() -> bool:
+    """Whether this process stands in for one that died."""
+    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+
+
+def end_process() -> NoReturn:
+    """End at once, as if killed: Ray restarts the actor and repeats its calls, which it would not after an error."""
+    os._exit(1)
 
 
 class Policy(Protocol):
@@ -64,13 +83,19 @@ class Rollout:
         self._policy = policy
         self._tokenizer = load_tokenizer(config.model)
         self._version, self._kl_coef = -1, 0.0
+        # One change of the engine's memory at a time: loading, waking, going to sleep.
         self._loading = asyncio.Lock()
+        self._admitted, self._done, self._asleep = 0, 0, False
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         length = config.data.max_prompt_length + config.data.max_response_length
         self.engine = EngineLoop(
             lambda: vllm.build(config.model, config.rollout, length, config.trainer.seed),
             config.trainer.deadlines.engine_start,
         )
+        if config.rollout.sleep:
+            # An engine that joins or comes again while the trainer computes would else stay awake beside it.
+            self.engine.call(vllm.sleep, when_idle=True).result(timeout=config.trainer.deadlines.publish)
+            self._asleep = True
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         """Rows of one chunk to `n` rows each; with baselines to `n + 1`, the last of split `baseline` and sample `n`.
@@ -79,6 +104,36 @@ class Rollout:
         """
         split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
         ticket = await self._policy.admit(split, chunk, version)
+        self._admitted += 1
+        try:
+            generated = await self._generate(table, ticket)
+        except Exception as error:
+            if not isinstance(error, EngineDead) and type(error).__name__ not in OUT_OF_MEMORY:
+                raise
+            self._start_anew(error)
+        finally:
+            self._admitted -= 1
+        self._done += 1
+        if self._config.rollout.sleep:
+            await self._rest()
+        return generated
+
+    def _start_anew(self, error: Exception) -> NoReturn:
+        """End this process, so that Ray starts another engine in its place, which generates the chunks again.
+
+        Raises:
+            FinalError: this engine was started so itself, and has not finished one chunk.
+        """
+        if self._done == 0 and restarted():
+            raise FinalError(
+                f"engine {self.name} was started again and died before it had finished a chunk: {error}"
+            ) from error
+        print(f"engine {self.name} died and is started again: {error}", file=sys.stderr, flush=True)
+        end_process()
+
+    async def _generate(self, table: pa.Table, ticket: Ticket) -> pa.Table:
+        """The rows of an admitted chunk."""
+        split, chunk = table["split"][0].as_py(), table["chunk"][0].as_py()
         begun = time.perf_counter()
         # What the engine holds, which may be newer than the ticket where chunks overtake each other.
         policy_version, kl_coef = await self._bring_to(ticket)
@@ -114,11 +169,11 @@ class Rollout:
         """Load the ticket's version unless a newer one is loaded; the version the engine then holds, and its KL's
         coefficient."""
         async with self._loading:
-            if ticket.version <= self._version:
+            if ticket.version <= self._version and not self._asleep:
                 return self._version, self._kl_coef
-            deadlines = self._config.trainer.deadlines
+            deadlines, fill = self._config.trainer.deadlines, vllm.wake if self._asleep else vllm.load
             begun = time.perf_counter()
-            load = self.engine.call(lambda engine: vllm.load(engine, ticket.shards, deadlines.publish), when_idle=True)
+            load = self.engine.call(lambda engine: fill(engine, ticket.shards, deadlines.publish), when_idle=True)
             # Chunks of the old version may have to end first.
             patience = deadlines.chunk + deadlines.publish
             try:
@@ -130,8 +185,24 @@ class Rollout:
                 ) from None
             seconds = time.perf_counter() - begun
             await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds)
-            self._version, self._kl_coef = ticket.version, ticket.kl_coef
+            self._version, self._kl_coef, self._asleep = ticket.version, ticket.kl_coef, False
             return self._version, self._kl_coef
+
+    async def _rest(self) -> None:
+        """Let the engine sleep if no admitted chunk is left."""
+        async with self._loading:
+            if self._admitted or self._asleep:
+                return
+            patience = self._config.trainer.deadlines.publish
+            sleep = self.engine.call(vllm.sleep, when_idle=True)
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(sleep), patience)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"engine {self.name} did not give back its memory within {patience:.0f} s "
+                    "(trainer.deadlines.publish)"
+                ) from None
+            self._asleep = True
 
     def _rows(
         self,

@@ -57,6 +57,7 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         # vLLM rewinds the generator of a request whose prompt takes two steps, which CPU generators refuse.
         "enable_chunked_prefill": rollout.num_gpus > 0,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "enable_sleep_mode": rollout.sleep,
     }
     return LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))
 
@@ -66,6 +67,20 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"shards": list(shards), "timeout": timeout}})
     engine.collective_rpc("finish_weight_update")
+
+
+def sleep(engine: Any) -> None:
+    """Give back the GPU memory of weights and KV cache; both are lost. No request may be running."""
+    # Level 2: the next weights replace all of these, so level 1 would copy them to the host for nothing.
+    engine.sleep(level=2)
+
+
+def wake(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
+    """Take the memory again and load weights into it, without which the engine cannot generate."""
+    engine.wake_up(tags=["weights"])
+    load(engine, shards, timeout)
+    # The KV cache comes last: while weights arrive there is room for them twice.
+    engine.wake_up(tags=["kv_cache"])
 
 
 def requests(

@@ -125,10 +125,17 @@ def register() -> None:
         init_info_cls = Init
         update_info_cls = Update
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._needed: set[str] = set()
+
         def init_transfer_engine(self, init_info: Init) -> None:
             pass
 
         def start_weight_update(self) -> None:
+            if not self._needed:
+                # Tied parameters are one until an update fails half way.
+                self._needed.update(name for name, _ in self.model.named_parameters())
             initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info: Update) -> None:
@@ -138,7 +145,10 @@ def register() -> None:
                 return ray.get(refs, timeout=update_info.timeout) if ray.is_initialized() else refs
 
             model: Any = self.model
-            model.load_weights(parameters(update_info.shards, fetch))
+            loaded = model.load_weights(parameters(update_info.shards, fetch))
+            # Whatever is not replaced belongs to another version, and after a sleep to none.
+            if loaded is not None and (missing := sorted(self._needed - loaded)):
+                raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)

@@ -23,8 +23,8 @@ import ray.exceptions
 import torch
 from torch import Tensor, nn
 
+from pipeline.ask import ANSWER_S
 from pipeline.cluster import compute_threads
-from pipeline.prompts.stage import ANSWER_S
 from pipeline.rollout.weights import parameters
 from pipeline.rows import FLOATS, ragged
 from pipeline.scoring.config import ScorerConfig

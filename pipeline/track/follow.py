@@ -24,9 +24,15 @@ class Record(Protocol):
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None: ...
 
+    def keep(self, iteration: int, metrics: dict[str, float]) -> None: ...
+
+    def recorded(self, iteration: int) -> dict[str, float] | None: ...
+
     def samples(self, iteration: int, rows: list[dict[str, Any]]) -> None: ...
 
     def status(self, text: str) -> None: ...
+
+    def notice(self, text: str) -> None: ...
 
 
 class Keeper(Protocol):
@@ -35,6 +41,8 @@ class Keeper(Protocol):
     def record(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
 
     def saved(self, version: int, rank: int, ranks: int) -> None: ...
+
+    def restarted(self) -> None: ...
 
 
 class Follower:
@@ -66,11 +74,38 @@ class Follower:
         self._validated_early: dict[int, dict[str, float]] = {}
         self._logged = -1
         self._chunks: dict[int, dict[str, pa.Table]] = defaultdict(dict)
+        self._generations = 0
+        self._reason: str | None = None
+        self.training = False
+        """Whether the train workers have begun, and have not failed since."""
         self.done: dict[str, Any] | None = None
 
     def handle(self, message: dict[str, Any]) -> None:
         """Take one message of the policy store."""
         getattr(self, f"_{message['kind']}")(message)
+
+    def _failed(self, message: dict[str, Any]) -> None:
+        # The first to speak knows best: the others tell what followed from it.
+        self._reason = self._reason or message["reason"]
+        self.training = False
+
+    def _begun(self, message: dict[str, Any]) -> None:
+        version = message["version"]
+        if self._generations:
+            self._tracker.notice(
+                f"restarted the train workers from iteration {version} because {self._reason or 'they failed'}"
+            )
+            # What was told of the generation before has no end, or is told again.
+            for part in (self._extra, self._expected, self._validated_early, self._chunks):
+                part.clear()
+            self._keeper.restarted()
+        self._records = {i: record for i, record in self._records.items() if i <= version}
+        if version not in self._records and (recorded := self._tracker.recorded(version)) is not None:
+            # A validation that was cut off is made again, and belongs to this record.
+            self._records[version] = recorded
+        self._logged = min(self._logged, version) if self._generations else max(self._records, default=-1)
+        self._generations += 1
+        self._reason, self.training = None, True
 
     def _prompts(self, message: dict[str, Any]) -> None:
         self._extra[message["iteration"]] |= message["metrics"]
@@ -125,6 +160,12 @@ class Follower:
             self._validated_early[version] = validation
         if self._log_samples:
             self._tracker.samples(version, rows.slice(0, self._log_samples).to_pylist())
+
+    def _saving(self, message: dict[str, Any]) -> None:
+        # A run that goes on from the checkpoint never hears of this iteration again. Its validation may still come.
+        version = message["version"]
+        if version > self._logged and version in self._records:
+            self._tracker.keep(version, self._records[version])
 
     def _saved(self, message: dict[str, Any]) -> None:
         self._keeper.saved(message["version"], message["rank"], message["ranks"])

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+OWN_KEYS = ("iteration", "time", "elapsed_s")
+"""What every record has beside its metrics."""
 REWARD = "critic/score/mean"
 EXPLAINED = "critic/vf_explained_var"
 VALIDATION = re.compile(r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/mean@\d+$")

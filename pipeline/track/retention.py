@@ -6,9 +6,11 @@ deletion after the other, so that a slow storage holds nothing up.
 
 import json
 import logging
+import queue
+import threading
 from collections import defaultdict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from pipeline import checkpoints
@@ -26,33 +28,50 @@ class Retention:
         keep: newest checkpoints that stay.
         metric: by which the best one stays, too; None for none.
         mode: `max` or `min`.
+        root: folder or URL of the checkpoints; None is the run's folder.
     """
 
-    def __init__(self, run_dir: Path, keep: int, metric: str | None, mode: str):
+    CLOSE_S = 60.0
+
+    def __init__(self, run_dir: Path, keep: int, metric: str | None, mode: str, root: str | None = None):
         self._run_dir, self._keep, self._metric = run_dir, keep, metric
+        self._root = str(run_dir) if root is None else root
         self._sign = 1 if mode == "max" else -1
         self._parts: dict[int, set[int]] = defaultdict(set)
         self._values: dict[int, float] = {}
-        self._checkpoints = set(checkpoints.iterations(str(run_dir)))
-        self._thread = ThreadPoolExecutor(1, "retention")
+        self._checkpoints = set(checkpoints.iterations(self._root))
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="retention", daemon=True)
+        self._thread.start()
 
     def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of an iteration; those of a resumed run's past, too."""
         if self._metric is not None and (value := metrics.get(self._metric)) is not None:
-            self._thread.submit(self._validated, iteration, value)
+            self._tasks.put(partial(self._validated, iteration, value))
 
     def saved(self, version: int, rank: int, ranks: int) -> None:
         """A rank's part of a checkpoint is in place."""
         self._parts[version].add(rank)
         if len(self._parts[version]) == ranks:
             del self._parts[version]
-            self._thread.submit(self._whole, version)
+            self._tasks.put(partial(self._whole, version))
+
+    def restarted(self) -> None:
+        """The train workers begin anew: parts of a checkpoint that is not whole yet are none any more."""
+        self._parts.clear()
 
     def close(self) -> None:
-        """Wait for what is under way."""
-        self._thread.shutdown()
+        """Wait for what is under way, but not long: a storage that hangs holds no run up."""
+        self._tasks.put(None)
+        self._thread.join(self.CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("old checkpoints in %s are still being deleted after %.0f s", self._root, self.CLOSE_S)
 
     # In the thread, which alone knows values and checkpoints.
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
     def _validated(self, iteration: int, value: float) -> None:
         self._values[iteration] = value
@@ -76,7 +95,7 @@ class Retention:
                 (self._run_dir / BEST_FILE).write_text(json.dumps(content) + "\n")
                 spare.add(best)
             if self._checkpoints:
-                gone = checkpoints.retain(str(self._run_dir), max(self._checkpoints), self._keep, spare)
+                gone = checkpoints.retain(self._root, max(self._checkpoints), self._keep, spare)
                 self._checkpoints.difference_update(gone)
         except (OSError, ValueError) as error:
             # What could not be deleted now goes with the next one.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from pipeline.track.console import RunConsole
-from pipeline.track.history import History
+from pipeline.track.history import OWN_KEYS, History
 from pipeline.track.loggers import Logger, TensorBoardLogger, WandbLogger, check_loggers, shown
 from pipeline.track.mlflow_logger import MlflowLogger
 from pipeline.track.plot import learning_curve
@@ -119,6 +119,23 @@ class Tracker:
                 self._plotter.put("a drawing", self._plot, latest=True)
         if self._console is not None:
             self._console.update(iteration, numbers)
+
+    def keep(self, iteration: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Records one iteration in `metrics.jsonl` alone, before it is known in full; `log` replaces it.
+
+        Raises:
+            ValueError, OSError: as `log`.
+        """
+        with self._lock:
+            self._opened().append(iteration, metrics)
+
+    def recorded(self, iteration: int) -> dict[str, float] | None:
+        """Metrics of `iteration` in `metrics.jsonl`, those of resumed runs' past among them; None without."""
+        with self._lock:
+            for record in reversed(self._opened().records):
+                if record["iteration"] == iteration:
+                    return {name: value for name, value in record.items() if name not in OWN_KEYS and value is not None}
+        return None
 
     def status(self, text: str) -> None:
         """Shows what the run does or waits for."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
 
-from pipeline.prompts.stage import ANSWER_S
+from pipeline.ask import ask
 from pipeline.track.trajectories import Record
 
 
@@ -31,5 +30,5 @@ class Validation:
         if len(validation):
             self._record(validation)
             message = {"rows": validation.select(self.COLUMNS)}
-            ray.get(self._store.post.remote(self._generation, "validated", message), timeout=ANSWER_S)
+            ask(self._store, "post", self._generation, "validated", message)
         return table.filter(pc.not_equal(table["split"], "val"))

@@ -7,6 +7,7 @@
 Nothing is pickled that comes from outside: tensors, plain numbers and settings are all there is.
 """
 
+import contextlib
 import json
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from pipeline.advantage.kl import KLController
-from pipeline.checkpoints import FOLDER, PROGRESS, complete_name, folder_name
+from pipeline.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest, root
 from pipeline.config import Config, save_yaml
 from pipeline.storage import filesystem_of
 from pipeline.train.learner import Learner
@@ -44,6 +45,7 @@ class Saver:
 
     def __init__(self, config: Config, run_dir: str, copied: Callable[[int], None]):
         self._config, self._run_dir, self._copied = config, run_dir, copied
+        self._root = root(config.trainer, run_dir)
         self._deadline = config.trainer.deadlines.checkpoint
         self._rank = dist.get_rank()
         self._idle = threading.Event()
@@ -66,7 +68,7 @@ class Saver:
         self.wait()
         if self._rank == 0:
             # What an abandoned try has left there would be taken for part of this one.
-            self._patiently(lambda: self._clear(version))
+            patiently(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written")
         folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-"))
         # No rank copies before all are here, and so none before the place is clear.
         dcp.save(_state(learners), checkpoint_id=folder)
@@ -100,7 +102,7 @@ class Saver:
         """
         if not self._idle.wait(self._deadline):
             raise TimeoutError(
-                f"checkpoint: rank {self._rank} did not copy version {self._version} to {self._run_dir}/{FOLDER} "
+                f"checkpoint: rank {self._rank} did not copy version {self._version} to {self._root}/{FOLDER} "
                 f"within {self._deadline:.0f} s (trainer.deadlines.checkpoint)"
             )
 
@@ -113,61 +115,80 @@ class Saver:
                 pass
             return persisted
 
-        persisted = self._patiently(copy)
+        persisted = patiently(copy, self._deadline, f"{self._root}/{FOLDER}", "written")
         self._copied(self._version)
         self._idle.set()
         return persisted
 
     def _clear(self, version: int) -> None:
-        filesystem, root = filesystem_of(self._run_dir)
-        path = f"{root}/{FOLDER}/{folder_name(version)}"
+        filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{folder_name(version)}")
         if filesystem.get_file_info(path).type == pafs.FileType.Directory:
             filesystem.delete_dir(path)
 
     def _mlflow_run_id(self) -> str | None:
-        filesystem, root = filesystem_of(self._run_dir)
+        filesystem, path = filesystem_of(f"{self._run_dir}/mlflow_run_id")
         try:
-            with filesystem.open_input_stream(f"{root}/mlflow_run_id") as stream:
+            with filesystem.open_input_stream(path) as stream:
                 return stream.read().decode().strip()
         except OSError:
             return None
 
-    def _patiently(self, action: Callable[[], Any]) -> Any:
-        """What `action` gives, tried again while the storage does not answer."""
-        deadline, pause = time.monotonic() + self._deadline, FIRST_PAUSE_S
-        while True:
-            try:
-                return action()
-            except OSError as error:
-                if time.monotonic() + pause > deadline:
-                    raise OSError(
-                        error.errno or 5,
-                        f"checkpoint: {self._run_dir}/{FOLDER} could not be written for {self._deadline:.0f} s "
-                        f"(trainer.deadlines.checkpoint): {error.strerror or error}; free space there or allow "
-                        "writing, and start the same command again",
-                    ) from error
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+
+def patiently(action: Callable[[], Any], patience: float, place: str, done: str) -> Any:
+    """What `action` gives, tried again for `patience` seconds while the storage does not answer.
+
+    Raises:
+        OSError: it did not in time; the message names `place`, which could not be `done` ("written").
+    """
+    deadline, pause = time.monotonic() + patience, FIRST_PAUSE_S
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if time.monotonic() + pause > deadline:
+                raise OSError(
+                    error.errno or 5,
+                    f"checkpoint: {place} could not be {done} for {patience:.0f} s (trainer.deadlines.checkpoint): "
+                    f"{error.strerror or error}; free space there or allow access, and start the same command again",
+                ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def restore(learners: Sequence[Learner], kl: KLController, place: str | None = None) -> tuple[int, Any]:
-    """Load the latest checkpoint of the run into `learners` and `kl`; a collective.
+def restore(
+    learners: Sequence[Learner], kl: KLController, root: str, begin: str | None = None, patience: float = 0.0
+) -> tuple[int, Any]:
+    """Load the newest whole checkpoint of the run into `learners` and `kl`; a collective.
+
+    The files say what is whole, after a failure as between two runs: Ray Train's own list lags behind them.
 
     Args:
         learners: actor and critic, sharded over any number of ranks.
         kl: the controller of the KL's coefficient.
-        place: folder or URL of the checkpoint that the run begins with; Ray Train knows of those made since.
+        root: folder or URL that holds the run's folder of checkpoints.
+        begin: folder or URL of the checkpoint that a run without one of its own begins with.
+        patience: seconds a storage that does not answer is tried again.
 
     Returns:
         the policy version reached and the position of the prompt source; `(0, (0, 0))` for a new run.
+
+    Raises:
+        OSError: the storage did not answer.
+        ValueError: the newest checkpoint is damaged.
     """
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        if place is None:
-            return 0, (0, 0)
-        filesystem, path = filesystem_of(place)
-        checkpoint = Checkpoint(path, filesystem)
-    with checkpoint.as_directory() as folder:
+    chosen: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        own = patiently(lambda: newest(root), patience, root, "read")
+        chosen = [own.place if own else begin]
+    # One rank looks: the others might see another one.
+    dist.broadcast_object_list(chosen)
+    if chosen[0] is None:
+        return 0, (0, 0)
+    place = chosen[0]
+    filesystem, path = filesystem_of(place)
+    checkpoint = Checkpoint(path, filesystem)
+    with contextlib.ExitStack() as stack:
+        folder = patiently(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read")
         state = _state(learners)
         dcp.load(state, checkpoint_id=folder)
         for learner in learners:

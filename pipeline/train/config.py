@@ -239,7 +239,18 @@ class DeadlineConfig:
 
     checkpoint: float = 1800.0
     """Copying a checkpoint to the run's storage, which goes on behind training and is tried again while the storage is
-    away."""
+    away; so is reading one."""
+
+    train_start: float = 3600.0
+    """From the start of the run, or a failure of the train workers, until they have begun: covers the wait for nodes
+    and the loading of models and checkpoint."""
+
+    collective: float = 5400.0
+    """A train worker's wait for the others in a collective operation. Longer than `rows` and `checkpoint`, since a rank
+    may wait that long for its own rows or its own copy while the others stand ready."""
+
+    store: float = 120.0
+    """Until a policy store that died is there again."""
 
 
 PLACED = ("prompts", "rollout", "reward", "train", "reward_model", "reference", "value", "policy")
@@ -272,7 +283,10 @@ class TrainerConfig:
     """Ray Train workers (FSDP ranks)."""
 
     use_gpu: bool = False
-    """Give each train worker one GPU."""
+    """Give each train worker a GPU."""
+
+    gpus_per_worker: float = 1.0
+    """Ray GPUs of one train worker with `use_gpu`; a part of one leaves the rest to engines or replicas."""
 
     cpus_per_worker: float = 1
     """Ray CPUs of one train worker."""
@@ -312,8 +326,16 @@ class TrainerConfig:
     value is the folder or URL of a checkpoint, or of a run whose newest one it is: a new run begins with it, and an
     existing one continues as with `auto`."""
 
-    max_failures: int = 0
-    """Restarts of the train workers after a failure before the run ends."""
+    storage_path: str | None = None
+    """Folder or URL (`s3://bucket/folder`, or any other file system that pyarrow or fsspec knows) for the checkpoints,
+    which then lie in `STORAGE_PATH/experiment_name/checkpoints`; null keeps them in the run's folder."""
+
+    max_failures: int = 3
+    """Restarts of the train workers from the newest checkpoint, in a row, without another checkpoint between them,
+    before the run ends; -1 for any number. Every new checkpoint counts as progress, so a run of many days outlives many
+    lost nodes, and an error that comes again ends it soon. Errors that are known to come again are not tried again at
+    all: settings, model or data that fail before the first iteration, `reward.max_error_rate`,
+    `trainer.max_nonfinite_steps`, `trainer.max_log_prob_gap`, weights with a wrong checksum."""
 
     max_nonfinite_steps: int = 10
     """Optimiser steps in a row whose gradient may be infinite or not a number. They are left out and counted
@@ -343,6 +365,11 @@ class TrainerConfig:
     """Labels of the nodes that a stage may run on, by stage: `trainer.placement.rollout.role=gpu` keeps the engines on
     nodes that were started with `ray start --labels role=gpu`. Stages: `prompts`, `rollout`, `reward` (with advantage
     and all other tasks), `train` and the pools of `scoring`. A stage without labels runs anywhere."""
+
+    @property
+    def gpus(self) -> float:
+        """Ray GPUs of one train worker."""
+        return self.gpus_per_worker if self.use_gpu else 0.0
 
     def placed(self, stage: str) -> dict[str, str] | None:
         """Labels of the nodes that the stage may run on; None for any node."""

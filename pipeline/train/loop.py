@@ -6,6 +6,7 @@ Version v has seen v iterations; iteration k trains on rows of version k - 1 (up
 publishes version k. Reading the next iteration is what lets the stream go on, so nothing here needs to be told to wait.
 """
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +22,15 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
+from pipeline import checkpoints
 from pipeline.advantage.kl import kl_controller
+from pipeline.ask import ANSWER_S, ask
 from pipeline.cluster import compute_threads
 from pipeline.config import Config
+from pipeline.errors import FinalError
 from pipeline.export.settings import ModelSettings
 from pipeline.prompts.chat import load_tokenizer
-from pipeline.prompts.stage import ANSWER_S, Schedule
+from pipeline.prompts.stage import Schedule
 from pipeline.stages import uses_critic
 from pipeline.store import CRITIC, POLICY
 from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
@@ -42,6 +46,9 @@ from pipeline.train.fsdp import save_hf, torch_dtype
 from pipeline.train.learner import Learner
 from pipeline.train.packing import Rows
 
+TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+"""How torch words that a collective operation took too long."""
+
 
 @dataclass(frozen=True)
 class LoopSettings:
@@ -55,9 +62,13 @@ class LoopSettings:
     """Folder or URL of the checkpoint that the run begins with; null begins anew."""
 
 
-def train_loop(settings: dict[str, LoopSettings]) -> None:
-    """Entry point of a Ray Train worker."""
-    Loop(settings["settings"]).run()
+class CollectiveTimeout(TimeoutError):
+    """The other train workers did not come to a collective operation."""
+
+
+def train_loop(settings: dict[str, LoopSettings]) -> dict[str, Any]:
+    """Entry point of a Ray Train worker; how training ended."""
+    return Loop(settings["settings"]).run()
 
 
 class Loop:
@@ -73,13 +84,16 @@ class Loop:
             torch.set_num_threads(compute_threads(trainer.num_threads, trainer.cpus_per_worker))
         torch.manual_seed(trainer.seed)
         self._store = settings.store
-        self._generation = ray.get(self._store.current.remote(), timeout=ANSWER_S)
+        self._generation = self._ask_store("current")
         iterations, warmup = self.schedule.iterations, self.config.critic.warmup
         self.actor = Actor(self.config, self.device, iterations - warmup)
         self.critic = Critic(self.config, self.device, iterations) if uses_critic(self.config) else None
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
-        self.version, position = restore(self.learners, self.kl, settings.checkpoint)
+        root = checkpoints.root(trainer, self.run_dir)
+        self.version, position = restore(
+            self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint
+        )
         self.saved = self.version
         self.saver = Saver(self.config, self.run_dir, self._post_saved)
         if self.rank == 0:
@@ -96,8 +110,28 @@ class Loop:
         chunks = self.schedule.chunks_per_iteration // self.world_size
         self.feed = RowsFeed(Blocks(iter(blocks), trainer.deadlines.rows, self._describe), chunks)
 
-    def run(self) -> None:
-        """Iterate until the last iteration, the end of the data, or a request to stop; then save."""
+    def run(self) -> dict[str, Any]:
+        """Iterate until the last iteration, the end of the data, or a request to stop; then save.
+
+        Returns:
+            the last version, and whether it was asked to stop.
+
+        Raises:
+            CollectiveTimeout: another train worker did not come to a collective operation.
+        """
+        try:
+            return self._run()
+        except RuntimeError as error:
+            of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            if not of_torch or not TIMED_OUT.search(str(error)):
+                raise
+            limit = self.config.trainer.deadlines.collective
+            raise CollectiveTimeout(
+                f"collective: train rank {self.rank} waited longer than {limit:.0f} s (trainer.deadlines.collective) "
+                f"for the others, after version {self.version}; {describe(self._ask_store('status'))}"
+            ) from error
+
+    def _run(self) -> dict[str, Any]:
         self._publish()
         timings: Stats = {}
         stopping = False
@@ -129,9 +163,11 @@ class Loop:
             self._save()
         self.saver.wait()
         save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model")
+        end = {"version": self.version, "stopped": stopping}
         if self.rank == 0:
             ModelSettings.of(self.config, self.version).save(Path(self.run_dir) / "model")
-            self._ask("post", "done", {"version": self.version, "stopped": stopping})
+            self._ask("post", "done", end)
+        return end
 
     def _update_kl(self, table: pa.Table) -> None:
         """Steer the coefficient of the KL in the reward by the KL of all ranks' rows."""
@@ -150,9 +186,14 @@ class Loop:
         if self.critic:
             kind = torch_dtype(self.config.model.dtype, "model.dtype")
             shards[CRITIC] = pack(self.critic.module, self.rank, kind, limit, ray.put)
+        if rollout.sleep and self.device.type == "cuda":
+            # An engine that wakes needs what the update has freed and torch still holds.
+            torch.cuda.empty_cache()
         self._ask("publish", self.version, shards, stepped_at, self.kl.coef)
 
     def _save(self) -> None:
+        if self.rank == 0:
+            ask(self._store, "settle", self._generation, self.version, ANSWER_S, timeout=2 * ANSWER_S)
         self.saver.save(self.learners, self.kl, self.version, self._ask("position", self.version))
         self.saved = self.version
 
@@ -174,7 +215,7 @@ class Loop:
             self._ask("post", "iteration", {"iteration": self.version, "metrics": metrics})
         dist.broadcast_object_list(verdict)
         if verdict[0] is not None:
-            raise RuntimeError(verdict[0])
+            raise FinalError(verdict[0])
         return verdict[1]
 
     def _complaint(self, metrics: dict[str, float], table: pa.Table) -> str | None:
@@ -203,7 +244,7 @@ class Loop:
         return self._ask_store(method, self._generation, *args)
 
     def _ask_store(self, method: str, *args: Any) -> Any:
-        return ray.get(getattr(self._store, method).remote(*args), timeout=ANSWER_S)
+        return ask(self._store, method, *args)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 from pipeline.config import Config, ConfigError, save_yaml
 from pipeline.evaluate.settings import LAYOUT, RESULT, checked, chosen_ks, in_flight, of_run, result_settings, used
 from pipeline.schema import keys, value_of
+from tests.test_checkpoints import written
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def run_dir(config: Config, tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
-    (folder / "checkpoints" / "iteration_000012").mkdir(parents=True)
+    written(folder, 12)
     config.rollout.val_kwargs.temperature = 0.5
     save_yaml(config, folder / "config.yaml")
     return folder

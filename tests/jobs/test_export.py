@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.fs as pafs
 import pytest
 import ray.train
 import torch
@@ -23,6 +24,7 @@ from pipeline.advantage.kl import FixedKL
 from pipeline.config import Config, save_yaml
 from pipeline.export import registry
 from pipeline.export.settings import FILE, load_settings
+from pipeline.storage import filesystem_of
 from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
@@ -166,6 +168,20 @@ def test_choices(run: Made, tmp_path: Path) -> None:
     same(exported(run.folder, "--out", tmp_path / "b", "--best", ACC), run.actor[2])
     same(exported(run.folder, "--out", tmp_path / "c", "--best", ACC, "--lowest"), run.actor[3])
     same(exported(run.folder / "checkpoints" / "iteration_000002", "--out", tmp_path / "d"), run.actor[2])
+
+
+def test_checkpoints_that_lie_elsewhere(run: Made, own: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """In a folder, and behind a URL that is no folder of this machine."""
+    for number, place in enumerate((str(tmp_path / "far"), "memory://far")):
+        config = settings(tiny_model, own.parent / "data")
+        config.trainer.storage_path = place
+        save_yaml(config, own / "config.yaml")
+        filesystem, path = filesystem_of(f"{place}/puzzles/checkpoints")
+        filesystem.create_dir(path)
+        pafs.copy_files(str(run.folder / "checkpoints"), path, destination_filesystem=filesystem)
+        shutil.rmtree(own / "checkpoints", ignore_errors=True)
+        same(exported(own, "--out", tmp_path / f"{number}"), run.actor[4])
+        same(exported(own, "--out", tmp_path / f"{number}-best", "--best", ACC), run.actor[2])
 
 
 def test_type_of_the_weights(run: Made, tmp_path: Path) -> None:

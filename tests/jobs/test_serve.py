@@ -33,7 +33,7 @@ from tests.runs import TWO, Run, starter, tiny_settings
 KEY = "a-key-of-this-test"
 READY_S = 300
 
-serves = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+serves = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def asked(*arguments: str, target: Target | None = None) -> Serving:

@@ -83,6 +83,7 @@ def status(head: Head, name: str) -> str:
         return json.load(answer)["status"]
 
 
+@pytest.mark.long
 def test_submit_stop_and_submit_again(ray_job: Ray, head: Head, tmp_path: Path, settings: list[str]) -> None:
     folder = tmp_path / "runs" / "submitted"
     metrics = folder / "metrics.jsonl"

@@ -79,7 +79,8 @@ class Run:
         return get(getattr(self.store, method).remote(self.generation, *args))
 
     def messages(self) -> list[dict[str, Any]]:
-        return get(self.store.read.remote(0, 0.0))[1]
+        """What the stage has told the driver."""
+        return [message for message in get(self.store.read.remote(0, 0.0))[1] if message["kind"] != "begun"]
 
 
 @pytest.fixture
@@ -304,6 +305,25 @@ def test_what_a_resumed_run_starts_from_is_not_validated_again(make: Callable[..
     run.start(version=4, position=(0, 16))
     assert run.page(0) == []
     assert run.ask("ended") == 4
+
+
+def test_a_validation_that_was_cut_off_is_made_again(make: Callable[..., Run]) -> None:
+    """The iteration is recorded, so it is trained no more; what its validation said is lost."""
+    run = make(8, val_rows=3, test_freq=2)
+    metrics = Path(run.run_dir) / "metrics.jsonl"
+    metrics.parent.mkdir()
+
+    def kinds() -> list[str]:
+        run.start(4, (0, 16))
+        return [split for split, *_ in shape(run.page(0)) if split != "pad"]
+
+    assert "val" not in kinds(), "nothing is known of version 4"
+    metrics.write_text(json.dumps({"iteration": 4, "critic/score/mean": 0.5}) + "\n")
+    assert kinds()[0] == "val"
+    metrics.write_text(json.dumps({"iteration": 4, "val-core/x/reward/mean@1": 0.5}) + "\n")
+    assert "val" not in kinds()
+    metrics.write_text(json.dumps({"iteration": 3, "critic/score/mean": 0.5}) + "\n")
+    assert "val" not in kinds()
 
 
 def test_a_page_of_several_iterations(make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

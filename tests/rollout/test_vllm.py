@@ -301,6 +301,20 @@ def damaged() -> str:
     return "nothing was raised"
 
 
+def incomplete() -> str:
+    """Publish a version that lacks a parameter; what the stage says, and that the engine lives on."""
+    version = place.step()
+    for shard in place.versions.shards[version]:
+        shard.pieces[:] = [piece for piece in shard.pieces if piece.name != "model.norm.weight"]
+    try:
+        place.generate(place.chunk(version))
+    except ValueError as error:
+        version = place.step()
+        (table,) = place.generate(place.chunk(version))
+        return f"{error}; afterwards {place.gap(table) < 1e-4}"
+    return "nothing was raised"
+
+
 class Engine:
     """The engine's process as the tests see it: `engine(function, *args)` runs the function there."""
 
@@ -398,6 +412,11 @@ def test_prefix_cache_serves_prompts_within_a_version(engine: Engine) -> None:
 def test_damaged_weights_are_refused(engine: Engine) -> None:
     said = engine(damaged)
     assert "bucket 1 of train rank 0 arrived damaged" in said and said.endswith("afterwards True")
+
+
+def test_incomplete_weights_are_refused(engine: Engine) -> None:
+    said = engine(incomplete)
+    assert "leave 1 parameters as they were: ['model.norm.weight']" in said and said.endswith("afterwards True")
 
 
 def test_every_version_is_loaded_and_acknowledged_once(engine: Engine) -> None:

@@ -21,9 +21,20 @@ class Log:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.sampled: list[tuple[int, list[dict[str, Any]]]] = []
         self.said: list[str] = []
+        self.kept: list[tuple[int, dict[str, float]]] = []
+        self.noticed: list[str] = []
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         self.logged.append((iteration, dict(metrics)))
+
+    def keep(self, iteration: int, metrics: dict[str, float]) -> None:
+        self.kept.append((iteration, dict(metrics)))
+
+    def recorded(self, iteration: int) -> dict[str, float] | None:
+        return dict(self.kept + self.logged).get(iteration)
+
+    def notice(self, text: str) -> None:
+        self.noticed.append(text)
 
     def samples(self, iteration: int, rows: list[dict[str, Any]]) -> None:
         self.sampled.append((iteration, rows))
@@ -38,6 +49,10 @@ class Kept:
     def __init__(self) -> None:
         self.recorded: list[int] = []
         self.parts: list[tuple[int, int, int]] = []
+        self.restarts = 0
+
+    def restarted(self) -> None:
+        self.restarts += 1
 
     def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self.recorded.append(iteration)
@@ -94,6 +109,15 @@ class Run:
         table = pa.Table.from_pylist(rows)
         self.follower.handle({"kind": "validated", "rows": table})
         return table
+
+    def begun(self, version: int) -> None:
+        self.follower.handle({"kind": "begun", "version": version})
+
+    def failed(self, reason: str) -> None:
+        self.follower.handle({"kind": "failed", "reason": reason})
+
+    def saving(self, version: int) -> None:
+        self.follower.handle({"kind": "saving", "version": version})
 
     def done(self, version: int, stopped: bool = False) -> None:
         self.follower.handle({"kind": "done", "version": version, "stopped": stopped})
@@ -264,3 +288,88 @@ def test_checkpoints_and_records_reach_their_keeper() -> None:
         run.follower.handle({"kind": "saved", "version": 1, "rank": rank, "ranks": 2})
     run.iteration(2)
     assert run.keeper.recorded == run.numbers == [1, 2] and run.keeper.parts == [(1, 1, 2), (1, 0, 2)]
+
+
+# restarted train workers
+
+
+def test_a_restart_is_told_with_the_first_reason() -> None:
+    run = Run()
+    assert not run.follower.training
+    run.begun(0)
+    assert run.follower.training and not run.tracker.noticed
+    run.failed("the process of train rank 1 ended")
+    assert not run.follower.training
+    run.failed("StaleGeneration: a consequence")
+    run.begun(4)
+    assert run.tracker.noticed == [
+        "restarted the train workers from iteration 4 because the process of train rank 1 ended"
+    ]
+    assert run.follower.training and run.keeper.restarts == 1
+    run.begun(4)
+    assert run.tracker.noticed[1] == "restarted the train workers from iteration 4 because they failed"
+
+
+def test_repeated_iterations_are_told_as_if_there_had_been_no_restart() -> None:
+    def half(run: Run, upto: int) -> None:
+        for iteration in range(1, upto + 1):
+            run.prompts(iteration)
+            run.loaded(iteration - 1)
+            run.iteration(iteration)
+
+    whole, killed = Run(), Run()
+    whole.begun(0)
+    half(whole, 3)
+    killed.begun(0)
+    half(killed, 2)
+    # Parts of iteration 3 are known when the workers fail.
+    killed.prompts(3)
+    killed.loaded(2)
+    killed.failed("a reason")
+    killed.begun(1)
+    for iteration in (2, 3):
+        killed.prompts(iteration)
+        killed.loaded(iteration - 1)
+        killed.iteration(iteration)
+    assert killed.records == whole.records
+    assert killed.numbers == [1, 2, 2, 3]
+
+
+def test_what_a_checkpoint_covers_is_recorded_before_it_is_saved() -> None:
+    """Also where the validation is still awaited: a run that goes on from there trains that iteration no more."""
+    run = Run(iterations=4, test_freq=2, validation=True)
+    run.begun(0)
+    run.iteration(1)
+    run.saving(1)
+    assert run.numbers == [1] and run.tracker.kept == []
+    run.announce(2)
+    run.iteration(2, score=0.25)
+    run.saving(2)
+    assert run.numbers == [1] and run.tracker.kept == [(2, {"critic/score/mean": 0.25})]
+    run.validated(2)
+    assert run.numbers == [1, 2] and run.records[2][CORE] == 0.5 and run.records[2]["critic/score/mean"] == 0.25
+
+
+@pytest.mark.parametrize("same_driver", [True, False])
+def test_a_validation_that_was_cut_off_is_made_again_and_joins_its_iteration(same_driver: bool) -> None:
+    run = Run(iterations=4, test_freq=2, validation=True)
+    run.begun(0)
+    run.iteration(1)
+    run.announce(2)
+    run.iteration(2, score=0.25)
+    run.saving(2)
+    run.validated(2, range(0, 2))
+    run.iteration(3)
+    if not same_driver:
+        other = Run(iterations=4, test_freq=2, validation=True)
+        other.tracker.kept = run.tracker.kept
+        run = other
+    run.begun(2)
+    run.announce(2)
+    run.validated(2)
+    assert run.records[2] == {"critic/score/mean": 0.25} | {
+        name: value for name, value in run.records[2].items() if name != "critic/score/mean"
+    }
+    assert run.records[2][CORE] == 0.5
+    run.iteration(3)
+    assert run.numbers[-2:] == [2, 3]

@@ -1,8 +1,13 @@
 """Which checkpoints the driver keeps, as parts become whole and numbers come in."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
+import pytest
+
+from pipeline import checkpoints
 from pipeline.checkpoints import iterations
 from pipeline.track.retention import Retention
 from tests.test_checkpoints import written
@@ -61,3 +66,27 @@ def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:
     retention.saved(4, 0, 2)
     retention.close()
     assert iterations(str(tmp_path)) == [2, 4]
+
+
+def test_parts_from_before_a_restart_make_nothing_whole(tmp_path: Path) -> None:
+    """Else a checkpoint that is being copied anew would be taken for a broken one, and deleted."""
+    retention = Retention(tmp_path, 1, None, "max")
+    saved(retention, tmp_path, 2)
+    retention.saved(4, 0, 2)
+    retention.restarted()
+    written(tmp_path, 4, marks=1)
+    retention.saved(4, 1, 2)
+    retention.close()
+    assert iterations(str(tmp_path)) == [2, 4]
+
+
+def test_a_storage_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(checkpoints, "retain", lambda *_: [released.wait(30)])
+    monkeypatch.setattr(Retention, "CLOSE_S", 0.1)
+    retention = Retention(tmp_path, 1, None, "max")
+    saved(retention, tmp_path, 2)
+    begun = time.monotonic()
+    retention.close()
+    assert time.monotonic() - begun < 5
+    released.set()

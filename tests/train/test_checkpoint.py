@@ -12,10 +12,12 @@ import pytest
 import ray.train
 import torch.distributed as dist
 
+from pipeline import checkpoints
 from pipeline.advantage.kl import AdaptiveKL
 from pipeline.checkpoints import newest
 from pipeline.config import Config, load_yaml
 from pipeline.rows import flat
+from pipeline.track.retention import Retention
 from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
 from pipeline.train.checkpoint import Saver
@@ -58,7 +60,7 @@ class Storage:
 def storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Storage:
     made = Storage(tmp_path)
     context = SimpleNamespace(get_storage=lambda: made)
-    stand_in = vars(ray.train) | {"report": made.report, "get_checkpoint": lambda: None, "get_context": lambda: context}
+    stand_in = vars(ray.train) | {"report": made.report, "get_context": lambda: context}
     monkeypatch.setattr(checkpoint.ray, "train", SimpleNamespace(**stand_in))
     monkeypatch.setattr(checkpoint, "FIRST_PAUSE_S", 0.05)
     return made
@@ -112,7 +114,7 @@ def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Storage, wa
     assert done == [2]
     found = newest(str(storage.run_dir))
     assert found is not None and found.iteration == 2
-    assert checkpoint.restore(restored.both, restored.kl, found.place) == (2, (1, 7))
+    assert checkpoint.restore(restored.both, restored.kl, str(storage.run_dir)) == (2, (1, 7))
     assert restored.kl.coef == whole.kl.coef != 0.3
     for learners in (whole, saved, restored):
         learners.actor.update(rows(2))
@@ -158,5 +160,97 @@ def test_what_an_abandoned_try_left_is_no_part_of_the_next(tiny_model: Path, sto
 
 def test_a_run_without_a_checkpoint_starts_anew(tiny_model: Path, storage: Storage) -> None:
     learners, untouched = Learners(tiny_model), Learners(tiny_model)
-    assert checkpoint.restore(learners.both, learners.kl) == (0, (0, 0))
+    assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir)) == (0, (0, 0))
     assert learners.distance(untouched) == 0 and learners.kl.coef == 0.3
+
+
+def test_a_run_begins_with_a_given_checkpoint_until_it_has_its_own(tiny_model: Path, storage: Storage) -> None:
+    learners, one = Learners(tiny_model), saver(storage)
+    one.save(learners.both, learners.kl, 3, (0, 12))
+    one.wait()
+    given = newest(str(storage.run_dir))
+    assert given is not None
+    own = storage.run_dir / "own"
+    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, (0, 12))
+    later = Storage(own)
+    shutil.copytree(given.place, own / "checkpoints" / "iteration_000005")
+    progress = own / "checkpoints" / "iteration_000005" / "progress.json"
+    progress.write_text(progress.read_text().replace('"version": 3', '"version": 5'))
+    assert later.run_dir == own
+    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (5, (0, 12))
+    # What is not whole is not read, whatever Ray Train was told of it.
+    (own / "checkpoints" / "iteration_000005" / "complete_0").unlink()
+    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, (0, 12))
+
+
+def test_checkpoints_may_lie_behind_a_url(
+    tiny_model: Path, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved, found, resumed from and deleted in `trainer.storage_path`; the run's folder holds none."""
+    settings, run_dir = Config(), tmp_path / "runs" / "mine"
+    settings.trainer.storage_path, settings.trainer.experiment_name = f"file://{tmp_path}/far", "mine"
+    root = checkpoints.root(settings.trainer, run_dir)
+    assert root == f"file://{tmp_path}/far/mine"
+    storage.run_dir = tmp_path / "far" / "mine"
+    saved, restored, done = Learners(tiny_model), Learners(tiny_model), []
+    saved.actor.update(rows(0))
+    (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002").mkdir(parents=True)
+    (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002" / "complete_9").touch()
+    one = Saver(settings, str(run_dir), done.append)
+    for version in (2, 4):
+        one.save(saved.both, saved.kl, version, (0, version))
+        one.wait()
+    assert done == [2, 4] and not run_dir.exists()
+    assert not (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002" / "complete_9").exists()
+    assert checkpoint.restore(restored.both, restored.kl, root) == (4, (0, 4))
+    assert saved.distance(restored) == 0
+    retention = Retention(run_dir, 1, None, "max", root)
+    retention.saved(4, 0, 1)
+    retention.close()
+    assert checkpoints.iterations(root) == [4]
+
+
+@pytest.mark.parametrize("after", [2, 10**9], ids=["comes back", "stays away"])
+def test_reading_waits_for_a_storage_that_is_away(
+    tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    learners, one = Learners(tiny_model), saver(storage)
+    one.save(learners.both, learners.kl, 1, (0, 4))
+    one.wait()
+    tries, real = [0], checkpoint.newest
+
+    def away(root: str) -> Any:
+        tries[0] += 1
+        if tries[0] <= after:
+            raise OSError(5, "the storage is away")
+        return real(root)
+
+    monkeypatch.setattr(checkpoint, "newest", away)
+    if after == 2:
+        assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir), None, 30.0) == (1, (0, 4))
+    else:
+        with pytest.raises(OSError, match=r"could not be read for 0 s \(trainer.deadlines.checkpoint\): the"):
+            checkpoint.restore(learners.both, learners.kl, str(storage.run_dir), None, 0.2)
+
+
+def test_a_full_disk_is_named_when_it_stays_full(
+    tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[BaseException] = []
+
+    def report(metrics: Any, *, checkpoint: Any, checkpoint_dir_name: str, **how: Any) -> None:
+        with pytest.raises(OSError) as error:
+            how["checkpoint_upload_fn"](checkpoint, checkpoint_dir_name)
+        failed.append(error.value)
+
+    def full(checkpoint: Any, name: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "persist_current_checkpoint", full)
+    monkeypatch.setattr(checkpoint.ray.train, "report", report)
+    learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
+    one.save(learners.both, learners.kl, 1, (0, 4))
+    assert failed[0].errno == 28  # type: ignore[attr-defined]
+    for part in (f"{storage.run_dir}/checkpoints", "No space left on device", "trainer.deadlines.checkpoint"):
+        assert part in str(failed[0])
+    assert newest(str(storage.run_dir)) is None

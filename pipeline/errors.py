@@ -1,0 +1,6 @@
+"""Errors by what can be done about them."""
+
+
+class FinalError(RuntimeError):
+    """What a restart from the last checkpoint would only meet again; the run ends at once, whatever
+    `trainer.max_failures` says."""

@@ -1,0 +1,106 @@
+"""Two hosts made of network namespaces, and a run over them whose cable is pulled."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pipeline.track.trajectories import Record
+from tests.hosts.account import account
+from tests.hosts.network import HOSTS, Network, missing
+from tests.hosts.scenario import Scenario, Work, play
+from tests.runs import BATCH, SAMPLES, tiny_settings
+
+ITERATIONS = 12
+SERVER = """
+import socket
+with socket.create_server(("0.0.0.0", 7000)) as server:
+    print("up", flush=True)
+    while True:
+        server.accept()[0].sendall(socket.gethostname().encode())
+"""
+CLIENT = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000), timeout=1) as connection:
+    print(socket.gethostname(), socket.gethostbyname(socket.gethostname()), connection.recv(99).decode())
+"""
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+
+
+@pytest.mark.slow
+def test_a_pulled_cable_is_silence_until_it_is_back(namespaces: None) -> None:
+    with Network("slip-test") as network:
+        command = network.inside("b", [sys.executable, "-c", SERVER])
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+            assert server.stdout is not None and server.stdout.readline() == b"up\n"
+
+            def ask() -> subprocess.CompletedProcess[str]:
+                command = network.inside("a", [sys.executable, "-c", CLIENT, HOSTS["b"]])
+                return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+            assert ask().stdout.split() == ["host-a", HOSTS["a"], "host-b"]
+            network.cut()
+            assert "TimeoutError" in ask().stderr
+            network.mend()
+            assert ask().returncode == 0
+            assert list(network.processes("b")) == [server.pid] and not network.processes("a")
+            network.kill("b")
+            assert server.wait(timeout=10) < 0
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert "slip-test" not in left
+
+
+def test_what_is_missing_or_twice_is_found(tmp_path: Path) -> None:
+    def record(iteration: int, chunk: int, prompts: list[int], samples: int = 2, version: int | None = None) -> None:
+        version = iteration - 1 if version is None else version
+        rows: list[dict[str, Any]] = [
+            {
+                **{"split": "train", "iteration": iteration, "chunk": chunk, "uid": f"{iteration}-{prompt}"},
+                **{"sample": sample, "epoch": (iteration - 1) // 2, "prompt_index": prompt},
+                **{"policy_version": version, "engine": "host-b:1"},
+            }
+            for prompt in prompts
+            for sample in range(samples)
+        ]
+        Record(str(tmp_path))(pa.Table.from_pylist(rows))
+
+    def found(iterations: int) -> list[str]:
+        lines = [json.dumps({"iteration": iteration + 1}) for iteration in range(iterations)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        return account(tmp_path, iterations, prompts=4, batch=2, samples=2)
+
+    record(1, 0, [0, 3])
+    record(2, 1, [1, 2])
+    record(3, 2, [2, 3])
+    assert found(3) == []
+    assert found(4) == ["iteration 4 has no rows", "epoch 1 has 2 prompts, not 4"]
+    record(4, 3, [0, 3], version=2)
+    assert found(4) == ["iteration 4 has rows of policy version [2]", "epoch 1 has 3 prompts, not 4"]
+    record(4, 3, [0, 1], samples=1)
+    assert found(4) == ["iteration 4 has 2 rows, not 2 x 2"]
+    record(4, 3, [0, 1, 1])
+    assert found(4) == ["iteration 4 has 6 rows, not 2 x 2", "iteration 4 has rows twice"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 2}) + "\n")
+    assert account(tmp_path, 1, prompts=4, batch=2, samples=2) == ["the record has the iterations [2], not 1 to 1"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_over_two_hosts_outlives_a_short_cut(
+    namespaces: None, tmp_path: Path, tiny_model: Path, prompt_files: Any
+) -> None:
+    work = Work(tiny_settings(tmp_path, tiny_model, prompt_files), prompt_files.train_rows, BATCH, SAMPLES, ITERATIONS)
+    outcome = play(Scenario("short", cut_s=5, unanswered=None, node_dies=False), work, tmp_path / "hosts", seed=1)
+    assert outcome.problems == [], outcome.told()
+    assert outcome.quiet_s > 0 and outcome.endings == []

@@ -1,0 +1,253 @@
+"""Engines that come, go and die, on a real Ray: the pool follows the trainer's wait, and the rows do not show it."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.errors import FinalError
+from pipeline.prompts.stage import Schedule
+from pipeline.rollout.stage import Policy
+from pipeline.train.feed import RowsTimeout
+from tests.streams import (
+    ANSWER_S,
+    BATCH,
+    CHUNK,
+    CHUNKS,
+    RANKS,
+    SAMPLES,
+    Answers,
+    Run,
+    StandIn,
+    changed,
+    closing,
+    expected_prompts,
+)
+from tests.test_stream import workers
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("stream_context")]
+
+SAME = ("uid", "chunk", "sample", "response_ids", "rollout_log_probs", "policy_version", "score", "advantages")
+"""Columns that do not depend on which engine generated a row."""
+PATIENCE_S = 90.0
+
+
+class OneByOne(Answers):
+    """Takes its time for every chunk."""
+
+    SECONDS = 0.4
+
+    def step(self) -> list[Any]:
+        time.sleep(self.SECONDS)
+        first = CHUNK * SAMPLES
+        done, self._running = self._running[:first], self._running[first:]
+        return done
+
+
+class Slow(StandIn):
+    answers = OneByOne
+
+
+def until(what: Callable[[], bool], run: Run) -> None:
+    """Train on until it is so, and one iteration more."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline
+        iterate(run)
+    iterate(run)
+
+
+def iterate(run: Run) -> None:
+    following = max(run.iterations, default=0) + 1
+    run.train(following, following)
+
+
+def engines_of(run: Run, iteration: int) -> set[str]:
+    return set(run.rows(iteration)["engine"].to_pylist())
+
+
+@pytest.fixture(scope="module")
+def fixed(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The first iterations with one engine."""
+    folder, last = tmp_path_factory.mktemp("fixed"), 4
+    run = Run(changed(stream_config, folder), Schedule(last, CHUNKS, CHUNK, False, False, -1), folder)
+    with closing(run):
+        run.train(1, last)
+        run.finish(last)
+    return run
+
+
+def test_the_pool_follows_the_wait_of_the_trainer_and_the_rows_do_not(
+    stream_config: Config, tmp_path: Path, fixed: Run
+) -> None:
+    own, last = changed(stream_config, tmp_path), 200
+    own.rollout.max_engines, own.rollout.scale_up_s, own.rollout.scale_down_s = 3, 1.0, 1.0
+    run = Run(own, Schedule(last, CHUNKS, CHUNK, False, False, -1), tmp_path, stage=Slow)
+    with closing(run):
+        # Four chunks of 0.4 s are 1.6 s of one engine and 0.8 s of each of two.
+        until(lambda: len(run.events("start")) > 1, run)
+        until(lambda: len(engines_of(run, max(run.iterations))) > 1, run)
+        assert len(run.events("start")) <= 3
+        for iteration, tables in fixed.iterations.items():
+            for mine, theirs in zip(run.iterations[iteration], tables, strict=True):
+                assert mine.select(SAME).equals(theirs.select(SAME))
+
+        victim = workers("Slow")[0]
+        victim.send_signal(signal.SIGKILL)
+        victim.wait(timeout=ANSWER_S)
+        started = len(run.events("start"))
+        until(lambda: len(run.events("start")) > started, run)
+
+        seen = [run.uids(iteration) for iteration in sorted(run.iterations)]
+        assert seen == expected_prompts(own, len(seen))
+        for iteration, tables in run.iterations.items():
+            assert {v for table in tables for v in table["policy_version"].to_pylist()} == {iteration - 1}
+            assert [len(table) for table in tables] == [BATCH * SAMPLES // RANKS] * RANKS
+        run.abandon()
+
+
+@pytest.mark.long
+def test_engines_that_are_not_needed_go(stream_config: Config, tmp_path: Path, fixed: Run) -> None:
+    own = changed(stream_config, tmp_path)
+    own.rollout.num_engines, own.rollout.min_engines = 3, 1
+    own.rollout.scale_up_s, own.rollout.scale_down_s = 20.0, 1.0
+    run = Run(own, Schedule(500, CHUNKS, CHUNK, False, False, -1), tmp_path)
+    with closing(run):
+        iterate(run)
+        assert len(workers("StandIn")) == 3
+        until(lambda: time.sleep(0.5) or len(workers("StandIn")) == 1, run)  # type: ignore[func-returns-value]
+        assert len(run.events("start")) == 3, "none was started again"
+        for iteration, tables in fixed.iterations.items():
+            for mine, theirs in zip(run.iterations[iteration], tables, strict=True):
+                assert mine.select(SAME).equals(theirs.select(SAME))
+        run.abandon()
+
+
+# Engines that die.
+
+
+class Dying(Answers):
+    """Ends in the middle of a chunk of policy version 1, as often as `times` says over all processes."""
+
+    folder: Path
+    times = 1
+    killed = True
+    _version = 0
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+        self._version = int(prompt["cache_salt"][1:])
+        super().add_request(request_id, prompt, params)
+
+    def step(self) -> list[Any]:
+        deaths = self.folder / "deaths"
+        count = deaths.stat().st_size if deaths.exists() else 0
+        if self._version == 1 and count < self.times:
+            with deaths.open("a") as file:
+                file.write("x")
+            if self.killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("CUDA error: out of memory")
+        return super().step()
+
+
+class Killed(StandIn):
+    """As by the kernel when memory runs out."""
+
+    answers = Dying
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        Dying.folder = Path(config.trainer.default_local_dir)
+        super().__init__(config, policy)
+
+
+class Failing(Killed):
+    """As a GPU that runs out of memory: the process lives, its engine does not."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        Dying.killed = False
+        super().__init__(config, policy)
+
+
+class Hopeless(Failing):
+    def __init__(self, config: Config, policy: Policy) -> None:
+        Dying.times = 1000
+        super().__init__(config, policy)
+
+
+class NeverAgain(Killed):
+    """Dies once, and cannot start afterwards."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        if (Path(config.trainer.default_local_dir) / "deaths").exists():
+            raise OSError("the model's folder is gone")
+        super().__init__(config, policy)
+
+
+class KilledAtStart(Killed):
+    """Dies once, and at each start afterwards."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        if (Path(config.trainer.default_local_dir) / "deaths").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(config, policy)
+
+
+def started(stream_config: Config, folder: Path, stage: type[StandIn]) -> Run:
+    schedule = Schedule(3, CHUNKS, CHUNK, False, False, -1)
+    return Run(changed(stream_config, folder), schedule, folder, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(Killed, marks=pytest.mark.long), Failing])
+def test_a_chunk_of_a_dead_engine_comes_from_another_with_the_current_weights(
+    stream_config: Config, tmp_path: Path, fixed: Run, stage: type[StandIn]
+) -> None:
+    run = started(stream_config, tmp_path, stage)
+    with closing(run):
+        run.train(1, 3)
+        run.finish(3)
+        assert (tmp_path / "deaths").read_text() == "x" and len(run.events("start")) == 2
+        for iteration in run.iterations:
+            for mine, theirs in zip(run.iterations[iteration], fixed.iterations[iteration], strict=True):
+                assert mine.select(SAME).equals(theirs.select(SAME))
+        loaded = [message["version"] for message in run.messages("loaded")]
+        assert loaded == [0, 1, 1, 2], "the new engine loaded what the old one had"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        (Hopeless, "was started again and died before it had finished a chunk: .*out of memory"),
+        (NeverAgain, "the model's folder is gone"),
+    ],
+)
+def test_an_engine_that_cannot_come_back_ends_the_stream(
+    stream_config: Config, tmp_path: Path, stage: type[StandIn], words: str
+) -> None:
+    run = started(stream_config, tmp_path, stage)
+    run.train(1, 1)
+    run.publish(1)
+    with pytest.raises(Exception, match=f"(?s){words}") as error:
+        run.feeds[0].next(2)
+    assert not isinstance(error.value, RowsTimeout)
+    if stage is Hopeless:
+        assert FinalError.__name__ in str(error.value)
+    run.abandon()
+
+
+def test_an_engine_that_is_killed_at_every_start_holds_the_run_for_a_deadline_at_most(
+    stream_config: Config, tmp_path: Path
+) -> None:
+    run = started(stream_config, tmp_path, KilledAtStart)
+    run.train(1, 1)
+    run.publish(1)
+    for feed in run.feeds:
+        feed._blocks._timeout = 15.0
+    with pytest.raises(RowsTimeout, match="no rows for iteration 2 within 15 s"):
+        run.feeds[0].next(2)
+    run.abandon()

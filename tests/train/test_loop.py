@@ -1,0 +1,106 @@
+"""Errors of the train loop that say what was waited for."""
+
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.config import Config
+from pipeline.errors import FinalError
+from pipeline.train.loop import CollectiveTimeout, Loop
+from tests.train.updates import spawn
+
+STATUS = {"version": 3, "waiting": {"admission": 2}, "alive_s": 7.0, "alive_by": "train rank 1 (publishing version 3)"}
+
+
+class Bare(Loop):
+    """A loop of which only the end of `_run` is real."""
+
+    def __init__(self, body: Any):
+        self.config, self.rank, self.version, self._body = Config(), 0, 3, body
+        self.config.trainer.deadlines.collective = 2.0
+
+    def _run(self) -> dict[str, Any]:
+        return self._body()
+
+    def _ask_store(self, method: str, *args: Any) -> Any:
+        assert method == "status"
+        return STATUS
+
+
+def one_of_two(rank: int, port: str, folder: str) -> None:
+    """Rank 1 joins and then does nothing for as long as rank 0 may wait, and longer."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=2)
+    )
+    if rank == 1:
+        while not (Path(folder) / "said").exists():
+            time.sleep(0.05)
+        return
+    try:
+        Bare(lambda: dist.all_reduce(torch.ones(1))).run()
+    except CollectiveTimeout as error:
+        (Path(folder) / "text").write_text(str(error))
+    finally:
+        (Path(folder) / "said").touch()
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_waited_for_until_a_deadline(tmp_path: Path) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    spawn(one_of_two, str(port), str(tmp_path))
+    assert (tmp_path / "text").read_text() == (
+        "collective: train rank 0 waited longer than 2 s (trainer.deadlines.collective) for the others, after version "
+        "3; policy version 3 is out, store waits: 2 in admission, last sign of life 7 s ago from train rank 1 "
+        "(publishing version 3)"
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the stream ended inside iteration 3, after 1 chunks"),
+        FinalError("the reward failed for 100% of the rows; one of them: it timed out"),
+        TimeoutError("no rows within 5 s"),
+    ],
+)
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    def body() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        Bare(body).run()
+    assert raised.value is error
+
+
+def test_a_checkpoint_is_begun_when_the_driver_has_what_it_covers() -> None:
+    """On rank 0 alone: the others wait for it in the collective of saving."""
+    for rank in (0, 1):
+        done: list[str] = []
+
+        class Saving(Loop):
+            def __init__(self) -> None:
+                self.rank, self.version, self._generation = rank, 4, 9  # noqa: B023
+                self._store = SimpleNamespace()
+                self.learners, self.kl = [], None
+                self.saver = SimpleNamespace(save=lambda *_: done.append("saved"))  # noqa: B023
+
+            def _ask(self, method: str, *args: Any) -> Any:
+                return None
+
+        def settle(store: Any, method: str, generation: int, version: int, patience: float, *, timeout: float) -> None:
+            assert (method, generation, version) == ("settle", 9, 4) and timeout > patience
+            done.append("settled")  # noqa: B023
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipeline.train.loop.ask", settle)
+            Saving()._save()
+        assert done == (["settled", "saved"] if rank == 0 else ["saved"])
