@@ -39,12 +39,13 @@ class InstantRollout(Rollout):
         self._config, self._policy = config, policy
         self._tokenizer = load_tokenizer(config.model)
         self._random = np.random.default_rng(config.trainer.seed)
-        self._version = -1
+        self._version, self._kl_coefs = -1, {}
         self.name = f"instant:{os.getpid()}"
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
         ticket = await self._policy.admit(split, chunk, version)
+        assert ticket is not None
         if ticket.version > self._version:
             self._version = ticket.version
             await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), 0.0)

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline import check_algorithm, check_data, check_reward, kl, replay
+from pipeline import check_algorithm, check_data, check_groups, check_reward, kl, replay
 from pipeline.config import Config, ConfigError
+from pipeline.rollout.sampling import stop_problem
 from pipeline.schema import keys, value_of
 from pipeline.stages import scorers, uses_critic, uses_engines, uses_reference
 from pipeline.storage import check_scheme
@@ -25,9 +26,13 @@ CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("float32", "bfloat16"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
+    "rollout.update": ("between_chunks", "in_flight"),
+    "rollout.update_kv": ("recompute", "keep"),
     **{f"{scorer}.dtype": (None, "float32", "bfloat16", "float16") for scorer in SCORERS},
     "algorithm.kl_penalty": tuple(kl.NAMES),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.filter_groups.surplus": ("discard", "carry"),
+    "algorithm.on_stale": ("drop", "correct"),
     **{f"{learner}.fsdp.param_dtype": (None, "float32", "bfloat16") for learner in LEARNERS},
     **{f"{learner}.fsdp.reduce_dtype": ("float32", "bfloat16") for learner in LEARNERS},
     **{f"{learner}.optim.lr_scheduler_type": ("constant", "cosine", "linear") for learner in LEARNERS},
@@ -49,6 +54,8 @@ AT_LEAST = {
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.temperature": 0,
     "rollout.chunk_prompts": 1,
+    "rollout.min_tokens": 0,
+    "rollout.tensor_parallel_size": 1,
     "rollout.num_engines": 1,
     "rollout.scale_down_s": 0,
     "rollout.chunks_in_flight": 0,
@@ -62,8 +69,10 @@ AT_LEAST = {
     "reward.repetition_penalty.ngram": 1,
     **{f"{scorer}.num_workers": 1 for scorer in SCORERS},
     **{f"{scorer}.{name}": 0 for scorer in SCORERS for name in ("num_cpus", "num_gpus", "num_threads")},
+    "algorithm.filter_groups.max_num_gen_batches": 1,
     "algorithm.kl_ctrl.kl_coef": 0,
     "algorithm.kl_ctrl.horizon": 1,
+    "algorithm.max_staleness": 0,
     "actor.policy_loss.ppo_kl_coef": 0,
     "actor.entropy_coeff": 0,
     "actor.kl_loss_coef": 0,
@@ -173,6 +182,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _model(config)
     yield from check_data.problems(config)
     yield from check_algorithm.problems(config)
+    yield from check_groups.problems(config)
     yield from check_reward.problems(config)
     yield from replay.problems(config)
     yield from _trainer(config)
@@ -347,6 +357,13 @@ def _lengths(config: Config) -> Iterator[str]:
                 f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
                 f"{prompt + response} tokens, more than {key}={budget}; raise it or shorten rows"
             )
+    if config.rollout.min_tokens > response:
+        yield (
+            f"rollout.min_tokens={config.rollout.min_tokens} is above data.max_response_length={response}; lower the "
+            "one or raise the other"
+        )
+    if problem := stop_problem(config.rollout.stop):
+        yield f"rollout.stop {problem}; it must be a list of texts that end a response"
     if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
         yield (
             f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is below "
@@ -362,7 +379,12 @@ def _devices(config: Config) -> Iterator[str]:
             f"rollout.max_engines={rollout.most}: it is the number of engines that the run begins with"
         )
     if rollout.num_gpus > 1:
-        yield f"rollout.num_gpus={rollout.num_gpus:g}: an engine uses one GPU or a part of one"
+        yield (
+            f"rollout.num_gpus={rollout.num_gpus:g}: an engine uses one GPU or a part of one; to split its model over "
+            f"several, set rollout.num_gpus=1 and rollout.tensor_parallel_size={math.ceil(rollout.num_gpus)}"
+        )
+    elif rollout.tensor_parallel_size > 1:
+        yield from _split_engines(config)
     yield from _shared_gpus(config)
     if rollout.num_gpus > 0 and rollout.gpu_memory_utilization == 0:
         yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
@@ -371,6 +393,26 @@ def _devices(config: Config) -> Iterator[str]:
     for name, pool in scorers(config).items():
         if pool.num_gpus > 1:
             yield f"scoring.{name}.num_gpus={pool.num_gpus:g}: a replica uses one GPU or a part of one"
+
+
+def _split_engines(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    named = f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
+    if rollout.num_gpus == 0 and uses_engines(config):
+        yield f"{named} splits a model over GPUs and rollout.num_gpus=0; set that to 1, or the size to 1"
+    elif rollout.num_gpus != 1:
+        yield (
+            f"{named} with rollout.num_gpus={rollout.num_gpus:g}: each part of a model has a GPU of its own; set "
+            "rollout.num_gpus=1"
+        )
+    if rollout.elastic:
+        yield (
+            f"{named} with rollout.min_engines={rollout.fewest} and rollout.max_engines={rollout.most}: engines of "
+            "several GPUs keep their places for the whole run; leave both at null"
+        )
+    for key in ("tensor_parallel_size", "distributed_executor_backend"):
+        if key in rollout.engine_kwargs:
+            yield f"rollout.engine_kwargs.{key} is set by rollout.tensor_parallel_size; leave it out"
 
 
 def _shared_gpus(config: Config) -> Iterator[str]:

@@ -201,7 +201,7 @@ def _row_bytes(config: Config) -> int:
         column.type.value_type.bit_width // 8
         for used, columns in written
         for column in columns
-        if used and pa.types.is_list(column.type)
+        if used and pa.types.is_list(column.type) and column.type != rows.RUNS
     )
     responses = config.data.train_batch_size * (config.rollout.n + uses_baselines(config))
     prompt_bytes = config.data.max_prompt_length * rows.INTS.value_type.bit_width // 8

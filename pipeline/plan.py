@@ -10,17 +10,20 @@ from dataclasses import dataclass, field, replace
 
 from rich.table import Table
 
+from pipeline import overlap
 from pipeline.checks import check
 from pipeline.config import Config, ConfigError
 from pipeline.memory import Memory, estimate, shown
 from pipeline.notes import notes
 from pipeline.placement import Resources, Seats, Stage, lines, local_node, node_words, place
 from pipeline.replay import REPLAY_CPUS
-from pipeline.stages import scorers, uses_baselines, uses_critic, uses_engines, uses_reference
+from pipeline.stages import scorers, uses_baselines, uses_critic, uses_engines, uses_filter, uses_reference
 from pipeline.train.config import ActorConfig, CriticConfig
 
 SHARED_STAGE_CPUS = 1.0
 """CPUs of the prompt source and the tasks that cut its pages into chunks, which take turns."""
+FILTER_CPUS = 0.1
+"""Ray CPUs of the filter stage, which mostly waits."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +136,15 @@ def _stages(config: Config) -> Iterator[Stage]:
     yield Stage("prompts", 1, SHARED_STAGE_CPUS)
     if uses_engines(config):
         fewest = "rollout.num_engines" if rollout.min_engines is None else "rollout.min_engines"
-        keys = (fewest, "rollout.num_cpus", "rollout.num_gpus")
+        split = rollout.tensor_parallel_size > 1
+        keys = (fewest, "rollout.num_cpus", "rollout.tensor_parallel_size" if split else "rollout.num_gpus")
         most = rollout.most if rollout.elastic else 0
-        yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.num_gpus, keys, most=most)
+        yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.gpus, keys, most=most)
     else:
         yield Stage("replay", 1, REPLAY_CPUS, keys=("", "the replay stage", ""))
     yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
+    if uses_filter(config):
+        yield Stage("filter", 1, FILTER_CPUS, keys=("", "the filter stage", ""))
     for name, pool in scorers(config).items():
         keys = (f"scoring.{name}.num_workers", f"scoring.{name}.num_cpus", f"scoring.{name}.num_gpus")
         yield Stage(name, pool.num_workers, pool.num_cpus, pool.num_gpus, keys)
@@ -304,6 +310,8 @@ def render(plan: Plan, seated: Sequence[Seats] = ()) -> Table:
         f"{config.data.train_batch_size} prompts x {config.rollout.n} samples = {plan.rows_per_iteration} rows{greedy} "
         f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts",
     )
+    for number, line in enumerate(overlap.lines(config)):
+        table.add_row("" if number else "at the same time", line)
     table.add_row("one train worker", f"{plan.rows_per_rank} rows in {plan.chunks_per_rank} chunks per iteration")
     table.add_row("optimiser steps", _steps(plan.actor))
     if plan.critic:

@@ -57,7 +57,7 @@ class Answers:
         greedy = params.temperature == 0
         ids = answer(prompt["prompt_token_ids"], int(prompt["cache_salt"][1:]), None if greedy else params.seed)
         log_probs = SimpleNamespace(logprobs=[-0.5] * len(ids))
-        completion = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop")
+        completion = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop", weight_versions=None)
         self._running.append(SimpleNamespace(request_id=request_id, finished=True, outputs=[completion]))
 
     def step(self) -> list[Any]:
@@ -67,6 +67,9 @@ class Answers:
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
         """Weights mean nothing to it."""
+
+    def set_weight_version(self, version: str) -> None:
+        """Nor do their numbers: the salt of a prompt says which version answers."""
 
 
 class StandIn(Rollout):

@@ -256,6 +256,16 @@ def test_engines_that_are_added_leave_the_tasks_their_cpus():
     check_resources(labelled, [{"CPU": 4.0}, {"CPU": 8.0}], [{}, {"role": "rollout"}])
 
 
+def test_an_engine_of_several_gpus_has_them_on_one_node():
+    numbers = small("rollout.num_gpus=1", "rollout.tensor_parallel_size=4", "rollout.num_engines=2")
+    assert numbers.gpus == 8
+    check_resources(numbers, [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 4.0}])
+    with pytest.raises(ConfigError, match=r"rollout.num_engines x rollout.tensor_parallel_size = 2 x 4 = 8 GPUs and"):
+        check_resources(numbers, [{"CPU": 8.0, "GPU": 7.0}])
+    with pytest.raises(ConfigError, match="no node can hold one rollout actor of 1 CPUs and 4 GPUs"):
+        check_resources(numbers, [{"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 2.0}])
+
+
 def test_parts_of_a_gpu_are_parts_of_one():
     shared = ("rollout.num_gpus=0.4", "trainer.use_gpu=true", "trainer.gpus_per_worker=0.6", "rollout.num_engines=2")
     numbers = small(*shared)

@@ -35,9 +35,8 @@ GONE: tuple[Gone, ...] = (
     *_gone("rows travel through Ray Data", "transfer_queue.*"),
     *_gone("rollouts are not skipped", "skip.*"),
     *_gone("there is no profiler", "*profile*", "*.trace.*", "*.prometheus.*"),
-    *_feature(
-        "dynamic sampling is not built: groups whose rewards agree stay in the batch, with advantages 0",
-        "algorithm.filter_groups.*",
+    *_gone(
+        "replacements are generated as soon as groups are dropped", "algorithm.filter_groups.max_inflight_gen_batches"
     ),
     *_gone("the penalty is reckoned from data.max_response_length", "*.max_resp_len"),
     *_gone("the penalty is always among the parts of the reward", "*overlong_buffer.log", "*overlong_buffer_cfg.log"),

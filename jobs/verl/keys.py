@@ -63,6 +63,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
         "use_kl_in_reward kl_penalty",
     ),
     *_same("algorithm.kl_ctrl", "algorithm.kl_ctrl", "type kl_coef target_kl horizon"),
+    *_same("algorithm.filter_groups", "algorithm.filter_groups", "enable metric max_num_gen_batches"),
     *_same(
         _CORRECTION,
         _CORRECTION,

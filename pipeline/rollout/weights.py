@@ -5,12 +5,17 @@ the engine gathers one bucket at a time from all ranks, checks its checksum, joi
 to vLLM's loader. One bucket is held at a time, so the extra memory is bounded by `trainer.weight_bucket_mb` and not by
 the model. The transport is registered as a vLLM weight transfer backend, so the same code serves in-process engines and
 tensor-parallel workers.
+
+With `trainer.weight_transport=delta` a shard also says what has changed since the versions before, and an engine that
+holds one of these fetches no more (`delta.py`).
 """
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from pipeline.rollout.delta import Held, Step
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +47,12 @@ class Shard:
     """One object ref (or the buffer itself, outside Ray) per bucket."""
     checksums: list[int]
     """CRC-32 of each bucket."""
+    version: int = -1
+    """Of the weights; -1 where only whole buckets are published."""
+    steps: list[Step] = field(default_factory=list)
+    """From the versions before, the oldest first."""
+    itemsize: int = 1
+    """Bytes of a number."""
 
 
 def checksum(shards: Sequence[Shard]) -> int:
@@ -54,13 +65,14 @@ def checksum(shards: Sequence[Shard]) -> int:
 
 
 def parameters(
-    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]]
+    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]], held: Held | None = None
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks at a time.
 
     Args:
         shards: one per rank; every rank has the same number of buckets with the same parameters in each.
         fetch: turns refs into byte buffers, for example `ray.get`.
+        held: the buckets that are here, which are brought to this version; None keeps none, and fetches whole ones.
 
     Raises:
         ValueError: a bucket's bytes do not match its checksum, or a parameter's rows do not add up.
@@ -69,8 +81,12 @@ def parameters(
     # would cost each of them 100 MiB and a second of CPU at its start.
     import torch
 
+    held = held if min(shard.version for shard in shards) >= 0 else None
+    if held:
+        held.begin(shards)
     for number in range(len(shards[0].buckets)):
-        buffers = fetch([shard.buckets[number] for shard in shards])
+        refs = [shard.buckets[number] for shard in shards]
+        buffers = held.take(shards, number, fetch) if held else fetch(refs)
         whole: dict[str, torch.Tensor] = {}
         rows: dict[str, int] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
@@ -96,6 +112,8 @@ def parameters(
             if rows[name] != (tensor.shape[0] if tensor.dim() else 1):
                 raise ValueError(f"parameter {name!r}: the ranks published {rows[name]} of {tensor.shape[0]} rows")
             yield name, tensor
+    if held:
+        held.done(shards)
 
 
 def register() -> None:
@@ -128,6 +146,7 @@ def register() -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._needed: set[str] = set()
+            self._held = Held()
 
         def init_transfer_engine(self, init_info: Init) -> None:
             pass
@@ -145,7 +164,7 @@ def register() -> None:
                 return ray.get(refs, timeout=update_info.timeout) if ray.is_initialized() else refs
 
             model: Any = self.model
-            loaded = model.load_weights(parameters(update_info.shards, fetch))
+            loaded = model.load_weights(parameters(update_info.shards, fetch, self._held))
             # Whatever is not replaced belongs to another version, and after a sleep to none.
             if loaded is not None and (missing := sorted(self._needed - loaded)):
                 raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")

@@ -122,7 +122,7 @@ def reduce(parts: Iterable[Stats]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
+def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: int = 0) -> Stats:
     """Metrics of the finished rows (columns of `pipeline.rows.SCHEMA`) that one rank trains on in one iteration.
 
     Scores, rewards, parts and groups leave out rows whose reward failed; lengths count every row; advantages, returns
@@ -132,6 +132,7 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
     Args:
         table: train rows of one iteration.
         solved_at: a response with at least this score, before it was shaped, counts as solved.
+        max_staleness: bound on the age of rows; above 0 the share of every age up to it is given.
     """
     if not len(table):
         return {}
@@ -156,7 +157,7 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
         "training/global_step": _largest(table["iteration"]),
         "training/epoch": _largest(table["epoch"]),
         "training/policy_version": mean(version.sum(), len(version)),
-        **summary(trained_version - version, "training/staleness"),
+        **_ages(trained_version - version, max_staleness),
         "timing_s/reward": Stat("sum", (float(np.nansum(table["reward_s"].to_numpy()[first_of_chunk])),)),
         **summary(_present(table["generate_s"]), "rollout/generate_s", ("mean", "max")),
         **summary(_present(table["load_s"]), "rollout/load_s", ("mean", "max")),
@@ -173,6 +174,17 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
     for column, name in (("value_version", "value_staleness"), ("pi_version", "pi_staleness")):
         if _has(table, column):
             stats |= summary(trained_version - table[column].to_numpy(), f"training/{name}")
+    return stats
+
+
+def _ages(staleness: np.ndarray, most: int) -> Stats:
+    """Of the ages [R] of rows, in versions; `over` is the share of those past the bound."""
+    stats = summary(staleness, "training/staleness") | {
+        "training/staleness/over": mean((staleness > most).sum(), len(staleness))
+    }
+    if most:
+        for age in range(most + 1):
+            stats[f"training/staleness/share/{age}"] = mean((staleness == age).sum(), len(staleness))
     return stats
 
 

@@ -294,6 +294,10 @@ class TrainerConfig:
     num_threads: int = 0
     """Compute threads of one CPU train worker; 0 takes `cpus_per_worker`."""
 
+    early: bool | None = None
+    """Begin to train on the first chunks of an iteration while the others are still generated: the same loss and
+    gradient, up to rounding. Null does so wherever it is possible; `--dry-run` says whether it is, or why not."""
+
     ray_num_cpus: int | None = None
     """CPUs a local Ray is told it has; null takes the machine's. Phases of an on-policy run alternate, so a small
     machine may be told more than it has. Ignored when a cluster is joined."""

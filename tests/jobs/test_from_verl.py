@@ -145,9 +145,9 @@ def test_dapo(convert: Convert) -> None:
     assert config.trainer.default_local_dir == "/home/me/verl/ckpts/DAPO"
     assert config.trainer.experiment_name == "DAPO-32B"
     assert (config.reward.overlong_buffer.enable, config.reward.overlong_buffer.len) == (True, 4096)
+    groups = config.algorithm.filter_groups
+    assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 10)
     for key, part in {
-        "algorithm.filter_groups.enable": "dynamic sampling is not built",
-        "algorithm.filter_groups.metric": "dynamic sampling",
         "reward_model.reward_manager": "no reward managers",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "never split",
         "actor_rollout_ref.model.override_config.attention_dropout": "loaded as they are",

@@ -1,23 +1,29 @@
 """The rollout stage on a fake engine that answers at once; `test_vllm.py` has the real one."""
 
 import asyncio
+import json
 import sys
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline import rows
 from pipeline.config import Config
 from pipeline.rollout import vllm
-from pipeline.rollout.stage import Rollout
+from pipeline.rollout.stage import Rollout, decoded
 from pipeline.store import Ticket
 
 GREEDY_TOKEN = 7
+SEEDS = [2382685956620813730, 1349609211904220927, 256104817106049214]
+"""Of the two samples of the first prompt and the first one of the second."""
 PROMPTS = [[11, 12], [13], [14, 15, 16]]
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None}
@@ -28,11 +34,12 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.asked: list[tuple[dict[str, Any], SimpleNamespace]] = []
+        self.version = "default"
         self._running: list[tuple[str, list[int]]] = []
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: SimpleNamespace) -> None:
         self.asked.append((prompt, params))
-        drawn = 20 + params.seed % 1000 if params.temperature > 0 else GREEDY_TOKEN
+        drawn = 20 + (params.seed or 0) % 1000 if params.temperature > 0 else GREEDY_TOKEN
         self._running.append((request_id, [prompt["prompt_token_ids"][0], drawn]))
 
     def step(self) -> list[SimpleNamespace]:
@@ -46,6 +53,7 @@ class FakeEngine:
                         token_ids=tokens,
                         logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)),
                         finish_reason="stop",
+                        weight_versions=[SimpleNamespace(version=self.version, start=0, end=len(tokens))],
                     )
                 ],
             )
@@ -54,6 +62,9 @@ class FakeEngine:
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
         pass
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
 
 
 class Tickets:
@@ -65,7 +76,9 @@ class Tickets:
     async def admit(self, split: str, chunk: int, version: int) -> Ticket:
         return self._tickets.pop(0)
 
-    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+    ) -> None:
         pass
 
 
@@ -138,7 +151,7 @@ def test_greedy_requests_differ_from_sampled_ones_in_the_sampling_alone(make: Ma
     generate(stage, chunk())
     for prompt, ids in enumerate(PROMPTS):
         (first, drawn), (second, _), (third, greedy) = stage.fake.asked[3 * prompt : 3 * prompt + 3]
-        assert first == second == third == {"prompt_token_ids": ids, "cache_salt": "v0"}
+        assert first == second == third == {"type": "token", "prompt_token_ids": ids, "cache_salt": "v0"}
         assert vars(drawn).items() >= SAMPLED.items() and drawn.seed is not None
         assert vars(greedy) == vars(drawn) | GREEDY
         assert greedy.max_tokens == 9 and greedy.ignore_eos
@@ -171,7 +184,242 @@ def test_rows_without_baselines_and_kl(make: Make) -> None:
     """What stages with engines of their own call."""
     generations = [vllm.Generation(np.array([i], np.int32), np.array([-1.0], np.float32), "stop") for i in range(6)]
     table = make("remax")._rows(chunk(), generations, 2, 3, 0.5, 0.25)
+    assert table["policy_version"].to_pylist() == [3] * 6
+    assert table["version_runs"].to_pylist() == [[{"version": 3, "tokens": 1}]] * 6
     assert table["split"].to_pylist() == ["train"] * 6
     assert table["sample"].to_pylist() == [0, 1] * 3
     assert table["response_ids"].to_pylist() == [[i] for i in range(6)]
     assert table["kl_coef"].to_pylist() == [0.0] * 6
+
+
+# How responses are sampled.
+
+
+def params(stage: Rollout) -> list[dict[str, Any]]:
+    """What the engine was asked for, without the seeds."""
+    return [{name: value for name, value in vars(own).items() if name != "seed"} for _, own in stage.fake.asked]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_stop_strings_and_the_shortest_response_hold_for_all_rows(make: Make, split: str) -> None:
+    plain = make("grpo")
+    generate(plain, chunk(split))
+    stage = make("grpo")
+    stage._config.rollout.stop, stage._config.rollout.min_tokens = ["</answer>"], 3
+    generate(stage, chunk(split))
+    # Only the engine can tell when a text has ended a response, so it decodes.
+    added = {"stop": ["</answer>"], "min_tokens": 3, "detokenize": True}
+    assert params(stage) == [own | added for own in params(plain)]
+    assert {(own["min_tokens"], own["detokenize"], len(own["stop"])) for own in params(plain)} == {(0, False, 0)}
+
+
+def test_a_row_has_the_parameters_that_it_asks_for(make: Make) -> None:
+    plain = make("remax")
+    generate(plain, chunk())
+    asked = {"max_tokens": 5, "min_tokens": 2, "top_p": 0.5, "top_k": 7, "stop": ["x", "y"]}
+    table = chunk()
+    infos = [None, json.dumps({"sampling_params": asked}), json.dumps({"index": 3})]
+    column = table.column_names.index("extra_info")
+    stage = make("remax")
+    generate(stage, table.set_column(column, rows.PROMPT.field(column), pa.array(infos, pa.string())))
+    first, second, third = (params(stage)[3 * prompt : 3 * prompt + 3] for prompt in range(3))
+    was = [params(plain)[3 * prompt : 3 * prompt + 3] for prompt in range(3)]
+    assert (first, third) == (was[0], was[2])
+    wanted = asked | {"detokenize": True}
+    assert second[:2] == [own | wanted for own in was[1][:2]]
+    assert second[2] == was[1][2] | wanted | {"temperature": 0.0, "top_p": 1.0, "top_k": -1}, "the greedy one"
+    seeds = [own.seed for _, own in stage.fake.asked]
+    assert seeds == [own.seed for _, own in plain.fake.asked], "and the samples keep their seeds"
+
+
+def test_samples_of_a_prompt_share_its_tokens_and_nothing_else(make: Make) -> None:
+    stage = make("grpo", n=3)
+    generate(stage, chunk())
+    asked = stage.fake.asked
+    for prompt in range(3):
+        group = asked[3 * prompt : 3 * prompt + 3]
+        assert len({id(one["prompt_token_ids"]) for one, _ in group}) == 1
+    assert len({id(own) for _, own in asked}) == len({own.seed for _, own in asked}) == 9
+
+
+def test_seeds_are_those_of_every_run_before(make: Make) -> None:
+    """A run that goes on with a newer version of this code must draw the same samples."""
+    stage = make("grpo")
+    generate(stage, chunk())
+    assert [own.seed for _, own in stage.fake.asked][:3] == SEEDS
+    stage = make("grpo")
+    stage._config.rollout.seed_per_request = False
+    generate(stage, chunk())
+    assert {own.seed for _, own in stage.fake.asked} == {None}
+
+
+def test_texts_are_those_of_the_tokenizer() -> None:
+    tokenizer = build_tokenizer(countdown_texts(64, seed=0), vocab_size=320)
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, len(tokenizer), size).tolist() for size in (0, 1, 7, 40)]
+    wanted = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    assert decoded(tokenizer, ids) == wanted and any(wanted)
+    other = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["own"] * len(ids))
+    assert decoded(other, ids) == ["own"] * 4
+    tokenizer.clean_up_tokenization_spaces = True
+    with patch.object(type(tokenizer), "batch_decode", return_value=["cleaned"]):
+        assert decoded(tokenizer, ids) == ["cleaned"]
+
+
+# Weights that change in flight.
+
+
+class Slow(FakeEngine):
+    """A response has as many tokens as its prompt says, one a step; a token is the version that generated it."""
+
+    def __init__(self, permits: threading.Semaphore) -> None:
+        super().__init__()
+        self.permits = permits
+        self.resets: list[bool] = []
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None))
+        self._tokens: dict[str, tuple[int, list[int]]] = {}
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+        self.asked.append((prompt, params))
+        self._tokens[request_id] = prompt["prompt_token_ids"][0], []
+
+    def step(self) -> list[Any]:
+        assert self.permits.acquire(timeout=30.0)
+        done = []
+        for request_id, (length, tokens) in list(self._tokens.items()):
+            tokens.append(int(self.version))
+            if len(tokens) == length:
+                del self._tokens[request_id]
+                done.append(self._output(request_id, tokens))
+        return done
+
+    def _output(self, request_id: str, tokens: list[int]) -> SimpleNamespace:
+        starts = [place for place in range(len(tokens)) if place == 0 or tokens[place] != tokens[place - 1]]
+        spans = [
+            SimpleNamespace(version=str(tokens[start]), start=start, end=end)
+            for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
+        ]
+        log_probs = SimpleNamespace(logprobs=[-0.5] * len(tokens))
+        completion = SimpleNamespace(
+            token_ids=tokens, logprobs=log_probs, finish_reason="length", weight_versions=spans
+        )
+        return SimpleNamespace(request_id=request_id, finished=True, outputs=[completion])
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        self.resets.append(reset_running_requests)
+
+
+@pytest.fixture
+def slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
+    """A stage with a `Slow` engine, which takes as many steps as it has permits; both are in `.fake`."""
+
+    def made(*tickets: Ticket, **settings: str) -> Rollout:
+        first = make("grpo", *tickets, n=1)
+        for name, value in settings.items():
+            setattr(first._config.rollout, name, value)
+        engine = Slow(threading.Semaphore(0))
+        monkeypatch.setattr(vllm, "build", lambda *args: engine)
+        rebuilt = Rollout(first._config, first._policy)
+        rebuilt.fake = engine  # type: ignore[attr-defined]
+        return rebuilt
+
+    return made
+
+
+def of_lengths(*lengths: int, split: str = "train") -> pa.Table:
+    table = chunk(split).slice(0, len(lengths))
+    column = table.column_names.index("prompt_ids")
+    return table.set_column(column, rows.PROMPT.field(column), pa.array([[n] for n in lengths], rows.INTS))
+
+
+async def heard(stage: Rollout) -> None:
+    """Time for the engine to be asked for something; it looks after its step, which waits for a permit."""
+    for _ in range(500):
+        if stage.engine._commands.qsize():
+            return
+        await asyncio.sleep(0.001)
+
+
+async def overlapping(stage: Rollout, first: pa.Table, second: pa.Table, steps: int) -> list[pa.Table]:
+    """`second` is asked for when the engine has made so many steps for `first`, and then everything ends."""
+    running = asyncio.ensure_future(stage(first))
+    stage.fake.permits.release(steps)
+    while stage.engine.steps < steps:
+        await asyncio.sleep(0.001)
+    behind = asyncio.ensure_future(stage(second))
+    await heard(stage)
+    stage.fake.permits.release(1000)
+    return list(await asyncio.wait_for(asyncio.gather(running, behind), 30.0))
+
+
+TWO = (Ticket(4, [], 0.25), Ticket(5, [], 0.5))
+
+
+@pytest.mark.parametrize(("update_kv", "resets"), [("recompute", [True, True]), ("keep", [])])
+def test_running_responses_go_on_with_new_weights(
+    slow: Callable[..., Rollout], update_kv: str, resets: list[bool]
+) -> None:
+    stage = slow(*TWO, update="in_flight", update_kv=update_kv)
+    old, new = asyncio.run(overlapping(stage, of_lengths(2, 9), of_lengths(3), 2))
+    # One step may have begun before the weights came.
+    (short,), (before, after) = (
+        [(run["version"], run["tokens"]) for run in runs] for runs in old["version_runs"].to_pylist()
+    )
+    assert short == (4, 2)
+    assert (before[0], after[0]) == (4, 5) and before[1] in (2, 3) and before[1] + after[1] == 9
+    assert new["version_runs"].to_pylist() == [[{"version": 5, "tokens": 3}]]
+    # A row is as old as its oldest token.
+    assert old["policy_version"].to_pylist() == [4, 4] and new["policy_version"].to_pylist() == [5]
+    assert old["kl_coef"].to_pylist() == [0.25, 0.25] and new["kl_coef"].to_pylist() == [0.5]
+    for table in (old, new):
+        assert rows.token_versions(table).tolist() == table["response_ids"].combine_chunks().flatten().to_pylist()
+    assert [prompt["cache_salt"] for prompt, _ in stage.fake.asked] == ["v4", "v4", "v5"]
+    assert stage.fake.resets == resets
+
+
+def test_between_chunks_new_weights_wait(slow: Callable[..., Rollout]) -> None:
+    stage = slow(*TWO)
+    old, new = asyncio.run(overlapping(stage, of_lengths(2, 9), of_lengths(3), 2))
+    assert old["version_runs"].to_pylist() == [[{"version": 4, "tokens": 2}], [{"version": 4, "tokens": 9}]]
+    assert new["policy_version"].to_pylist() == [5] and stage.fake.resets == []
+
+
+def test_a_validation_is_of_one_version(slow: Callable[..., Rollout]) -> None:
+    stage = slow(*TWO, update="in_flight")
+    validation, new = asyncio.run(overlapping(stage, of_lengths(2, 9, split="val"), of_lengths(3), 2))
+    assert {run["version"] for runs in validation["version_runs"].to_pylist() for run in runs} == {4}
+    assert new["policy_version"].to_pylist() == [5]
+
+
+def test_weights_that_do_not_arrive_in_flight_fail_the_running_rows_too(slow: Callable[..., Rollout]) -> None:
+    stage = slow(*TWO, Ticket(5, []), update="in_flight")
+    stage.fake.aborted = []
+    stage.fake.abort_request = stage.fake.aborted.extend
+    whole = stage.fake.collective_rpc
+
+    async def one_after_the_other() -> None:
+        running = asyncio.ensure_future(stage(of_lengths(9)))
+        stage.fake.permits.release(2)
+        while stage.engine.steps < 2:
+            await asyncio.sleep(0.001)
+
+        def broken(method: str, kwargs: Any = None) -> None:
+            raise ValueError("weights bucket 1 of train rank 0 arrived damaged")
+
+        stage.fake.collective_rpc = broken
+        behind = asyncio.ensure_future(stage(of_lengths(3)))
+        await heard(stage)
+        stage.fake.permits.release(1)
+        with pytest.raises(ValueError, match="arrived damaged"):
+            await asyncio.wait_for(behind, 30.0)
+        with pytest.raises(ValueError, match="arrived damaged"):
+            await asyncio.wait_for(running, 30.0)
+        assert stage.fake.aborted == ["0"]
+        # The next chunk loads the version again, whatever is left of it in the engine.
+        stage.fake._tokens.clear()
+        stage.fake.collective_rpc = whole
+        stage.fake.permits.release(1000)
+        table = await asyncio.wait_for(stage(of_lengths(3)), 30.0)
+        assert table["policy_version"].to_pylist() == [5]
+
+    asyncio.run(one_after_the_other())

@@ -80,8 +80,11 @@ class Run:
         metrics = {"prompts/truncated": float(iteration)}
         self.follower.handle({"kind": "prompts", "iteration": iteration, "metrics": metrics})
 
-    def loaded(self, version: int, load_s: float = 0.1, update_s: float = 1.0) -> None:
-        message = {"version": version, "engine": "e", "load_s": load_s, "update_s": update_s}
+    def loaded(
+        self, version: int, load_s: float = 0.1, update_s: float | None = 1.0, spent: dict[str, float] | None = None
+    ) -> None:
+        message = {"version": version, "engine": "e", "load_s": load_s, "update_s": update_s} | (spent or {})
+        message = {"idle_s": 0.0, "busy_s": 0.0} | message
         self.follower.handle({"kind": "loaded", **message})
 
     def iteration(self, iteration: int, score: float = 0.5) -> None:

@@ -89,12 +89,16 @@ def test_a_checkpoint_is_begun_when_the_driver_has_what_it_covers() -> None:
         class Saving(Loop):
             def __init__(self) -> None:
                 self.rank, self.version, self._generation = rank, 4, 9  # noqa: B023
-                self._store = SimpleNamespace()
+                self._store, self.config = SimpleNamespace(), Config()
                 self.learners, self.kl = [], None
                 self.saver = SimpleNamespace(save=lambda *_: done.append("saved"))  # noqa: B023
 
             def _ask(self, method: str, *args: Any) -> Any:
                 return None
+
+            def _wait(self, method: str, *args: Any) -> None:
+                assert (method, args[0]) == ("reach", 4)
+                done.append("validated")  # noqa: B023
 
         def settle(store: Any, method: str, generation: int, version: int, patience: float, *, timeout: float) -> None:
             assert (method, generation, version) == ("settle", 9, 4) and timeout > patience
@@ -103,4 +107,4 @@ def test_a_checkpoint_is_begun_when_the_driver_has_what_it_covers() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("pipeline.train.loop.ask", settle)
             Saving()._save()
-        assert done == (["settled", "saved"] if rank == 0 else ["saved"])
+        assert done == (["validated", "settled", "saved"] if rank == 0 else ["saved"])
