@@ -5,10 +5,10 @@
 
 Bare vLLM is all requests added to an `LLMEngine` at once and stepped until done, as anybody would ask it for token ids
 and log-probs. It takes turns with the stage on the very same engine, so weights, threads, arguments, samples and
-whatever else the machine does are the same for both, and only ratios within one run are to be trusted; on a machine that is busy with other work, those by CPU seconds more than
-those by the clock. `--where ray` is the whole stream on Ray Data (prompts, rollout, reward,
-advantage, record, splits), timed from the publication of a version to its last row at the trainer. `chunk by chunk` is
-the stage with one chunk at a time, whose engine runs empty at the end of each.
+whatever else the machine does are the same for both, and only ratios within one run are to be trusted; on a machine
+that is busy with other work, those by CPU seconds more than those by the clock. `chunk by chunk` is the stage with one
+chunk at a time, whose engine runs empty at the end of each. `--where ray` is the whole stream on Ray Data (prompts,
+rollout, reward, advantage, record, splits), timed from the publication of a version to its last row at the trainer.
 
 Responses end by chance: several token ids count as end of sequence, so lengths are geometric with a long tail.
 """
@@ -94,6 +94,7 @@ class Probe(Rollout):
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         ticket = await self._policy.admit("train", table["chunk"][0].as_py(), 0)
+        assert ticket is not None
         await self._bring_to(ticket)
         self._tables.append(table)
         released = self._released

@@ -147,14 +147,18 @@ def notes(config: Config) -> Iterator[str]:
         )
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
         rows = config.data.train_batch_size * rollout.n
-        # An integrator whose correction takes effect d steps later swings for ever at a gain of 2 sin(pi / (4d + 2)).
-        most = 2 * math.sin(math.pi / (4 * staleness + 2))
+        most = largest_gain(staleness)
         if rows >= most * algorithm.kl_ctrl.horizon:
             yield (
                 f"algorithm.kl_ctrl.horizon={algorithm.kl_ctrl.horizon} with {rows} rows an iteration and {named}: a "
                 f"new coefficient takes effect {staleness + 1} iterations later, so the KL may swing; set the horizon "
-                f"to {math.ceil(2 * rows / most)} or more"
+                f"to {round(2 * rows / most)} or more"
             )
+
+
+def largest_gain(delay: int) -> float:
+    """The gain K at which x[k + 1] = x[k] - K x[k - delay] swings for ever; below it x dies away."""
+    return 2 * math.sin(math.pi / (4 * delay + 2))
 
 
 def _weighs_itself(config: Config) -> bool:

@@ -202,6 +202,7 @@ class DryLoop(loop.Loop):
         self.coefficients: list[float] = []
         self.actor, self.critic = self._learner("actor"), self._learner("critic")
         self.kl, self.world_size = loop.kl_controller(config.algorithm.kl_ctrl), 1
+        self.senders = dict.fromkeys(("policy", "critic"), SimpleNamespace(pack=lambda module, version: None))
 
     def _rows(self, version: int) -> pa.Table:
         rows = table()
@@ -232,7 +233,7 @@ def dry_run(config: Config) -> DryLoop:
         "within_bound": lambda table, algorithm: table,
         "load_tokenizer": lambda model: None,
     }
-    with patch.multiple(loop, pack=lambda *_: None, save_hf=lambda *_: None, **without):
+    with patch.multiple(loop, save_hf=lambda *_: None, **without):
         dry = DryLoop(config)
         dry.run()
     return dry

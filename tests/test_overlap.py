@@ -44,9 +44,7 @@ def test_the_correction_in_force(overrides: list[str], level: str) -> None:
 
 
 def test_thresholds_and_rules_are_those_of_the_settings() -> None:
-    config = load_config(
-        good(stale(), f"{CORRECTION}.rollout_is_threshold='0.5_3'", f"{CORRECTION}.rollout_rs=token_k2")
-    )
+    config = good(stale(), f"{CORRECTION}.rollout_is_threshold='0.5_3'", f"{CORRECTION}.rollout_rs=token_k2")
     settings = overlap.rollout_correction(config)
     assert (settings.rollout_is, settings.rollout_is_threshold, settings.rollout_rs) == ("token", "0.5_3", "token_k2")
     assert config.algorithm.rollout_correction.rollout_is is None, "what was set stays as it was"
@@ -142,6 +140,15 @@ def test_what_is_probably_not_meant_is_noted(overrides: list[str], sentence: str
 )
 def test_sound_settings_get_no_note(overrides: list[str]) -> None:
     assert list(overlap.notes(good(*overrides))) == []
+
+
+@pytest.mark.parametrize("delay", range(5))
+def test_the_largest_gain_parts_what_dies_away_from_what_grows(delay: int) -> None:
+    for share, dies in ((0.97, True), (1.03, False)):
+        x = [1.0] * (delay + 1)
+        for _ in range(2000):
+            x.append(x[-1] - share * overlap.largest_gain(delay) * x[-1 - delay])
+        assert (max(map(abs, x[-50:])) < 1e-3) is dies
 
 
 def test_a_guard_on_the_gap_is_for_rows_of_the_same_version() -> None:

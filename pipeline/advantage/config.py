@@ -123,5 +123,6 @@ class AlgorithmConfig:
     engines generate the next iterations while one is trained on; 1 is enough to hide the shorter of the two."""
 
     on_stale: str = "drop"
-    """What becomes of a row that is older all the same, such as one that was carried over into a later iteration:
-    `drop` keeps it out of the loss, `correct` trains on it, with the weights that correct others. Both are counted."""
+    """What becomes of a row that reaches the trainer older all the same, which admission never lets happen to a
+    response that is generated in one go: `drop` keeps it out of the loss, `correct` trains on it, with the weights that
+    correct others. Either way it is counted (`training/staleness/over`)."""

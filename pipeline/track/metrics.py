@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.rows import flat
+from pipeline.rows import flat, token_versions
 
 
 class Stat(NamedTuple):
@@ -162,6 +162,8 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
         **summary(_present(table["generate_s"]), "rollout/generate_s", ("mean", "max")),
         **summary(_present(table["load_s"]), "rollout/load_s", ("mean", "max")),
     }
+    if _has(table, "version_runs"):
+        stats |= _tokens_ages(table, trained_version, np.diff(offsets))
     if _has(table, "values"):
         stats |= summary(flat(table, "values")[0][chosen], "critic/values")
     if _has(table, "baseline"):
@@ -186,6 +188,22 @@ def _ages(staleness: np.ndarray, most: int) -> Stats:
         for age in range(most + 1):
             stats[f"training/staleness/share/{age}"] = mean((staleness == age).sum(), len(staleness))
     return stats
+
+
+def _tokens_ages(table: pa.Table, trained_version: np.ndarray, tokens: np.ndarray) -> Stats:
+    """Of tokens, which are of several ages in a row where weights change while it is generated.
+
+    Args:
+        table: the rows.
+        trained_version: [R] the version that trains on each row.
+        tokens: [R] its response tokens.
+    """
+    ages = np.repeat(trained_version, tokens) - token_versions(table)
+    versions = pc.list_value_length(table["version_runs"]).to_numpy()
+    return {
+        "training/token_staleness": mean(ages.sum(), len(ages)),
+        **summary(versions, "rollout/versions_per_response", ("mean", "max")),
+    }
 
 
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]

@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from pipeline.rollout.delta import MOST_STEPS, Step, encode, pieces_of
 from pipeline.rollout.weights import Piece, Shard
+from pipeline.track.metrics import Stat, Stats, mean
 
 
 def rows_of(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, int]:
@@ -117,6 +118,11 @@ class Sender:
         """Of the last version's buckets."""
         self.bytes = 0
         """Of these, what an engine fetches that holds the version before."""
+
+    def stats(self) -> Stats:
+        """Metrics of the last version."""
+        sent, whole = float(self.bytes), float(self.whole_bytes)
+        return {"perf/weight_bytes": Stat("sum", (sent,)), "perf/weight_bytes_ratio": mean(sent, whole)}
 
     def pack(self, model: nn.Module, version: int) -> Shard:
         """This rank's part of the current weights, which are those of `version`."""

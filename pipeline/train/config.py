@@ -359,6 +359,11 @@ class TrainerConfig:
     weight_bucket_mb: int = 512
     """MiB of weights that travel as one buffer; bounds the extra memory of an update."""
 
+    weight_transport: str = "object_store"
+    """What an engine fetches of a new policy version: `object_store`, all weights; or `delta`, those that have changed
+    since the version that it holds, losslessly, which takes a copy of the weights in the host memory of every train
+    worker and engine."""
+
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     """Longest waits."""
 

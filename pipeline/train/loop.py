@@ -41,7 +41,7 @@ from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import discard_trajectories
 from pipeline.track.watchdog import describe
 from pipeline.train.actor import Actor
-from pipeline.train.broadcast import pack
+from pipeline.train.broadcast import Sender
 from pipeline.train.checkpoint import Saver, restore
 from pipeline.train.critic import Critic
 from pipeline.train.early import EarlyUpdate
@@ -95,6 +95,7 @@ class Loop:
         self.critic = Critic(self.config, self.device, iterations) if uses_critic(self.config) else None
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
+        self.senders = self._senders()
         root = checkpoints.root(trainer, self.run_dir)
         self.version, position = restore(
             self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint
@@ -212,17 +213,25 @@ class Loop:
     def _publish(self) -> None:
         """Make the current weights version `self.version` of every trained model."""
         stepped_at = time.time()
-        rollout, limit = self.config.rollout, self.config.trainer.weight_bucket_mb * 2**20
-        kind = torch_dtype(rollout.dtype, "rollout.dtype")
-        shards = {POLICY: pack(self.actor.module, self.rank, kind, limit, ray.put, self.actor.module.hf_name)}
+        shards = {POLICY: self.senders[POLICY].pack(self.actor.module, self.version)}
         if self.critic:
-            kind = torch_dtype(self.config.model.dtype, "model.dtype")
-            shards[CRITIC] = pack(self.critic.module, self.rank, kind, limit, ray.put)
-        if rollout.sleep and self.device.type == "cuda":
+            shards[CRITIC] = self.senders[CRITIC].pack(self.critic.module, self.version)
+        if self.config.rollout.sleep and self.device.type == "cuda":
             # An engine that wakes needs what the update has freed and torch still holds.
             torch.cuda.empty_cache()
         validates = self.schedule.validates(self.version, False)
         self._ask("publish", self.version, shards, stepped_at, self.kl.coef, validates)
+
+    def _senders(self) -> dict[str, Sender]:
+        """What puts the weights of each model."""
+        trainer = self.config.trainer
+        limit, delta = trainer.weight_bucket_mb * 2**20, trainer.weight_transport == "delta"
+        kind = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
+        senders = {POLICY: Sender(self.rank, kind, limit, ray.put, self.actor.module.hf_name, delta)}
+        if self.critic:
+            kind = torch_dtype(self.config.model.dtype, "model.dtype")
+            senders[CRITIC] = Sender(self.rank, kind, limit, ray.put)
+        return senders
 
     def _save(self) -> None:
         if self.rank == 0:
@@ -239,7 +248,7 @@ class Loop:
         """Merge all ranks' metrics, post them, and say whether to stop; a collective."""
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
-        stats += [memory_metrics(self.device), sequence_balance(table)]
+        stats += [memory_metrics(self.device), sequence_balance(table), self.senders[POLICY].stats()]
         parts: list[Any] = [None] * self.world_size
         dist.gather_object(stats, parts if self.rank == 0 else None)
         verdict: list[Any] = [None, False]

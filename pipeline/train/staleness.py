@@ -1,7 +1,7 @@
 """The bound on the age of rows, where the trainer takes them.
 
-Admission alone keeps a row that is generated at once for one iteration within `algorithm.max_staleness`. What was
-carried over into a later iteration may be older.
+Admission alone keeps every row that is generated in one go within `algorithm.max_staleness`: this is the same promise
+for whatever else brings rows to the trainer, kept where it counts.
 """
 
 import numpy as np

@@ -188,7 +188,7 @@ def test_without_versions_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "how"), [(0, INDICES), (2, INDICES), (100, MASK), (4000, WHOLE)], ids=["none", "few", "many", "all"]
+    ("changed", "how"), [(0, INDICES), (2, INDICES), (200, MASK), (4000, WHOLE)], ids=["none", "few", "many", "all"]
 )
 def test_the_smallest_way_is_taken(changed: int, how: int) -> None:
     old = np.zeros(8000, np.uint8)
