@@ -99,7 +99,8 @@ def complaints(times: Sequence[float], grown: Sequence[Growth], most_ms: float, 
     if median > most_ms:
         found.append(f"an iteration takes {median:.0f} ms, more than {most_ms:g} ms")
     found += [
-        f"{growth.name} grows by {growth.per_1000:.1f} {growth.unit} in 1000 iterations, {growth.share:.0%} of what it was"
+        f"{growth.name} grows by {growth.per_1000:.1f} {growth.unit} in 1000 iterations, {growth.share:.0%} of what it "
+        "was"
         for growth in grown
         if growth.per_1000 > 5 and growth.share > most_growth
     ]

@@ -5,20 +5,24 @@
     python -m benchmarks.weights --engines 0               # without vLLM: only what the trainer does, and the changes
 
     gather  a train rank copies its weights into buckets, and their checksums are computed (`broadcast.pack`)
+    crc     of that, the checksums alone
     put     the buckets go into Ray's object store
     get     an engine gets all buckets; those of its node are mapped into its memory, not copied
+    join    of the load, the checksums and the joining of whole parameters
     load    vLLM loads them: checksums, whole parameters, its own packing
     copy    all bytes, from one place in memory to another
 
-Each is timed in the process in which a run does it, the first time left out. Then the engines hold the buckets at the same
-time, and their private memory and the object store show that a node has one copy. Last, what `trainer.weight_transport
-=delta` would send for an AdamW step of `--lr`: bytes, and the time to find and to apply the changes.
+Each is timed in the process in which a run does it, the first time left out. Then the engines hold the buckets at the
+same time, and their private memory and the object store show that a node has one copy. Last, what
+`trainer.weight_transport=delta` would send for an AdamW step of `--lr`: bytes, and the time to find and apply the
+changes.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +83,7 @@ def trainer_side(module: Any, dtype: torch.dtype, limit: int, repeats: int) -> t
         return pack(module, 0, dtype, limit, lambda buffer: buffers.append(buffer) or buffer)  # type: ignore[func-returns-value]
 
     times = {"gather": seconds(repeats, gather)}
+    times["crc"] = seconds(repeats, lambda: [zlib.crc32(buffer) for buffer in buffers])
     target = [np.empty_like(buffer) for buffer in buffers]
     times["copy"] = seconds(repeats, lambda: [np.copyto(t, b) for t, b in zip(target, buffers, strict=True)])
     if ray.is_initialized():
@@ -193,7 +198,7 @@ def report(times: dict[str, list[float]], mib: float) -> Table:
     for name in ("median s", "min s", "max s", "of a plain copy"):
         table.add_column(name, justify="right")
     copy = statistics.median(times["copy"])
-    for name in ("copy", "gather", "put", "get", "join", "load"):
+    for name in ("copy", "gather", "crc", "put", "get", "join", "load"):
         if name in times:
             middle = statistics.median(times[name])
             cells = f"{middle:.4f}", f"{min(times[name]):.4f}", f"{max(times[name]):.4f}", f"{middle / copy:.2f}"
@@ -234,7 +239,8 @@ def main() -> None:
     found = changes(module, dtype, limit, args.lr)
     print(
         f"a step of AdamW at {args.lr:g} changes {found['changed']:.2%} of the numbers in {args.dtype}: "
-        f"{found['sent']:.2%} of the bytes travel, found in {found['find_s']:.2f} s, applied in {found['apply_s']:.2f} s"
+        f"{found['sent']:.2%} of the bytes travel, found in {found['find_s']:.2f} s, applied in "
+        f"{found['apply_s']:.2f} s"
     )
 
 

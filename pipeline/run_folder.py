@@ -33,6 +33,7 @@ MAY_DIFFER = (
     "rollout.chunks_in_flight",
     "rollout.num_cpus",
     "rollout.num_gpus",
+    "rollout.tensor_parallel_size",
     "rollout.num_threads",
     "rollout.gpu_memory_utilization",
     "rollout.cpu_kvcache_space_gb",

@@ -130,7 +130,7 @@ class Run:
     """What each rank received."""
 
     def __post_init__(self) -> None:
-        admission = Admission(CHUNK, BATCH, 0)
+        admission = Admission(CHUNK, BATCH, self.config.algorithm.max_staleness)
         self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=1000).remote(admission)
         dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=self.stage)
         splits = dataset.streaming_split(RANKS, equal=True)
@@ -154,7 +154,8 @@ class Run:
     def publish(self, version: int) -> None:
         weights = self.weights(version)
         self.published[version] = time.time()
-        self.ask("publish", version, weights, time.time(), self.kl_coef(version))
+        validates = self.schedule.validates(version, False)
+        self.ask("publish", version, weights, time.time(), self.kl_coef(version), validates)
 
     def train(self, first: int, last: int) -> None:
         """Iterations `first` to `last`, the version that generates `first` included."""
