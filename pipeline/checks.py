@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline import check_algorithm, check_data, check_groups, check_reward, kl, replay
+from pipeline import check_algorithm, check_data, check_devices, check_groups, check_reward, kl, replay
 from pipeline.config import Config, ConfigError
 from pipeline.rollout.sampling import stop_problem
 from pipeline.schema import keys, value_of
-from pipeline.stages import scorers, uses_critic, uses_engines, uses_reference
+from pipeline.stages import scorers, uses_critic, uses_reference
 from pipeline.storage import check_scheme
 from pipeline.train.config import PLACED
 
@@ -193,7 +193,7 @@ def _problems(config: Config) -> Iterator[str]:
         # The arithmetic divides by values that were found to be positive above.
         yield from _batches(config)
         yield from _lengths(config)
-        yield from _devices(config)
+        yield from check_devices.problems(config)
 
 
 def _single_values(config: Config) -> Iterator[str]:
@@ -370,73 +370,3 @@ def _lengths(config: Config) -> Iterator[str]:
             f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is below "
             f"rollout.max_num_seqs={config.rollout.max_num_seqs}, so a step could not decode one token of each sequence"
         )
-
-
-def _devices(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    if not rollout.fewest <= rollout.num_engines <= rollout.most:
-        yield (
-            f"rollout.num_engines={rollout.num_engines} must lie between rollout.min_engines={rollout.fewest} and "
-            f"rollout.max_engines={rollout.most}: it is the number of engines that the run begins with"
-        )
-    if rollout.num_gpus > 1:
-        yield (
-            f"rollout.num_gpus={rollout.num_gpus:g}: an engine uses one GPU or a part of one; to split its model over "
-            f"several, set rollout.num_gpus=1 and rollout.tensor_parallel_size={math.ceil(rollout.num_gpus)}"
-        )
-    elif rollout.tensor_parallel_size > 1:
-        yield from _split_engines(config)
-    yield from _shared_gpus(config)
-    if rollout.num_gpus > 0 and rollout.gpu_memory_utilization == 0:
-        yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
-    if rollout.num_gpus == 0 and rollout.dtype == "float16" and uses_engines(config):
-        yield "rollout.dtype=float16 is not supported by a CPU engine (rollout.num_gpus=0); set float32 or bfloat16"
-    for name, pool in scorers(config).items():
-        if pool.num_gpus > 1:
-            yield f"scoring.{name}.num_gpus={pool.num_gpus:g}: a replica uses one GPU or a part of one"
-
-
-def _split_engines(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    named = f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
-    if rollout.num_gpus == 0 and uses_engines(config):
-        yield f"{named} splits a model over GPUs and rollout.num_gpus=0; set that to 1, or the size to 1"
-    elif rollout.num_gpus != 1:
-        yield (
-            f"{named} with rollout.num_gpus={rollout.num_gpus:g}: each part of a model has a GPU of its own; set "
-            "rollout.num_gpus=1"
-        )
-    if rollout.elastic:
-        yield (
-            f"{named} with rollout.min_engines={rollout.fewest} and rollout.max_engines={rollout.most}: engines of "
-            "several GPUs keep their places for the whole run; leave both at null"
-        )
-    for key in ("tensor_parallel_size", "distributed_executor_backend"):
-        if key in rollout.engine_kwargs:
-            yield f"rollout.engine_kwargs.{key} is set by rollout.tensor_parallel_size; leave it out"
-
-
-def _shared_gpus(config: Config) -> Iterator[str]:
-    rollout, trainer = config.rollout, config.trainer
-    share = trainer.gpus_per_worker
-    if not 0 < share <= 1:
-        yield (
-            f"trainer.gpus_per_worker={share:g} must be above 0 and at most 1: a train worker uses one GPU or a part "
-            "of one"
-        )
-    elif trainer.use_gpu and trainer.num_workers > 1 and share <= 0.5:
-        yield (
-            f"trainer.gpus_per_worker={share:g}: Ray could give two of the trainer.num_workers={trainer.num_workers} "
-            "workers one GPU, which NCCL refuses; set it above 0.5, such as 0.6 beside rollout.num_gpus=0.4"
-        )
-    if not rollout.sleep or not uses_engines(config):
-        return
-    if rollout.num_gpus == 0:
-        yield "rollout.sleep=true is for engines on GPUs (rollout.num_gpus above 0); a CPU engine cannot sleep"
-    if config.algorithm.max_staleness > 0:
-        yield (
-            f"rollout.sleep=true with algorithm.max_staleness={config.algorithm.max_staleness}: engines that generate "
-            "ahead are awake while the trainer computes; set one of them to its default"
-        )
-    if "enable_sleep_mode" in rollout.engine_kwargs:
-        yield "rollout.engine_kwargs.enable_sleep_mode is set by rollout.sleep; leave it out"

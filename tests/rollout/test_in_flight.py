@@ -57,7 +57,7 @@ class Slow(FakeEngine):
 
 
 @pytest.fixture
-def slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
+def slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:  # noqa: F811
     """A stage with a `Slow` engine, which takes as many steps as it has permits; both are in `.fake`."""
 
     def made(*tickets: Ticket, **settings: str) -> Rollout:
