@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,8 @@ class Tickets:
 
     def __init__(self, *tickets: Ticket) -> None:
         self._tickets = list(tickets)
+        self.spent: list[tuple[float, float]] = []
+        """What the engine said of its idle and busy seconds."""
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket:
         return self._tickets.pop(0)
@@ -78,7 +81,7 @@ class Tickets:
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
     ) -> None:
-        pass
+        self.spent.append((idle_s, busy_s))
 
 
 Make = Callable[..., Rollout]
@@ -128,6 +131,21 @@ def generate(stage: Rollout, table: pa.Table) -> pa.Table:
 
 def without_times(table: pa.Table) -> pa.Table:
     return table.drop_columns(["generate_s", "load_s"])
+
+
+def test_an_engine_says_how_long_it_had_no_chunk(make: Make) -> None:
+    stage = make("grpo", Ticket(0, []), Ticket(1, []))
+
+    async def two_versions() -> None:
+        await stage(chunk())
+        await asyncio.sleep(0.2)  # admission would hold the next chunk back
+        await stage(chunk())
+
+    begun = time.monotonic()
+    asyncio.run(asyncio.wait_for(two_versions(), 30.0))
+    (_, loading), (idle, busy) = stage._policy.spent  # type: ignore[attr-defined]
+    assert 0.2 <= idle < time.monotonic() - begun and 0 < busy < time.monotonic() - begun - 0.2
+    assert loading >= 0
 
 
 @pytest.mark.parametrize("n", [1, 2])
