@@ -19,6 +19,8 @@ import ray
 
 from pipeline import stream
 from pipeline.config import Config
+from pipeline.dynamic_store import DynamicStore
+from pipeline.groups import DynamicSampling
 from pipeline.prompts.stage import Schedule, sources
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Policy, Rollout
@@ -130,8 +132,10 @@ class Run:
     """What each rank received."""
 
     def __post_init__(self) -> None:
-        admission = Admission(CHUNK, BATCH, self.config.algorithm.max_staleness)
-        self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=1000).remote(admission)
+        dynamic = DynamicSampling.of(self.config, self.schedule.iterations)
+        admission = Admission(CHUNK, BATCH, self.config.algorithm.max_staleness, dynamic)
+        kind = ray.remote(DynamicStore if dynamic else PolicyStore)
+        self.store = kind.options(num_cpus=0, max_concurrency=1000).remote(admission)
         dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=self.stage)
         splits = dataset.streaming_split(RANKS, equal=True)
         self._coordinator = splits[0]._coord_actor
