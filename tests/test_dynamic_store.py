@@ -121,8 +121,7 @@ class Site:
                 ticket: Any = await self.store.admit_validation(1, prompts[0], LONG)
                 self.validated.append((prompts[0], ticket.version))
                 await self.pause()
-                await self.store.validated(1, pa.table({"iteration": prompts, "uid": ["val"]}))
-                return await self.put(place, (chunk, []))
+                return await self.put(place, (chunk, prompts))
             ticket = await self.store.admit(1, chunk, LONG)
             if ticket is None:
                 return await self.put(place, (chunk, None))
@@ -147,6 +146,10 @@ class Site:
             if result is None:
                 return await self.rows.put(None)
             chunk, groups = result
+            if chunk < 0:
+                # Where validation rows end lies in the order of the stream, too.
+                await self.store.validated(1, pa.table({"iteration": groups, "uid": ["val"]}))
+                continue
             if not groups:
                 continue
             kept = [i for i, (prompt, version) in enumerate(groups) if not agrees(prompt, version, self.percent)]

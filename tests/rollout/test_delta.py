@@ -2,7 +2,9 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from pipeline.config import Config
 from pipeline.rollout.delta import HEAD, INDICES, MASK, MOST_STEPS, WHOLE, Held, apply, encode
 from pipeline.rollout.weights import Shard, checksum, parameters
+from pipeline.track.metrics import reduce
 from pipeline.train.broadcast import Sender
+from pipeline.train.loop import Loop
 
 LIMIT = 300
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40]
@@ -179,6 +184,24 @@ def test_a_load_that_breaks_off_leaves_nothing_to_build_on() -> None:
     next(parameters([shard], lambda refs: refs, held))
     assert held.version == -1
     assert bits([shard], held) == bits([shard], None) and held.fetched == send.whole_bytes
+
+
+@pytest.mark.parametrize("transport", ["object_store", "delta"])
+def test_the_setting_says_what_the_policy_is_sent_as(transport: str) -> None:
+    loop = Loop.__new__(Loop)
+    loop.config, loop.rank, loop.critic = Config(), 0, None
+    loop.config.trainer.weight_transport = transport
+    model: Any = Model()
+    model.hf_name = lambda name: f"lm.{name}"
+    loop.actor = SimpleNamespace(module=model)  # type: ignore[assignment]
+    with patch("ray.put", lambda buffer: bytes(buffer)):
+        send = loop._senders()["policy"]
+        shards = [send.pack(model, version) for version in range(2)]
+    assert bool(shards[1].steps) == (transport == "delta")
+    assert shards[0].pieces[0].name == "lm.embedding.weight"
+    metrics = reduce([send.stats(), send.stats()])  # of two ranks
+    assert metrics["perf/weight_bytes"] == 2 * send.bytes
+    assert (metrics["perf/weight_bytes_ratio"] < 0.5) == (transport == "delta")
 
 
 def test_without_versions_nothing_is_kept() -> None:
