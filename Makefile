@@ -23,12 +23,13 @@ DATA := data/countdown-$(SEED)
 TINY := models/tiny-$(SEED)
 WARM := models/tiny-sft-$(SEED)
 ALGORITHM ?=
+KILLS ?= 20
 # An algorithm may have an experiment of its own; the others are laid over the demo's.
 OWN := $(wildcard configs/experiment/countdown_cpu_$(or $(ALGORITHM),none).yaml)
 EXPERIMENT := $(if $(OWN),experiment=$(basename $(notdir $(OWN))),experiment=countdown_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)))
 NAME ?= countdown-cpu-$(SEED)$(if $(ALGORITHM),-$(ALGORITHM))
 
-.PHONY: help setup demo demo-model cluster cluster-stop test test-all test-fast lint format docs bench clean
+.PHONY: help setup demo demo-model cluster cluster-stop chaos test test-all test-fast lint format docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +65,10 @@ $(WARM)/config.json: $(TINY)/config.json | $(STAMP)
 
 test: $(STAMP) ## the tests, without the longest
 	@$(RUN) -m pytest
+
+chaos: $(WARM)/config.json ## kill processes of a run at random and check what it leaves (KILLS=20)
+	@$(RUN) -m tests.chaos --out runs/chaos-$(SEED) --seed $(SEED) --kills $(KILLS) --model $(WARM) \
+		--train $(DATA)/train.parquet --val $(DATA)/test.parquet
 
 test-all: $(STAMP) ## all tests
 	@$(RUN) -m pytest -m ''

@@ -169,6 +169,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     import ray
 
     from pipeline.signals import sigterm_as_ctrl_c
+    from pipeline.track.loggers import shown
     from pipeline.track.tracker import Tracker
     from pipeline.train.run import run, start_ray
 
@@ -195,7 +196,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
             outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None)
         status, error = outcome.status, outcome.error
         if (run_dir / "model").is_dir() and status != "failed":
-            places["model"] = f"{run_dir / 'model'}"
+            places["model"] = shown(run_dir / "model")
     except KeyboardInterrupt:
         status = "interrupted"
     finally:

@@ -177,6 +177,7 @@ def greedy_score(model: Any, tokenizer: Any, row: dict[str, Any]) -> float:
     return rule["compute_score"]("countdown", text, None, json.loads(row["extra_info"]))["score"]
 
 
+@pytest.mark.long
 def test_remax_compares_each_response_with_the_greedy_one(remax: Run, tiny_model: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     rows = rows_of(remax, 1)
@@ -191,6 +192,7 @@ def test_remax_compares_each_response_with_the_greedy_one(remax: Run, tiny_model
     assert len(set(rows["baseline"].to_pylist())) > 1 and record["actor/grad_norm"] > 1e-3
 
 
+@pytest.mark.long
 def test_sums_follow_the_policy(otb: Run, tiny_model: Path, tmp_path: Path) -> None:
     policy = saved(otb, 1, "actor", Policy(AutoModelForCausalLM.from_pretrained(tiny_model)))
     policy.lm.save_pretrained(tmp_path)
@@ -204,6 +206,7 @@ def test_sums_follow_the_policy(otb: Run, tiny_model: Path, tmp_path: Path) -> N
     assert (before - torch.tensor(flat(rows_of(otb, 2), "sum_pi_squared")[0])).abs().max() > 1e-5
 
 
+@pytest.mark.long
 def test_optimal_token_baselines(otb: Run) -> None:
     """At each place the advantages sum to 0, weighted by the squared gradient that has built up to there."""
     for iteration in (1, 2):
@@ -216,6 +219,7 @@ def test_optimal_token_baselines(otb: Run) -> None:
         assert max(abs(weighted) for weighted, _ in shared) < 1e-4 < 0.1 < max(size for _, size in shared)
 
 
+@pytest.mark.long
 def test_gspo_trains_on_them(otb: Run) -> None:
     for iteration in (1, 2):
         record = otb.records[iteration]

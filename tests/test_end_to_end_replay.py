@@ -11,7 +11,7 @@ from pipeline.config import Config, load_yaml
 from pipeline.track.trajectories import read_trajectories
 from tests.runs import BATCH, SAMPLES, TWO, Run, replayed, starter, tiny_settings
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
 
 LENGTHS = (
     "\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return -float(len(solution_str))\n"
@@ -67,7 +67,6 @@ def test_a_replay_starts_no_engine(recorded: Run, again: Run) -> None:
             assert ours[name].equals(theirs[name]), name
 
 
-@pytest.mark.long
 def test_an_interrupted_replay_goes_on_where_it_was(recorded: Run, again: Run) -> None:
     replayed(recorded.folder, "halves", "trainer.total_training_steps=1")
     both = replayed(recorded.folder, "halves", "trainer.total_training_steps=2")
@@ -75,7 +74,6 @@ def test_an_interrupted_replay_goes_on_where_it_was(recorded: Run, again: Run) -
     assert_same_weights(again, both)
 
 
-@pytest.mark.long
 def test_another_algorithm_and_another_reward_on_the_same_responses(recorded: Run, again: Run, tmp_path: Path) -> None:
     (tmp_path / "lengths.py").write_text(LENGTHS)
     other = replayed(

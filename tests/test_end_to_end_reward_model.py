@@ -18,7 +18,7 @@ from jobs.reward_model import main as train_reward_model
 from pipeline.track.trajectories import read_trajectories
 from tests.runs import TWO, Run, starter, tiny_settings
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 PAIRS, TOKENS, ITERATIONS = 2000, 12, 20
 PPO = (

@@ -81,7 +81,7 @@ def test_the_loss_computes_what_the_page_says(folder: Path) -> None:
     assert not torch.equal(loss.function(data, ActorConfig())[0], per_token)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.timeout(600)

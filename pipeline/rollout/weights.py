@@ -161,7 +161,14 @@ def register() -> None:
             import ray
 
             def fetch(refs: list[Any]) -> list[Any]:
-                return ray.get(refs, timeout=update_info.timeout) if ray.is_initialized() else refs
+                try:
+                    return ray.get(refs, timeout=update_info.timeout) if ray.is_initialized() else refs
+                except ray.exceptions.GetTimeoutError:
+                    ranks = ", ".join(str(shard.rank) for shard in update_info.shards)
+                    raise TimeoutError(
+                        f"weights: a bucket did not arrive from train ranks {ranks} within {update_info.timeout:.0f} s "
+                        "(trainer.deadlines.publish)"
+                    ) from None
 
             model: Any = self.model
             loaded = model.load_weights(parameters(update_info.shards, fetch, self._held))

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--iterations", type=int, default=20, help="iterations of each run, 4 or more (default: %(default)s)")
     add("--scenarios", nargs="+", choices=("short", "long"), default=["short", "long"], help="which (default: both)")
     add("--short-s", type=float, default=5.0, metavar="S", help="seconds of the short cut (default: %(default)s)")
-    add("--long-s", type=float, default=75.0, metavar="S", help="of the long one (default: %(default)s)")
+    add("--long-s", type=float, default=45.0, metavar="S", help="of the long one (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.iterations < 4:
         parser.error(f"--iterations {options.iterations} leaves no middle in which the cable could be pulled")

@@ -12,7 +12,7 @@ from tests.hosts.network import Network
 
 PATIENCE_S = 300.0
 """Longest wait for the next iteration; covers what starts before the first, and a new engine."""
-DEADLINES = {"engine_start": 120, "chunk": 100, "admission": 220, "rows": 240}
+DEADLINES = {"engine_start": 90, "chunk": 30, "admission": 120, "rows": 130}
 """Shorter than the patience here: a wait that nobody ends is to end with the run's own sentence."""
 WORKERS = 2
 STAGES = {"prompts": "a", "rollout": "b", "reward": "a", "train": "a"}

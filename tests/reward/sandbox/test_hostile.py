@@ -50,7 +50,7 @@ while True: pass
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_program_without_end_is_ended(name: str, limits: SandboxConfig) -> None:
-    outcome = attempt(ENDLESS[name], limits)
+    outcome = attempt(ENDLESS[name], replace(limits, timeout_s=1.0))
     refused = name == "power" and "MemoryError" in outcome.stderr
     refused |= name == "stops itself" and "PermissionError" in outcome.stderr and limits.isolation == "none"
     assert outcome.ended == "time" or refused
