@@ -23,6 +23,7 @@ from pipeline.ask import ANSWER_S
 from pipeline.config import Config
 from pipeline.dynamic_store import DynamicStore
 from pipeline.groups import DynamicSampling
+from pipeline.overlap import ahead
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout.stage import Policy, Rollout
@@ -80,7 +81,7 @@ class StandInTrainer:
         self.schedule = Schedule.of(config, iterations)
         self._shards, self._version = shards, 0
         dynamic = DynamicSampling.of(config, iterations)
-        sizes = config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
+        sizes = config.rollout.chunk_prompts, config.data.train_batch_size, ahead(config)
         kind = ray.remote(DynamicStore if dynamic else PolicyStore)
         self.store = kind.options(num_cpus=0, max_concurrency=10_000).remote(Admission(*sizes, dynamic))
         begun = time.perf_counter()

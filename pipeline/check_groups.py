@@ -1,4 +1,4 @@
-"""Dynamic sampling, and what it cannot be together with.
+"""Dynamic sampling and oversampling, and what they cannot be together with.
 
 Part of `checks.py`, which reports every sentence at once.
 """
@@ -11,6 +11,7 @@ from pipeline.stages import uses_engines
 
 def problems(config: Config) -> Iterator[str]:
     """One sentence per problem."""
+    yield from _oversampling(config)
     groups, staleness = config.algorithm.filter_groups, config.algorithm.max_staleness
     if not groups.enable:
         return
@@ -32,4 +33,22 @@ def problems(config: Config) -> Iterator[str]:
         yield (
             f"{on}: data.sampler=solve_rate learns from recorded rows, and groups that agree are not recorded; use one "
             "of them"
+        )
+
+
+def _oversampling(config: Config) -> Iterator[str]:
+    rollout, algorithm = config.rollout, config.algorithm
+    if not rollout.oversample or not uses_engines(config):
+        return
+    if rollout.oversample_policy == "carry":
+        on = "rollout.oversample_policy=carry: groups that are carried over go on with the weights of the next version"
+        if algorithm.max_staleness == 0:
+            yield f"{on}, and with algorithm.max_staleness=0 no row may be older than that; set it to 1 or more"
+        if rollout.update != "in_flight":
+            yield f"{on}, and rollout.update={rollout.update} would wait for them to end; set rollout.update=in_flight"
+    if algorithm.filter_groups.enable and algorithm.filter_groups.surplus == "carry":
+        yield (
+            f"rollout.oversample={rollout.oversample:g} with algorithm.filter_groups.surplus=carry: which prompts the "
+            "groups of a chunk belong to depends on the clock, so a resumed run could not go on behind those that are "
+            "used up; set surplus=discard"
         )

@@ -28,6 +28,7 @@ CHOICES = {
     "rollout.dtype": ("float32", "bfloat16", "float16"),
     "rollout.update": ("between_chunks", "in_flight"),
     "rollout.update_kv": ("recompute", "keep"),
+    "rollout.oversample_policy": ("drop", "cancel", "carry"),
     **{f"{scorer}.dtype": (None, "float32", "bfloat16", "float16") for scorer in SCORERS},
     "algorithm.kl_penalty": tuple(kl.NAMES),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
@@ -134,6 +135,7 @@ SHARES = (
     "actor.policy_loss.kl_cov_ratio",
     *(f"{learner}.optim.{name}" for learner in LEARNERS for name in ("lr_warmup_steps_ratio", "min_lr_ratio")),
     "rollout.gpu_memory_utilization",
+    "rollout.oversample",
 )
 """Keys whose value lies between 0 and 1."""
 

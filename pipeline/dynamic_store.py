@@ -34,17 +34,18 @@ class DynamicStore(PolicyStore):
         await super().begin(generation, version, world_size, start)
 
     async def admit(self, generation: int, chunk: int, timeout: float) -> Ticket | None:  # type: ignore[override]
-        """Wait until the chunk may start; None if it never will, because the last iteration is trained."""
+        """Wait until the chunk may start; None if it never will, because all iterations have their groups."""
 
         def ready() -> bool:
             groups = self._groups
-            if groups is None or groups.over(self.version):
+            if groups is None or groups.filled:
+                # Not only when the last iteration is trained: that may wait for a validation behind this chunk.
                 return groups is not None
             return self.version >= self._needed(chunk) and not groups.needless(chunk)
 
         await self._wait(generation, ready, timeout, "admission", lambda: self._versions.needs(self._needed(chunk)))
         assert self._groups is not None
-        return None if self._groups.over(self.version) else self._versions.ticket(POLICY)
+        return None if self._groups.filled else self._versions.ticket(POLICY)
 
     async def filtered(self, generation: int, chunk: int, found: Found) -> Verdict:
         """What becomes of the kept groups of a chunk; what is dropped admits replacements. A chunk counts once."""
@@ -60,7 +61,7 @@ class DynamicStore(PolicyStore):
         return verdict
 
     async def open_page(self, generation: int, page: int, chunk: int, lookahead: int, timeout: float) -> Opening:
-        """Hold the prompt source until the first chunk of a page is at most `lookahead` versions from admission."""
+        """Hold the prompt source until chunk `chunk` of a page is at most `lookahead` versions from admission."""
 
         def ready() -> bool:
             groups = self._groups

@@ -29,16 +29,19 @@ class DynamicSampling:
     max_num_gen_batches: int
     carry: bool
     """Whether groups that an iteration has no room for go into the next one."""
+    more_prompts: int = 0
+    """Prompts that a chunk begins with beyond the groups that it has."""
 
     @classmethod
     def of(cls, config: "Config", iterations: int) -> "DynamicSampling | None":
         """As `config` says; None where groups are not filtered."""
-        from pipeline.stages import uses_filter
+        from pipeline.stages import begun_prompts, uses_filter
 
         if not uses_filter(config):
             return None
         groups = config.algorithm.filter_groups
-        return cls(iterations, groups.max_num_gen_batches, groups.surplus == "carry")
+        more = begun_prompts(config) - config.rollout.chunk_prompts
+        return cls(iterations, groups.max_num_gen_batches, groups.surplus == "carry", more)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,11 @@ class Groups:
     _counts: dict[int, dict[str, int]] = field(default_factory=dict)
     _openings: dict[int, Opening] = field(default_factory=dict)
 
+    @property
+    def _prompts(self) -> int:
+        """Of a chunk."""
+        return self.chunk_prompts + self.sampling.more_prompts
+
     def settled(self, chunk: int) -> bool:
         """Whether the chunk is entered."""
         return chunk in self._verdicts
@@ -170,7 +178,7 @@ class Groups:
             tally.surplus = kept - room
             # Of what is carried, the prompts are used up by the iteration that trains it.
             rest = self.sampling.carry and kept > room
-            self._ends[iteration] = (chunk, found.kept[room - 1] + 1 if rest else found.groups)
+            self._ends[iteration] = (chunk, found.kept[room - 1] + 1 if rest else self._prompts)
             self._tally = Tally()
         exhausted = not full and tally.groups >= self.sampling.max_num_gen_batches * self.batch
         self._verdicts[chunk] = Verdict(iteration, first, taken, tally, full, exhausted)
@@ -180,6 +188,11 @@ class Groups:
         """Whether the groups kept of the chunks before this one fill all iterations, if none of them is dropped."""
         left = (self.sampling.iterations - self.base) * self.batch
         return chunk * self.chunk_prompts - self.dropped >= left
+
+    @property
+    def filled(self) -> bool:
+        """Whether the groups kept so far fill all iterations, so that nothing more is generated."""
+        return self.kept >= (self.sampling.iterations - self.base) * self.batch
 
     def over(self, version: int) -> bool:
         """Whether `version` is what the run was to make."""
@@ -218,7 +231,8 @@ class Groups:
         batch = chunk * self.chunk_prompts // self.batch
         number, state = self._states[batch]
         # At the end of a batch, too: the next one may not have been made yet, and one place has one name.
-        return position(state, number, chunk * self.chunk_prompts + used - batch * self.batch)
+        chunks = self.batch // self.chunk_prompts
+        return position(state, number, (chunk - batch * chunks) * self._prompts + used)
 
     def metrics(self, verdict: Verdict, chunk: int) -> dict[str, float]:
         """Metrics of the iteration that `chunk` has filled."""

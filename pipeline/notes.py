@@ -131,6 +131,7 @@ def _unread(config: Config) -> Iterator[str]:
         "algorithm.kl_ctrl.*": not algorithm.use_kl_in_reward,
         "algorithm.filter_groups.*": not algorithm.filter_groups.enable,
         "algorithm.rollout_correction.rollout_is_threshold": overlap.rollout_correction(config).rollout_is == "none",
+        "rollout.oversample_policy": config.rollout.oversample == 0,
         "actor.loss_scale_factor": normed not in (actor.loss_agg_mode, config.critic.loss_agg_mode),
         "critic.*": not uses_critic(config),
         **dict.fromkeys(replay.UNREAD, not uses_engines(config)),

@@ -17,13 +17,20 @@ from dataclasses import replace
 from pipeline.advantage.config import RolloutCorrectionConfig
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
-from pipeline.stages import uses_critic, uses_policy_scores
+from pipeline.stages import uses_critic, uses_engines, uses_policy_scores
 
 WITHOUT_RATIO = ("gpg", "reinforce", "dro")
 """Built-in losses that do not weigh tokens by a probability ratio."""
 
 SELECTING = ("clip_cov", "kl_cov")
 """Built-in losses that compare a token with all others of its mini-batch."""
+
+
+def ahead(config: Config) -> int:
+    """Versions that admission lets engines be ahead: one fewer than rows may be old where groups are carried over."""
+    rollout = config.rollout
+    carries = rollout.oversample > 0 and rollout.oversample_policy == "carry" and uses_engines(config)
+    return config.algorithm.max_staleness - carries
 
 
 def rollout_correction(config: Config) -> RolloutCorrectionConfig:
@@ -83,10 +90,13 @@ def _selects(config: Config) -> bool:
 
 def lines(config: Config) -> Iterator[str]:
     """The plan's words on it."""
-    staleness = config.algorithm.max_staleness
+    staleness, most = config.algorithm.max_staleness, ahead(config)
+    if most:
+        iterations = f"{most} iteration{'s' * (most > 1)}"
+        yield f"engines generate up to {iterations} ahead of training (algorithm.max_staleness={staleness})"
+    elif staleness:
+        yield "engines begin an iteration when the one before is trained, and carry groups over into it"
     if staleness:
-        ahead = f"{staleness} iteration{'s' * (staleness > 1)}"
-        yield f"engines generate up to {ahead} ahead of training (algorithm.max_staleness={staleness})"
         yield _correction(config)
     else:
         yield "strictly on-policy (algorithm.max_staleness=0): engines wait for every update"

@@ -17,7 +17,15 @@ from pipeline.memory import Memory, estimate, shown
 from pipeline.notes import notes
 from pipeline.placement import Resources, Seats, Stage, lines, local_node, node_words, place
 from pipeline.replay import REPLAY_CPUS
-from pipeline.stages import scorers, uses_baselines, uses_critic, uses_engines, uses_filter, uses_reference
+from pipeline.stages import (
+    begun_prompts,
+    scorers,
+    uses_baselines,
+    uses_critic,
+    uses_engines,
+    uses_filter,
+    uses_reference,
+)
 from pipeline.train.config import ActorConfig, CriticConfig
 
 SHARED_STAGE_CPUS = 1.0
@@ -154,16 +162,19 @@ def _stages(config: Config) -> Iterator[Stage]:
 
 def _iterations(config: Config, train_rows: int | None) -> int | None:
     trainer, batch, warmup = config.trainer, config.data.train_batch_size, config.critic.warmup
+    chunk, begun = config.rollout.chunk_prompts, begun_prompts(config)
+    needed = batch // chunk * begun
     iterations = trainer.total_training_steps
     if iterations is None:
         if train_rows is None:
             return None
-        iterations = train_rows * trainer.total_epochs // batch
+        iterations = train_rows * trainer.total_epochs // needed
     if iterations == 0:
         assert train_rows is not None
+        more = f", which begins with {needed} (rollout.oversample)" if needed > batch else ""
         raise ConfigError(
             f"{train_rows} training prompts x trainer.total_epochs={trainer.total_epochs} = "
-            f"{train_rows * trainer.total_epochs} do not fill one iteration of data.train_batch_size={batch}; "
+            f"{train_rows * trainer.total_epochs} do not fill one iteration of data.train_batch_size={batch}{more}; "
             "lower it, raise the epochs or set trainer.total_training_steps"
         )
     if warmup >= iterations:
@@ -304,11 +315,13 @@ def render(plan: Plan, seated: Sequence[Seats] = ()) -> Table:
     if sampling := ", ".join(_sampling(config)):
         table.add_row("sampling", sampling)
     table.add_row("iterations", "as many as the prompts give" if plan.iterations is None else f"{plan.iterations:,}")
+    more = begun_prompts(config) - config.rollout.chunk_prompts
+    begun = f", each begun with {more} more (rollout.oversample, {config.rollout.oversample_policy})" if more else ""
     greedy = f" and {plan.greedy_rows_per_iteration} greedy ones" if plan.greedy_rows_per_iteration else ""
     table.add_row(
         "one iteration",
         f"{config.data.train_batch_size} prompts x {config.rollout.n} samples = {plan.rows_per_iteration} rows{greedy} "
-        f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts",
+        f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts{begun}",
     )
     for number, line in enumerate(overlap.lines(config)):
         table.add_row("" if number else "at the same time", line)

@@ -39,6 +39,11 @@ def uses_filter(config: Config) -> bool:
     return config.algorithm.filter_groups.enable and uses_engines(config)
 
 
+def begun_prompts(config: Config) -> int:
+    """Training prompts that a chunk begins with; a replay has those that were trained."""
+    return config.rollout.begun_prompts if uses_engines(config) else config.rollout.chunk_prompts
+
+
 def uses_baselines(config: Config) -> bool:
     """Whether a greedy response to each training prompt is generated and scored beside its group."""
     return _needs(config, "baselines")

@@ -97,7 +97,7 @@ def build(
         label_selector=placed("prompts"),
         **WHOLE,
     )
-    stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
+    stream = stream.repartition(target_num_rows_per_block=schedule.begun_prompts, strict=True)
     if rollout.elastic and uses_engines(config):
         gate = several(max(2, chunks)) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
         stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)

@@ -21,6 +21,7 @@ from pipeline import stream
 from pipeline.config import Config
 from pipeline.dynamic_store import DynamicStore
 from pipeline.groups import DynamicSampling
+from pipeline.overlap import ahead
 from pipeline.prompts.stage import Schedule, sources
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Policy, Rollout
@@ -133,7 +134,7 @@ class Run:
 
     def __post_init__(self) -> None:
         dynamic = DynamicSampling.of(self.config, self.schedule.iterations)
-        admission = Admission(CHUNK, BATCH, self.config.algorithm.max_staleness, dynamic)
+        admission = Admission(CHUNK, BATCH, ahead(self.config), dynamic)
         kind = ray.remote(DynamicStore if dynamic else PolicyStore)
         self.store = kind.options(num_cpus=0, max_concurrency=1000).remote(admission)
         dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=self.stage)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.dynamic_store import DynamicStore
@@ -85,7 +85,7 @@ class Site:
         following, place = offset + skip, 0
         for page in range(schedule.pages):
             first = page * schedule.page_iterations
-            chunk = first * schedule.chunks_per_iteration
+            chunk = (first + 1) * schedule.chunks_per_iteration - 1
             opening = await self.store.open_page(1, page, chunk, LOOKAHEAD, LONG)
             if opening.first and schedule.validates(opening.version, opening.over):
                 await self.store.validation(1, opening.version, 1)
@@ -291,6 +291,9 @@ def test_a_resumed_run_goes_on_behind_what_was_trained(
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.sampled_from([0, 50, 90]), st.integers(0, 2), st.integers(1, 3), st.integers(0, 10**6))
+# Behind chunks that nobody needs any more, and behind a page whose last chunk would need the version after it.
+@example((2, 2), 0, 1, 1, 0)
+@example((4, 3), 10, 0, 1, 563064)
 def test_every_version_that_is_due_is_validated_while_it_is_current(
     size: tuple[int, int], percent: int, staleness: int, test_freq: int, seed: int
 ) -> None:

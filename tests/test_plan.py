@@ -57,6 +57,10 @@ def test_iterations():
     assert small("trainer.total_training_steps=5", train_rows=10).iterations == 5
     with pytest.raises(ConfigError, match="10 training prompts x trainer.total_epochs=2 = 20 do not fill"):
         small("trainer.total_epochs=2", train_rows=10)
+    # 8 chunks of 8 prompts, each begun with 2 more.
+    assert small("rollout.oversample=0.25", "trainer.total_epochs=2", train_rows=1000).iterations == 25
+    with pytest.raises(ConfigError, match=r"train_batch_size=64, which begins with 80 \(rollout.oversample\)"):
+        small("rollout.oversample=0.25", "trainer.total_epochs=1", train_rows=70)
 
 
 def test_cpus_are_checked_against_what_the_local_ray_is_told():

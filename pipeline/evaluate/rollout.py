@@ -20,6 +20,9 @@ class Held:
     ) -> None:
         """Nobody counts: nothing is loaded."""
 
+    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
+        """Nor here: validation prompts are all generated."""
+
 
 class EvaluationRollout(Rollout):
     """One engine of the pool, with the weights of `model.path`.

@@ -1,7 +1,7 @@
 """The prompt stage of a run with dynamic sampling: prompts for as long as the run needs any.
 
 How many prompts an iteration takes is known when it is full, so a page is so many **batches** of prompts, each of
-`data.train_batch_size`, and whoever needs them takes them. The data is gone through as often as that takes. Pages end
+an iteration's chunks, and whoever needs them takes them. The data is gone through as often as that takes. Pages end
 when the last iteration is trained; of a page that was made before, what is not needed is never generated
 (`DynamicStore.admit`).
 
@@ -43,7 +43,9 @@ class EndlessPrompts(Prompts):
         schedule, deadlines = self._schedule, self._config.trainer.deadlines
         first = page * schedule.page_iterations
         base, start = self._wait("start", deadlines.engine_start)
-        chunk = first * schedule.chunks_per_iteration
+        # The last one of the first batch: validation rows of a version stand behind the pages made before it, and none
+        # of their chunks may need the version after it, which waits for the validation.
+        chunk = (first + 1) * schedule.chunks_per_iteration - 1
         opening = self._wait("open_page", page, chunk, LOOKAHEAD, deadlines.admission)
         made = [PROMPT.empty_table()]
         if opening.first and schedule.validates(opening.version, opening.over):
@@ -70,7 +72,7 @@ class EndlessPrompts(Prompts):
     def _batch(self, batch: int, iteration: int) -> list[pa.Table]:
         """The chunks of a batch. The filter says which iteration trains a row; until then it names `iteration`."""
         schedule, number = self._schedule, self._first_number + batch
-        size, chunks = schedule.chunk_prompts, schedule.chunks_per_iteration
+        size, chunks = schedule.begun_prompts, schedule.chunks_per_iteration
         self._ask("set_batch", batch, number, self._supply.state, self._supply.counts())
         rows = self._supply.iteration(number, size * chunks)
         first = batch * chunks

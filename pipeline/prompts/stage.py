@@ -17,6 +17,7 @@ import ray
 
 from pipeline.ask import ask
 from pipeline.config import Config
+from pipeline.overlap import ahead
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
 from pipeline.prompts.encode import Encoder, stamp, to_table
@@ -30,7 +31,7 @@ from pipeline.prompts.source import PromptSource
 from pipeline.prompts.supply import Supply
 from pipeline.rollout.sampling import RowLimits
 from pipeline.rows import PROMPT
-from pipeline.stages import uses_filter
+from pipeline.stages import begun_prompts, uses_filter
 from pipeline.track.history import read_history
 
 MAX_PAGES = 256
@@ -51,9 +52,11 @@ class Schedule:
     val_before_train: bool
     test_freq: int
     max_staleness: int = 0
-    """Versions that a row may be behind the one that trains on it."""
+    """Versions that engines may be ahead."""
     max_num_gen_batches: int | None = None
     """With dynamic sampling: batches of prompts that an iteration may take. Pages are then of batches."""
+    more_prompts: int = 0
+    """Prompts that a chunk begins with beyond `chunk_prompts`."""
 
     @classmethod
     def of(cls, config: Config, iterations: int) -> "Schedule":
@@ -64,9 +67,15 @@ class Schedule:
             bool(config.data.val_files),
             config.trainer.val_before_train,
             config.trainer.test_freq,
-            config.algorithm.max_staleness,
+            ahead(config),
             config.algorithm.filter_groups.max_num_gen_batches if uses_filter(config) else None,
+            begun_prompts(config) - config.rollout.chunk_prompts,
         )
+
+    @property
+    def begun_prompts(self) -> int:
+        """Prompts that a chunk begins with."""
+        return self.chunk_prompts + self.more_prompts
 
     @property
     def page_iterations(self) -> int:
@@ -181,7 +190,7 @@ class Prompts:
         schedule, base = self._schedule, version - done
         if self._past_end(version):
             return
-        batch, size = schedule.chunks_per_iteration * schedule.chunk_prompts, schedule.chunk_prompts
+        batch, size = schedule.chunks_per_iteration * schedule.begun_prompts, schedule.begun_prompts
         rows = self._supply.iteration(version + 1, batch) if version < schedule.iterations else []
         last = len(rows) < batch
         until = version if last else schedule.reached(base, done)
@@ -204,7 +213,7 @@ class Prompts:
             self._ask("validation", version, 0)
             return
         assert self._val is not None
-        size, rows = self._schedule.chunk_prompts, 0
+        size, rows = self._schedule.begun_prompts, 0
         for prompts in self._val.validation_rows(size):
             rows += len(prompts)
             yield stamp(prompts, "val", -1, version)

@@ -1,5 +1,6 @@
 """Settings of the rollout stage (`rollout.*`)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,17 @@ class RolloutConfig:
 
     chunk_prompts: int = 16
     """Prompts in one chunk, the unit that flows through the stream."""
+
+    oversample: float = 0.0
+    """Groups that a chunk of training prompts begins with beyond `chunk_prompts`, as a share of these, rounded up. The
+    chunk is done when `chunk_prompts` groups are complete, and the slowest are cut off: 4 of 20 with 0.25 and chunks of
+    16. Which ones depends on the clock, so that a run cannot be repeated exactly."""
+
+    oversample_policy: str = "drop"
+    """What becomes of groups that are cut off: `drop` them, and their prompts; `cancel` them, and begin them anew,
+    once, with a chunk of a later policy version; or `carry` them over, running on as weights change, into a later chunk
+    (with `update=in_flight`; one version of `algorithm.max_staleness` is then kept for that). All but `carry` favour
+    prompts with short responses."""
 
     num_engines: int = 1
     """Engines in the pool, each one Ray actor; of an elastic pool, those that it begins with."""
@@ -127,6 +139,11 @@ class RolloutConfig:
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further vLLM `EngineArgs`, passed as they are."""
+
+    @property
+    def begun_prompts(self) -> int:
+        """Training prompts that a chunk begins with."""
+        return self.chunk_prompts + math.ceil(round(self.oversample * self.chunk_prompts, 6))
 
     @property
     def gpus(self) -> float:

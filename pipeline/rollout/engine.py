@@ -3,8 +3,9 @@
 The thread owns the engine. Callers hand it commands, which run between steps in the order they came: adding a chunk's
 requests, or loading weights. A command marked `when_idle` waits until no request is running, and the commands behind it
 wait for it; that is how weights change between chunks and never inside one. An `update` changes them inside chunks: it
-waits for those alone that were submitted with `one_version`. Finished requests are collected by chunk, and a chunk's
-future is set when its last request is done, so chunks overlap freely and the engine's batch stays full.
+waits for those alone that were submitted with `one_version`. Giving requests up (`abort`) waits for nothing. Finished
+requests are collected by chunk, and a chunk's future is set when its last request is done, so chunks overlap freely and
+the engine's batch stays full.
 """
 
 import queue
@@ -17,6 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class Aborted(RuntimeError):
+    """The requests were given up."""
+
+
 class EngineDead(RuntimeError):
     """The engine's thread ended with an error; nothing more can be generated with it."""
 
@@ -27,6 +32,7 @@ class _Command:
     future: Future
     when_idle: bool = False
     updates: bool = False
+    at_once: bool = False
 
 
 @dataclass
@@ -107,6 +113,9 @@ class EngineLoop:
             return chunk.future
 
         def add(engine: Any) -> None:
+            if chunk.future.done():
+                # Given up before.
+                return
             for prompt, params in requests:
                 request_id = str(self._next_id)
                 self._next_id += 1
@@ -122,6 +131,22 @@ class EngineLoop:
 
         self.call(add).add_done_callback(failed)
         return chunk.future
+
+    def abort(self, futures: Sequence[Future]) -> None:
+        """Give up what was submitted, as far as it is not done; whoever waits for it gets `Aborted`."""
+        given_up = {id(future) for future in futures}
+
+        def drop(engine: Any) -> None:
+            running = [name for name, chunk in self._chunk_of.items() if id(chunk.future) in given_up]
+            for name in running:
+                self._one_version -= self._chunk_of.pop(name).one_version
+            for future in futures:
+                if not future.done():
+                    future.set_exception(Aborted("the requests were given up"))
+            if running:
+                engine.abort_request(running)
+
+        self._put(_Command(drop, Future(), at_once=True))
 
     def close(self, timeout: float = 30.0) -> None:
         """Stop the thread; running requests are dropped, and whoever waits for them gets `EngineDead`."""
@@ -154,7 +179,11 @@ class EngineLoop:
         waiting = self._waiting
         while True:
             while not self._commands.empty() or not (self._chunk_of or waiting):
-                waiting.append(self._commands.get())
+                command = self._commands.get()
+                if command.at_once:
+                    self._run(engine, command)
+                else:
+                    waiting.append(command)
             while waiting and not self._must_wait(waiting[0]):
                 self._run(engine, waiting.popleft())
             if self._chunk_of:

@@ -9,6 +9,8 @@ chunks still run, and their responses go on with the new weights. The column `ve
 With `rollout.sleep` an engine holds GPU memory only while it has chunks to generate. It sleeps before it returns the
 last one, and the trainer computes when it has all of them: never beside an engine that is awake.
 
+With `rollout.oversample` a chunk of training prompts holds a few more than it gives groups (`oversample.py`).
+
 Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
 follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
 """
@@ -33,6 +35,7 @@ from pipeline.errors import FinalError
 from pipeline.rollout import vllm
 from pipeline.rollout.engine import EngineDead, EngineLoop
 from pipeline.rollout.occupancy import Occupancy
+from pipeline.rollout.oversample import Complete, Oversampling
 from pipeline.rollout.sampling import Sampling
 from pipeline.rollout.weights import checksum
 from pipeline.stages import uses_baselines
@@ -65,6 +68,9 @@ class Policy(Protocol):
     ) -> None:
         """The engine holds a version, and has spent these seconds without and with chunks since it said so last."""
 
+    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
+        """What oversampling did to a chunk of an iteration."""
+
 
 class StorePolicy:
     """The policy store as one generation of the stream sees it."""
@@ -81,6 +87,10 @@ class StorePolicy:
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
     ) -> None:
         await self._store.acknowledge.remote(self._generation, engine, version, crc, load_s, idle_s, busy_s)
+
+    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
+        payload = {"iteration": iteration, "metrics": metrics}
+        await self._store.post.remote(self._generation, "oversampled", payload)
 
 
 class Rollout:
@@ -111,6 +121,7 @@ class Rollout:
             config.trainer.deadlines.engine_start,
             vllm.settle,
         )
+        self._oversampling = Oversampling(config, self.engine) if config.rollout.oversample else None
         if config.rollout.sleep:
             # An engine that joins or comes again while the trainer computes would else stay awake beside it.
             self.engine.call(vllm.sleep, when_idle=True).result(timeout=config.trainer.deadlines.publish)
@@ -162,11 +173,42 @@ class Rollout:
         # awaited from here until the requests are handed over: they carry its number.
         version = await self._bring_to(ticket)
         loaded = time.perf_counter()
-        config, rollout = self._config, self._config.rollout
-        n, greedy = (rollout.n, uses_baselines(config)) if split == "train" else (rollout.val_kwargs.n, False)
+        n, greedy = self._per_prompt(split)
         table = table.filter(pc.not_equal(table["split"], "pad"))
+        deadline = self._config.trainer.deadlines.chunk
+        try:
+            async with asyncio.timeout(deadline):
+                found = await self._found(table, version)
+        except TimeoutError:
+            raise TimeoutError(
+                f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {version}, "
+                f"{len(table) * (n + greedy)} requests) within {deadline:.0f} s (trainer.deadlines.chunk)"
+            ) from None
+        done = time.perf_counter()
+        seconds = done - loaded, loaded - begun
+        if found.cut:
+            await self._policy.oversampled(table["iteration"][0].as_py(), found.cut.metrics())
+
+        def finish() -> pa.Table:
+            begun_at = np.repeat(found.versions, n + greedy).tolist()
+            generations = [vllm.read(output, own) for output, own in zip(found.outputs, begun_at, strict=True)]
+            return self._rows(found.prompts, generations, n, version, *seconds, greedy)
+
+        # Other chunks are admitted and added meanwhile.
+        return await asyncio.to_thread(finish)
+
+    def _per_prompt(self, split: str) -> tuple[int, bool]:
+        """Samples of a prompt, and whether it has a greedy response more."""
+        if split != "train":
+            return self._config.rollout.val_kwargs.n, False
+        return self._config.rollout.n, uses_baselines(self._config)
+
+    def _requests(self, table: pa.Table, version: int) -> list[tuple[Any, Any]]:
+        """What the engine is asked for the prompts of a table."""
+        config, rollout, split = self._config, self._config.rollout, table["split"][0].as_py()
+        n, greedy = self._per_prompt(split)
         own = Sampling.of(config, split)
-        pairs = vllm.requests(
+        return vllm.requests(
             token_lists(table, "prompt_ids"),
             table["uid"].to_pylist(),
             [own.of_row(text or "") for text in table["extra_info"].to_pylist()],
@@ -176,24 +218,14 @@ class Rollout:
             ignore_eos=rollout.ignore_eos,
             greedy=greedy,
         )
-        submitted = self.engine.submit(pairs, one_version=split != "train")
-        deadline = self._config.trainer.deadlines.chunk
-        try:
-            outputs = await asyncio.wait_for(asyncio.wrap_future(submitted), deadline)
-        except TimeoutError:
-            raise TimeoutError(
-                f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {version}, "
-                f"{len(pairs)} requests) within {deadline:.0f} s (trainer.deadlines.chunk)"
-            ) from None
-        done = time.perf_counter()
-        seconds = done - loaded, loaded - begun
 
-        def finish() -> pa.Table:
-            generations = [vllm.read(output) for output in outputs]
-            return self._rows(table, generations, n, version, *seconds, greedy)
-
-        # Other chunks are admitted and added meanwhile.
-        return await asyncio.to_thread(finish)
+    async def _found(self, table: pa.Table, version: int) -> Complete:
+        """The responses to a chunk's prompts; with oversampling, to those that have theirs first."""
+        train = table["split"][0].as_py() == "train"
+        if train and self._oversampling:
+            return await self._oversampling.generate(table, version, self._requests)
+        submitted = self.engine.submit(self._requests(table, version), one_version=not train)
+        return Complete(table, await asyncio.wrap_future(submitted), [version] * len(table))
 
     async def _bring_to(self, ticket: Ticket) -> int:
         """Load the ticket's version unless a newer one is loaded; the version that the engine then holds."""

@@ -203,16 +203,22 @@ def _params(chosen: Sampling, ignore_eos: bool) -> Any:
     )
 
 
-def read(output: Any) -> Generation:
-    """The one completion of a finished request."""
+def read(output: Any, version: int) -> Generation:
+    """The one completion of a finished request.
+
+    Args:
+        output: of vLLM.
+        version: the policy's when the request was made, for an engine that labels no tokens.
+    """
     completion = output.outputs[0]
     # Weights that the engine read from the disk have no number.
     spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
+    runs = tuple((int(span.version), span.end - span.start) for span in spans)
     return Generation(
         np.asarray(completion.token_ids, dtype=np.int32),
         np.asarray(completion.logprobs.logprobs, dtype=np.float32),
         completion.finish_reason or "abort",
-        tuple((int(span.version), span.end - span.start) for span in spans),
+        runs or ((version, len(completion.token_ids)),),
     )
 
 

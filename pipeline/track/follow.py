@@ -114,6 +114,12 @@ class Follower:
     def _prompts(self, message: dict[str, Any]) -> None:
         self._extra[message["iteration"]] |= message["metrics"]
 
+    def _oversampled(self, message: dict[str, Any]) -> None:
+        # Dynamic sampling knows the iteration of a chunk later, and may have trained the one that is named here.
+        extra = self._extra[max(message["iteration"], self._taken + 1)]
+        for name, count in message["metrics"].items():
+            extra[name] = extra.get(name, 0) + count
+
     def _loaded(self, message: dict[str, Any]) -> None:
         # Version v generates iteration v + 1, or a later one where the trainer has that already; the slowest engine
         # counts.

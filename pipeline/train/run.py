@@ -25,6 +25,7 @@ from pipeline.ask import reach
 from pipeline.config import Config, save_yaml
 from pipeline.dynamic_store import DynamicStore
 from pipeline.groups import DynamicSampling
+from pipeline.overlap import ahead
 from pipeline.plan import Plan
 from pipeline.prompts.stage import Schedule
 from pipeline.stages import uses_engines
@@ -70,7 +71,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     save_yaml(config, run_dir / "config.yaml")
     schedule = Schedule.of(config, plan.iterations)
     dynamic = DynamicSampling.of(config, plan.iterations)
-    sizes = config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
+    sizes = config.rollout.chunk_prompts, config.data.train_batch_size, ahead(config)
     admission = Admission(*sizes, dynamic)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     store: Any = (

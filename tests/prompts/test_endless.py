@@ -114,6 +114,24 @@ def test_a_resumed_run_leaves_out_what_is_used_up(make: Callable[..., Run]) -> N
     assert run.page(0, run.actor()) == run.page(0)
 
 
+def test_an_oversampled_run_leaves_out_all_prompts_that_were_begun(make: Callable[..., Run]) -> None:  # noqa: F811
+    plain = make(iterations=6, rows=60)
+    plain.config.rollout.oversample = 0.5
+    run = Endless(plain)
+    whole = [uid for page in range(2) for uid in uids(run.page(page))]
+    assert len(whole) == 12, "chunks of 3 prompts, which give 2 groups"
+    for chunk, kept in enumerate((1, 2, 1)):
+        run.pass_on(chunk, kept)
+    run.publish(1)
+    whole += uids(run.page(2))
+    end = run.ask("position", 1)
+    assert end == position((0, 6), 2, 3)
+    run.start(1, end)
+    resumed = uids(run.page(0))
+    assert resumed == whole[9:15]
+    assert run.page(0, run.actor()) == run.page(0)
+
+
 def test_a_checkpoint_of_a_run_without_filter_is_a_start(make: Callable[..., Run]) -> None:  # noqa: F811
     run = Endless(make(iterations=6, rows=40, shuffle=False))
     run.start(1, (0, 8))

@@ -149,6 +149,25 @@ def test_pages_hold_every_iteration_and_one_more(iterations: int) -> None:
     assert schedule.page_iterations == 1 or iterations > stage.MAX_PAGES
 
 
+def test_an_oversampled_chunk_has_more_prompts_and_the_next_page_goes_on_behind_them(make: Callable[..., Run]) -> None:
+    run = make(iterations=2, rows=20, val_rows=2, shuffle=False)
+    run.config.rollout.oversample = 0.5
+    run.schedule = Schedule.of(run.config, 2)
+    run.start()
+    first = run.page(0)
+    assert [(row["split"], row["chunk"]) for row in first] == [
+        *[("val", -1)] * 2,
+        ("pad", -1),
+        *[("train", 0)] * 3,
+        *[("train", 1)] * 3,
+    ]
+    assert [row["offset"] for row in first[3:]] == list(range(6))
+    assert [row["offset"] for row in run.page(1) if row["split"] == "train"] == list(range(6, 12))
+    # A replay has the prompts whose groups were trained.
+    run.config.data.recorded_run = "runs/x"
+    assert Schedule.of(run.config, 2).begun_prompts == 2
+
+
 def test_which_versions_are_validated() -> None:
     def validated(validation: bool = True, before: bool = True, freq: int = -1) -> list[int]:
         schedule = Schedule(5, 2, 2, validation, before, freq)

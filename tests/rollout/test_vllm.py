@@ -266,9 +266,9 @@ def cached_prompts() -> dict[str, Any]:
     place.generate(place.chunk(version))
     counts: list[int] = []
 
-    def watch(output: Any) -> Any:
+    def watch(output: Any, version: int) -> Any:
         counts.append(output.num_cached_tokens or 0)
-        return read(output)
+        return read(output, version)
 
     from pipeline.rollout import vllm
 

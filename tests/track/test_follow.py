@@ -319,6 +319,21 @@ def test_idle_engines_are_counted_together() -> None:
     assert run.records[2]["perf/rollout_idle"] == 0.5
 
 
+def test_what_was_cut_off_is_summed_over_chunks() -> None:
+    run = Run()
+
+    def cut(iteration: int, lost: int) -> None:
+        run.follower.handle({"kind": "oversampled", "iteration": iteration, "metrics": {"oversample/lost": lost}})
+
+    run.prompts(1)
+    cut(1, 2)
+    cut(1, 1)
+    run.iteration(1)
+    cut(1, 4)  # of dynamic sampling, which names the iteration that it knows of
+    run.iteration(2)
+    assert [run.records[number]["oversample/lost"] for number in (1, 2)] == [3, 4]
+
+
 def test_samples() -> None:
     run = Run(iterations=20, validation=True, log_samples=3)
     run.announce(0)
