@@ -132,7 +132,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     """
     from pipeline import replay
     from pipeline.plan import check_resources, plan, render, seats
-    from pipeline.run_folder import check_run_folder, reached, starting_point
+    from pipeline.run_folder import check_run_folder, reached, recover, starting_point
     from pipeline.stages import uses_engines
 
     plan(config)
@@ -175,6 +175,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     run_dir.mkdir(parents=True, exist_ok=True)
+    resume = resume or recover(run_dir, begin, config)
     trainer = config.trainer
     tracker = Tracker(
         run_dir,

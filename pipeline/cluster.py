@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 ENV = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -89,3 +90,16 @@ def absolute_files(value: Any) -> Any:
     if isinstance(value, str):
         return value if "://" in value else os.path.abspath(value)
     return [absolute_files(item) for item in value] if isinstance(value, list) else value
+
+
+def release_placement_groups() -> None:
+    """Give back what this job has set aside in placement groups.
+
+    Those of a controller of Ray Train that was killed would hold their CPUs and GPUs to the end of the job: Ray Train's
+    own cleaner asks the dashboard, which not every Ray has.
+    """
+    job = ray.get_runtime_context().get_job_id()
+    for number, group in placement_group_table().items():
+        # The number ends with that of the job that made the group.
+        if number.endswith(job) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))

@@ -159,6 +159,22 @@ def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
     return found
 
 
+def recover(run_dir: Path, saved: Saved | None, config: Config) -> bool:
+    """Take over what a checkpoint knows of its run, whose folder was lost with its disk; whether there was anything.
+
+    Args:
+        run_dir: the run's folder, which holds no settings yet.
+        saved: what the run begins with, `starting_point`'s.
+        config: settings of the run.
+    """
+    own = saved is not None and saved.place.startswith(f"{root(config.trainer, run_dir)}/")
+    mlflow_run = saved.progress.get("mlflow_run_id") if saved and own else None
+    if mlflow_run is None:
+        return False
+    (run_dir / "mlflow_run_id").write_text(f"{mlflow_run}\n")
+    return True
+
+
 def _check_orphan(saved: Saved, config: Config) -> None:
     """Whether a checkpoint in `trainer.storage_path` is of this run, whose own folder is new or was lost."""
     remedies = "choose another trainer.experiment_name or trainer.storage_path, or delete it"

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray.util.placement_group import placement_group_table
 
 from pipeline.track.trajectories import read_trajectories
 from tests.runs import BATCH, CHUNKS, SAMPLES, TWO, Run, Start, folder_of, starter, tiny_settings
@@ -65,6 +66,11 @@ def processes(pattern: str) -> list[psutil.Process]:
             if re.search(pattern, " ".join(process.cmdline())):
                 found.append(process)
     return found
+
+
+def held() -> list[str]:
+    """Placement groups that are left."""
+    return [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
 
 
 class Killer(threading.Thread):
@@ -150,6 +156,7 @@ def test_a_killed_process_changes_nothing(
     assert killer.killed is not None, "nobody was killed"
     complete(run)
     same(run, whole)
+    assert not held(), "CPUs of the dead are held"
     told = " ".join(run.printed.split())
     if victim in RESTARTED:
         # The first checkpoints may not have been whole yet.

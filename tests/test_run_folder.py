@@ -1,9 +1,12 @@
 """Who may write into a run's folder."""
 
+import json
+
 import pytest
 
+from pipeline.checkpoints import FOLDER, PROGRESS
 from pipeline.config import Config, ConfigError, keys, load_config, save_yaml
-from pipeline.run_folder import MAY_DIFFER, check_run_folder, reached, starting_point
+from pipeline.run_folder import MAY_DIFFER, check_run_folder, reached, recover, starting_point
 from pipeline.storage import check_scheme, filesystem_of
 from tests.test_checkpoints import written
 
@@ -96,6 +99,23 @@ def test_a_run_whose_folder_was_lost_goes_on_from_the_storage(tmp_path):
     saved(tmp_path, "trainer.total_epochs=3")
     found = starting_point(tmp_path / "run", settings(tmp_path))
     assert found.iteration == 6 and found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
+
+
+def test_the_mlflow_run_of_a_lost_folder_is_continued(tmp_path):
+    config, run_dir = settings(tmp_path), tmp_path / "run"
+    run_dir.mkdir()
+    assert not recover(run_dir, None, config)
+    folder = tmp_path / "far" / "run" / FOLDER / "iteration_000006"
+    saved(tmp_path)
+    assert not recover(run_dir, starting_point(run_dir, config), config)
+    progress = json.loads((folder / PROGRESS).read_text())
+    (folder / PROGRESS).write_text(json.dumps(progress | {"mlflow_run_id": "cafe"}))
+    begin = starting_point(run_dir, config)
+    assert recover(run_dir, begin, config)
+    assert (run_dir / "mlflow_run_id").read_text() == "cafe\n"
+    # A run that begins with another run's checkpoint has an MLflow run of its own.
+    other = load_config(["trainer.experiment_name=other", f"trainer.resume={begin.place}"])
+    assert not recover(tmp_path / "other", starting_point(tmp_path / "other", other), other)
 
 
 def test_a_checkpoint_of_another_run_in_the_storage_is_refused(tmp_path):

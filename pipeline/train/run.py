@@ -137,6 +137,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
                     failure.append(error)
                     return
                 store.failed.remote("Ray Train's controller died")
+                cluster.release_placement_groups()
                 torch_trainer = prepare()
             except BaseException as error:  # noqa: BLE001 (handed to the main thread)
                 failure.append(error)

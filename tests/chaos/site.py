@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 CPUS = 8
 """What each node says it has: the phases of a run alternate."""
-START_S = 90.0
+START_S = 240.0
 PAUSE_S = {"head": 1.0, "node": 3.0, "tracker": 5.0, "driver": 1.0}
 """Seconds for which each stays away when it has died."""
 OUTLIVES_S = 120.0
