@@ -1,10 +1,11 @@
 """Engines, replicas and train workers on their devices: settings of sizes and GPUs that are together impossible."""
 
+import importlib.util
 import math
 from collections.abc import Iterator
 
 from pipeline.config import Config
-from pipeline.stages import scorers, uses_engines
+from pipeline.stages import scorers, uses_engines, uses_policy_scores
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -23,6 +24,10 @@ def problems(config: Config) -> Iterator[str]:
     elif rollout.tensor_parallel_size > 1:
         yield from _split_engines(config)
     yield from _shared_gpus(config)
+    if config.trainer.weight_transport == "nixl":
+        yield from _nixl(config)
+    elif config.trainer.weight_transport == "ipc":
+        yield from _ipc(config)
     if rollout.num_gpus > 0 and rollout.gpu_memory_utilization == 0:
         yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
     if rollout.num_gpus == 0 and rollout.dtype == "float16" and uses_engines(config):
@@ -76,3 +81,38 @@ def _shared_gpus(config: Config) -> Iterator[str]:
         )
     if "enable_sleep_mode" in rollout.engine_kwargs:
         yield "rollout.engine_kwargs.enable_sleep_mode is set by rollout.sleep; leave it out"
+
+
+def _nixl(config: Config) -> Iterator[str]:
+    if importlib.util.find_spec("nixl") is None:
+        yield "trainer.weight_transport=nixl needs the Python package nixl on every node: pip install nixl"
+    for name, value in config.trainer.env_vars.items():
+        if "expandable_segments:true" in str(value).lower():
+            yield (
+                f"trainer.weight_transport=nixl with trainer.env_vars.{name}={value}: NIXL cannot register memory that "
+                "is allocated so; leave one of them out"
+            )
+
+
+def _ipc(config: Config) -> Iterator[str]:
+    trainer, rollout, policy = config.trainer, config.rollout, config.scoring.policy
+    takers = {"rollout.num_gpus": (rollout.most, rollout.num_gpus)} if uses_engines(config) else {}
+    if uses_policy_scores(config):
+        takers["scoring.policy.num_gpus"] = policy.num_workers, policy.num_gpus
+    total = trainer.gpus + sum(count * share for count, share in takers.values())
+    if not trainer.use_gpu or not all(share for _, share in takers.values()):
+        yield (
+            "trainer.weight_transport=ipc hands weights over in a GPU's memory: set trainer.use_gpu=true and "
+            f"{' and '.join(takers)} above 0, or take another transport"
+        )
+    elif trainer.num_workers > 1:
+        yield (
+            f"trainer.weight_transport=ipc with trainer.num_workers={trainer.num_workers}: each worker has a part of "
+            "the weights on its own GPU, and ipc reaches no other; set trainer.num_workers=1, or take nixl"
+        )
+    elif total > 1:
+        terms = "".join(f" + {count} x {key}={share:g}" for key, (count, share) in takers.items())
+        yield (
+            "trainer.weight_transport=ipc needs the train worker and all that take its weights on one GPU, and they "
+            f"ask for trainer.gpus_per_worker={trainer.gpus:g}{terms} = {total:g} GPUs; lower these, or take nixl"
+        )

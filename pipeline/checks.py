@@ -42,7 +42,7 @@ CHOICES = {
     "actor.kl_loss_type": tuple(f"{name}{suffix}" for suffix in ("", "+") for name in kl.NAMES),
     "actor.old_log_probs": ("recompute", "engine"),
     "trainer.best_metric_mode": ("max", "min"),
-    "trainer.weight_transport": ("object_store", "delta"),
+    "trainer.weight_transport": ("object_store", "delta", "nixl", "ipc"),
 }
 """Keys that take one of a few values."""
 

@@ -391,7 +391,9 @@ def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
         "memory of a train worker",
         f"{shown(memory.train_worker)} + activations: weights {shown(memory.train_weights)}, gradients "
         f"{shown(memory.train_gradients)}, optimiser {shown(memory.train_optimizer)}, "
-        f"logits {shown(memory.train_logits)}" + (f", critic {critic}" if uses_critic(config) else ""),
+        f"logits {shown(memory.train_logits)}"
+        + (f", critic {critic}" if uses_critic(config) else "")
+        + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else ""),
     )
     limit = (
         f"{config.rollout.gpu_memory_utilization:.0%} of a GPU in all"

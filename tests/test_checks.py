@@ -9,6 +9,12 @@ from pipeline.checks import check
 from pipeline.config import Config, ConfigError
 
 GOOD = ["data.train_files=train.parquet", "model.path=owner/model", "data.val_files=test.parquet"]
+IPC = [
+    "trainer.weight_transport=ipc",
+    "trainer.use_gpu=true",
+    "trainer.gpus_per_worker=0.5",
+    "rollout.num_gpus=0.4",
+]
 DEFAULTS = OmegaConf.structured(Config)
 
 
@@ -95,6 +101,19 @@ def test_defaults_with_data_and_model_pass():
             ["rollout.sleep=true", "rollout.num_gpus=0.4", "rollout.engine_kwargs={enable_sleep_mode: true}"],
             "enable_sleep_mode is set by rollout.sleep",
         ),
+        (["trainer.weight_transport=nccl"], "must be one of object_store, delta, nixl, ipc"),
+        (["trainer.weight_transport=ipc"], "set trainer.use_gpu=true and rollout.num_gpus above 0"),
+        (["trainer.weight_transport=ipc", "trainer.use_gpu=true"], "rollout.num_gpus above 0"),
+        (["trainer.weight_transport=ipc", "rollout.num_gpus=0.4"], "set trainer.use_gpu=true"),
+        (
+            [*IPC, "algorithm.adv_estimator=optimal_token_baseline"],
+            "set trainer.use_gpu=true and rollout.num_gpus and scoring.policy.num_gpus above 0",
+        ),
+        ([*IPC, "trainer.num_workers=2", "trainer.gpus_per_worker=0.6"], "ipc reaches no other"),
+        (
+            [*IPC, "rollout.num_engines=2"],
+            "trainer.gpus_per_worker=0.5 + 2 x rollout.num_gpus=0.4 = 1.3 GPUs; lower these, or take nixl",
+        ),
         (["rollout.temperature=0"], "rollout.temperature=0"),
         (["reward.max_error_rate=2"], "between 0 and 1"),
         (["model.path=./nowhere"], "no such folder"),
@@ -134,3 +153,20 @@ def test_model_folder_needs_config_and_tokenizer(tmp_path):
     assert f"model.path={tmp_path} holds no tokenizer" in refusal(path)
     (tmp_path / "tokenizer.json").write_text("{}")
     check(good(path))
+
+
+def test_engines_on_the_gpu_of_the_train_worker():
+    check(good(*IPC))
+    check(good(*IPC, "rollout.sleep=true"))
+    check(good(*IPC, "algorithm.adv_estimator=optimal_token_baseline", "scoring.policy.num_gpus=0.1"))
+
+
+def test_nixl_needs_its_package_and_memory_that_it_can_register(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl" else object())
+    assert "needs the Python package nixl on every node: pip install nixl" in refusal("trainer.weight_transport=nixl")
+    check(good("trainer.weight_transport=delta"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check(good("trainer.weight_transport=nixl", "trainer.num_workers=2"))
+    segments = "trainer.env_vars.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert "NIXL cannot register memory" in refusal("trainer.weight_transport=nixl", segments)
+    check(good(segments))

@@ -7,7 +7,8 @@ the model. The transport is registered as a vLLM weight transfer backend, so the
 tensor-parallel workers.
 
 With `trainer.weight_transport=delta` a shard also says what has changed since the versions before, and an engine that
-holds one of these fetches no more (`delta.py`).
+holds one of these fetches no more (`delta.py`). With `nixl` or `ipc` the buffers stay with the train workers, and an
+engine reads them there (`direct.py`).
 """
 
 import zlib
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.rollout.delta import Held, Step
+from pipeline.rollout.direct import Remote, digest, read
 
 if TYPE_CHECKING:
     import torch
@@ -44,15 +46,35 @@ class Shard:
     rank: int
     pieces: list[Piece]
     buckets: list[Any]
-    """One object ref (or the buffer itself, outside Ray) per bucket."""
+    """One object ref, `Remote` or (outside Ray) the buffer itself per bucket."""
     checksums: list[int]
-    """CRC-32 of each bucket."""
+    """`crc` of each bucket."""
     version: int = -1
     """Of the weights; -1 where only whole buckets are published."""
     steps: list[Step] = field(default_factory=list)
     """From the versions before, the oldest first."""
     itemsize: int = 1
     """Bytes of a number."""
+
+
+def crc(buffer: Any) -> int:
+    """The checksum of a bucket: CRC-32, or that of a tensor, which stays on its device."""
+    import torch
+
+    return digest(buffer) if isinstance(buffer, torch.Tensor) else zlib.crc32(buffer)
+
+
+def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
+    """Buckets from where they were published: byte buffers, or tensors on `device`.
+
+    Raises:
+        TimeoutError: they did not arrive within `timeout` seconds.
+    """
+    if isinstance(refs[0], Remote):
+        return read(refs, device, timeout)
+    import ray
+
+    return ray.get(refs, timeout=timeout) if ray.is_initialized() else refs
 
 
 def checksum(shards: Sequence[Shard]) -> int:
@@ -71,7 +93,7 @@ def parameters(
 
     Args:
         shards: one per rank; every rank has the same number of buckets with the same parameters in each.
-        fetch: turns refs into byte buffers, for example `ray.get`.
+        fetch: turns refs into byte buffers or uint8 tensors, for example `ray.get`.
         held: the buckets that are here, which are brought to this version; None keeps none, and fetches whole ones.
 
     Raises:
@@ -90,16 +112,19 @@ def parameters(
         whole: dict[str, torch.Tensor] = {}
         rows: dict[str, int] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
-            if zlib.crc32(buffer) != shard.checksums[number]:
+            if crc(buffer) != shard.checksums[number]:
                 raise ValueError(
                     f"weights bucket {number} of train rank {shard.rank} arrived damaged: its checksum does not match "
                     "the published one"
                 )
             # Read-only shared memory; the bytes are copied into `whole` below and never written.
-            raw = torch.frombuffer(memoryview(buffer), dtype=torch.uint8) if len(buffer) else torch.empty(0)
+            raw = buffer
+            if not isinstance(buffer, torch.Tensor):
+                raw = torch.frombuffer(memoryview(buffer), dtype=torch.uint8) if len(buffer) else torch.empty(0)
             for piece in (p for p in shard.pieces if p.bucket == number):
                 if piece.name not in whole:
-                    whole[piece.name] = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
+                    kind = getattr(torch, piece.dtype)
+                    whole[piece.name] = torch.empty(piece.shape, dtype=kind, device=raw.device)
                     rows[piece.name] = 0
                 part = raw[piece.offset : piece.offset + piece.nbytes].view(getattr(torch, piece.dtype))
                 target = whole[piece.name]
@@ -158,12 +183,10 @@ def register() -> None:
             initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info: Update) -> None:
-            import ray
-
-            def fetch(refs: list[Any]) -> list[Any]:
+            def take(refs: list[Any]) -> list[Any]:
                 try:
-                    return ray.get(refs, timeout=update_info.timeout) if ray.is_initialized() else refs
-                except ray.exceptions.GetTimeoutError:
+                    return fetch(refs, self.device, update_info.timeout)
+                except TimeoutError:
                     ranks = ", ".join(str(shard.rank) for shard in update_info.shards)
                     raise TimeoutError(
                         f"weights: a bucket did not arrive from train ranks {ranks} within {update_info.timeout:.0f} s "
@@ -171,7 +194,7 @@ def register() -> None:
                     ) from None
 
             model: Any = self.model
-            loaded = model.load_weights(parameters(update_info.shards, fetch, self._held))
+            loaded = model.load_weights(parameters(update_info.shards, take, self._held))
             # Whatever is not replaced belongs to another version, and after a sleep to none.
             if loaded is not None and (missing := sorted(self._needed - loaded)):
                 raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")

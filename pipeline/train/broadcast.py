@@ -5,10 +5,10 @@ between ranks. Buckets are cut by the parameters' whole sizes, so every rank has
 and an engine can load bucket by bucket (`pipeline/rollout/weights.py`).
 
 A `Sender` does so version after version. With `trainer.weight_transport=delta` it keeps what it sent last, and puts
-what has changed since beside it (`pipeline/rollout/delta.py`).
+what has changed since beside it (`pipeline/rollout/delta.py`); with `nixl` or `ipc` it keeps the buckets where engines
+read them (`outbox.py`).
 """
 
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,9 @@ from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline.rollout.delta import MOST_STEPS, Step, encode, pieces_of
-from pipeline.rollout.weights import Piece, Shard
+from pipeline.rollout.weights import Piece, Shard, crc
 from pipeline.track.metrics import Stat, Stats, mean
+from pipeline.train.outbox import Outbox
 
 
 def rows_of(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, int]:
@@ -62,6 +63,7 @@ def pack(
     limit: int,
     put: Callable[[Any], Any],
     rename: Callable[[str], str] = str,
+    outbox: Outbox | None = None,
 ) -> Shard:
     """This rank's part of the current weights.
 
@@ -72,11 +74,13 @@ def pack(
         limit: bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
         put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
         rename: turns a parameter's name into the engine's.
+        outbox: where the buckets are to stand, in its next version; `put` then gets uint8 tensors.
     """
     shard = Shard(rank, [], [], [], itemsize=dtype.itemsize)
     for number, group in enumerate(buckets(model, dtype, limit)):
         local = [(name, parameter, *rows_of(parameter, rank)) for name, parameter in group]
-        buffer = torch.empty(sum(rows.numel() for _, _, rows, _ in local) * dtype.itemsize, dtype=torch.uint8)
+        size = sum(rows.numel() for _, _, rows, _ in local) * dtype.itemsize
+        buffer = outbox.empty(size) if outbox else torch.empty(size, dtype=torch.uint8)
         offset = 0
         for name, parameter, rows, start in local:
             nbytes = rows.numel() * dtype.itemsize
@@ -86,8 +90,9 @@ def pack(
                 kind, shape = str(dtype).removeprefix("torch."), tuple(parameter.shape)
                 shard.pieces.append(Piece(rename(name), kind, shape, start, stop, number, offset, nbytes))
             offset += nbytes
-        data: Any = buffer.numpy()
-        shard.checksums.append(zlib.crc32(data))
+        data: Any = buffer if outbox else buffer.numpy()
+        # On a GPU this also waits until the bytes are written.
+        shard.checksums.append(crc(data))
         shard.buckets.append(put(data))
     return shard
 
@@ -98,6 +103,7 @@ class Sender:
     Args:
         rank, dtype, limit, put, rename: as of `pack`.
         delta: whether changes are put beside whole buckets.
+        outbox: where the buckets stand instead of being put.
     """
 
     def __init__(
@@ -108,9 +114,11 @@ class Sender:
         put: Callable[[Any], Any],
         rename: Callable[[str], str] = str,
         delta: bool = False,
+        outbox: Outbox | None = None,
     ) -> None:
         self._args = rank, dtype, limit
-        self._put, self._rename, self._delta = put, rename, delta
+        self._put: Callable[[Any], Any] = outbox.put if outbox else put
+        self._rename, self._delta, self._outbox = rename, delta, outbox
         self._version = -1
         self._sent: list[np.ndarray] = []
         self._steps: list[Step] = []
@@ -126,13 +134,17 @@ class Sender:
 
     def pack(self, model: nn.Module, version: int) -> Shard:
         """This rank's part of the current weights, which are those of `version`."""
-        buffers: list[np.ndarray] = []
+        buffers: list[Any] = []
 
-        def put(buffer: np.ndarray) -> Any:
+        def put(buffer: Any) -> Any:
             buffers.append(buffer)
             return self._put(buffer)
 
-        shard = pack(model, *self._args, put, self._rename)
+        if self._outbox:
+            rank, dtype, _ = self._args
+            numbers = sum(rows_of(parameter, rank)[0].numel() for parameter in model.parameters())
+            self._outbox.begin(version, numbers * dtype.itemsize)
+        shard = pack(model, *self._args, put, self._rename, self._outbox)
         self.whole_bytes = self.bytes = sum(map(len, buffers))
         if not self._delta:
             return shard

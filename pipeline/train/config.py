@@ -362,7 +362,10 @@ class TrainerConfig:
     weight_transport: str = "object_store"
     """What an engine fetches of a new policy version: `object_store`, all weights; or `delta`, those that have changed
     since the version that it holds, losslessly, which takes a copy of the weights in the host memory of every train
-    worker and engine."""
+    worker and engine. With `nixl` and `ipc` an engine reads all weights out of the train workers' memory by itself:
+    `nixl` (`pip install nixl`) between any GPUs, nodes or CPUs, `ipc` where one train worker and the engines share one
+    GPU. Either keeps `algorithm.max_staleness + 2` copies of a train worker's part of the weights, in `rollout.dtype`,
+    on its device. No GPU has run them yet."""
 
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     """Longest waits."""

@@ -34,6 +34,7 @@ from pipeline.export.settings import ModelSettings
 from pipeline.overlap import trains_early
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
+from pipeline.rollout.direct import TRANSPORTS
 from pipeline.stages import uses_critic
 from pipeline.store import CRITIC, POLICY
 from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
@@ -48,6 +49,7 @@ from pipeline.train.early import EarlyUpdate
 from pipeline.train.feed import Blocks, RowsFeed
 from pipeline.train.fsdp import save_hf, torch_dtype
 from pipeline.train.learner import Learner
+from pipeline.train.outbox import Outbox
 from pipeline.train.packing import Rows
 from pipeline.train.staleness import within_bound
 
@@ -225,9 +227,13 @@ class Loop:
     def _senders(self) -> dict[str, Sender]:
         """What puts the weights of each model."""
         trainer = self.config.trainer
-        limit, delta = trainer.weight_bucket_mb * 2**20, trainer.weight_transport == "delta"
+        limit, way = trainer.weight_bucket_mb * 2**20, trainer.weight_transport
+        outbox = None
+        if way in TRANSPORTS:
+            outbox = Outbox(way, self.rank, self.config.algorithm.max_staleness + 2, self.device)
         kind = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
-        senders = {POLICY: Sender(self.rank, kind, limit, ray.put, self.actor.module.hf_name, delta)}
+        name = self.actor.module.hf_name
+        senders = {POLICY: Sender(self.rank, kind, limit, ray.put, name, way == "delta", outbox)}
         if self.critic:
             kind = torch_dtype(self.config.model.dtype, "model.dtype")
             senders[CRITIC] = Sender(self.rank, kind, limit, ray.put)
