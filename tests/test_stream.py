@@ -230,6 +230,7 @@ def workers(stage: str) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_actors_lose_and_repeat_no_prompt(stream_config: Config, tmp_path: Path) -> None:
     own, last = changed(stream_config, tmp_path), 7
     run = Run(own, Schedule(last, CHUNKS, CHUNK, True, False, 3), tmp_path)

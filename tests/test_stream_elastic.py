@@ -240,6 +240,7 @@ def test_an_engine_that_cannot_come_back_ends_the_stream(
     run.abandon()
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_at_every_start_holds_the_run_for_a_deadline_at_most(
     stream_config: Config, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_two_workers_learn_a_preference(tmp_path: Path, tiny_model: Path, ray_session: None) -> None:
     train, val = write(tmp_path / "train.parquet", range(200)), write(tmp_path / "val.parquet", range(200, 231))
     out = tmp_path / "out"

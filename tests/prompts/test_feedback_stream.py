@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures
 LAST, STOP = 12, 7
 
 
+@pytest.mark.long
 def test_solve_rates_reach_the_prompts_and_a_resumed_run_makes_the_same(stream_config: Config, tmp_path: Path) -> None:
     own = changed(stream_config, tmp_path)
     own.data.sampler, own.data.val_files = "solve_rate", None
