@@ -100,13 +100,14 @@ class Logged:
 
     def __init__(self, policy: Policy, write: Callable[..., None]) -> None:
         self._policy, self._write = policy, write
-        self.acknowledge = policy.acknowledge
+        self.acknowledge, self.oversampled = policy.acknowledge, policy.oversampled
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
         asked = {"split": split, "chunk": chunk, "iteration": version}
         self._write(event="asked", **asked)
         ticket = await self._policy.admit(split, chunk, version)
-        self._write(event="admitted", version=ticket.version, **asked)
+        if ticket is not None:
+            self._write(event="admitted", version=ticket.version, **asked)
         return ticket
 
 
@@ -180,7 +181,7 @@ class Run:
         """End what may still wait after a failure."""
         ray.get(self.store.new_generation.remote(), timeout=ANSWER_S)
         for feed in self.feeds:
-            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError, TimeoutError):
                 feed.drain()
 
     def abandon(self) -> None:
