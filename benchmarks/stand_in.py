@@ -3,6 +3,7 @@
 The stages in between, the policy store and the schedule are those of a run.
 """
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -26,6 +27,7 @@ from pipeline.groups import DynamicSampling
 from pipeline.overlap import ahead
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
+from pipeline.rollout.order import InOrder
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.vllm import Generation
 from pipeline.rollout.weights import Shard, checksum
@@ -43,17 +45,18 @@ class InstantRollout(Rollout):
         self._config, self._policy = config, policy
         self._tokenizer = load_tokenizer(config.model)
         self._random = np.random.default_rng(config.trainer.seed)
+        self._order, self._loading = InOrder(), asyncio.Lock()
         self._version, self._kl_coefs = -1, {}
         self.name = f"instant:{os.getpid()}"
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
-        ticket = await self._policy.admit(split, chunk, version)
+        ticket = await self._admit(table)
         if ticket is None:
             return rows.append(table.slice(0, 0), rows.ROLLOUT, {name: [] for name in rows.ROLLOUT.names})
-        if ticket.version > self._version:
-            self._version = ticket.version
-            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), 0.0)
+        async with self._loading:
+            if ticket.version > self._version:
+                self._version = ticket.version
+                await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), 0.0)
         table = table.filter(pc.not_equal(table["split"], "pad"))
         n = self._config.rollout.n
         generations = [self._generation(length) for length in self._random.integers(SHORTEST, LONGEST, len(table) * n)]

@@ -31,6 +31,7 @@ from pipeline.advantage.stage import Advantage
 from pipeline.ask import ask
 from pipeline.cluster import compute_threads
 from pipeline.config import Config
+from pipeline.executor import answer_at_once
 from pipeline.prompts.endless import EndlessPrompts
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.replay import REPLAY_CPUS
@@ -77,6 +78,7 @@ def build(
     # Ray Train builds the stream in its controller, which the driver's context does not reach.
     set_context()
     watch(DataContext.get_current(), config.rollout)
+    answer_at_once(DataContext.get_current())
     generation = ask(store, "new_generation")
     policy = StorePolicy(store, generation, config.trainer.deadlines.admission)
     rollout, chunks = config.rollout, schedule.chunks_per_iteration

@@ -35,6 +35,7 @@ from pipeline.errors import FinalError
 from pipeline.rollout import vllm
 from pipeline.rollout.engine import EngineDead, EngineLoop
 from pipeline.rollout.occupancy import Occupancy
+from pipeline.rollout.order import InOrder
 from pipeline.rollout.oversample import Complete, Oversampling
 from pipeline.rollout.sampling import Sampling
 from pipeline.rollout.weights import checksum
@@ -108,6 +109,7 @@ class Rollout:
         self._policy = policy
         self._tokenizer = load_tokenizer(config.model)
         self._version = -1
+        self._order = InOrder()
         self._kl_coefs: dict[int, float] = {}
         """By version, of the last ones."""
         # One change of the engine's memory at a time: loading, waking, going to sleep.
@@ -132,8 +134,7 @@ class Rollout:
 
         Rows with split `pad`, which fill up a validation chunk, are left out.
         """
-        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
-        ticket = await self._policy.admit(split, chunk, version)
+        ticket = await self._admit(table)
         if ticket is None:
             return rows.append(table.slice(0, 0), rows.ROLLOUT, {name: [] for name in rows.ROLLOUT.names})
         self._admitted += 1
@@ -151,6 +152,12 @@ class Rollout:
         if self._config.rollout.sleep:
             await self._rest()
         return generated
+
+    async def _admit(self, table: pa.Table) -> Ticket | None:
+        """The permission to start a chunk; None where nobody needs it any more."""
+        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
+        admitted = self._policy.admit(split, chunk, version)
+        return await (self._order.admitted(chunk, admitted) if split == "train" else admitted)
 
     def _start_anew(self, error: Exception) -> NoReturn:
         """End this process, so that Ray starts another engine in its place, which generates the chunks again.
