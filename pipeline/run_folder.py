@@ -167,8 +167,9 @@ def recover(run_dir: Path, saved: Saved | None, config: Config) -> bool:
         saved: what the run begins with, `starting_point`'s.
         config: settings of the run.
     """
-    own = saved is not None and saved.place.startswith(f"{root(config.trainer, run_dir)}/")
-    mlflow_run = saved.progress.get("mlflow_run_id") if saved and own else None
+    if saved is None or not saved.place.startswith(f"{root(config.trainer, run_dir)}/"):
+        return False
+    mlflow_run = saved.progress.get("mlflow_run_id")
     if mlflow_run is None:
         return False
     (run_dir / "mlflow_run_id").write_text(f"{mlflow_run}\n")

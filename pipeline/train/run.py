@@ -127,21 +127,20 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     over = threading.Event()
 
     def fit(torch_trainer: TorchTrainer) -> None:
-        for attempt in itertools.count(1):
-            try:
-                ends.append(torch_trainer.fit().return_value)  # type: ignore[attr-defined]
-                return
-            except ray.exceptions.RayActorError as error:
-                # Ray Train's controller died, and its workers with it.
-                if over.is_set() or 0 <= trainer.max_failures < attempt:
-                    failure.append(error)
+        try:
+            for attempt in itertools.count(1):
+                try:
+                    ends.append(torch_trainer.fit().return_value)  # type: ignore[attr-defined]
                     return
+                except ray.exceptions.RayActorError:
+                    # Ray Train's controller died, and its workers with it.
+                    if over.is_set() or 0 <= trainer.max_failures < attempt:
+                        raise
                 store.failed.remote("Ray Train's controller died")
                 cluster.release_placement_groups()
                 torch_trainer = prepare()
-            except BaseException as error:  # noqa: BLE001 (handed to the main thread)
-                failure.append(error)
-                return
+        except BaseException as error:  # noqa: BLE001 (handed to the main thread)
+            failure.append(error)
 
     thread = threading.Thread(target=fit, args=(prepare(),), name="fit", daemon=True)
     thread.start()

@@ -169,7 +169,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "counts as stuck (default: %(default)s)")  # fmt: skip
     add("--nodes", type=int, choices=(1, 2), default=1, help="2: engine and reward tasks on a second node of this "
         "machine, which is killed too (default: %(default)s)")  # fmt: skip
-    add("--twin", action=argparse.BooleanOptionalAction, default=True, help="run without kills first, to compare with")
+    add("--twin", action=argparse.BooleanOptionalAction, default=True, help="run without kills first, to compare "
+        "with; one that DIR holds of the very same command is taken as it is")  # fmt: skip
     add("--model", type=Path, help="a model that can do Countdown (default: a tiny one with random weights, and the "
         "share of digits as its reward)")  # fmt: skip
     add("--train", type=Path, metavar="FILE", help="prompts to train on, with --model")
