@@ -2,7 +2,9 @@
 
 A stream's executor waits for its tasks in `ray.wait`, for all of them and a tenth of a second at most. Some task always
 waits here, an engine for the next version or the prompt source for its turn, so each of the steps that a chunk takes
-after its engine would cost that tenth. `Prompt` has the executor wait for the first task instead.
+after its engine would cost that tenth. `Prompt` has the executor wait for the first task instead. It also has it fetch
+the description of a finished block itself: the thread that does so otherwise cannot end that wait, and the block would
+be handed on with the next one.
 """
 
 import time
@@ -12,6 +14,7 @@ import ray
 from ray.data import DataContext
 from ray.data._internal.execution import streaming_executor_state
 from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 
 PAUSE_S = 0.002
 """Between two looks: what is ready and may not be taken yet must not keep a core busy."""
@@ -35,6 +38,7 @@ class Prompt(ExecutionCallback):
 
     def before_execution_starts(self, executor: Any) -> None:
         streaming_executor_state.ray = _WaitsForTheFirst()  # type: ignore[assignment]
+        executor._metadata_fetcher = InlineMetadataFetcher()
 
 
 def answer_at_once(context: DataContext) -> None:

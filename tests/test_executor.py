@@ -2,12 +2,14 @@
 
 import inspect
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import ray
 from ray.data import DataContext
 from ray.data._internal.execution import streaming_executor_state
+from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher, ThreadedMetadataFetcher
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 from pipeline.executor import Prompt, answer_at_once
 
@@ -16,7 +18,7 @@ from pipeline.executor import Prompt, answer_at_once
 def patched(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Ray Data's module after an execution has begun, and as it was afterwards."""
     monkeypatch.setattr(streaming_executor_state, "ray", ray)
-    Prompt().before_execution_starts(None)
+    Prompt().before_execution_starts(SimpleNamespace())
     return streaming_executor_state
 
 
@@ -27,6 +29,13 @@ def test_ray_data_waits_as_this_expects() -> None:
 
 def test_everything_but_waiting_is_rays(patched: ModuleType) -> None:
     assert patched.ray.get is ray.get and patched.ray.wait is not ray.wait
+
+
+def test_blocks_are_not_described_by_a_thread(patched: ModuleType) -> None:
+    executor = StreamingExecutor(DataContext())
+    assert type(executor._metadata_fetcher) is ThreadedMetadataFetcher
+    Prompt().before_execution_starts(executor)
+    assert type(executor._metadata_fetcher) is InlineMetadataFetcher
 
 
 def test_the_context_names_it_once() -> None:
