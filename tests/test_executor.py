@@ -11,14 +11,14 @@ from ray.data._internal.execution import streaming_executor_state
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher, ThreadedMetadataFetcher
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
-from pipeline.executor import Prompt, answer_at_once
+from pipeline.executor import Prompt, _WaitsForTheFirst, answer_at_once
 
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Ray Data's module after an execution has begun, and as it was afterwards."""
     monkeypatch.setattr(streaming_executor_state, "ray", ray)
-    Prompt().before_execution_starts(SimpleNamespace())
+    Prompt().before_execution_starts(SimpleNamespace(_topology={}))
     return streaming_executor_state
 
 
@@ -43,6 +43,15 @@ def test_the_context_names_it_once() -> None:
     for _ in range(2):
         answer_at_once(context)
     assert context.custom_execution_callback_classes.count(Prompt) == 1
+
+
+def test_it_does_not_wait_where_a_block_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(ray, "wait", lambda refs, *, timeout, **_: (asked.append(timeout), ([], refs))[1])
+    ready, waiting = (SimpleNamespace(has_next=lambda answer=answer: answer) for answer in (True, False))
+    for operators in ([waiting, ready], [waiting]):
+        _WaitsForTheFirst(SimpleNamespace(_topology=operators)).wait([0], timeout=0.1)
+    assert asked == [0, 0.1, 0]
 
 
 @pytest.mark.ray
