@@ -136,6 +136,10 @@ def main() -> None:
         versions = {name: metadata.version(name) for name in LIBRARIES}
         result = {"versions": versions, "threads": torch.get_num_threads(), "iterations": callback.records}
         Path(settings["out"]).write_text(json.dumps(result, indent=1))
+    trainer.accelerator.wait_for_everyone()
+    # Threads of gloo that are left over can abort a process that ends in order, after all its work.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
