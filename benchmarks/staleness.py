@@ -55,10 +55,17 @@ ENDING_S = 60
 """Seconds that a run has to end itself when it is told to."""
 
 
-def grid(staleness: Sequence[int], seeds: Sequence[int]) -> list[tuple[int, Case]]:
-    """Seeds and cases in the order in which they run: all cases of a seed, then the next one."""
+def grid(staleness: Sequence[int], seeds: Sequence[int], without: Sequence[int] | None) -> list[tuple[int, Case]]:
+    """Seeds and cases in the order in which they run: all cases of a seed, then the next one.
+
+    Args:
+        staleness: bounds, all of which run with the correction.
+        seeds: of the runs.
+        without: bounds that run without it as well; None is all above 0.
+    """
+    bare = {bound for bound in staleness if bound > 0 and (without is None or bound in without)}
     cases = [
-        Case(bound, corrected) for bound in sorted(set(staleness)) for corrected in (True, False)[: 1 + (bound > 0)]
+        Case(bound, corrected) for bound in sorted(set(staleness)) for corrected in (True, False)[: 1 + (bound in bare)]
     ]
     return [(seed, case) for seed in dict.fromkeys(seeds) for case in cases]
 
@@ -206,7 +213,7 @@ def measure(args: argparse.Namespace) -> int:
     claim(out, shared)
     outcomes: list[Outcome] = []
     wrong, told = list[str](), list[str]()
-    order = grid(args.staleness, args.seeds)
+    order = grid(args.staleness, args.seeds, args.without)
     for number, (seed, case) in enumerate(order, start=1):
         folder = (out / "runs" / f"{case.name}-seed-{seed}").resolve()
         outcome = read_run(folder, case, seed, args.iterations)
@@ -245,6 +252,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add(
         "--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="values of algorithm.max_staleness, 0 among them"
+    )
+    add(
+        "--without",
+        type=int,
+        nargs="+",
+        help="those of them that run without correction as well (default: all above 0)",
     )
     add("--iterations", type=int, default=40, help="of each run (default: %(default)s)")
     add("--floor", type=float, default=0.02, help="accuracy that a case may lose, however small the standard error is; "

@@ -55,13 +55,19 @@ def series(bound: int, finals: list[float], corrected: bool = True) -> list[Outc
 
 
 def test_all_cases_of_a_seed_run_before_the_next_seed() -> None:
-    order = staleness.grid([4, 0, 1, 2], [3, 5])
+    order = staleness.grid([4, 0, 1, 2], [3, 5], None)
     assert len(order) == 14 and [seed for seed, _ in order] == [3] * 7 + [5] * 7
     cases = [case for _, case in order[:7]]
     assert cases == [case for _, case in order[7:]]
     bounds = [(case.max_staleness, case.corrected) for case in cases]
     assert bounds == [(0, True), (1, True), (1, False), (2, True), (2, False), (4, True), (4, False)]
     assert len({case.name for case in cases}) == 7
+    assert [case.name for _, case in staleness.grid([0, 1, 4], [3], [4])] == [
+        "staleness-0",
+        "staleness-1",
+        "staleness-4",
+        "staleness-4-uncorrected",
+    ]
 
 
 @pytest.mark.parametrize(("case", "weights"), [(Case(0), "none"), (Case(2), "token"), (Case(2, False), "none")])
