@@ -113,6 +113,7 @@ def test_when_every_group_agrees_the_stream_ends_with_a_sentence(make: Make) -> 
     run.abandon()
 
 
+@pytest.mark.long
 def test_surplus_is_carried_with_staleness(make: Make) -> None:
     last = 3 * LAST
     run = make("carry", last=last, staleness=1, groups={"surplus": "carry"})
@@ -123,6 +124,7 @@ def test_surplus_is_carried_with_staleness(make: Make) -> None:
     assert sum(metrics["filter_groups/surplus"] for metrics in counted(run)) > 0
 
 
+@pytest.mark.long
 def test_a_resumed_run_trains_what_the_other_would_have(make: Make) -> None:
     whole = make("whole", agrees="extra_info['index'] % 4")
     with closing(whole):
