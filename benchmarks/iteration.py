@@ -3,7 +3,9 @@
     python -m benchmarks.iteration runs/NAME [runs/OTHER ...] [--skip 1]
 
 The parts of the upper block follow one another and add up to the step (nearly: each is the slowest rank's); those of
-the lower block lie inside them, as noted. Iterations up to `--skip` are left out: in the first one engines start.
+the middle block lie inside them, as noted. The last block says which side waits for the other, as shares of the time.
+Iterations up to `--skip` are left out: in the first one engines start. Where generation runs ahead, and where training
+begins before an iteration is complete, "wait for rows" is what neither hides.
 """
 
 import argparse
@@ -27,6 +29,7 @@ INSIDE = {
     "timing_s/update_weights": "optimiser step to the engines' acknowledgement (publish, then wait for rows)",
     "timing_s/load_weights": "load of the weights in an engine (in: the line above)",
 }
+IDLE = {"perf/rollout_idle": "engines idle", "perf/train_idle": "trainer idle"}
 STEP = "timing_s/step"
 
 
@@ -65,6 +68,11 @@ def table(run: Path, iterations: list[dict[str, float]]) -> Table:
     for key, label in INSIDE.items():
         if values := [record[key] for record in iterations if key in record]:
             row(label, values)
+    result.add_section()
+    for key, label in IDLE.items():
+        if values := [record[key] for record in iterations if key in record]:
+            shares = statistics.median(values), min(values), max(values)
+            result.add_row(label, "", *(f"{share:.1%}" for share in shares))
     return result
 
 

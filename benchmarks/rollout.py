@@ -3,11 +3,12 @@
     python -m benchmarks.rollout                           # makes a tiny model and prompts of its own
     python -m benchmarks.rollout --model DIR --data FILE --where process --repeats 6
 
-Bare vLLM is all requests added to an `LLMEngine` at once and stepped until done. It takes turns with the stage on the
-very same engine, so weights, threads, arguments and whatever else the machine does are the same for both, and only
-ratios within one run are to be trusted; on a machine that is busy with other work, those by CPU seconds more than
-those by the clock. `--where ray` is the whole stream on Ray Data (prompts, rollout, reward,
-advantage, record, splits), timed from the publication of a version to its last row at the trainer.
+Bare vLLM is all requests added to an `LLMEngine` at once and stepped until done, as anybody would ask it for token ids
+and log-probs. It takes turns with the stage on the very same engine, so weights, threads, arguments, samples and
+whatever else the machine does are the same for both, and only ratios within one run are to be trusted; on a machine
+that is busy with other work, those by CPU seconds more than those by the clock. `chunk by chunk` is the stage with one
+chunk at a time, whose engine runs empty at the end of each. `--where ray` is the whole stream on Ray Data (prompts,
+rollout, reward, advantage, record, splits), timed from the publication of a version to its last row at the trainer.
 
 Responses end by chance: several token ids count as end of sequence, so lengths are geometric with a long tail.
 """
@@ -35,7 +36,8 @@ from pipeline.config import Config, load_config
 from pipeline.prompts.encode import stamp
 from pipeline.prompts.stage import sources
 from pipeline.rollout import vllm
-from pipeline.rollout.stage import Policy, Rollout
+from pipeline.rollout.sampling import Sampling
+from pipeline.rollout.stage import Policy, Rollout, token_lists
 from pipeline.rollout.weights import Shard
 from pipeline.store import Ticket
 from pipeline.train.broadcast import pack
@@ -75,7 +77,9 @@ class OneVersion:
     async def admit(self, split: str, chunk: int, version: int) -> Ticket:
         return Ticket(self.version, self._shards)
 
-    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+    ) -> None:
         pass
 
 
@@ -90,6 +94,7 @@ class Probe(Rollout):
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         ticket = await self._policy.admit("train", table["chunk"][0].as_py(), 0)
+        assert ticket is not None
         await self._bring_to(ticket)
         self._tables.append(table)
         released = self._released
@@ -104,20 +109,22 @@ class Probe(Rollout):
 
 
 def requests(config: Config, chunks: Sequence[pa.Table], version: int, seeds: bool = True) -> list[tuple[Any, Any]]:
-    """What the stage asks its engine for; `version` salts the prefix cache."""
-    return [
-        pair
-        for table in chunks
-        for pair in vllm.requests(
-            table["prompt_ids"].to_pylist(),
+    """Requests for the samples of the stage, as vLLM documents them; `version` salts the prefix cache."""
+    made = []
+    for table in chunks:
+        prompts = token_lists(table, "prompt_ids")
+        for prompt, params in vllm.requests(
+            prompts,
             table["uid"].to_pylist(),
-            config.rollout,
-            max_tokens=config.data.max_response_length,
+            [Sampling.of(config, "train")] * len(prompts),
+            config.rollout.n,
             version=version,
             seed=config.trainer.seed if seeds and config.rollout.seed_per_request else None,
             ignore_eos=config.rollout.ignore_eos,
-        )
-    ]
+        ):
+            params.skip_clone = False
+            made.append(({name: prompt[name] for name in ("prompt_token_ids", "cache_salt")}, params))
+    return made
 
 
 def bare(stage: Rollout, pairs: list[tuple[Any, Any]]) -> Generated:
@@ -142,8 +149,23 @@ async def staged(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table])
     return Generated.since(begun, sum(map(response_tokens, tables)))
 
 
+async def one_by_one(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table]) -> Generated:
+    """The stage with one chunk at a time."""
+    policy.version += 1
+    begun = clocks()
+    tables = [await stage(chunk) for chunk in chunks]
+    return Generated.since(begun, sum(map(response_tokens, tables)))
+
+
 def response_tokens(table: pa.Table) -> int:
-    return sum(rows.lengths(table["response_ids"]))
+    return len(rows.flat(table, "response_ids")[0])
+
+
+def lengths(table: pa.Table) -> str:
+    """How long the responses are, in words."""
+    tokens = np.diff(rows.flat(table, "response_ids")[1])
+    quantiles = ", ".join(f"{share:.0%} {np.quantile(tokens, share):.0f}" for share in (0.5, 0.9, 0.99))
+    return f"{len(tokens)} responses of {tokens.mean():.1f} tokens on average ({quantiles}, longest {tokens.max()})"
 
 
 def prompt_chunks(config: Config) -> list[pa.Table]:
@@ -159,13 +181,15 @@ async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
     policy = OneVersion([weights(config, lambda buffer: buffer)])
     chunks = prompt_chunks(config)
     stage = Rollout(config, policy)
-    await staged(stage, policy, chunks)
-    modes = ["bare", "bare without seeds", "stage"]
+    print(lengths(pa.concat_tables(await asyncio.gather(*(stage(chunk) for chunk in chunks)))), flush=True)
+    modes = ["bare", "bare without seeds", "stage", "chunk by chunk"]
     rates: dict[str, list[float]] = {name + unit: [] for unit in ("", CPU) for name in modes}
     for repeat in range(repeats):
         for name in modes[:: 1 if repeat % 2 else -1]:
             if name == "stage":
                 found = await staged(stage, policy, chunks)
+            elif name == "chunk by chunk":
+                found = await one_by_one(stage, policy, chunks)
             else:
                 seeds = name == "bare"
                 found = bare(stage, requests(config, chunks, -1 - 2 * repeat - seeds, seeds))

@@ -3,6 +3,7 @@
 The stages in between, the policy store and the schedule are those of a run.
 """
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -18,10 +19,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 
-from pipeline import stream
+from pipeline import rows, stream
+from pipeline.ask import ANSWER_S
 from pipeline.config import Config
+from pipeline.dynamic_store import DynamicStore
+from pipeline.groups import DynamicSampling
+from pipeline.overlap import ahead
 from pipeline.prompts.chat import load_tokenizer
-from pipeline.prompts.stage import ANSWER_S, Schedule
+from pipeline.prompts.stage import Schedule
+from pipeline.rollout.order import InOrder
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.vllm import Generation
 from pipeline.rollout.weights import Shard, checksum
@@ -39,15 +45,18 @@ class InstantRollout(Rollout):
         self._config, self._policy = config, policy
         self._tokenizer = load_tokenizer(config.model)
         self._random = np.random.default_rng(config.trainer.seed)
-        self._version = -1
+        self._order, self._loading = InOrder(), asyncio.Lock()
+        self._version, self._kl_coefs = -1, {}
         self.name = f"instant:{os.getpid()}"
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
-        ticket = await self._policy.admit(split, chunk, version)
-        if ticket.version > self._version:
-            self._version = ticket.version
-            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), 0.0)
+        ticket = await self._admit(table)
+        if ticket is None:
+            return rows.append(table.slice(0, 0), rows.ROLLOUT, {name: [] for name in rows.ROLLOUT.names})
+        async with self._loading:
+            if ticket.version > self._version:
+                self._version = ticket.version
+                await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), 0.0)
         table = table.filter(pc.not_equal(table["split"], "pad"))
         n = self._config.rollout.n
         generations = [self._generation(length) for length in self._random.integers(SHORTEST, LONGEST, len(table) * n)]
@@ -74,10 +83,10 @@ class StandInTrainer:
     ) -> None:
         self.schedule = Schedule.of(config, iterations)
         self._shards, self._version = shards, 0
-        admission = Admission(
-            config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
-        )
-        self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=10_000).remote(admission)
+        dynamic = DynamicSampling.of(config, iterations)
+        sizes = config.rollout.chunk_prompts, config.data.train_batch_size, ahead(config)
+        kind = ray.remote(DynamicStore if dynamic else PolicyStore)
+        self.store = kind.options(num_cpus=0, max_concurrency=10_000).remote(Admission(*sizes, dynamic))
         begun = time.perf_counter()
         dataset = stream.build(config, self.schedule, self.store, run_dir, rollout_stage=rollout)
         splits = dataset.streaming_split(RANKS, equal=True)
@@ -97,15 +106,36 @@ class StandInTrainer:
             for split in splits
         ]
 
-    def iterate(self) -> list[pa.Table]:
-        """Publish the current version and read the rows it generates, one table for each rank."""
+    def iterate(self, seconds: float = 0.0, early: bool = False) -> list[pa.Table]:
+        """Publish the current version and read the rows of the next iteration, one table for each rank.
+
+        Args:
+            seconds: that training takes; it is slept through.
+            early: train on each chunk as it comes, for its share of the seconds; else when all are there.
+        """
         for shard in self._shards:
             self._ask("publish", self._version, {POLICY: shard}, time.time())
         self._version += 1
-        tables = [feed.next(self._version) for feed in self._feeds]
-        if any(table is None for table in tables):
-            raise RuntimeError(f"the stream ended before iteration {self._version}")
-        return [table for table in tables if table is not None]
+        parts: list[list[pa.Table]] = [[] for _ in self._feeds]
+        chunks = self._feeds[0].chunks
+        for number in range(chunks):
+            for own, feed in zip(parts, self._feeds, strict=True):
+                table = feed.chunk(self._version, number)
+                if table is None:
+                    raise RuntimeError(f"the stream ended before iteration {self._version}")
+                own.append(table)
+            if early:
+                time.sleep(seconds / chunks)
+        if not early:
+            time.sleep(seconds)
+        return [pa.concat_tables(own) for own in parts]
+
+    def finish(self) -> None:
+        """Publish the last version and read the end of the stream."""
+        for shard in self._shards:
+            self._ask("publish", self._version, {POLICY: shard}, time.time())
+        for feed in self._feeds:
+            feed.drain()
 
     def close(self) -> None:
         """End the stream: whatever waits in the store belongs to an older generation now, and fails."""
@@ -134,6 +164,8 @@ class Sample:
     cpu_s: dict[str, float]
     """CPU seconds so far of the processes that are alive."""
     object_store: float
+    handles: dict[str, int]
+    """Open files, sockets and the like, and threads."""
 
 
 class Watch:
@@ -161,23 +193,27 @@ class Watch:
         while not self._stop.wait(self._every):
             used = self._capacity - ray.available_resources().get("object_store_memory", 0.0)
             second = time.perf_counter() - self._begun
-            self.samples.append(Sample(second, self._chunks(), *_processes(), used / 2**20))
+            private, cpu_s, handles = _processes()
+            self.samples.append(Sample(second, self._chunks(), private, cpu_s, used / 2**20, handles))
 
 
-def _processes() -> tuple[dict[str, float], dict[str, float]]:
-    """Private MiB and CPU seconds of this process and of everything it started, by kind."""
+def _processes() -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
+    """Private MiB, CPU seconds and handles of this process and of everything it started, by kind."""
     driver = psutil.Process()
     private: Counter[str] = Counter()
     cpu_s: Counter[str] = Counter()
+    handles: Counter[str] = Counter()
     for process in [driver, *driver.children(recursive=True)]:
         try:
             memory, cpu, title = process.memory_info(), process.cpu_times(), " ".join(process.cmdline())
-        except psutil.NoSuchProcess:
+            open_now = process.num_fds() + process.num_threads()
+        except psutil.Error:
             continue
         kind = "driver" if process == driver else _kind(title)
         private[kind] += (memory.rss - memory.shared) / 2**20
         cpu_s[kind] += cpu.user + cpu.system
-    return dict(private), dict(cpu_s)
+        handles[kind] += open_now
+    return dict(private), dict(cpu_s), dict(handles)
 
 
 def _kind(title: str) -> str:

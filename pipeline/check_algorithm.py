@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.advantage import registry as estimators
 from pipeline.advantage.estimators import Estimator, get_adv_estimator
 from pipeline.config import Config
+from pipeline.overlap import WITHOUT_RATIO, rollout_correction, why_not_early
 from pipeline.stages import uses_critic, uses_policy_scores
 from pipeline.train.correction import Correction, parse
 
@@ -18,9 +19,6 @@ POLICY_LOSSES = (
     *("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "gpg", "reinforce"),
 )
 """Built-in names of `actor.policy_loss.loss_mode`, as the losses register them (the registry imports torch)."""
-
-WITHOUT_RATIO = ("gpg", "reinforce", "dro")
-"""Those of them that do not weigh tokens by a probability ratio."""
 
 CLIPPED_RATIO = ("vanilla", "gspo", "cispo", "clip_cov")
 """Those of them that hold the ratio above 1 - `clip_ratio_low`; for the others it bounds something else or nothing."""
@@ -112,10 +110,14 @@ def _estimator(config: Config, estimator: Estimator) -> Iterator[str]:
             f"algorithm.adv_estimator_kwargs={algorithm.adv_estimator_kwargs}: no built-in estimator reads it, and "
             f"{name} is one; leave it out, or name an estimator of your own"
         )
-    if algorithm.max_staleness != 0:
+    if config.trainer.early and (reason := why_not_early(config)):
+        yield f"trainer.early=true is not possible here: {reason}; set trainer.early=null"
+    gap = config.trainer.max_log_prob_gap
+    if algorithm.max_staleness > 0 and gap is not None:
         yield (
-            f"algorithm.max_staleness={algorithm.max_staleness}: this version trains strictly on-policy and supports "
-            "only 0; asynchronous training is not built yet"
+            f"trainer.max_log_prob_gap={gap:g} with algorithm.max_staleness={algorithm.max_staleness}: rows of older "
+            "versions differ from the trainer by what it has learnt since; set trainer.max_log_prob_gap=null "
+            "(training/rollout_log_probs_diff_max shows the gap)"
         )
 
 
@@ -209,26 +211,32 @@ def _clipping(config: Config) -> Iterator[str]:
 def _kl(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
     control = algorithm.kl_ctrl
-    truncated = f"rollout.top_p={rollout.top_p:g} and rollout.top_k={rollout.top_k}"
+    limits = []
     if rollout.top_p < 1 or rollout.top_k > 0:
+        limits.append(f"rollout.top_p={rollout.top_p:g} and rollout.top_k={rollout.top_k}")
+    if rollout.min_tokens > 0:
+        # No token that ends a response is kept before.
+        limits.append(f"rollout.min_tokens={rollout.min_tokens}")
+    if truncated := " and ".join(limits):
         if config.actor.old_log_probs == "engine":
             yield (
                 f"actor.old_log_probs=engine with {truncated}: the engine's log-probs are renormalised over the "
                 "tokens it keeps, the trainer's are not, so their ratio is not 1 before the first update; set "
-                "actor.old_log_probs=recompute or sample from all tokens (rollout.top_p=1 rollout.top_k=-1)"
+                "actor.old_log_probs=recompute or sample from all tokens (rollout.top_p=1 rollout.top_k=-1 "
+                "rollout.min_tokens=0)"
             )
         if algorithm.use_kl_in_reward:
             yield (
                 f"algorithm.use_kl_in_reward=true with {truncated}: the engine's log-probs are renormalised over the "
                 "tokens it keeps, the reference's are not, so even equal policies would have a KL; set "
                 "algorithm.use_kl_in_reward=false and actor.use_kl_loss=true, or sample from all tokens "
-                "(rollout.top_p=1 rollout.top_k=-1)"
+                "(rollout.top_p=1 rollout.top_k=-1 rollout.min_tokens=0)"
             )
         if uses_policy_scores(config):
             yield (
                 f"algorithm.adv_estimator={algorithm.adv_estimator} with {truncated}: it weighs the engine's "
                 "probabilities, which are renormalised over the tokens it keeps, against sums over the whole "
-                "vocabulary; sample from all tokens (rollout.top_p=1 rollout.top_k=-1)"
+                "vocabulary; sample from all tokens (rollout.top_p=1 rollout.top_k=-1 rollout.min_tokens=0)"
             )
     if control.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield (
@@ -243,20 +251,20 @@ def _kl(config: Config) -> Iterator[str]:
 
 
 def _correction(config: Config) -> Iterator[str]:
-    settings, mode = config.algorithm.rollout_correction, loss_mode(config)
+    settings, mode = rollout_correction(config), loss_mode(config)
     try:
         correction = parse(settings)
     except ValueError as error:
         yield str(error)
         return
     yield from _thresholds(correction)
-    if config.actor.old_log_probs != "engine" or settings.rollout_is is None:
+    if config.actor.old_log_probs != "engine" or settings.rollout_is == "none":
         return
     if mode in POLICY_LOSSES and mode not in WITHOUT_RATIO:
         yield (
             f"algorithm.rollout_correction.rollout_is={settings.rollout_is} with actor.old_log_probs=engine and "
             f"actor.policy_loss.loss_mode={mode}: the loss's own ratio, current policy / engine's, already is that "
-            "weight, which would count twice; set rollout_is=null, actor.old_log_probs=recompute, or a loss without "
+            "weight, which would count twice; set rollout_is=none, actor.old_log_probs=recompute, or a loss without "
             "a ratio (actor.policy_loss.loss_mode=reinforce)"
         )
     if settings.rollout_is_batch_normalize:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline import check_algorithm, check_data, check_reward, kl, replay
+from pipeline import check_algorithm, check_data, check_devices, check_groups, check_reward, kl, replay
 from pipeline.config import Config, ConfigError
+from pipeline.rollout.sampling import stop_problem
 from pipeline.schema import keys, value_of
-from pipeline.stages import scorers, uses_critic, uses_engines, uses_reference
+from pipeline.stages import scorers, uses_critic, uses_reference
 from pipeline.storage import check_scheme
 from pipeline.train.config import PLACED
 
@@ -25,9 +26,14 @@ CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("float32", "bfloat16"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
+    "rollout.update": ("between_chunks", "in_flight"),
+    "rollout.update_kv": ("recompute", "keep"),
+    "rollout.oversample_policy": ("drop", "cancel", "carry"),
     **{f"{scorer}.dtype": (None, "float32", "bfloat16", "float16") for scorer in SCORERS},
     "algorithm.kl_penalty": tuple(kl.NAMES),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.filter_groups.surplus": ("discard", "carry"),
+    "algorithm.on_stale": ("drop", "correct"),
     **{f"{learner}.fsdp.param_dtype": (None, "float32", "bfloat16") for learner in LEARNERS},
     **{f"{learner}.fsdp.reduce_dtype": ("float32", "bfloat16") for learner in LEARNERS},
     **{f"{learner}.optim.lr_scheduler_type": ("constant", "cosine", "linear") for learner in LEARNERS},
@@ -36,6 +42,7 @@ CHOICES = {
     "actor.kl_loss_type": tuple(f"{name}{suffix}" for suffix in ("", "+") for name in kl.NAMES),
     "actor.old_log_probs": ("recompute", "engine"),
     "trainer.best_metric_mode": ("max", "min"),
+    "trainer.weight_transport": ("object_store", "delta", "nixl", "ipc"),
 }
 """Keys that take one of a few values."""
 
@@ -49,6 +56,8 @@ AT_LEAST = {
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.temperature": 0,
     "rollout.chunk_prompts": 1,
+    "rollout.min_tokens": 0,
+    "rollout.tensor_parallel_size": 1,
     "rollout.num_engines": 1,
     "rollout.scale_down_s": 0,
     "rollout.chunks_in_flight": 0,
@@ -62,8 +71,10 @@ AT_LEAST = {
     "reward.repetition_penalty.ngram": 1,
     **{f"{scorer}.num_workers": 1 for scorer in SCORERS},
     **{f"{scorer}.{name}": 0 for scorer in SCORERS for name in ("num_cpus", "num_gpus", "num_threads")},
+    "algorithm.filter_groups.max_num_gen_batches": 1,
     "algorithm.kl_ctrl.kl_coef": 0,
     "algorithm.kl_ctrl.horizon": 1,
+    "algorithm.max_staleness": 0,
     "actor.policy_loss.ppo_kl_coef": 0,
     "actor.entropy_coeff": 0,
     "actor.kl_loss_coef": 0,
@@ -124,6 +135,7 @@ SHARES = (
     "actor.policy_loss.kl_cov_ratio",
     *(f"{learner}.optim.{name}" for learner in LEARNERS for name in ("lr_warmup_steps_ratio", "min_lr_ratio")),
     "rollout.gpu_memory_utilization",
+    "rollout.oversample",
 )
 """Keys whose value lies between 0 and 1."""
 
@@ -173,6 +185,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _model(config)
     yield from check_data.problems(config)
     yield from check_algorithm.problems(config)
+    yield from check_groups.problems(config)
     yield from check_reward.problems(config)
     yield from replay.problems(config)
     yield from _trainer(config)
@@ -182,7 +195,7 @@ def _problems(config: Config) -> Iterator[str]:
         # The arithmetic divides by values that were found to be positive above.
         yield from _batches(config)
         yield from _lengths(config)
-        yield from _devices(config)
+        yield from check_devices.problems(config)
 
 
 def _single_values(config: Config) -> Iterator[str]:
@@ -347,53 +360,15 @@ def _lengths(config: Config) -> Iterator[str]:
                 f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
                 f"{prompt + response} tokens, more than {key}={budget}; raise it or shorten rows"
             )
+    if config.rollout.min_tokens > response:
+        yield (
+            f"rollout.min_tokens={config.rollout.min_tokens} is above data.max_response_length={response}; lower the "
+            "one or raise the other"
+        )
+    if problem := stop_problem(config.rollout.stop):
+        yield f"rollout.stop {problem}; it must be a list of texts that end a response"
     if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
         yield (
             f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is below "
             f"rollout.max_num_seqs={config.rollout.max_num_seqs}, so a step could not decode one token of each sequence"
         )
-
-
-def _devices(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    if not rollout.fewest <= rollout.num_engines <= rollout.most:
-        yield (
-            f"rollout.num_engines={rollout.num_engines} must lie between rollout.min_engines={rollout.fewest} and "
-            f"rollout.max_engines={rollout.most}: it is the number of engines that the run begins with"
-        )
-    if rollout.num_gpus > 1:
-        yield f"rollout.num_gpus={rollout.num_gpus:g}: an engine uses one GPU or a part of one"
-    yield from _shared_gpus(config)
-    if rollout.num_gpus > 0 and rollout.gpu_memory_utilization == 0:
-        yield "rollout.gpu_memory_utilization=0 leaves a GPU engine no memory; set it above 0"
-    if rollout.num_gpus == 0 and rollout.dtype == "float16" and uses_engines(config):
-        yield "rollout.dtype=float16 is not supported by a CPU engine (rollout.num_gpus=0); set float32 or bfloat16"
-    for name, pool in scorers(config).items():
-        if pool.num_gpus > 1:
-            yield f"scoring.{name}.num_gpus={pool.num_gpus:g}: a replica uses one GPU or a part of one"
-
-
-def _shared_gpus(config: Config) -> Iterator[str]:
-    rollout, trainer = config.rollout, config.trainer
-    share = trainer.gpus_per_worker
-    if not 0 < share <= 1:
-        yield (
-            f"trainer.gpus_per_worker={share:g} must be above 0 and at most 1: a train worker uses one GPU or a part "
-            "of one"
-        )
-    elif trainer.use_gpu and trainer.num_workers > 1 and share <= 0.5:
-        yield (
-            f"trainer.gpus_per_worker={share:g}: Ray could give two of the trainer.num_workers={trainer.num_workers} "
-            "workers one GPU, which NCCL refuses; set it above 0.5, such as 0.6 beside rollout.num_gpus=0.4"
-        )
-    if not rollout.sleep or not uses_engines(config):
-        return
-    if rollout.num_gpus == 0:
-        yield "rollout.sleep=true is for engines on GPUs (rollout.num_gpus above 0); a CPU engine cannot sleep"
-    if config.algorithm.max_staleness > 0:
-        yield (
-            f"rollout.sleep=true with algorithm.max_staleness={config.algorithm.max_staleness}: engines that generate "
-            "ahead are awake while the trainer computes; set one of them to its default"
-        )
-    if "enable_sleep_mode" in rollout.engine_kwargs:
-        yield "rollout.engine_kwargs.enable_sleep_mode is set by rollout.sleep; leave it out"

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.config import Config, ConfigError
+from pipeline.rollout.direct import TRANSPORTS
 from pipeline.stages import scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,12 +40,14 @@ class Memory:
     """All columns of tokens of one iteration in the object store."""
     scorer_weights: dict[str, int | None] = field(default_factory=dict)
     """Weights of one replica of each scoring pool; None where its folder is not known."""
+    train_versions: int = 0
+    """Copies of the weights that engines read out of the train worker's memory."""
 
     @property
     def train_worker(self) -> int:
         """Bytes of one train worker without activations."""
         actor = self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
-        return actor + (self.train_critic or 0)
+        return actor + self.train_versions + (self.train_critic or 0)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def estimate(config: Config) -> Memory | None:
     tokens = data.max_prompt_length + data.max_response_length
     element = BYTES[config.model.dtype]
     shard = model.parameters * element // workers
+    kept = (config.algorithm.max_staleness + 2) * (config.trainer.weight_transport in TRANSPORTS)
     return Memory(
         parameters=model.parameters,
         train_weights=shard,
@@ -95,6 +99,7 @@ def estimate(config: Config) -> Memory | None:
         scorer_weights=_scorer_bytes(
             config, {"reward_model": judging, "reference": reference, "value": critic, "policy": model}
         ),
+        train_versions=kept * model.parameters * BYTES[rollout.dtype] // workers,
     )
 
 
@@ -201,7 +206,7 @@ def _row_bytes(config: Config) -> int:
         column.type.value_type.bit_width // 8
         for used, columns in written
         for column in columns
-        if used and pa.types.is_list(column.type)
+        if used and pa.types.is_list(column.type) and column.type != rows.RUNS
     )
     responses = config.data.train_batch_size * (config.rollout.n + uses_baselines(config))
     prompt_bytes = config.data.max_prompt_length * rows.INTS.value_type.bit_width // 8

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
-from pipeline import replay
+from pipeline import overlap, replay
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.check_algorithm import POLICY_LOSSES, built_in, loss_mode
 from pipeline.config import Config
@@ -43,6 +43,7 @@ def notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
     if uses_engines(config):
         yield from _pools(config, chunks, memory)
     yield from _algorithm(config)
+    yield from overlap.notes(config)
     if unread := list(_unread(config)):
         yield f"set, and read by nothing in this run: {', '.join(unread)}"
 
@@ -58,6 +59,11 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
         yield (
             f"{chunks} chunks do not divide evenly among rollout.num_engines={rollout.num_engines}; "
             "some engines have one chunk more to do"
+        )
+    if rollout.update == "in_flight" and config.algorithm.max_staleness == 0:
+        yield (
+            "rollout.update=in_flight with algorithm.max_staleness=0: no response runs while weights change, so it "
+            "changes nothing; raise max_staleness"
         )
     if memory and rollout.num_gpus == 0 and memory.engine_kv_needed > rollout.cpu_kvcache_space_gb << 30:
         yield (
@@ -123,7 +129,9 @@ def _unread(config: Config) -> Iterator[str]:
         "actor.kl_loss_*": not actor.use_kl_loss,
         "algorithm.kl_penalty": not algorithm.use_kl_in_reward,
         "algorithm.kl_ctrl.*": not algorithm.use_kl_in_reward,
-        "algorithm.rollout_correction.rollout_is_threshold": algorithm.rollout_correction.rollout_is is None,
+        "algorithm.filter_groups.*": not algorithm.filter_groups.enable,
+        "algorithm.rollout_correction.rollout_is_threshold": overlap.rollout_correction(config).rollout_is == "none",
+        "rollout.oversample_policy": config.rollout.oversample == 0,
         "actor.loss_scale_factor": normed not in (actor.loss_agg_mode, config.critic.loss_agg_mode),
         "critic.*": not uses_critic(config),
         **dict.fromkeys(replay.UNREAD, not uses_engines(config)),

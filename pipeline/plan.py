@@ -10,17 +10,28 @@ from dataclasses import dataclass, field, replace
 
 from rich.table import Table
 
+from pipeline import overlap
 from pipeline.checks import check
 from pipeline.config import Config, ConfigError
 from pipeline.memory import Memory, estimate, shown
 from pipeline.notes import notes
 from pipeline.placement import Resources, Seats, Stage, lines, local_node, node_words, place
 from pipeline.replay import REPLAY_CPUS
-from pipeline.stages import scorers, uses_baselines, uses_critic, uses_engines, uses_reference
+from pipeline.stages import (
+    begun_prompts,
+    scorers,
+    uses_baselines,
+    uses_critic,
+    uses_engines,
+    uses_filter,
+    uses_reference,
+)
 from pipeline.train.config import ActorConfig, CriticConfig
 
 SHARED_STAGE_CPUS = 1.0
 """CPUs of the prompt source and the tasks that cut its pages into chunks, which take turns."""
+FILTER_CPUS = 0.1
+"""Ray CPUs of the filter stage, which mostly waits."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +144,15 @@ def _stages(config: Config) -> Iterator[Stage]:
     yield Stage("prompts", 1, SHARED_STAGE_CPUS)
     if uses_engines(config):
         fewest = "rollout.num_engines" if rollout.min_engines is None else "rollout.min_engines"
-        keys = (fewest, "rollout.num_cpus", "rollout.num_gpus")
+        split = rollout.tensor_parallel_size > 1
+        keys = (fewest, "rollout.num_cpus", "rollout.tensor_parallel_size" if split else "rollout.num_gpus")
         most = rollout.most if rollout.elastic else 0
-        yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.num_gpus, keys, most=most)
+        yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.gpus, keys, most=most)
     else:
         yield Stage("replay", 1, REPLAY_CPUS, keys=("", "the replay stage", ""))
     yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
+    if uses_filter(config):
+        yield Stage("filter", 1, FILTER_CPUS, keys=("", "the filter stage", ""))
     for name, pool in scorers(config).items():
         keys = (f"scoring.{name}.num_workers", f"scoring.{name}.num_cpus", f"scoring.{name}.num_gpus")
         yield Stage(name, pool.num_workers, pool.num_cpus, pool.num_gpus, keys)
@@ -148,16 +162,19 @@ def _stages(config: Config) -> Iterator[Stage]:
 
 def _iterations(config: Config, train_rows: int | None) -> int | None:
     trainer, batch, warmup = config.trainer, config.data.train_batch_size, config.critic.warmup
+    chunk, begun = config.rollout.chunk_prompts, begun_prompts(config)
+    needed = batch // chunk * begun
     iterations = trainer.total_training_steps
     if iterations is None:
         if train_rows is None:
             return None
-        iterations = train_rows * trainer.total_epochs // batch
+        iterations = train_rows * trainer.total_epochs // needed
     if iterations == 0:
         assert train_rows is not None
+        more = f", which begins with {needed} (rollout.oversample)" if needed > batch else ""
         raise ConfigError(
             f"{train_rows} training prompts x trainer.total_epochs={trainer.total_epochs} = "
-            f"{train_rows * trainer.total_epochs} do not fill one iteration of data.train_batch_size={batch}; "
+            f"{train_rows * trainer.total_epochs} do not fill one iteration of data.train_batch_size={batch}{more}; "
             "lower it, raise the epochs or set trainer.total_training_steps"
         )
     if warmup >= iterations:
@@ -298,12 +315,16 @@ def render(plan: Plan, seated: Sequence[Seats] = ()) -> Table:
     if sampling := ", ".join(_sampling(config)):
         table.add_row("sampling", sampling)
     table.add_row("iterations", "as many as the prompts give" if plan.iterations is None else f"{plan.iterations:,}")
+    more = begun_prompts(config) - config.rollout.chunk_prompts
+    begun = f", each begun with {more} more (rollout.oversample, {config.rollout.oversample_policy})" if more else ""
     greedy = f" and {plan.greedy_rows_per_iteration} greedy ones" if plan.greedy_rows_per_iteration else ""
     table.add_row(
         "one iteration",
         f"{config.data.train_batch_size} prompts x {config.rollout.n} samples = {plan.rows_per_iteration} rows{greedy} "
-        f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts",
+        f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts{begun}",
     )
+    for number, line in enumerate(overlap.lines(config)):
+        table.add_row("" if number else "at the same time", line)
     table.add_row("one train worker", f"{plan.rows_per_rank} rows in {plan.chunks_per_rank} chunks per iteration")
     table.add_row("optimiser steps", _steps(plan.actor))
     if plan.critic:
@@ -370,7 +391,9 @@ def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
         "memory of a train worker",
         f"{shown(memory.train_worker)} + activations: weights {shown(memory.train_weights)}, gradients "
         f"{shown(memory.train_gradients)}, optimiser {shown(memory.train_optimizer)}, "
-        f"logits {shown(memory.train_logits)}" + (f", critic {critic}" if uses_critic(config) else ""),
+        f"logits {shown(memory.train_logits)}"
+        + (f", critic {critic}" if uses_critic(config) else "")
+        + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else ""),
     )
     limit = (
         f"{config.rollout.gpu_memory_utilization:.0%} of a GPU in all"

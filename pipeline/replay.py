@@ -71,6 +71,8 @@ def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
     trainer.experiment_name, trainer.default_local_dir = f"{folder.name}-replay", str(folder.parent)
     trainer.total_epochs, trainer.total_training_steps = 1, None
     trainer.max_log_prob_gap = None
+    # Those that agreed are not in the recording.
+    config.algorithm.filter_groups.enable = False
     return config
 
 

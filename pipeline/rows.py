@@ -11,6 +11,8 @@ import pyarrow.compute as pc
 
 INTS = pa.list_(pa.int32())
 FLOATS = pa.list_(pa.float32())
+RUNS = pa.list_(pa.struct([("version", pa.int64()), ("tokens", pa.int32())]))
+"""Run lengths: which version generated how many tokens, in their order."""
 
 
 def _column(name: str, type: pa.DataType, writer: str, readers: str, what: str) -> pa.Field:
@@ -66,7 +68,14 @@ ROLLOUT = pa.schema(
         _column("rollout_log_probs", FLOATS, "rollout", "train", "log-prob the engine sampled each token with"),
         _column("response", pa.string(), "rollout", "reward, track", "decoded response, special tokens left out"),
         _column("finish_reason", pa.string(), "rollout", "metrics", "`stop`, `length`, or `abort`"),
-        _column("policy_version", pa.int64(), "rollout", "train", "version that generated the row"),
+        _column(
+            "policy_version",
+            pa.int64(),
+            "rollout",
+            "train",
+            "oldest version that generated a token of the row; of most rows the only one",
+        ),
+        _column("version_runs", RUNS, "rollout", "metrics", "the version of each token, as run lengths"),
         _column("engine", pa.string(), "rollout", "metrics", "which engine: node and process"),
         _column("generate_s", pa.float32(), "rollout", "metrics", "seconds from loaded weights to the last token"),
         _column("load_s", pa.float32(), "rollout", "metrics", "seconds from admission to loaded weights"),
@@ -181,3 +190,24 @@ def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
 def ragged(values: np.ndarray, offsets: np.ndarray, type: pa.DataType) -> pa.Array:
     """The list column of type `type` with these values and offsets; the inverse of `flat`."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, type.value_type))
+
+
+def version_runs(versions: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> pa.Array:
+    """The column `version_runs` of R rows.
+
+    Args:
+        versions: [K] the version of each run, row after row.
+        tokens: [K] how many tokens it generated.
+        offsets: [R + 1] where each row's runs begin.
+    """
+    kind = RUNS.value_type
+    arrays = [pa.array(versions, kind.field("version").type), pa.array(tokens, kind.field("tokens").type)]
+    return pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()), pa.StructArray.from_arrays(arrays, names=["version", "tokens"])
+    )
+
+
+def token_versions(table: pa.Table) -> np.ndarray:
+    """[N] int64, the policy version that generated each response token, row after row."""
+    runs = table["version_runs"].combine_chunks().flatten()
+    return np.repeat(runs.field("version").to_numpy(), runs.field("tokens").to_numpy())

@@ -34,6 +34,16 @@ def uses_policy_scores(config: Config) -> bool:
     return _needs(config, "sum_pi_squared")
 
 
+def uses_filter(config: Config) -> bool:
+    """Whether groups that agree are left out and replaced; a replay has the groups that were trained on."""
+    return config.algorithm.filter_groups.enable and uses_engines(config)
+
+
+def begun_prompts(config: Config) -> int:
+    """Training prompts that a chunk begins with; a replay has those that were trained."""
+    return config.rollout.begun_prompts if uses_engines(config) else config.rollout.chunk_prompts
+
+
 def uses_baselines(config: Config) -> bool:
     """Whether a greedy response to each training prompt is generated and scored beside its group."""
     return _needs(config, "baselines")

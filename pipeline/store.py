@@ -9,7 +9,8 @@ never tensors. The protocol, for version v of one generation:
     engine        loads, `acknowledge(v, checksum)`           nothing is generated before that
     value replica `weights("critic", v)` -> version, shards   the critic that belongs to the rows of version v
 
-A version is all models that are trained, policy and critic, as they stand after the same iteration.
+A version is all models that are trained, policy and critic, as they stand after the same iteration. One that is to be
+validated stays current until its validation has been recorded, however far ahead the trainer is (`published.py`).
 
 Every (re)start of the train workers is a new **generation**: the stream starts over, `begin` says from which version,
 and whatever still waits for an older generation fails at once. The store itself may die: Ray starts it again, empty and
@@ -23,12 +24,15 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import FinalError
+from pipeline.groups import DynamicSampling
 from pipeline.mailbox import Mailbox
-from pipeline.rollout.weights import Shard, checksum
+from pipeline.published import CRITIC as CRITIC
+from pipeline.published import POLICY, Ticket, Versions
+from pipeline.rollout.weights import Shard
 
 
 class StaleGeneration(RuntimeError):
@@ -51,6 +55,8 @@ class Admission:
     chunk_prompts: int
     train_batch_size: int
     max_staleness: int
+    dynamic: DynamicSampling | None = None
+    """Set where groups may be dropped."""
 
     def version_needed(self, chunk: int, dropped_groups: int = 0) -> int:
         """Lowest policy version at which chunk `chunk` (from 0) may start.
@@ -59,34 +65,11 @@ class Admission:
         version. It depends on the chunk's number and on drops alone, never on who asks first.
         """
         groups = (chunk + 1) * self.chunk_prompts - dropped_groups
+        if self.dynamic and self.max_staleness == 0:
+            # Chunks start whole, and what the batch lacks may be less than one: the last chunk starts nevertheless, and
+            # what it has too much is discarded. With staleness the chunks of later iterations fill the batch.
+            groups -= self.chunk_prompts - 1
         return max(0, -(-groups // self.train_batch_size) - 1 - self.max_staleness)
-
-
-POLICY = "policy"
-CRITIC = "critic"
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """One model's weights of one version. For a chunk of prompts it is the permission to start."""
-
-    version: int
-    shards: list[Shard]
-    kl_coef: float = 0.0
-    """Coefficient of the KL in the reward that belongs to the version."""
-
-
-@dataclass
-class _Version:
-    shards: dict[str, dict[int, Shard]] = field(default_factory=dict)
-    """By model and rank."""
-    checksum: int = 0
-    """Of the policy."""
-    kl_coef: float = 0.0
-    stepped_at: float = 0.0
-
-    def ranks(self) -> set[int]:
-        return set(self.shards.get(POLICY, {}))
 
 
 class PolicyStore:
@@ -102,11 +85,9 @@ class PolicyStore:
         self.admission = admission
         self.generation = self._first = first()
         self.base = -1
-        self.version = -1
         self.dropped_groups = 0
         self.stopping = False
-        self._world_size = 0
-        self._versions: dict[int, _Version] = {}
+        self._versions = Versions(admission.max_staleness)
         self._positions: dict[int, Any] = {}
         self._start: Any = None
         self._last_version: int | None = None
@@ -116,15 +97,20 @@ class PolicyStore:
         self._waiting: Counter[str] = Counter()
         self._mailbox = Mailbox(self._first)
 
+    @property
+    def version(self) -> int:
+        """The current version; -1 before the first."""
+        return self._versions.current
+
     # generations
 
     async def new_generation(self) -> int:
         """Start over: called when the stream is (re)built. Waits of older generations fail at once."""
         async with self._changed:
             self.generation += 1
-            self.base = self.version = -1
+            self.base = -1
             self.dropped_groups = 0
-            self._versions.clear()
+            self._versions = Versions(self.admission.max_staleness)
             self._positions.clear()
             self._start = self._last_version = None
             self._sign_of_life("the stream")
@@ -145,7 +131,7 @@ class PolicyStore:
         async with self._changed:
             self._check(generation)
             self.base = version
-            self._world_size = world_size
+            self._versions.world_size = world_size
             self._start = start
             self._mailbox.post("begun", version=version)
             self._sign_of_life("the train loop")
@@ -158,7 +144,13 @@ class PolicyStore:
     # weights
 
     async def publish(
-        self, generation: int, version: int, shards: dict[str, Shard], stepped_at: float, kl_coef: float = 0.0
+        self,
+        generation: int,
+        version: int,
+        shards: dict[str, Shard],
+        stepped_at: float,
+        kl_coef: float = 0.0,
+        validates: bool = False,
     ) -> None:
         """One rank's part of a version.
 
@@ -168,25 +160,32 @@ class PolicyStore:
             shards: the rank's shard of each trained model, the policy (`POLICY`) always among them.
             stepped_at: wall-clock time at which the rank's last optimiser step ended.
             kl_coef: coefficient of the KL in the reward for the rows of this version.
+            validates: whether the version is to be validated, and stays current until it has been.
         """
         async with self._changed:
             self._check(generation)
-            entry = self._versions.setdefault(version, _Version(kl_coef=kl_coef))
-            for model, shard in shards.items():
-                entry.shards.setdefault(model, {})[shard.rank] = shard
-            entry.stepped_at = max(entry.stepped_at, stepped_at)
+            self._versions.publish(version, shards, stepped_at, kl_coef, validates)
             self._sign_of_life(f"train rank {shards[POLICY].rank} (publishing version {version})")
-            if len(entry.ranks()) == self._world_size:
-                entry.checksum = checksum(list(entry.shards[POLICY].values()))
-                self.version = version
-                for old in [v for v in self._versions if v < version]:
-                    # An engine may still be loading it; its refs live on in the ticket.
-                    self._versions[old].shards = {}
-                    if old < version - self.admission.max_staleness - 1:
-                        del self._versions[old]
 
-    async def acknowledge(self, generation: int, engine: str, version: int, crc: int, load_s: float) -> float:
+    async def acknowledge(
+        self,
+        generation: int,
+        engine: str,
+        version: int,
+        crc: int,
+        load_s: float,
+        idle_s: float = 0.0,
+        busy_s: float = 0.0,
+    ) -> float:
         """An engine has loaded a policy version. Returns the seconds since the optimiser step that made it.
+
+        Args:
+            generation: of the stream.
+            engine: its name.
+            version: what it has loaded.
+            crc: checksum of the weights it got.
+            load_s: seconds that loading took.
+            idle_s, busy_s: seconds since its last acknowledgement in which it had no admitted chunk, and had some.
 
         Raises:
             FinalError: the engine's checksum is not the published one.
@@ -212,6 +211,8 @@ class PolicyStore:
                 engine=engine,
                 load_s=load_s,
                 update_s=elapsed if version > self.base else None,
+                idle_s=idle_s,
+                busy_s=busy_s,
             )
             self._sign_of_life(f"engine {engine}")
             return elapsed
@@ -219,9 +220,13 @@ class PolicyStore:
     async def weights(self, generation: int, model: str, version: int, timeout: float) -> Ticket:
         """The current weights of `model`, which are those of `version` or, in an asynchronous run, newer ones."""
         await self._wait(
-            generation, lambda: self.version >= version, timeout, f"{model} weights", lambda: self._needs(version)
+            generation,
+            lambda: self.version >= version,
+            timeout,
+            f"{model} weights",
+            lambda: self._versions.needs(version),
         )
-        return self._ticket(model)
+        return self._versions.ticket(model)
 
     # admission
 
@@ -231,21 +236,45 @@ class PolicyStore:
         def ready() -> bool:
             return self.base >= 0 and self.version >= self._needed(chunk)
 
-        await self._wait(generation, ready, timeout, "admission", lambda: self._needs(self._needed(chunk)))
-        return self._ticket()
+        await self._wait(generation, ready, timeout, "admission", lambda: self._versions.needs(self._needed(chunk)))
+        return self._versions.ticket(POLICY)
 
     async def admit_validation(self, generation: int, version: int, timeout: float) -> Ticket:
-        """Wait for exactly `version`.
+        """Wait for exactly `version`, which stays current until `validated` has been told of all its rows.
 
         Raises:
             RuntimeError: a newer version is already current.
         """
         await self._wait(
-            generation, lambda: self.version >= version, timeout, "validation", lambda: self._needs(version)
+            generation, lambda: self.version >= version, timeout, "validation", lambda: self._versions.needs(version)
         )
         if self.version != version:
             raise RuntimeError(f"validation of policy version {version} came too late: version {self.version} is out")
-        return self._ticket()
+        return self._versions.ticket(POLICY)
+
+    async def validation(self, generation: int, version: int, prompts: int) -> None:
+        """`prompts` prompts validate `version`; with 0 it is not validated (again)."""
+        async with self._changed:
+            self._check(generation)
+            if prompts:
+                self._mailbox.post("validation", version=version, prompts=prompts)
+            self._versions.announce(version, prompts)
+            self._changed.notify_all()
+
+    async def validated(self, generation: int, rows: Any) -> None:
+        """Validation rows (a table of one version) are recorded; the driver is told."""
+        async with self._changed:
+            self._check(generation)
+            version = rows["iteration"][0].as_py()
+            self._mailbox.post("validated", rows=rows)
+            self._versions.record(version, rows["uid"].to_pylist())
+            self._sign_of_life(f"the validation of version {version}")
+
+    async def reach(self, generation: int, version: int, timeout: float) -> None:
+        """Wait until `version` is current, and so all validations of earlier ones are recorded."""
+        await self._wait(
+            generation, lambda: self.version >= version, timeout, "reach", lambda: self._versions.needs(version)
+        )
 
     async def pace(self, generation: int, chunk: int, lookahead: int, timeout: float) -> None:
         """Hold the prompt source until chunk `chunk` is at most `lookahead` versions from admission."""
@@ -253,7 +282,9 @@ class PolicyStore:
         def ready() -> bool:
             return self.base >= 0 and self.version + lookahead >= self._needed(chunk)
 
-        await self._wait(generation, ready, timeout, "pace", lambda: self._needs(self._needed(chunk) - lookahead))
+        await self._wait(
+            generation, ready, timeout, "pace", lambda: self._versions.needs(self._needed(chunk) - lookahead)
+        )
 
     async def drop(self, generation: int, groups: int) -> None:
         """Report groups that will not be trained on; as many replacements are admitted."""
@@ -346,18 +377,6 @@ class PolicyStore:
     def _needed(self, chunk: int) -> int:
         """Version that chunk `chunk` of this generation needs; -1 before `begin`."""
         return -1 if self.base < 0 else self.base + self.admission.version_needed(chunk, self.dropped_groups)
-
-    def _needs(self, version: int) -> str:
-        missing = sorted(set(range(self._world_size)) - self._versions.get(version, _Version()).ranks())
-        ranks = f"train rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "the train loop"
-        return f"policy version {version} from {ranks} (current is {self.version})"
-
-    def _ticket(self, model: str = POLICY) -> Ticket:
-        entry = self._versions[self.version]
-        if model not in entry.shards:
-            raise ValueError(f"the train workers publish no {model}; they publish {', '.join(sorted(entry.shards))}")
-        shards = entry.shards[model]
-        return Ticket(self.version, [shards[rank] for rank in sorted(shards)], entry.kl_coef)
 
     def _check(self, generation: int) -> None:
         if generation != self.generation:

@@ -2,7 +2,7 @@
 
     pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► validation ─►
                            ▲                                   (ends here)
-                           │       [baseline ─► reference ─► value ─► policy] ─► advantage ─► record ─►
+                           │   [baseline ─► filter ─► reference ─► value ─► policy] ─► advantage ─► record ─►
                            │                               ▲
                            └──────── policy store ◄────────┴─────── train workers
 
@@ -14,7 +14,8 @@ One streaming execution serves the whole run, so engines start once and stay war
   strictly on-policy run would wait for a chunk that waits for it), and `repartition(strict=True)` cuts them exactly
   where a stage's input is not a chunk.
 - Every stage returns as many rows as it must: a failed row stays, with its error and a zero mask. Equal blocks in a
-  kept order are dealt to the train workers in turn, so each gets the same number of rows of every iteration.
+  kept order are dealt to the train workers in turn, so each gets the same number of rows of every iteration. Where
+  dynamic sampling takes groups out, the blocks behind it are cut anew.
 - Blocks are never shaped by size (`target_max_block_size=None`): a group that is split over two blocks has no mean.
 """
 
@@ -25,13 +26,17 @@ import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline.advantage.baseline import Baseline
+from pipeline.advantage.filter import Filter
 from pipeline.advantage.stage import Advantage
 from pipeline.ask import ask
 from pipeline.cluster import compute_threads
 from pipeline.config import Config
+from pipeline.executor import answer_at_once
+from pipeline.prompts.endless import EndlessPrompts
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.replay import REPLAY_CPUS
 from pipeline.reward.stage import Reward, SingleReward
+from pipeline.rollout import tensor_parallel
 from pipeline.rollout.elastic import Gate, watch
 from pipeline.rollout.replay import Replay
 from pipeline.rollout.stage import Rollout, StorePolicy
@@ -44,6 +49,7 @@ from pipeline.stages import (
     uses_baselines,
     uses_critic,
     uses_engines,
+    uses_filter,
     uses_policy_scores,
     uses_reference,
     uses_reward_model,
@@ -72,6 +78,7 @@ def build(
     # Ray Train builds the stream in its controller, which the driver's context does not reach.
     set_context()
     watch(DataContext.get_current(), config.rollout)
+    answer_at_once(DataContext.get_current())
     generation = ask(store, "new_generation")
     policy = StorePolicy(store, generation, config.trainer.deadlines.admission)
     rollout, chunks = config.rollout, schedule.chunks_per_iteration
@@ -85,14 +92,14 @@ def build(
 
     stream = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
     stream = stream.map_batches(
-        Prompts,
+        EndlessPrompts if uses_filter(config) else Prompts,
         fn_constructor_args=(config, schedule, store, generation, run_dir),
         compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
         num_cpus=SOURCE_CPUS,
         label_selector=placed("prompts"),
         **WHOLE,
     )
-    stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
+    stream = stream.repartition(target_num_rows_per_block=schedule.begun_prompts, strict=True)
     if rollout.elastic and uses_engines(config):
         gate = several(max(2, chunks)) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
         stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
@@ -103,6 +110,11 @@ def build(
     stream = stream.map_batches(Validation(run_dir, store, generation), **light)
     if uses_baselines(config):
         stream = stream.map_batches(Baseline(), **light)
+    if uses_filter(config):
+        # One after the other, as they come: the number of a group depends on those before it.
+        alone = several(1) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
+        stream = stream.map_batches(Filter, fn_constructor_args=scored_by, **alone, **WHOLE)
+        stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
     if uses_reference(config):
         stream = stream.map_batches(Reference, fn_constructor_args=(config,), **pool(config, "reference"), **WHOLE)
     if uses_critic(config):
@@ -174,6 +186,8 @@ def engines(config: Config, size: int, chunks: int, between: tuple[int, int] | N
     rollout = config.rollout
     gives: dict[str, Any] = {"num_cpus": rollout.num_cpus, "num_gpus": rollout.num_gpus}
     gives["label_selector"] = config.trainer.placed("rollout")
+    if rollout.tensor_parallel_size > 1:
+        gives = tensor_parallel.actor_args(config)
     return several(chunks, size, between) | gives | {"runtime_env": {"env_vars": engine_env(config)}}
 
 
@@ -195,6 +209,8 @@ def engine_env(config: Config) -> dict[str, str]:
     """Environment of an engine's process. Ray would give it one compute thread."""
     threads = compute_threads(config.rollout.num_threads, config.rollout.num_cpus)
     env = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+    if config.rollout.tensor_parallel_size > 1:
+        env |= tensor_parallel.ENV
     if config.rollout.num_gpus == 0 and config.rollout.enforce_eager:
         # vLLM compiles one function of its sampler even then: seconds of the first generation, and a C++ compiler.
         env["TORCHDYNAMO_DISABLE"] = "1"

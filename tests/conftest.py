@@ -2,6 +2,7 @@
 
 import copy
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would the runs that they interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # A tracking server or a cluster of the developer's own is no place for test runs.
 for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
     os.environ.pop(name, None)

@@ -19,6 +19,9 @@ import ray
 
 from pipeline import stream
 from pipeline.config import Config
+from pipeline.dynamic_store import DynamicStore
+from pipeline.groups import DynamicSampling
+from pipeline.overlap import ahead
 from pipeline.prompts.stage import Schedule, sources
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Policy, Rollout
@@ -57,7 +60,7 @@ class Answers:
         greedy = params.temperature == 0
         ids = answer(prompt["prompt_token_ids"], int(prompt["cache_salt"][1:]), None if greedy else params.seed)
         log_probs = SimpleNamespace(logprobs=[-0.5] * len(ids))
-        completion = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop")
+        completion = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop", weight_versions=None)
         self._running.append(SimpleNamespace(request_id=request_id, finished=True, outputs=[completion]))
 
     def step(self) -> list[Any]:
@@ -67,6 +70,9 @@ class Answers:
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
         """Weights mean nothing to it."""
+
+    def set_weight_version(self, version: str) -> None:
+        """Nor do their numbers: the salt of a prompt says which version answers."""
 
 
 class StandIn(Rollout):
@@ -94,13 +100,14 @@ class Logged:
 
     def __init__(self, policy: Policy, write: Callable[..., None]) -> None:
         self._policy, self._write = policy, write
-        self.acknowledge = policy.acknowledge
+        self.acknowledge, self.oversampled = policy.acknowledge, policy.oversampled
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
         asked = {"split": split, "chunk": chunk, "iteration": version}
         self._write(event="asked", **asked)
         ticket = await self._policy.admit(split, chunk, version)
-        self._write(event="admitted", version=ticket.version, **asked)
+        if ticket is not None:
+            self._write(event="admitted", version=ticket.version, **asked)
         return ticket
 
 
@@ -127,8 +134,10 @@ class Run:
     """What each rank received."""
 
     def __post_init__(self) -> None:
-        admission = Admission(CHUNK, BATCH, 0)
-        self.store = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=1000).remote(admission)
+        dynamic = DynamicSampling.of(self.config, self.schedule.iterations)
+        admission = Admission(CHUNK, BATCH, ahead(self.config), dynamic)
+        kind = ray.remote(DynamicStore if dynamic else PolicyStore)
+        self.store = kind.options(num_cpus=0, max_concurrency=1000).remote(admission)
         dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=self.stage)
         splits = dataset.streaming_split(RANKS, equal=True)
         self._coordinator = splits[0]._coord_actor
@@ -151,7 +160,8 @@ class Run:
     def publish(self, version: int) -> None:
         weights = self.weights(version)
         self.published[version] = time.time()
-        self.ask("publish", version, weights, time.time(), self.kl_coef(version))
+        validates = self.schedule.validates(version, False)
+        self.ask("publish", version, weights, time.time(), self.kl_coef(version), validates)
 
     def train(self, first: int, last: int) -> None:
         """Iterations `first` to `last`, the version that generates `first` included."""
@@ -171,7 +181,7 @@ class Run:
         """End what may still wait after a failure."""
         ray.get(self.store.new_generation.remote(), timeout=ANSWER_S)
         for feed in self.feeds:
-            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError, TimeoutError):
                 feed.drain()
 
     def abandon(self) -> None:

@@ -9,6 +9,12 @@ from pipeline.checks import check
 from pipeline.config import Config, ConfigError
 
 GOOD = ["data.train_files=train.parquet", "model.path=owner/model", "data.val_files=test.parquet"]
+IPC = [
+    "trainer.weight_transport=ipc",
+    "trainer.use_gpu=true",
+    "trainer.gpus_per_worker=0.5",
+    "rollout.num_gpus=0.4",
+]
 DEFAULTS = OmegaConf.structured(Config)
 
 
@@ -52,7 +58,8 @@ def test_defaults_with_data_and_model_pass():
         (["actor.old_log_probs=guess"], "recompute, engine"),
         (["actor.old_log_probs=engine", "rollout.top_p=0.9"], "renormalised"),
         (["actor.old_log_probs=engine", "rollout.top_k=50"], "renormalised"),
-        (["algorithm.max_staleness=1"], "supports only 0"),
+        (["algorithm.max_staleness=-1"], "algorithm.max_staleness=-1 is too small"),
+        (["algorithm.on_stale=keep"], "algorithm.on_stale=keep is not known; it must be one of drop, correct"),
         (["actor.optim.betas=[0.9]"], "two numbers"),
         (["trainer.logger=[console,abacus]"], "abacus is not known"),
         (["trainer.test_freq=0"], "trainer.test_freq=0"),
@@ -64,7 +71,25 @@ def test_defaults_with_data_and_model_pass():
         (["trainer.storage_path=nosuch://bucket"], "trainer.storage_path: 'nosuch://bucket' is on no file system"),
         (["trainer.deadlines.rows=100"], "900 + 1800 = 2700 seconds"),
         (["rollout.max_num_batched_tokens=100"], "rollout.max_num_batched_tokens=100"),
-        (["rollout.num_gpus=2"], "rollout.num_gpus=2"),
+        (["rollout.num_gpus=2"], "set rollout.num_gpus=1 and rollout.tensor_parallel_size=2"),
+        (["rollout.tensor_parallel_size=2"], "splits a model over GPUs and rollout.num_gpus=0"),
+        (["rollout.tensor_parallel_size=2", "rollout.num_gpus=0.5"], "each part of a model has a GPU of its own"),
+        (["rollout.tensor_parallel_size=0"], "rollout.tensor_parallel_size=0 is too small"),
+        (
+            ["rollout.tensor_parallel_size=2", "rollout.num_gpus=1", "rollout.max_engines=2"],
+            "engines of several GPUs keep their places",
+        ),
+        (
+            ["rollout.tensor_parallel_size=2", "rollout.num_gpus=1", "rollout.engine_kwargs={tensor_parallel_size: 2}"],
+            "rollout.engine_kwargs.tensor_parallel_size is set by rollout.tensor_parallel_size",
+        ),
+        (["rollout.update=now"], "rollout.update=now is not known; it must be one of between_chunks, in_flight"),
+        (["rollout.update_kv=drop"], "rollout.update_kv=drop is not known; it must be one of recompute, keep"),
+        (["rollout.min_tokens=-1"], "rollout.min_tokens=-1 is too small"),
+        (["rollout.min_tokens=513"], "rollout.min_tokens=513 is above data.max_response_length=512"),
+        (["actor.old_log_probs=engine", "rollout.min_tokens=4"], "with rollout.min_tokens=4: the engine's log-probs"),
+        (["algorithm.use_kl_in_reward=true", "rollout.min_tokens=4"], "even equal policies would have a KL"),
+        (["rollout.stop=['']"], "rollout.stop holds ''; it must be a list of texts that end a response"),
         (["rollout.min_engines=2"], "rollout.num_engines=1 must lie between rollout.min_engines=2 and"),
         (["rollout.num_engines=3", "rollout.max_engines=2"], "rollout.min_engines=3 and rollout.max_engines=2"),
         (["rollout.max_engines=0"], "rollout.max_engines=0 must be at least 1, or null"),
@@ -75,6 +100,19 @@ def test_defaults_with_data_and_model_pass():
         (
             ["rollout.sleep=true", "rollout.num_gpus=0.4", "rollout.engine_kwargs={enable_sleep_mode: true}"],
             "enable_sleep_mode is set by rollout.sleep",
+        ),
+        (["trainer.weight_transport=nccl"], "must be one of object_store, delta, nixl, ipc"),
+        (["trainer.weight_transport=ipc"], "set trainer.use_gpu=true and rollout.num_gpus above 0"),
+        (["trainer.weight_transport=ipc", "trainer.use_gpu=true"], "rollout.num_gpus above 0"),
+        (["trainer.weight_transport=ipc", "rollout.num_gpus=0.4"], "set trainer.use_gpu=true"),
+        (
+            [*IPC, "algorithm.adv_estimator=optimal_token_baseline"],
+            "set trainer.use_gpu=true and rollout.num_gpus and scoring.policy.num_gpus above 0",
+        ),
+        ([*IPC, "trainer.num_workers=2", "trainer.gpus_per_worker=0.6"], "ipc reaches no other"),
+        (
+            [*IPC, "rollout.num_engines=2"],
+            "trainer.gpus_per_worker=0.5 + 2 x rollout.num_gpus=0.4 = 1.3 GPUs; lower these, or take nixl",
         ),
         (["rollout.temperature=0"], "rollout.temperature=0"),
         (["reward.max_error_rate=2"], "between 0 and 1"),
@@ -115,3 +153,20 @@ def test_model_folder_needs_config_and_tokenizer(tmp_path):
     assert f"model.path={tmp_path} holds no tokenizer" in refusal(path)
     (tmp_path / "tokenizer.json").write_text("{}")
     check(good(path))
+
+
+def test_engines_on_the_gpu_of_the_train_worker():
+    check(good(*IPC))
+    check(good(*IPC, "rollout.sleep=true"))
+    check(good(*IPC, "algorithm.adv_estimator=optimal_token_baseline", "scoring.policy.num_gpus=0.1"))
+
+
+def test_nixl_needs_its_package_and_memory_that_it_can_register(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl" else object())
+    assert "needs the Python package nixl on every node: pip install nixl" in refusal("trainer.weight_transport=nixl")
+    check(good("trainer.weight_transport=delta"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check(good("trainer.weight_transport=nixl", "trainer.num_workers=2"))
+    segments = "trainer.env_vars.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert "NIXL cannot register memory" in refusal("trainer.weight_transport=nixl", segments)
+    check(good(segments))

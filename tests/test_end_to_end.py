@@ -185,6 +185,7 @@ def test_same_seed_gives_the_same_metrics(first: Run, twin: Run) -> None:
         assert ours_rows["response_ids"].equals(theirs_rows["response_ids"])
 
 
+@pytest.mark.long
 def test_workers_change_neither_loss_nor_gradient(first: Run, alone: Run) -> None:
     two, one = first.records[1], alone.records[1]
     for name in ("actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"):

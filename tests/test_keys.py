@@ -37,6 +37,8 @@ from pipeline.train.critic import Critic
 from pipeline.train.fsdp import full_state_dict
 from pipeline.train.losses import LossInput, Sums
 from pipeline.train.packing import Rows
+from pipeline.train.staleness import within_bound
+from tests.filtered import filtered
 from tests.train.test_actor import CPU, one_rank  # noqa: F401 (a fixture)
 from tests.train.test_critic import make_config, table
 
@@ -94,6 +96,13 @@ def admission(config: Config) -> list[int]:
     """The policy version that each chunk waits for."""
     rule = Admission(config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness)
     return [rule.version_needed(chunk) for chunk in range(8)]
+
+
+def trained_rows(config: Config) -> list[list[int]]:
+    """The response mask of rows of which one is older than the bound."""
+    rows = {"iteration": [5, 5], "policy_version": [4, 3], "response_mask": [[1, 1], [1]]}
+    made = pa.Table.from_pydict(rows, schema=pa.schema([SCHEMA.field(name) for name in rows]))
+    return within_bound(made, config.algorithm)["response_mask"].to_pylist()
 
 
 def rows(seed: int) -> Rows:
@@ -186,13 +195,14 @@ class DryLoop(loop.Loop):
     def __init__(self, config: Config) -> None:
         # Rank 1, because rank 0 writes the model.
         self.config, self.run_dir, self.rank, self.version, self.saved = config, "", 1, 0, 0
-        self.schedule = SimpleNamespace(iterations=3)
+        self.schedule, self.early = SimpleNamespace(iterations=3, validates=lambda version, last: False), False
         self.feed = SimpleNamespace(next=self._rows, drain=lambda: None)
         self.saver = SimpleNamespace(wait=lambda: None)
         self.updated: list[str] = []
         self.coefficients: list[float] = []
         self.actor, self.critic = self._learner("actor"), self._learner("critic")
         self.kl, self.world_size = loop.kl_controller(config.algorithm.kl_ctrl), 1
+        self.senders = dict.fromkeys(("policy", "critic"), SimpleNamespace(pack=lambda module, version: None))
 
     def _rows(self, version: int) -> pa.Table:
         rows = table()
@@ -213,13 +223,17 @@ class DryLoop(loop.Loop):
     def _ask(self, method: str, *args: Any) -> None:
         if method == "publish":
             self.updated.append("published")
-            self.coefficients.append(args[-1])
+            self.coefficients.append(args[3])
 
 
 def dry_run(config: Config) -> DryLoop:
     """A run of three iterations, the second of which has a KL above any target."""
-    without = {"iteration_metrics": lambda table: {}, "load_tokenizer": lambda model: None}
-    with patch.multiple(loop, pack=lambda *_: None, save_hf=lambda *_: None, **without):
+    without = {
+        "iteration_metrics": lambda table, max_staleness: {},
+        "within_bound": lambda table, algorithm: table,
+        "load_tokenizer": lambda model: None,
+    }
+    with patch.multiple(loop, save_hf=lambda *_: None, **without):
         dry = DryLoop(config)
         dry.run()
     return dry
@@ -259,6 +273,7 @@ def loss(name: str, **settings: Any) -> dict[str, Any]:
 actor, critic = weights(Actor), weights(Critic)
 KL = {"algorithm.use_kl_in_reward": True}
 ADAPTIVE = {**KL, "algorithm.kl_ctrl.type": "adaptive"}
+FILTERED = {"algorithm.filter_groups.enable": True}
 CORRECTION = "algorithm.rollout_correction"
 RECOMPUTE = {"actor.old_log_probs": "recompute"}
 WEIGHTS = {**RECOMPUTE, f"{CORRECTION}.rollout_is": "token"}
@@ -294,7 +309,12 @@ SHOWN = {
     f"{CORRECTION}.rollout_is_batch_normalize": Shown(actor, True, WEIGHTS),
     f"{CORRECTION}.rollout_rs": Shown(actor, "seq_mean_k1", REJECTION),
     f"{CORRECTION}.rollout_rs_threshold": Shown(actor, "0.5_2.0", REJECTION),
+    "algorithm.filter_groups.enable": Shown(filtered, True),
+    "algorithm.filter_groups.metric": Shown(filtered, "acc", FILTERED),
+    "algorithm.filter_groups.max_num_gen_batches": Shown(filtered, 1, FILTERED),
+    "algorithm.filter_groups.surplus": Shown(filtered, "carry", FILTERED),
     "algorithm.max_staleness": Shown(admission, 1),
+    "algorithm.on_stale": Shown(trained_rows, "correct"),
     "actor.policy_loss.loss_mode": Shown(actor, "gspo"),
     "actor.policy_loss.clip_cov_ratio": Shown(actor, 0.1, CLIP_COV),
     "actor.policy_loss.clip_cov_lb": Shown(actor, 0.0, CLIP_COV),

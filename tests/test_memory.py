@@ -41,6 +41,18 @@ def test_memory_of_a_local_model(tmp_path):
     assert "1024" not in shown(*overrides) and "memory of an engine" in shown(*overrides)
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_memory_of_versions_that_engines_read(tmp_path, monkeypatch, staleness):
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    settings = [f"model.path={tmp_path}", *LENGTHS, f"algorithm.max_staleness={staleness}", "rollout.dtype=bfloat16"]
+    plain, kept = small(*settings).memory, small(*settings, "trainer.weight_transport=nixl").memory
+    assert plain and kept and plain.train_versions == 0
+    assert kept.train_versions == (staleness + 2) * (1600 + 64) * 2 // 2  # in two bytes, on two workers
+    assert kept.train_worker == plain.train_worker + kept.train_versions
+    assert "weights for the engines" in shown(*settings, "trainer.weight_transport=nixl")
+
+
 MODEL = {"model.embed_tokens.weight": [100, 8], "model.layers.0.w": [8, 8], "lm_head.weight": [100, 8]}
 DECODER = 100 * 8 + 8 * 8 + 8 + 1  # with a value head of one row and a bias in place of the head
 LENGTHS = ["data.max_prompt_length=10", "data.max_response_length=30"]

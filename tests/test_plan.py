@@ -57,6 +57,10 @@ def test_iterations():
     assert small("trainer.total_training_steps=5", train_rows=10).iterations == 5
     with pytest.raises(ConfigError, match="10 training prompts x trainer.total_epochs=2 = 20 do not fill"):
         small("trainer.total_epochs=2", train_rows=10)
+    # 8 chunks of 8 prompts, each begun with 2 more.
+    assert small("rollout.oversample=0.25", "trainer.total_epochs=2", train_rows=1000).iterations == 25
+    with pytest.raises(ConfigError, match=r"train_batch_size=64, which begins with 80 \(rollout.oversample\)"):
+        small("rollout.oversample=0.25", "trainer.total_epochs=1", train_rows=70)
 
 
 def test_cpus_are_checked_against_what_the_local_ray_is_told():
@@ -254,6 +258,16 @@ def test_engines_that_are_added_leave_the_tasks_their_cpus():
     check_resources(on_gpus, [{"CPU": 12.0, "GPU": 5.0}])
     labelled = small("rollout.max_engines=60", "trainer.placement.rollout.role=rollout")
     check_resources(labelled, [{"CPU": 4.0}, {"CPU": 8.0}], [{}, {"role": "rollout"}])
+
+
+def test_an_engine_of_several_gpus_has_them_on_one_node():
+    numbers = small("rollout.num_gpus=1", "rollout.tensor_parallel_size=4", "rollout.num_engines=2")
+    assert numbers.gpus == 8
+    check_resources(numbers, [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 4.0}])
+    with pytest.raises(ConfigError, match=r"rollout.num_engines x rollout.tensor_parallel_size = 2 x 4 = 8 GPUs and"):
+        check_resources(numbers, [{"CPU": 8.0, "GPU": 7.0}])
+    with pytest.raises(ConfigError, match="no node can hold one rollout actor of 1 CPUs and 4 GPUs"):
+        check_resources(numbers, [{"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 2.0}])
 
 
 def test_parts_of_a_gpu_are_parts_of_one():

@@ -267,11 +267,12 @@ def test_an_engine_must_have_loaded_what_was_published() -> None:
         assert await store.read(1, 0.0) == (1, [])
         await store.acknowledge(1, "e0", 0, checksum(shards), load_s=0.5)
         read, [message] = await store.read(1, 0.0)
-        assert message == {"kind": "loaded", "version": 0, "engine": "e0", "load_s": 0.5, "update_s": None}
+        known = {"kind": "loaded", "engine": "e0", "load_s": 0.5}
+        assert message == known | {"version": 0, "update_s": None, "idle_s": 0.0, "busy_s": 0.0}
         shards = await publish(store, 1, world=2)
-        since_step = await store.acknowledge(1, "e0", 1, checksum(shards), load_s=0.5)
+        since_step = await store.acknowledge(1, "e0", 1, checksum(shards), load_s=0.5, idle_s=2.0, busy_s=3.0)
         _, [message] = await store.read(read, 0.0)
-        assert message == {"kind": "loaded", "version": 1, "engine": "e0", "load_s": 0.5, "update_s": since_step}
+        assert message == known | {"version": 1, "update_s": since_step, "idle_s": 2.0, "busy_s": 3.0}
         assert since_step > 1e9  # the optimiser step was in 1970
 
     run(test)
@@ -299,7 +300,7 @@ def test_old_versions_are_let_go() -> None:
         store = await begun(Admission(2, 4, 1))
         for version in range(50):
             await store.publish(1, version, models(0, version), stepped_at=0.0)
-        held = [entry for entry in store._versions.values() if entry.shards]
+        held = [entry for entry in store._versions._published.values() if entry.shards]
         assert len(held) == 1 and len(store._versions) <= 4
 
     run(test)

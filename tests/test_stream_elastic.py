@@ -82,6 +82,7 @@ def fixed(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Ru
     return run
 
 
+@pytest.mark.long
 def test_the_pool_follows_the_wait_of_the_trainer_and_the_rows_do_not(
     stream_config: Config, tmp_path: Path, fixed: Run
 ) -> None:

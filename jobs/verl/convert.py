@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from jobs.verl import algorithm, run, sizes
+from jobs.verl import algorithm, groups, run, sizes
 from jobs.verl.gone import reason
 from jobs.verl.keys import DEFAULTS, RENAMED, RULED, SECTIONS
 from jobs.verl.settings import Setting
@@ -18,7 +18,7 @@ _PATHS = (
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 RULES = (
-    *(algorithm.estimator, algorithm.kl, algorithm.clipping, algorithm.loss, algorithm.correction),
+    *(algorithm.estimator, algorithm.kl, algorithm.clipping, algorithm.loss, algorithm.correction, groups.groups),
     *(sizes.mini_batches, sizes.critic, sizes.warmups, sizes.token_budgets, sizes.engines, sizes.devices),
     *(run.data, run.reward, run.run),
 )

@@ -35,9 +35,8 @@ GONE: tuple[Gone, ...] = (
     *_gone("rows travel through Ray Data", "transfer_queue.*"),
     *_gone("rollouts are not skipped", "skip.*"),
     *_gone("there is no profiler", "*profile*", "*.trace.*", "*.prometheus.*"),
-    *_feature(
-        "dynamic sampling is not built: groups whose rewards agree stay in the batch, with advantages 0",
-        "algorithm.filter_groups.*",
+    *_gone(
+        "replacements are generated as soon as groups are dropped", "algorithm.filter_groups.max_inflight_gen_batches"
     ),
     *_gone("the penalty is reckoned from data.max_response_length", "*.max_resp_len"),
     *_gone("the penalty is always among the parts of the reward", "*overlong_buffer.log", "*overlong_buffer_cfg.log"),
@@ -150,11 +149,15 @@ GONE: tuple[Gone, ...] = (
         "images, video and audio are not read", "data.*image*", "data.*video*", "data.*audio*", "data.*multi_modal*"
     ),
     *_gone("images, video and audio are not read", "data.mm_processor_kwargs*", "*.use_preprocessed_multimodal_input"),
-    *_feature("engines use one GPU each and are not split", "*parallel_size", off=(1,)),
+    *_feature(
+        "an engine is split over GPUs by rollout.tensor_parallel_size, and in no other way", "*parallel_size", off=(1,)
+    ),
     *_feature("prefill and decoding share an engine", "*.disaggregation.enabled"),
     *_gone("prefill and decoding share an engine", "*.disaggregation.*"),
     *_gone(
-        "engines keep GPUs of their own, so nothing is put to sleep", "*.free_cache_engine", "*.multi_stage_wake_up"
+        "a converted run gives engines GPUs of their own; rollout.sleep is for shared ones",
+        "*.free_cache_engine",
+        "*.multi_stage_wake_up",
     ),
     *_gone("engines get their first weights from the trainer", "*.load_format"),
     *_gone("log-probs always come with the tokens", "*.calculate_log_probs", "*.logprobs_mode"),
@@ -163,7 +166,11 @@ GONE: tuple[Gone, ...] = (
     *_gone("temperature alone decides, as in verl", "*.do_sample"),
     *_gone("engines always run in the stream", "actor_rollout_ref.rollout.mode", "*.hybrid_engine"),
     *_gone("a request is seeded by trainer.seed, its prompt and its number", "*.rollout.seed", "*.full_determinism"),
-    *_gone("weights travel through Ray's object store", "*.checkpoint_engine.*", "*.nccl_timeout"),
+    *_gone(
+        "weights travel through Ray's object store (trainer.weight_transport)",
+        "*.checkpoint_engine.*",
+        "*.nccl_timeout",
+    ),
     *_gone("taken from rollout.n", "*.rollout_n"),
     *_gone(
         "a vLLM option of that name goes into rollout.engine_kwargs",
@@ -172,7 +179,11 @@ GONE: tuple[Gone, ...] = (
         "*.disable_log_stats",
     ),
     *_gone("only vLLM is an engine here", "*.engine_kwargs.*", "*.engine_kwargs"),
-    *_gone("an iteration waits for all of its responses", "*.over_sample_rate"),
+    *_gone(
+        "verl trains without the slowest responses of a batch; rollout.oversample begins more groups than are trained, "
+        "and cuts off the slowest",
+        "*.over_sample_rate",
+    ),
     *_gone(
         "no such setting of the engines",
         f"{_ROLLOUT}.nnodes",
@@ -197,8 +208,16 @@ GONE: tuple[Gone, ...] = (
     *_gone("all trajectories are kept in the run's folder", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
     *_gone("every rank gets whole chunks of equally many rows", "trainer.balance_*"),
     *_feature("there is no run that only validates", "trainer.val_only"),
-    *_feature("training is synchronous", "trainer.v1.trainer_mode", off=("sync",)),
-    *_gone("training is synchronous", "trainer.v1.*", "async_training.*"),
+    *_feature(
+        "a converted run is synchronous; algorithm.max_staleness lets engines generate ahead",
+        "trainer.v1.trainer_mode",
+        off=("sync",),
+    ),
+    *_gone(
+        "a converted run is synchronous; algorithm.max_staleness, rollout.update and rollout.oversample say otherwise",
+        "trainer.v1.*",
+        "async_training.*",
+    ),
     *_gone("a choice between verl's own trainers", "trainer.use_v1", "trainer.use_legacy_worker_impl"),
     *_feature("CPUs and NVIDIA GPUs are supported (trainer.use_gpu)", "trainer.device", off=("cuda", "cpu")),
     *_gone("every wait has a deadline in trainer.deadlines", "trainer.ray_wait_register_center_timeout"),

@@ -18,6 +18,7 @@ _OPTIM = "lr betas weight_decay lr_scheduler_type lr_warmup_steps lr_warmup_step
 _REWARD_FUNCTION = "custom_reward_function"
 
 RENAMED: tuple[tuple[str, str], ...] = (
+    (f"{_ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel_size"),
     *_same(
         "data",
         "data",
@@ -63,6 +64,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
         "use_kl_in_reward kl_penalty",
     ),
     *_same("algorithm.kl_ctrl", "algorithm.kl_ctrl", "type kl_coef target_kl horizon"),
+    *_same("algorithm.filter_groups", "algorithm.filter_groups", "enable metric max_num_gen_batches"),
     *_same(
         _CORRECTION,
         _CORRECTION,
@@ -199,7 +201,6 @@ RULED: frozenset[str] = frozenset(
     {
         "trainer.n_gpus_per_node",
         "trainer.nnodes",
-        f"{_ROLLOUT}.tensor_model_parallel_size",
         f"{_ROLLOUT}.name",
         f"{_ROLLOUT}.enable_chunked_prefill",
         f"{_ACTOR}.use_dynamic_bsz",

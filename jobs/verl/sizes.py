@@ -7,7 +7,6 @@ from jobs.verl.layout import lay_out
 from jobs.verl.state import GPUS_PER_NODE, NODES, State
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
-_TENSOR_PARALLEL = 2
 _CRITIC_TOKENS = 32768
 _MOST_GPUS = 1 << 16
 _MOST_PROMPTS = 1 << 20
@@ -118,13 +117,15 @@ def _unused(state: State, section: str, kind: str, why: str) -> None:
 
 
 def engines(state: State) -> None:
-    """vLLM, on one GPU an engine."""
+    """vLLM, on the GPUs of one node an engine."""
     if state.given.get(f"{_ROLLOUT}.name", "vllm") != "vllm":
         state.leave(f"{_ROLLOUT}.name", "only vLLM is an engine here, and the run uses it")
-    if state.given.get(f"{_ROLLOUT}.tensor_model_parallel_size", _TENSOR_PARALLEL) != 1:
+    size, node = state.get("rollout.tensor_parallel_size"), state.whole("trainer.n_gpus_per_node", GPUS_PER_NODE) or 0
+    if size != 1 and not 1 <= size <= node:
+        state.drop("rollout.tensor_parallel_size")
         state.leave(
             f"{_ROLLOUT}.tensor_model_parallel_size",
-            "an engine uses one GPU and is not split over several yet; a model that needs more does not fit",
+            f"an engine has GPUs of one node, and a node has {node}; a model that needs more does not fit",
         )
     # Engines on GPUs prefill in chunks unless they are told otherwise.
     if state.given.get(f"{_ROLLOUT}.enable_chunked_prefill") is False:
@@ -146,7 +147,8 @@ def devices(state: State) -> None:
         )
         return
     pools = list(state.scorers)
-    layout = lay_out(gpus, batch, math.gcd(*minis), len(pools))
+    split = state.get("rollout.tensor_parallel_size")
+    layout = lay_out(gpus, batch, math.gcd(*minis), len(pools), split)
     values: dict[str, Any] = {
         "trainer.num_workers": layout.workers,
         "trainer.use_gpu": True,
@@ -154,15 +156,18 @@ def devices(state: State) -> None:
         "rollout.num_gpus": 1,
         "rollout.chunk_prompts": layout.chunk,
     }
-    split = [f"trainer.num_workers={layout.workers}", f"rollout.num_engines={layout.engines}"]
+    of_each = f" of {split} GPUs each (rollout.tensor_parallel_size)" if split > 1 else ""
+    shares = [f"trainer.num_workers={layout.workers}", f"rollout.num_engines={layout.engines}{of_each}"]
     for pool in pools:
         values |= {f"scoring.{pool}.num_workers": layout.replicas, f"scoring.{pool}.num_gpus": layout.share}
-        split.append(f"scoring.{pool}.num_workers={layout.replicas} with num_gpus={layout.share:g}")
+        shares.append(f"scoring.{pool}.num_workers={layout.replicas} with num_gpus={layout.share:g}")
     for ours, value in values.items():
         state.set(ours, value)
     more = f"{layout.gpus - gpus} more than" if layout.gpus > gpus else "as many as"
+    if layout.gpus < gpus:
+        more = f"{gpus - layout.gpus} fewer than"
     state.note(
         "verl trains, generates and scores on the same GPUs in turn; here each has GPUs of its own: "
-        f"{', '.join(split)}. That takes {layout.gpus} GPUs, {more} there. Move them to where the run waits, and raise "
-        "rollout.gpu_memory_utilization: an engine has its GPU to itself"
+        f"{', '.join(shares)}. That takes {layout.gpus} GPUs, {more} there. Move them to where the run waits, and "
+        "raise rollout.gpu_memory_utilization: an engine has its GPU to itself"
     )

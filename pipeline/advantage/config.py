@@ -31,7 +31,9 @@ class RolloutCorrectionConfig:
     """
 
     rollout_is: str | None = None
-    """Importance weights: `token`, `sequence` (one weight per response), or null for none."""
+    """Importance weights: `token`, `sequence` (one weight per response), or `none`. Null takes `token` where rows may
+    be older than the policy that trains on them (`algorithm.max_staleness` above 0) and the loss does not weigh them by
+    that ratio itself, else `none`."""
 
     rollout_is_threshold: str = "2.0"
     """One number caps the weights there (truncated importance sampling); `low_high`, such as `"0.5_2.0"` (in quotes in
@@ -47,6 +49,26 @@ class RolloutCorrectionConfig:
     rollout_rs_threshold: str | None = None
     """One bound per rule, comma separated. k1: bounds `low_high` on the probability ratio trainer / engine (one number
     `b` means `1/b_b`); k2 and k3: the largest value that is kept."""
+
+
+@dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (`algorithm.filter_groups.*`): groups whose rewards all agree teach nothing, and others are
+    generated in their place."""
+
+    enable: bool = False
+    """Leave out groups that agree, and generate until `data.train_batch_size` groups are there that do not."""
+
+    metric: str = "score"
+    """What is compared: `score`, or a part of the reward by name, such as `acc` where the score is shaped."""
+
+    max_num_gen_batches: int = 10
+    """Most batches of `data.train_batch_size` groups that may be generated for one iteration; the run ends when they do
+    not fill it."""
+
+    surplus: str = "discard"
+    """What becomes of groups of the last chunk that an iteration has no room for: `discard`, or `carry` into the next
+    iteration (with `algorithm.max_staleness` above 0)."""
 
 
 @dataclass
@@ -93,5 +115,14 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """Off-policy correction."""
 
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling."""
+
     max_staleness: int = 0
-    """How many policy versions a row may be older than the one that trains on it; 0 is strictly on-policy."""
+    """How many policy versions a row may be older than the one that trains on it; 0 is strictly on-policy. Above 0
+    engines generate the next iterations while one is trained on; 1 is enough to hide the shorter of the two."""
+
+    on_stale: str = "drop"
+    """What becomes of a row that reaches the trainer older all the same, which admission never lets happen to a
+    response that is generated in one go: `drop` keeps it out of the loss, `correct` trains on it, with the weights that
+    correct others. Either way it is counted (`training/staleness/over`)."""

@@ -29,7 +29,7 @@ MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin"
 
 LEFT_OUT = (
     *("split", "chunk", "iteration", "epoch", "prompt_index"),
-    *("response_mask", "policy_version", "load_s", "kl_coef"),
+    *("response_mask", "policy_version", "version_runs", "load_s", "kl_coef"),
 )
 """Columns of a row that say nothing outside a run."""
 

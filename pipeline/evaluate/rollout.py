@@ -15,8 +15,13 @@ class Held:
         """Every chunk may start at once."""
         return Ticket(self._version, [])
 
-    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+    ) -> None:
         """Nobody counts: nothing is loaded."""
+
+    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
+        """Nor here: validation prompts are all generated."""
 
 
 class EvaluationRollout(Rollout):

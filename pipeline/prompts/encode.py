@@ -12,6 +12,7 @@ import pyarrow as pa
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.prompt_file import Place
 from pipeline.prompts.quarantine import Quarantine
+from pipeline.rollout.sampling import RowLimits
 from pipeline.rows import PROMPT
 
 # Columns that depend on the run and not on the prompt; `stamp` adds them.
@@ -34,8 +35,15 @@ class Prompt(NamedTuple):
 class Encoder:
     """Makes rows of the stream, and counts what it leaves out."""
 
-    def __init__(self, chat: ChatTokenizer, quarantine: Quarantine) -> None:
+    def __init__(self, chat: ChatTokenizer, quarantine: Quarantine, limits: RowLimits | None = None) -> None:
+        """
+        Args:
+            chat: makes tokens of messages.
+            quarantine: takes the rows that cannot be used.
+            limits: how rows may ask to be sampled; None looks at none of it.
+        """
         self.chat = chat
+        self.limits = limits
         self.prompt_key = chat.data.prompt_key
         self.quarantine = quarantine
         self.filtered_overlong = 0
@@ -82,6 +90,11 @@ class Encoder:
             "ground_truth": to_json(_ground_truth(values, place), place, "reward_model.ground_truth"),
             "extra_info": to_json({} if (info := values.get("extra_info")) is None else info, place, "extra_info"),
         }
+        if self.limits is not None:
+            try:
+                self.limits.check(values.get("extra_info"))
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
         fitted = self.chat.fit(ids, place)
         if fitted is None:
             self.filtered_overlong += 1

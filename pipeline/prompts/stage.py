@@ -1,9 +1,10 @@
 """The prompt stage: page numbers in, the prompts of those iterations out.
 
-A **page** is the prompts of a few whole iterations, with the validation rows that are due between them. One actor turns
-pages into rows, one after the other, and the policy store paces it: a page is made when its first iteration is about to
-be admitted, so the source never runs ahead of the run, however large the data. The position behind every iteration is
-left in the store; a restarted actor and a resumed run go on from there.
+A **page** is the prompts of a few whole iterations, with the validation rows that are due between them: those of a
+version stand before the first prompts that need it, so that they are admitted together. One actor turns pages into
+rows, one after the other, and the policy store paces it: a page is made when its first iteration is about to be
+admitted, so the source never runs ahead of the run, however large the data. The position behind every iteration is left
+in the store; a restarted actor and a resumed run go on from there.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import ray
 
 from pipeline.ask import ask
 from pipeline.config import Config
+from pipeline.overlap import ahead
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
 from pipeline.prompts.encode import Encoder, stamp, to_table
@@ -27,7 +29,9 @@ from pipeline.prompts.recording import Recording
 from pipeline.prompts.sampler import make_sampler
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.supply import Supply
+from pipeline.rollout.sampling import RowLimits
 from pipeline.rows import PROMPT
+from pipeline.stages import begun_prompts, uses_filter
 from pipeline.track.history import read_history
 
 MAX_PAGES = 256
@@ -47,6 +51,12 @@ class Schedule:
     validation: bool
     val_before_train: bool
     test_freq: int
+    max_staleness: int = 0
+    """Versions that engines may be ahead."""
+    max_num_gen_batches: int | None = None
+    """With dynamic sampling: batches of prompts that an iteration may take. Pages are then of batches."""
+    more_prompts: int = 0
+    """Prompts that a chunk begins with beyond `chunk_prompts`."""
 
     @classmethod
     def of(cls, config: Config, iterations: int) -> "Schedule":
@@ -57,15 +67,30 @@ class Schedule:
             bool(config.data.val_files),
             config.trainer.val_before_train,
             config.trainer.test_freq,
+            ahead(config),
+            config.algorithm.filter_groups.max_num_gen_batches if uses_filter(config) else None,
+            begun_prompts(config) - config.rollout.chunk_prompts,
         )
 
     @property
+    def begun_prompts(self) -> int:
+        """Prompts that a chunk begins with."""
+        return self.chunk_prompts + self.more_prompts
+
+    @property
     def page_iterations(self) -> int:
+        if self.max_num_gen_batches is not None:
+            # Validation rows stand in front of a page, and every version must generate the first batch of one.
+            often = self.validation and self.test_freq > 0
+            return 1 if often else -(-self.iterations * self.max_num_gen_batches // MAX_PAGES)
         return max(1, -(-self.iterations // MAX_PAGES))
 
     @property
     def pages(self) -> int:
         """Pages of a run from the start: those of the iterations, and one for the last validation."""
+        if self.max_num_gen_batches is not None:
+            ahead = LOOKAHEAD + self.max_staleness
+            return -(-(self.iterations * self.max_num_gen_batches + ahead) // self.page_iterations) + 1
         return -(-self.iterations // self.page_iterations) + 1
 
     def validates(self, version: int, last: bool) -> bool:
@@ -75,6 +100,17 @@ class Schedule:
         if version == 0:
             return self.val_before_train
         return last or (self.test_freq > 0 and version % self.test_freq == 0)
+
+    def reached(self, base: int, done: int) -> int:
+        """The version that the prompts of the iteration after `done` iterations of a generation need, which began with
+        version `base`; `base - 1` before the first one."""
+        return base + max(0, done - self.max_staleness) if done >= 0 else base - 1
+
+    @property
+    def validation_lag(self) -> int:
+        """Iterations that may be trained past a version before its validation is recorded, and no more."""
+        # Batches are made one page ahead, and validation rows stand between pages.
+        return self.max_staleness + (self.max_num_gen_batches is not None)
 
 
 def sources(config: Config, run_dir: str | None = None) -> tuple[PromptSource, PromptSource | None]:
@@ -92,9 +128,10 @@ def sources(config: Config, run_dir: str | None = None) -> tuple[PromptSource, P
     quarantine = Quarantine(data.max_bad_rows, run_dir)
     train = files.resolve(data.train_files, "data.train_files", data.prompt_key) if data.train_files else []
     val = files.resolve(data.val_files, "data.val_files", data.prompt_key) if data.val_files else None
+    for_train, for_val = (Encoder(chat, quarantine, RowLimits.of(config, split)) for split in ("train", "val"))
     return (
-        PromptSource(train, data, Encoder(chat, quarantine), seed, sampler=make_sampler(data, seed)),
-        PromptSource(val, data, Encoder(chat, quarantine), seed, split="val") if val else None,
+        PromptSource(train, data, for_train, seed, sampler=make_sampler(data, seed)),
+        PromptSource(val, data, for_val, seed, split="val") if val else None,
     )
 
 
@@ -112,11 +149,13 @@ def first_generated(config: Config, source: PromptSource) -> list[dict[str, Any]
 class Prompts:
     """The one actor of the prompt stage."""
 
-    def __init__(self, config: Config, schedule: Schedule, store: Any, generation: int, run_dir: str):
+    def __init__(
+        self, config: Config, schedule: Schedule, store: Any, generation: int, run_dir: str, endless: bool = False
+    ):
         self._config, self._schedule = config, schedule
         self._store, self._generation, self._run_dir = store, generation, run_dir
         data, trainer = config.data, config.trainer
-        epochs = None if trainer.total_training_steps else trainer.total_epochs
+        epochs = None if trainer.total_training_steps or endless else trainer.total_epochs
         self._supply: Supply | RecordedSupply
         if data.recorded_run is not None:
             self._val = None
@@ -146,16 +185,18 @@ class Prompts:
         return pa.concat_tables(made)
 
     def _iteration(self, version: int, done: int) -> Iterator[pa.Table]:
-        """Rows that policy `version` generates, `done` iterations into this generation: validation, then training."""
-        schedule = self._schedule
+        """Rows of iteration `version + 1`, `done` iterations into this generation, behind the validations of versions
+        that they are the first to need; where the prompts have ended, all validations that are left."""
+        schedule, base = self._schedule, version - done
         if self._past_end(version):
             return
-        batch, size = schedule.chunks_per_iteration * schedule.chunk_prompts, schedule.chunk_prompts
+        batch, size = schedule.chunks_per_iteration * schedule.begun_prompts, schedule.begun_prompts
         rows = self._supply.iteration(version + 1, batch) if version < schedule.iterations else []
         last = len(rows) < batch
-        # What a resumed run starts from was validated before it stopped, unless the stop cut the validation off.
-        if schedule.validates(version, last) and (version == 0 or done > 0 or self._cut_off(version)):
-            yield from self._validation(version)
+        until = version if last else schedule.reached(base, done)
+        for due in range(schedule.reached(base, done - 1) + 1, until + 1):
+            if schedule.validates(due, last and due == version):
+                yield from self._validation(due, base)
         if last:
             self._ask("end", version)
             return
@@ -166,15 +207,19 @@ class Prompts:
         self._ask("set_position", version + 1, self._supply.state)
         self._ask("post", "prompts", {"iteration": version + 1, "metrics": self._supply.counts()})
 
-    def _validation(self, version: int) -> Iterator[pa.Table]:
+    def _validation(self, version: int, base: int) -> Iterator[pa.Table]:
+        # What a resumed run starts from was validated before it stopped, unless the stop cut the validation off.
+        if version == base and version > 0 and not self._cut_off(version):
+            self._ask("validation", version, 0)
+            return
         assert self._val is not None
-        size, rows = self._schedule.chunk_prompts, 0
+        size, rows = self._schedule.begun_prompts, 0
         for prompts in self._val.validation_rows(size):
             rows += len(prompts)
             yield stamp(prompts, "val", -1, version)
             # Every chunk has the same number of rows; what fills up the last one is neither generated nor recorded.
             yield from [stamp(prompts.slice(0, 1), "pad", -1, version)] * (size - len(prompts))
-        self._ask("post", "validation", {"version": version, "prompts": rows})
+        self._ask("validation", version, rows)
 
     def _cut_off(self, version: int) -> bool:
         """Whether the iteration is recorded, and its validation is not."""

@@ -43,6 +43,11 @@ class Supply:
                 self._learners.append(one)
 
     @property
+    def learns(self) -> bool:
+        """Whether prompts depend on what became of those of earlier iterations."""
+        return bool(self._learners)
+
+    @property
     def state(self) -> tuple[Any, ...]:
         """What `load` needs to go on from here, as JSON can hold it: epoch, offset, and what else there is.
 

@@ -1,5 +1,6 @@
 """Settings of the rollout stage (`rollout.*`)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,13 @@ class RolloutConfig:
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 takes all."""
 
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response, training and validation alike; the one that ended it stays in the response. The engine
+    then decodes while it generates, which costs time."""
+
+    min_tokens: int = 0
+    """Tokens before which no response may end, training and validation alike."""
+
     ignore_eos: bool = False
     """Go on to `data.max_response_length` past the end-of-sequence token (for benchmarks)."""
 
@@ -45,6 +53,17 @@ class RolloutConfig:
 
     chunk_prompts: int = 16
     """Prompts in one chunk, the unit that flows through the stream."""
+
+    oversample: float = 0.0
+    """Groups that a chunk of training prompts begins with beyond `chunk_prompts`, as a share of these, rounded up. The
+    chunk is done when `chunk_prompts` groups are complete, and the slowest are cut off: 4 of 20 with 0.25 and chunks of
+    16. Which ones depends on the clock, so that a run cannot be repeated exactly."""
+
+    oversample_policy: str = "drop"
+    """What becomes of groups that are cut off: `drop` them, and their prompts; `cancel` them, and begin them anew,
+    once, with a chunk of a later policy version; or `carry` them over, running on as weights change, into a later chunk
+    (with `update=in_flight`; one version of `algorithm.max_staleness` is then kept for that). All but `carry` favour
+    prompts with short responses."""
 
     num_engines: int = 1
     """Engines in the pool, each one Ray actor; of an elastic pool, those that it begins with."""
@@ -64,6 +83,15 @@ class RolloutConfig:
     """Seconds in which one engine fewer would have kept all waits below `scale_up_s`, before it is removed; and that a
     lost engine may look for a node before an idle one makes room for it."""
 
+    update: str = "between_chunks"
+    """When an engine takes new weights: `between_chunks`, once the chunks that it works on are done, so that every
+    response is of one policy version; or `in_flight`, between two tokens of running responses (with
+    `algorithm.max_staleness` above 0). Validation responses are of one version either way."""
+
+    update_kv: str = "recompute"
+    """What an update in flight does with the KV cache of running responses: `recompute` it with the new weights, so
+    that every token has the log-prob that a forward pass of its version gives, or `keep` it, which costs nothing."""
+
     chunks_in_flight: int = 0
     """Chunks one engine works on at a time; 0 takes an engine's share of an iteration, and at least as many as fill
     `max_num_seqs`."""
@@ -73,6 +101,10 @@ class RolloutConfig:
 
     num_gpus: float = 0
     """Ray GPUs of one engine actor."""
+
+    tensor_parallel_size: int = 1
+    """GPUs of one node that an engine's model is split over, each with a Ray worker of its own; above 1, `num_gpus`
+    must be 1."""
 
     num_threads: int = 0
     """Compute threads of one CPU engine; 0 takes `num_cpus`."""
@@ -107,6 +139,16 @@ class RolloutConfig:
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further vLLM `EngineArgs`, passed as they are."""
+
+    @property
+    def begun_prompts(self) -> int:
+        """Training prompts that a chunk begins with."""
+        return self.chunk_prompts + math.ceil(round(self.oversample * self.chunk_prompts, 6))
+
+    @property
+    def gpus(self) -> float:
+        """Ray GPUs of one engine."""
+        return self.num_gpus * self.tensor_parallel_size
 
     @property
     def fewest(self) -> int:

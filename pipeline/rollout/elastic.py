@@ -3,7 +3,7 @@
 Ray Data holds a pool of actors between two sizes and would choose one by the tasks that actors have in hand. In a
 strictly on-policy run these say little: the next iteration's chunks fill every engine while they wait for the update.
 So admitted chunks alone reach the engines of an elastic pool (`Gate`), and the pool grows and shrinks with the time for
-which the trainer waits for them (`Sizing`), which is the time for which engines have work.
+which the trainer waits for them (`Sizing`): the time for which engines have work and the trainer has no rows.
 
 What is generated does not depend on how many engines there are: requests are seeded by prompt and sample, and chunks
 keep their order.
@@ -66,12 +66,13 @@ class Sizing:
         self._window_from: float | None = None
         self._longest, self._waits = 0.0, 0
 
-    def look(self, now: float, chunks: int, size: int, starting: int, restarting: int) -> int:
+    def look(self, now: float, chunks: int, fed: bool, size: int, starting: int, restarting: int) -> int:
         """Engines to add, or if negative to remove.
 
         Args:
             now: time of the look.
             chunks: admitted chunks that are not done yet.
+            fed: whether there are rows that the trainer has not taken: where engines generate ahead, it has enough.
             size: engines of the pool, those included that start.
             starting: engines that start, or wait for a place.
             restarting: engines that died and start again, or wait for a place.
@@ -90,7 +91,7 @@ class Sizing:
         if chunks:
             if self._wait_began is None:
                 self._wait_began = self._grow_from = now
-            if starting:
+            if starting or fed:
                 self._grow_from = now
             elif now - self._grow_from >= bounds.scale_up_s and size < bounds.most:
                 self._grow_from = now
@@ -128,6 +129,8 @@ class EngineScaler(ExecutionCallback):
         self._next_look = now + LOOK_S
         if self._sizing is None:
             self._sizing = Sizing(executor._data_context.get_config(SETTINGS))
+        *_, last = executor._topology.values()
+        fed = last.output_queue.num_blocks > 0
         for op, state in executor._topology.items():
             for pool in op.get_autoscaling_actor_pools():
                 # The engines' pool is the only one of two sizes. When no chunk comes any more, Ray Data empties it.
@@ -135,7 +138,7 @@ class EngineScaler(ExecutionCallback):
                     continue
                 chunks = pool.num_tasks_in_flight() + state.total_enqueued_input_blocks()
                 counts = pool.current_size(), pool.num_pending_actors(), pool.num_restarting_actors()
-                delta = self._sizing.look(now, chunks, *counts)
+                delta = self._sizing.look(now, chunks, fed, *counts)
                 if delta > 0:
                     pool.scale(ActorPoolScalingRequest.upscale(delta=delta, reason="the trainer waits for rows"))
                 elif delta < 0:

@@ -2,8 +2,10 @@
 
 The thread owns the engine. Callers hand it commands, which run between steps in the order they came: adding a chunk's
 requests, or loading weights. A command marked `when_idle` waits until no request is running, and the commands behind it
-wait for it; that is how weights change between chunks and never inside one. Finished requests are collected by chunk,
-and a chunk's future is set when its last request is done, so chunks overlap freely and the engine's batch stays full.
+wait for it; that is how weights change between chunks and never inside one. An `update` changes them inside chunks: it
+waits for those alone that were submitted with `one_version`. Giving requests up (`abort`) waits for nothing. Finished
+requests are collected by chunk, and a chunk's future is set when its last request is done, so chunks overlap freely and
+the engine's batch stays full.
 """
 
 import queue
@@ -16,6 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class Aborted(RuntimeError):
+    """The requests were given up."""
+
+
 class EngineDead(RuntimeError):
     """The engine's thread ended with an error; nothing more can be generated with it."""
 
@@ -24,32 +30,49 @@ class EngineDead(RuntimeError):
 class _Command:
     run: Callable[[Any], Any] | None
     future: Future
-    when_idle: bool
+    when_idle: bool = False
+    updates: bool = False
+    at_once: bool = False
 
 
 @dataclass
 class _Chunk:
     future: Future
     order: list[str]
+    one_version: bool
     outputs: dict[str, Any] = field(default_factory=dict)
 
 
+def _nothing_begun(engine: Any) -> list[Any]:
+    return []
+
+
 class EngineLoop:
-    """Drives an engine with `add_request(id, prompt, params)` and `step() -> outputs` (vLLM's `LLMEngine`).
+    """Drives an engine with `add_request(id, prompt, params)`, `step() -> outputs` and `abort_request(ids)` (vLLM's
+    `LLMEngine`).
 
     Args:
         build: makes the engine; called in the loop's own thread.
         start_timeout: seconds the engine may take to start.
+        settle: finishes the steps that the engine has begun ahead and returns their outputs.
 
     Raises:
         TimeoutError: the engine did not start in time.
         Exception: whatever `build` raised.
     """
 
-    def __init__(self, build: Callable[[], Any], start_timeout: float):
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        start_timeout: float,
+        settle: Callable[[Any], list[Any]] = _nothing_begun,
+    ):
+        self._settle = settle
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._waiting: deque[_Command] = deque()
         self._chunk_of: dict[str, _Chunk] = {}
+        self._one_version = 0
+        """Running requests that must see one version."""
         self._next_id = 0
         self._error: BaseException | None = None
         self.steps = 0
@@ -66,15 +89,23 @@ class EngineLoop:
 
     def call(self, run: Callable[[Any], Any], when_idle: bool = False) -> Future:
         """Run `run(engine)` between two steps; with `when_idle`, once no request is running."""
-        future: Future = Future()
-        self._commands.put(_Command(run, future, when_idle))
-        if self._error is not None:
-            self._fail_everything()
-        return future
+        return self._put(_Command(run, Future(), when_idle))
 
-    def submit(self, requests: Sequence[tuple[Any, Any]]) -> Future:
-        """Add one chunk: `(prompt, sampling params)` pairs. The future holds their outputs in the same order."""
-        chunk = _Chunk(Future(), [])
+    def update(self, run: Callable[[Any], Any]) -> Future:
+        """Run `run(engine)`, which changes the weights, between two steps, with no step half done.
+
+        Where it fails, so do the chunks that are running: nobody knows which weights the engine has then.
+        """
+        return self._put(_Command(run, Future(), updates=True))
+
+    def submit(self, requests: Sequence[tuple[Any, Any]], one_version: bool = False) -> Future:
+        """Add one chunk: `(prompt, sampling params)` pairs. The future holds their outputs in the same order.
+
+        Args:
+            requests: the pairs.
+            one_version: let no `update` run before the chunk is done.
+        """
+        chunk = _Chunk(Future(), [], one_version)
         # A running future cannot be cancelled, so nobody settles it while the loop is about to.
         chunk.future.set_running_or_notify_cancel()
         if not requests:
@@ -82,12 +113,16 @@ class EngineLoop:
             return chunk.future
 
         def add(engine: Any) -> None:
+            if chunk.future.done():
+                # Given up before.
+                return
             for prompt, params in requests:
                 request_id = str(self._next_id)
                 self._next_id += 1
                 engine.add_request(request_id, prompt, params)
                 chunk.order.append(request_id)
                 self._chunk_of[request_id] = chunk
+                self._one_version += one_version
 
         def failed(future: Future) -> None:
             error = future.exception()
@@ -97,10 +132,32 @@ class EngineLoop:
         self.call(add).add_done_callback(failed)
         return chunk.future
 
+    def abort(self, futures: Sequence[Future]) -> None:
+        """Give up what was submitted, as far as it is not done; whoever waits for it gets `Aborted`."""
+        given_up = {id(future) for future in futures}
+
+        def drop(engine: Any) -> None:
+            running = [name for name, chunk in self._chunk_of.items() if id(chunk.future) in given_up]
+            for name in running:
+                self._one_version -= self._chunk_of.pop(name).one_version
+            for future in futures:
+                if not future.done():
+                    future.set_exception(Aborted("the requests were given up"))
+            if running:
+                engine.abort_request(running)
+
+        self._put(_Command(drop, Future(), at_once=True))
+
     def close(self, timeout: float = 30.0) -> None:
         """Stop the thread; running requests are dropped, and whoever waits for them gets `EngineDead`."""
-        self._commands.put(_Command(None, Future(), False))
+        self._commands.put(_Command(None, Future()))
         self._thread.join(timeout)
+
+    def _put(self, command: _Command) -> Future:
+        self._commands.put(command)
+        if self._error is not None:
+            self._fail_everything()
+        return command.future
 
     def _main(self, build: Callable[[], Any], started: Future) -> None:
         try:
@@ -122,30 +179,55 @@ class EngineLoop:
         waiting = self._waiting
         while True:
             while not self._commands.empty() or not (self._chunk_of or waiting):
-                waiting.append(self._commands.get())
-            while waiting and not (waiting[0].when_idle and self._chunk_of):
-                command = waiting.popleft()
-                if command.run is None:
-                    raise RuntimeError("it was closed")
-                if not command.future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    command.future.set_result(command.run(engine))
-                except BaseException as error:  # noqa: BLE001 (handed to the caller)
-                    command.future.set_exception(error)
+                command = self._commands.get()
+                if command.at_once:
+                    self._run(engine, command)
+                else:
+                    waiting.append(command)
+            while waiting and not self._must_wait(waiting[0]):
+                self._run(engine, waiting.popleft())
             if self._chunk_of:
                 begun = time.perf_counter()
                 outputs = engine.step()
                 self.busy_s += time.perf_counter() - begun
                 self.steps += 1
-                for output in outputs:
-                    if output.finished:
-                        self._collect(output)
+                self._take(outputs)
+
+    def _must_wait(self, command: _Command) -> bool:
+        return bool(command.when_idle and self._chunk_of) or (command.updates and self._one_version > 0)
+
+    def _run(self, engine: Any, command: _Command) -> None:
+        if command.run is None:
+            raise RuntimeError("it was closed")
+        if not command.future.set_running_or_notify_cancel():
+            return
+        try:
+            if command.updates:
+                self._take(self._settle(engine))
+            command.future.set_result(command.run(engine))
+        except BaseException as error:  # noqa: BLE001 (handed to the caller)
+            if command.updates:
+                self._drop_running(engine, error)
+            command.future.set_exception(error)
+
+    def _drop_running(self, engine: Any, error: BaseException) -> None:
+        running, self._chunk_of, self._one_version = self._chunk_of, {}, 0
+        for chunk in {id(c): c for c in running.values()}.values():
+            if not chunk.future.done():
+                chunk.future.set_exception(error)
+        if running:
+            engine.abort_request(list(running))
+
+    def _take(self, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            if output.finished:
+                self._collect(output)
 
     def _collect(self, output: Any) -> None:
         chunk = self._chunk_of.pop(output.request_id, None)
         if chunk is None:
             return
+        self._one_version -= chunk.one_version
         chunk.outputs[output.request_id] = output
         if len(chunk.outputs) == len(chunk.order) and not chunk.future.done():
             chunk.future.set_result([chunk.outputs[request_id] for request_id in chunk.order])

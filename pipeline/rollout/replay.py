@@ -46,6 +46,7 @@ class Replay:
         """
         split, chunk, iteration = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
         ticket = await self._policy.admit(split, chunk, iteration)
+        assert ticket is not None  # groups are not filtered
         reading = asyncio.to_thread(self._recording.responses, table["offset"].to_pylist(), self._baselines)
         try:
             recorded = await asyncio.wait_for(reading, self._deadline)
@@ -58,9 +59,11 @@ class Replay:
 
     def _rows(self, prompts: pa.Table, recorded: pa.Table, ticket: Ticket) -> pa.Table:
         count = len(prompts)
+        tokens = np.diff(rows.flat(recorded, "response_ids")[1])
         stamped = {
             "response_mask": _mask(recorded),
             "policy_version": np.full(count, ticket.version),
+            "version_runs": rows.version_runs(np.full(count, ticket.version), tokens, np.arange(count + 1)),
             "kl_coef": np.full(count, ticket.kl_coef, np.float32),
             # Nothing is generated, nothing loaded.
             "generate_s": pa.nulls(count, pa.float32()),

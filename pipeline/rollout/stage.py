@@ -3,8 +3,13 @@
 The stage asks the policy store for admission, brings its engine to the admitted version, and only then generates. It is
 asynchronous, so one engine works on many chunks at a time; the engine loop keeps them in one batch.
 
+With `rollout.update=in_flight` the first chunk that is admitted to a newer version brings the engine to it while older
+chunks still run, and their responses go on with the new weights. The column `version_runs` says which tokens are whose.
+
 With `rollout.sleep` an engine holds GPU memory only while it has chunks to generate. It sleeps before it returns the
 last one, and the trainer computes when it has all of them: never beside an engine that is awake.
+
+With `rollout.oversample` a chunk of training prompts holds a few more than it gives groups (`oversample.py`).
 
 Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
 follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
@@ -15,6 +20,8 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -27,12 +34,18 @@ from pipeline.config import Config
 from pipeline.errors import FinalError
 from pipeline.rollout import vllm
 from pipeline.rollout.engine import EngineDead, EngineLoop
+from pipeline.rollout.occupancy import Occupancy
+from pipeline.rollout.order import InOrder
+from pipeline.rollout.oversample import Complete, Oversampling
+from pipeline.rollout.sampling import Sampling
 from pipeline.rollout.weights import checksum
 from pipeline.stages import uses_baselines
 from pipeline.store import Ticket
 
 OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 """Errors, torch's among them, after which an engine is of no use, though its thread goes on."""
+KEPT_VERSIONS = 1000
+"""No response is as many versions old when it ends."""
 
 
 def restarted() -> bool:
@@ -48,9 +61,16 @@ def end_process() -> NoReturn:
 class Policy(Protocol):
     """Where versions and weights come from; in a run, the policy store."""
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket: ...
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
+        """Permission to start; None where the run has all the rows that it needs."""
 
-    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None: ...
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
+    ) -> None:
+        """The engine holds a version, and has spent these seconds without and with chunks since it said so last."""
+
+    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
+        """What oversampling did to a chunk of an iteration."""
 
 
 class StorePolicy:
@@ -59,13 +79,19 @@ class StorePolicy:
     def __init__(self, store: Any, generation: int, timeout: float):
         self._store, self._generation, self._timeout = store, generation, timeout
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
         if split == "train":
             return await self._store.admit.remote(self._generation, chunk, self._timeout)
         return await self._store.admit_validation.remote(self._generation, version, self._timeout)
 
-    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
-        await self._store.acknowledge.remote(self._generation, engine, version, crc, load_s)
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+    ) -> None:
+        await self._store.acknowledge.remote(self._generation, engine, version, crc, load_s, idle_s, busy_s)
+
+    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
+        payload = {"iteration": iteration, "metrics": metrics}
+        await self._store.post.remote(self._generation, "oversampled", payload)
 
 
 class Rollout:
@@ -82,16 +108,22 @@ class Rollout:
         self._config = config
         self._policy = policy
         self._tokenizer = load_tokenizer(config.model)
-        self._version, self._kl_coef = -1, 0.0
+        self._version = -1
+        self._order = InOrder()
+        self._kl_coefs: dict[int, float] = {}
+        """By version, of the last ones."""
         # One change of the engine's memory at a time: loading, waking, going to sleep.
         self._loading = asyncio.Lock()
         self._admitted, self._done, self._asleep = 0, 0, False
+        self._occupancy = Occupancy()
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         length = config.data.max_prompt_length + config.data.max_response_length
         self.engine = EngineLoop(
             lambda: vllm.build(config.model, config.rollout, length, config.trainer.seed),
             config.trainer.deadlines.engine_start,
+            vllm.settle,
         )
+        self._oversampling = Oversampling(config, self.engine) if config.rollout.oversample else None
         if config.rollout.sleep:
             # An engine that joins or comes again while the trainer computes would else stay awake beside it.
             self.engine.call(vllm.sleep, when_idle=True).result(timeout=config.trainer.deadlines.publish)
@@ -102,9 +134,11 @@ class Rollout:
 
         Rows with split `pad`, which fill up a validation chunk, are left out.
         """
-        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
-        ticket = await self._policy.admit(split, chunk, version)
+        ticket = await self._admit(table)
+        if ticket is None:
+            return rows.append(table.slice(0, 0), rows.ROLLOUT, {name: [] for name in rows.ROLLOUT.names})
         self._admitted += 1
+        self._occupancy.enter()
         try:
             generated = await self._generate(table, ticket)
         except Exception as error:
@@ -113,10 +147,17 @@ class Rollout:
             self._start_anew(error)
         finally:
             self._admitted -= 1
+            self._occupancy.leave()
         self._done += 1
         if self._config.rollout.sleep:
             await self._rest()
         return generated
+
+    async def _admit(self, table: pa.Table) -> Ticket | None:
+        """The permission to start a chunk; None where nobody needs it any more."""
+        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
+        admitted = self._policy.admit(split, chunk, version)
+        return await (self._order.admitted(chunk, admitted) if split == "train" else admitted)
 
     def _start_anew(self, error: Exception) -> NoReturn:
         """End this process, so that Ray starts another engine in its place, which generates the chunks again.
@@ -135,58 +176,100 @@ class Rollout:
         """The rows of an admitted chunk."""
         split, chunk = table["split"][0].as_py(), table["chunk"][0].as_py()
         begun = time.perf_counter()
-        # What the engine holds, which may be newer than the ticket where chunks overtake each other.
-        policy_version, kl_coef = await self._bring_to(ticket)
+        # What the engine holds, which may be newer than the ticket where chunks overtake each other. Nothing may be
+        # awaited from here until the requests are handed over: they carry its number.
+        version = await self._bring_to(ticket)
         loaded = time.perf_counter()
-        rollout = self._config.rollout
-        sampling = rollout if split == "train" else rollout.val_kwargs
-        greedy = split == "train" and uses_baselines(self._config)
+        n, greedy = self._per_prompt(split)
         table = table.filter(pc.not_equal(table["split"], "pad"))
-        pairs = vllm.requests(
-            table["prompt_ids"].to_pylist(),
+        deadline = self._config.trainer.deadlines.chunk
+        try:
+            async with asyncio.timeout(deadline):
+                found = await self._found(table, version)
+        except TimeoutError:
+            raise TimeoutError(
+                f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {version}, "
+                f"{len(table) * (n + greedy)} requests) within {deadline:.0f} s (trainer.deadlines.chunk)"
+            ) from None
+        done = time.perf_counter()
+        seconds = done - loaded, loaded - begun
+        if found.cut:
+            await self._policy.oversampled(table["iteration"][0].as_py(), found.cut.metrics())
+
+        def finish() -> pa.Table:
+            begun_at = np.repeat(found.versions, n + greedy).tolist()
+            generations = [vllm.read(output, own) for output, own in zip(found.outputs, begun_at, strict=True)]
+            return self._rows(found.prompts, generations, n, version, *seconds, greedy)
+
+        # Other chunks are admitted and added meanwhile.
+        return await asyncio.to_thread(finish)
+
+    def _per_prompt(self, split: str) -> tuple[int, bool]:
+        """Samples of a prompt, and whether it has a greedy response more."""
+        if split != "train":
+            return self._config.rollout.val_kwargs.n, False
+        return self._config.rollout.n, uses_baselines(self._config)
+
+    def _requests(self, table: pa.Table, version: int) -> list[tuple[Any, Any]]:
+        """What the engine is asked for the prompts of a table."""
+        config, rollout, split = self._config, self._config.rollout, table["split"][0].as_py()
+        n, greedy = self._per_prompt(split)
+        own = Sampling.of(config, split)
+        return vllm.requests(
+            token_lists(table, "prompt_ids"),
             table["uid"].to_pylist(),
-            sampling,
-            max_tokens=self._config.data.max_response_length,
-            version=policy_version,
-            seed=self._config.trainer.seed if rollout.seed_per_request else None,
+            [own.of_row(text or "") for text in table["extra_info"].to_pylist()],
+            n,
+            version=version,
+            seed=config.trainer.seed if rollout.seed_per_request else None,
             ignore_eos=rollout.ignore_eos,
             greedy=greedy,
         )
-        deadline = self._config.trainer.deadlines.chunk
-        try:
-            outputs = await asyncio.wait_for(asyncio.wrap_future(self.engine.submit(pairs)), deadline)
-        except TimeoutError:
-            raise TimeoutError(
-                f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {policy_version}, "
-                f"{len(pairs)} requests) within {deadline:.0f} s (trainer.deadlines.chunk)"
-            ) from None
-        done = time.perf_counter()
-        generations = [vllm.read(output) for output in outputs]
-        seconds = done - loaded, loaded - begun
-        return self._rows(table, generations, sampling.n, policy_version, *seconds, kl_coef, greedy)
 
-    async def _bring_to(self, ticket: Ticket) -> tuple[int, float]:
-        """Load the ticket's version unless a newer one is loaded; the version the engine then holds, and its KL's
-        coefficient."""
+    async def _found(self, table: pa.Table, version: int) -> Complete:
+        """The responses to a chunk's prompts; with oversampling, to those that have theirs first."""
+        train = table["split"][0].as_py() == "train"
+        if train and self._oversampling:
+            return await self._oversampling.generate(table, version, self._requests)
+        submitted = self.engine.submit(self._requests(table, version), one_version=not train)
+        return Complete(table, await asyncio.wrap_future(submitted), [version] * len(table))
+
+    async def _bring_to(self, ticket: Ticket) -> int:
+        """Load the ticket's version unless a newer one is loaded; the version that the engine then holds."""
         async with self._loading:
             if ticket.version <= self._version and not self._asleep:
-                return self._version, self._kl_coef
-            deadlines, fill = self._config.trainer.deadlines, vllm.wake if self._asleep else vllm.load
+                return self._version
+            # A load that fails leaves the engine between two versions.
+            self._version = -1
             begun = time.perf_counter()
-            load = self.engine.call(lambda engine: fill(engine, ticket.shards, deadlines.publish), when_idle=True)
             # Chunks of the old version may have to end first.
+            deadlines = self._config.trainer.deadlines
             patience = deadlines.chunk + deadlines.publish
             try:
-                await asyncio.wait_for(asyncio.wrap_future(load), patience)
+                await asyncio.wait_for(asyncio.wrap_future(self._load(ticket, deadlines.publish)), patience)
             except TimeoutError:
                 raise TimeoutError(
                     f"engine {self.name} did not load policy version {ticket.version} within {patience:.0f} s "
                     "(trainer.deadlines.chunk + trainer.deadlines.publish)"
                 ) from None
             seconds = time.perf_counter() - begun
-            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds)
-            self._version, self._kl_coef, self._asleep = ticket.version, ticket.kl_coef, False
-            return self._version, self._kl_coef
+            spent = self._occupancy.take()
+            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds, *spent)
+            self._version, self._asleep = ticket.version, False
+            self._kl_coefs[ticket.version] = ticket.kl_coef
+            kept = range(ticket.version - KEPT_VERSIONS, ticket.version + 1)
+            self._kl_coefs = {number: coef for number, coef in self._kl_coefs.items() if number in kept}
+            return self._version
+
+    def _load(self, ticket: Ticket, timeout: float) -> Future:
+        """Have the engine take the ticket's weights."""
+        rollout, shards, version = self._config.rollout, ticket.shards, ticket.version
+        if self._asleep:
+            return self.engine.call(lambda engine: vllm.wake(engine, shards, timeout, version), when_idle=True)
+        if rollout.update == "in_flight":
+            recompute = rollout.update_kv == "recompute"
+            return self.engine.update(lambda engine: vllm.update(engine, shards, timeout, version, recompute))
+        return self.engine.call(lambda engine: vllm.load(engine, shards, timeout, version), when_idle=True)
 
     async def _rest(self) -> None:
         """Let the engine sleep if no admitted chunk is left."""
@@ -207,15 +290,23 @@ class Rollout:
     def _rows(
         self,
         table: pa.Table,
-        generations: list[vllm.Generation],
+        generations: Sequence[vllm.Generation],
         n: int,
         version: int,
         generate_s: float,
         load_s: float,
-        kl_coef: float = 0.0,
         greedy: bool = False,
     ) -> pa.Table:
-        """The rows of `generations`, which hold `n` for each prompt, or with `greedy` one more, the last one."""
+        """The rows of `generations`, which hold `n` for each prompt, or with `greedy` one more, the last one.
+
+        Args:
+            table: the prompts.
+            generations: responses, prompt by prompt.
+            n: samples of a prompt.
+            version: of the policy, for responses that name none.
+            generate_s, load_s: seconds, for the columns of these names.
+            greedy: whether the last response of each prompt is a greedy one.
+        """
         prompts, per_prompt = len(table), n + greedy
         table = table.take(np.repeat(np.arange(prompts), per_prompt))
         sample = np.tile(np.arange(per_prompt, dtype=np.int32), prompts)
@@ -226,7 +317,10 @@ class Rollout:
         offsets = np.cumsum([0, *(len(g.token_ids) for g in generations)])
         tokens = np.concatenate([g.token_ids for g in generations])
         log_probs = np.concatenate([g.log_probs for g in generations])
-        texts = self._tokenizer.batch_decode([g.token_ids.tolist() for g in generations], skip_special_tokens=True)
+        runs = [g.version_runs or ((version, len(g.token_ids)),) for g in generations]
+        oldest = [min(number for number, _ in own) for own in runs]
+        lengths = np.array([run for own in runs for run in own], dtype=np.int64).reshape(-1, 2)
+        run_offsets = np.cumsum([0, *map(len, runs)])
         count = len(table)
         return rows.append(
             table,
@@ -236,12 +330,31 @@ class Rollout:
                 "response_ids": rows.ragged(tokens, offsets, rows.INTS),
                 "response_mask": rows.ragged(np.ones(len(tokens), np.int8), offsets, pa.list_(pa.int8())),
                 "rollout_log_probs": rows.ragged(log_probs, offsets, rows.FLOATS),
-                "response": texts,
+                "response": decoded(self._tokenizer, [g.token_ids.tolist() for g in generations]),
                 "finish_reason": [g.finish_reason for g in generations],
-                "policy_version": np.full(count, version),
-                "engine": [self.name] * count,
+                "policy_version": oldest,
+                "version_runs": rows.version_runs(lengths[:, 0], lengths[:, 1], run_offsets),
+                "engine": pa.repeat(pa.scalar(self.name), count),
                 "generate_s": np.full(count, generate_s, np.float32),
                 "load_s": np.full(count, load_s, np.float32),
-                "kl_coef": np.full(count, kl_coef, np.float32),
+                "kl_coef": np.array([self._kl_coefs.get(number, 0.0) for number in oldest], np.float32),
             },
         )
+
+
+def token_lists(table: pa.Table, name: str) -> list[list[int]]:
+    """A column of token ids as Python's lists, which vLLM wants."""
+    values, offsets = rows.flat(table, name)
+    ids, ends = values.tolist(), offsets.tolist()
+    return [ids[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+def decoded(tokenizer: Any, responses: list[list[int]]) -> list[str]:
+    """Texts without special tokens, as `tokenizer.batch_decode` gives them."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+    if not plain or tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.batch_decode(responses, skip_special_tokens=True)
+    # That looks at every token in Python; this leaves the interpreter to the engine meanwhile.
+    return tokenizer.backend_tokenizer.decode_batch(responses, skip_special_tokens=True)

@@ -1,5 +1,6 @@
 """vLLM as the engine: how it is built, asked and read."""
 
+import copy
 import hashlib
 import os
 from collections.abc import Sequence
@@ -8,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.rollout.config import RolloutConfig, SamplingConfig
+from pipeline.rollout.config import RolloutConfig
+from pipeline.rollout.sampling import Sampling
+from pipeline.rollout.tensor_parallel import engine_args
 from pipeline.rollout.weights import BACKEND, Shard, register
 from pipeline.train.config import ModelConfig
-
-GREEDY = SamplingConfig(n=1, temperature=0.0, top_p=1.0, top_k=-1)
-"""The likeliest token each time, whatever the run samples with."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Generation:
     token_ids: np.ndarray
     log_probs: np.ndarray
     finish_reason: str
+    version_runs: tuple[tuple[int, int], ...] = ()
+    """Policy versions in their order, each with the tokens that it generated; empty where the engine has only one."""
 
 
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
@@ -58,15 +60,56 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "enable_chunked_prefill": rollout.num_gpus > 0,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_sleep_mode": rollout.sleep,
+        **engine_args(rollout.tensor_parallel_size),
     }
     return LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))
 
 
-def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
-    """Replace the engine's weights in place. No request may be running."""
+def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:
+    """Replace the engine's weights in place, and label what it generates from now on. No request may be running."""
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"shards": list(shards), "timeout": timeout}})
     engine.collective_rpc("finish_weight_update")
+    engine.set_weight_version(str(version))
+
+
+def settle(engine: Any) -> list[Any]:
+    """Outputs of the steps that the engine has begun and not handed out.
+
+    A GPU engine computes one step ahead. Weights that were replaced meanwhile would be named for tokens that the old
+    ones gave.
+    """
+    core = engine.engine_core.engine_core
+    if not core.batch_queue:
+        return []
+    from vllm.v1.core.sched.interface import PauseState
+
+    outputs: list[Any] = []
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    try:
+        while core.batch_queue:
+            outputs += engine.step()
+    finally:
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    return outputs
+
+
+def update(engine: Any, shards: Sequence[Shard], timeout: float, version: int, recompute: bool) -> None:
+    """Replace the engine's weights while requests run, between two of their tokens.
+
+    Args:
+        engine: settled.
+        shards: the weights.
+        timeout: seconds that they may take to arrive.
+        version: their number.
+        recompute: drop the KV cache, also that of running requests, whose tokens so far are then read anew with the new
+            weights. Otherwise these keep what the old weights computed; requests that are added later have another salt
+            and never read it.
+    """
+    load(engine, shards, timeout, version)
+    if recompute:
+        # Plainly asked, vLLM resets nothing while requests run, and only logs it.
+        engine.reset_prefix_cache(reset_running_requests=True)
 
 
 def sleep(engine: Any) -> None:
@@ -75,20 +118,20 @@ def sleep(engine: Any) -> None:
     engine.sleep(level=2)
 
 
-def wake(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
+def wake(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:
     """Take the memory again and load weights into it, without which the engine cannot generate."""
     engine.wake_up(tags=["weights"])
-    load(engine, shards, timeout)
+    load(engine, shards, timeout, version)
     # The KV cache comes last: while weights arrive there is room for them twice.
     engine.wake_up(tags=["kv_cache"])
 
 
 def requests(
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     uids: Sequence[str],
-    sampling: SamplingConfig | RolloutConfig,
+    settings: Sequence[Sampling],
+    n: int,
     *,
-    max_tokens: int,
     version: int,
     seed: int | None,
     ignore_eos: bool = False,
@@ -100,38 +143,82 @@ def requests(
     Tokens go in and tokens come out: nothing is decoded and encoded again on the way. With a `seed`, every request has
     its own, made from the run's seed, the prompt's uid and the sample's number, so that the greedy request changes no
     sample.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
-    settings = [sampling] * sampling.n + [GREEDY] * greedy
+    Args:
+        prompts: token ids; vLLM keeps these lists, so they must not be changed.
+        uids: of the prompts.
+        settings: how the samples of each prompt are sampled.
+        n: samples of a prompt.
+        version: the policy version that the engine has when it gets the requests.
+        seed: of the run; None leaves the samples to chance.
+        ignore_eos: go on past the end-of-sequence token.
+        greedy: whether each prompt has a greedy request.
+    """
+    # Most prompts of a chunk are sampled alike: making and checking parameters costs more than the rest of a request.
+    made: dict[Sampling, Any] = {}
+
+    def params(chosen: Sampling, own_seed: int | None) -> Any:
+        if chosen not in made:
+            made[chosen] = _params(chosen, ignore_eos)
+        own = copy.copy(made[chosen])
+        own.seed = own_seed
+        return own
+
     pairs = []
-    for prompt, uid in zip(prompts, uids, strict=True):
-        for sample, chosen in enumerate(settings):
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=chosen.temperature,
-                top_p=chosen.top_p,
-                top_k=chosen.top_k,
-                seed=_seed(seed, uid, sample) if seed is not None and chosen.temperature > 0 else None,
-                ignore_eos=ignore_eos,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            # The salt keeps a newer policy from reading prompt KV that an older one cached.
-            pairs.append(({"prompt_token_ids": list(prompt), "cache_salt": f"v{version}"}, params))
+    # The salt keeps a newer policy from reading prompt KV that an older one cached.
+    salt = f"v{version}"
+    for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
+        for sample in range(n):
+            own_seed = _seed(seed, uid, sample) if seed is not None and chosen.temperature > 0 else None
+            pairs.append((_prompt(ids, salt), params(chosen, own_seed)))
+        if greedy:
+            pairs.append((_prompt(ids, salt), params(chosen.greedy(), None)))
     return pairs
 
 
-def read(output: Any) -> Generation:
-    """The one completion of a finished request."""
+def _prompt(ids: list[int], salt: str) -> dict[str, Any]:
+    """What vLLM's renderer makes of token ids, which have nothing to be rendered."""
+    return {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
+
+
+def _params(chosen: Sampling, ignore_eos: bool) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=chosen.max_tokens,
+        min_tokens=chosen.min_tokens,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        stop=list(chosen.stop),
+        ignore_eos=ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,
+        # Without stop strings nobody reads text while the engine runs, and it is decoded beside the engine.
+        detokenize=bool(chosen.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # vLLM would copy them deeply for each request; each has a copy of its own already.
+        skip_clone=True,
+    )
+
+
+def read(output: Any, version: int) -> Generation:
+    """The one completion of a finished request.
+
+    Args:
+        output: of vLLM.
+        version: the policy's when the request was made, for an engine that labels no tokens.
+    """
     completion = output.outputs[0]
+    # Weights that the engine read from the disk have no number.
+    spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
+    runs = tuple((int(span.version), span.end - span.start) for span in spans)
     return Generation(
         np.asarray(completion.token_ids, dtype=np.int32),
         np.asarray(completion.logprobs.logprobs, dtype=np.float32),
         completion.finish_reason or "abort",
+        runs or ((version, len(completion.token_ids)),),
     )
 
 

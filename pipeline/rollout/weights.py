@@ -5,12 +5,19 @@ the engine gathers one bucket at a time from all ranks, checks its checksum, joi
 to vLLM's loader. One bucket is held at a time, so the extra memory is bounded by `trainer.weight_bucket_mb` and not by
 the model. The transport is registered as a vLLM weight transfer backend, so the same code serves in-process engines and
 tensor-parallel workers.
+
+With `trainer.weight_transport=delta` a shard also says what has changed since the versions before, and an engine that
+holds one of these fetches no more (`delta.py`). With `nixl` or `ipc` the buffers stay with the train workers, and an
+engine reads them there (`direct.py`).
 """
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from pipeline.rollout.delta import Held, Step
+from pipeline.rollout.direct import Remote, digest, read
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +46,35 @@ class Shard:
     rank: int
     pieces: list[Piece]
     buckets: list[Any]
-    """One object ref (or the buffer itself, outside Ray) per bucket."""
+    """One object ref, `Remote` or (outside Ray) the buffer itself per bucket."""
     checksums: list[int]
-    """CRC-32 of each bucket."""
+    """`crc` of each bucket."""
+    version: int = -1
+    """Of the weights; -1 where only whole buckets are published."""
+    steps: list[Step] = field(default_factory=list)
+    """From the versions before, the oldest first."""
+    itemsize: int = 1
+    """Bytes of a number."""
+
+
+def crc(buffer: Any) -> int:
+    """The checksum of a bucket: CRC-32, or that of a tensor, which stays on its device."""
+    import torch
+
+    return digest(buffer) if isinstance(buffer, torch.Tensor) else zlib.crc32(buffer)
+
+
+def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
+    """Buckets from where they were published: byte buffers, or tensors on `device`.
+
+    Raises:
+        TimeoutError: they did not arrive within `timeout` seconds.
+    """
+    if isinstance(refs[0], Remote):
+        return read(refs, device, timeout)
+    import ray
+
+    return ray.get(refs, timeout=timeout) if ray.is_initialized() else refs
 
 
 def checksum(shards: Sequence[Shard]) -> int:
@@ -54,13 +87,14 @@ def checksum(shards: Sequence[Shard]) -> int:
 
 
 def parameters(
-    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]]
+    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]], held: Held | None = None
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks at a time.
 
     Args:
         shards: one per rank; every rank has the same number of buckets with the same parameters in each.
-        fetch: turns refs into byte buffers, for example `ray.get`.
+        fetch: turns refs into byte buffers or uint8 tensors, for example `ray.get`.
+        held: the buckets that are here, which are brought to this version; None keeps none, and fetches whole ones.
 
     Raises:
         ValueError: a bucket's bytes do not match its checksum, or a parameter's rows do not add up.
@@ -69,21 +103,28 @@ def parameters(
     # would cost each of them 100 MiB and a second of CPU at its start.
     import torch
 
+    held = held if min(shard.version for shard in shards) >= 0 else None
+    if held:
+        held.begin(shards)
     for number in range(len(shards[0].buckets)):
-        buffers = fetch([shard.buckets[number] for shard in shards])
+        refs = [shard.buckets[number] for shard in shards]
+        buffers = held.take(shards, number, fetch) if held else fetch(refs)
         whole: dict[str, torch.Tensor] = {}
         rows: dict[str, int] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
-            if zlib.crc32(buffer) != shard.checksums[number]:
+            if crc(buffer) != shard.checksums[number]:
                 raise ValueError(
                     f"weights bucket {number} of train rank {shard.rank} arrived damaged: its checksum does not match "
                     "the published one"
                 )
             # Read-only shared memory; the bytes are copied into `whole` below and never written.
-            raw = torch.frombuffer(memoryview(buffer), dtype=torch.uint8) if len(buffer) else torch.empty(0)
+            raw = buffer
+            if not isinstance(buffer, torch.Tensor):
+                raw = torch.frombuffer(memoryview(buffer), dtype=torch.uint8) if len(buffer) else torch.empty(0)
             for piece in (p for p in shard.pieces if p.bucket == number):
                 if piece.name not in whole:
-                    whole[piece.name] = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
+                    kind = getattr(torch, piece.dtype)
+                    whole[piece.name] = torch.empty(piece.shape, dtype=kind, device=raw.device)
                     rows[piece.name] = 0
                 part = raw[piece.offset : piece.offset + piece.nbytes].view(getattr(torch, piece.dtype))
                 target = whole[piece.name]
@@ -96,6 +137,8 @@ def parameters(
             if rows[name] != (tensor.shape[0] if tensor.dim() else 1):
                 raise ValueError(f"parameter {name!r}: the ranks published {rows[name]} of {tensor.shape[0]} rows")
             yield name, tensor
+    if held:
+        held.done(shards)
 
 
 def register() -> None:
@@ -128,6 +171,7 @@ def register() -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._needed: set[str] = set()
+            self._held = Held()
 
         def init_transfer_engine(self, init_info: Init) -> None:
             pass
@@ -139,12 +183,10 @@ def register() -> None:
             initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info: Update) -> None:
-            import ray
-
-            def fetch(refs: list[Any]) -> list[Any]:
+            def take(refs: list[Any]) -> list[Any]:
                 try:
-                    return ray.get(refs, timeout=update_info.timeout) if ray.is_initialized() else refs
-                except ray.exceptions.GetTimeoutError:
+                    return fetch(refs, self.device, update_info.timeout)
+                except TimeoutError:
                     ranks = ", ".join(str(shard.rank) for shard in update_info.shards)
                     raise TimeoutError(
                         f"weights: a bucket did not arrive from train ranks {ranks} within {update_info.timeout:.0f} s "
@@ -152,7 +194,7 @@ def register() -> None:
                     ) from None
 
             model: Any = self.model
-            loaded = model.load_weights(parameters(update_info.shards, fetch))
+            loaded = model.load_weights(parameters(update_info.shards, take, self._held))
             # Whatever is not replaced belongs to another version, and after a sleep to none.
             if loaded is not None and (missing := sorted(self._needed - loaded)):
                 raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipeline.ask import ANSWER_S
 from pipeline.cluster import compute_threads
-from pipeline.rollout.weights import parameters
+from pipeline.rollout.weights import fetch, parameters
 from pipeline.rows import FLOATS, ragged
 from pipeline.scoring.config import ScorerConfig
 from pipeline.store import Ticket
@@ -165,10 +165,12 @@ class StoreWeights:
 
     @torch.no_grad()
     def _load(self, ticket: Ticket) -> None:
-        def fetch(refs: list[Any]) -> list[Any]:
+        device = next(iter(self._parameters.values())).device
+
+        def take(refs: list[Any]) -> list[Any]:
             try:
-                return ray.get(refs, timeout=self._timeout)
-            except ray.exceptions.GetTimeoutError:
+                return fetch(refs, device, self._timeout)
+            except TimeoutError:
                 ranks = ", ".join(str(shard.rank) for shard in ticket.shards)
                 raise TimeoutError(
                     f"{self._model} weights: a bucket of version {ticket.version} did not arrive from train ranks "
@@ -176,7 +178,7 @@ class StoreWeights:
                 ) from None
 
         missing = set(self._parameters)
-        for name, tensor in parameters(ticket.shards, fetch):
+        for name, tensor in parameters(ticket.shards, take):
             target = self._parameters.get(name)
             if target is None or target.shape != tensor.shape:
                 here = "does not know" if target is None else f"has with shape {tuple(target.shape)}"

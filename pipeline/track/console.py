@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.track.balance import advice, figure
 from pipeline.track.history import EXPLAINED, REWARD, column, validation_scores
 
 THROUGHPUT = "perf/throughput"
@@ -43,7 +44,7 @@ class RunConsole:
         self._first: int | None = None
         self._iteration = 0
         self._step_s: float | None = None
-        self._reward = self._validation = self._throughput = ""
+        self._reward = self._validation = self._throughput = self._idle = ""
         self._status = "starting"
 
     def start(self) -> None:
@@ -88,6 +89,7 @@ class RunConsole:
                 self._validation = f"validation {sum(scores.values()) / len(scores):.3f} (iteration {iteration})"
             if THROUGHPUT in metrics:
                 self._throughput = f"{_number(metrics[THROUGHPUT])} tokens/s"
+            self._idle = figure(metrics) or self._idle
             line = "  ".join([f"iteration {self._counter()}", *self._figures(), *self._times(now)])
         if self._live is None:
             self._print(line)
@@ -147,7 +149,7 @@ class RunConsole:
 
     def _figures(self) -> list[str]:
         pace = f"{self._step_s:.1f} s/iteration" if self._step_s is not None else ""
-        return [text for text in (self._reward, self._validation, self._throughput, pace) if text]
+        return [text for text in (self._reward, self._validation, self._throughput, pace, self._idle) if text]
 
     def _times(self, now: float) -> list[str]:
         times = [f"elapsed {clock(now - self._began)}"]
@@ -179,6 +181,8 @@ def _outcome(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if records:
         rows.append(("iterations", str(records[-1]["iteration"])))
         rows.append(("wall time", clock(float(records[-1].get("elapsed_s") or 0.0))))
+    if balance := advice(records):
+        rows.append(("balance", balance))
     return rows
 
 

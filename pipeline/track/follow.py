@@ -70,9 +70,12 @@ class Follower:
         self._val_n, self._log_samples, self._train_samples = val_n, log_samples, train_samples
         self._records: dict[int, dict[str, float]] = {}
         self._extra: dict[int, dict[str, float]] = defaultdict(dict)
+        self._spent: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        """Idle seconds of all engines, and all their seconds, by iteration."""
         self._expected: dict[int, int] = {}
         self._validated_early: dict[int, dict[str, float]] = {}
-        self._logged = -1
+        self._validated_versions: set[int] = set()
+        self._logged = self._taken = -1
         self._chunks: dict[int, dict[str, pa.Table]] = defaultdict(dict)
         self._generations = 0
         self._reason: str | None = None
@@ -96,7 +99,7 @@ class Follower:
                 f"restarted the train workers from iteration {version} because {self._reason or 'they failed'}"
             )
             # What was told of the generation before has no end, or is told again.
-            for part in (self._extra, self._expected, self._validated_early, self._chunks):
+            for part in (self._extra, self._spent, self._expected, self._validated_early, self._chunks):
                 part.clear()
             self._keeper.restarted()
         self._records = {i: record for i, record in self._records.items() if i <= version}
@@ -105,18 +108,31 @@ class Follower:
             self._records[version] = recorded
         self._logged = min(self._logged, version) if self._generations else max(self._records, default=-1)
         self._generations += 1
+        self._taken = version
         self._reason, self.training = None, True
 
     def _prompts(self, message: dict[str, Any]) -> None:
         self._extra[message["iteration"]] |= message["metrics"]
 
+    def _oversampled(self, message: dict[str, Any]) -> None:
+        # Dynamic sampling knows the iteration of a chunk later, and may have trained the one that is named here.
+        extra = self._extra[max(message["iteration"], self._taken + 1)]
+        for name, count in message["metrics"].items():
+            extra[name] = extra.get(name, 0) + count
+
     def _loaded(self, message: dict[str, Any]) -> None:
-        # Version v generates iteration v + 1; the slowest engine counts.
-        extra = self._extra[message["version"] + 1]
+        # Version v generates iteration v + 1, or a later one where the trainer has that already; the slowest engine
+        # counts.
+        number = max(message["version"], self._taken) + 1
+        extra = self._extra[number]
         for name, key in (("timing_s/update_weights", "update_s"), ("timing_s/load_weights", "load_s")):
             if message[key] is not None:
                 extra[name] = max(extra.get(name, 0.0), message[key])
         extra["rollout/engines_loaded"] = extra.get("rollout/engines_loaded", 0) + 1
+        idle, whole = self._spent[number]
+        self._spent[number] = idle, whole = idle + message["idle_s"], whole + message["idle_s"] + message["busy_s"]
+        if whole and message["update_s"] is not None:
+            extra["perf/rollout_idle"] = idle / whole
         # What the last version generates is its validation, which says so itself.
         if message["version"] < self._schedule.iterations:
             self._tracker.status(f"iteration {message['version'] + 1}: generating")
@@ -126,10 +142,14 @@ class Follower:
         validation = self._validated_early.pop(iteration, {})
         # Restarted train workers repeat iterations: what is known of this one and later ones is void.
         self._records = {i: record for i, record in self._records.items() if i < iteration}
+        self._validated_versions = {i for i in self._validated_versions if i < iteration}
+        if validation:
+            self._validated_versions.add(iteration)
         self._logged = min(self._logged, iteration - 1)
+        self._taken = iteration
+        self._spent.pop(iteration, None)
         self._records[iteration] = self._extra.pop(iteration, {}) | message["metrics"] | validation
-        if validation or not self._awaits_validation(iteration):
-            self._log(iteration)
+        self._log_complete()
         if self._log_samples and iteration % SAMPLES_EVERY == 0:
             self._tracker.samples(iteration, self._train_samples(iteration, self._log_samples))
 
@@ -154,7 +174,10 @@ class Follower:
         validation["timing_s/testing"] = pc.max(rows["generate_s"]).as_py()
         if version in self._records or version == 0:
             self._records[version] = self._records.get(version, {}) | validation
-            self._log(version)
+            self._validated_versions.add(version)
+            if version <= self._logged:
+                self._log(version)
+            self._log_complete()
         else:
             # A version is published before its iteration is reported, so a quick validation comes first.
             self._validated_early[version] = validation
@@ -173,17 +196,28 @@ class Follower:
     def _done(self, message: dict[str, Any]) -> None:
         self.done = message
         # A run that was stopped does not validate its last version.
-        if (last := max(self._records, default=-1)) > self._logged:
-            self._log(last)
+        for number in sorted(i for i in self._records if i > self._logged):
+            self._log(number)
 
     def _awaits_validation(self, version: int) -> bool:
+        if version in self._validated_versions:
+            return False
+        # The version after it is held back until it is recorded. Where rows of that one are trained and it has not
+        # come, a restart cut it off.
+        if max(self._records) > version + self._schedule.validation_lag:
+            return False
         return version in self._expected or self._schedule.validates(version, version == self._schedule.iterations)
 
+    def _log_complete(self) -> None:
+        """Log, in their order, the records that nothing is missing from."""
+        for number in sorted(i for i in self._records if i > self._logged):
+            if self._awaits_validation(number):
+                break
+            self._log(number)
+
     def _log(self, iteration: int) -> None:
-        # An earlier one still waits when a restart cut its validation off; it goes out as it is.
-        for number in [*(i for i in sorted(self._records) if self._logged < i < iteration), iteration]:
-            self._tracker.log(number, self._records[number])
-            self._keeper.record(number, self._records[number])
-        self._logged = iteration
+        self._tracker.log(iteration, self._records[iteration])
+        self._keeper.record(iteration, self._records[iteration])
+        self._logged = max(self._logged, iteration)
         # The last one stays: at an early end of the data, its validation may be announced after it.
-        self._records = {i: record for i, record in self._records.items() if i >= iteration}
+        self._records = {i: record for i, record in self._records.items() if i >= self._logged}

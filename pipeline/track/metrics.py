@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.rows import flat
+from pipeline.rows import flat, token_versions
 
 
 class Stat(NamedTuple):
@@ -122,7 +122,7 @@ def reduce(parts: Iterable[Stats]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
+def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: int = 0) -> Stats:
     """Metrics of the finished rows (columns of `pipeline.rows.SCHEMA`) that one rank trains on in one iteration.
 
     Scores, rewards, parts and groups leave out rows whose reward failed; lengths count every row; advantages, returns
@@ -132,6 +132,7 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
     Args:
         table: train rows of one iteration.
         solved_at: a response with at least this score, before it was shaped, counts as solved.
+        max_staleness: bound on the age of rows; above 0 the share of every age up to it is given.
     """
     if not len(table):
         return {}
@@ -156,11 +157,13 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
         "training/global_step": _largest(table["iteration"]),
         "training/epoch": _largest(table["epoch"]),
         "training/policy_version": mean(version.sum(), len(version)),
-        **summary(trained_version - version, "training/staleness"),
+        **_ages(trained_version - version, max_staleness),
         "timing_s/reward": Stat("sum", (float(np.nansum(table["reward_s"].to_numpy()[first_of_chunk])),)),
         **summary(_present(table["generate_s"]), "rollout/generate_s", ("mean", "max")),
         **summary(_present(table["load_s"]), "rollout/load_s", ("mean", "max")),
     }
+    if _has(table, "version_runs"):
+        stats |= _tokens_ages(table, trained_version, np.diff(offsets))
     if _has(table, "values"):
         stats |= summary(flat(table, "values")[0][chosen], "critic/values")
     if _has(table, "baseline"):
@@ -174,6 +177,33 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0) -> Stats:
         if _has(table, column):
             stats |= summary(trained_version - table[column].to_numpy(), f"training/{name}")
     return stats
+
+
+def _ages(staleness: np.ndarray, most: int) -> Stats:
+    """Of the ages [R] of rows, in versions; `over` is the share of those past the bound."""
+    stats = summary(staleness, "training/staleness") | {
+        "training/staleness/over": mean((staleness > most).sum(), len(staleness))
+    }
+    if most:
+        for age in range(most + 1):
+            stats[f"training/staleness/share/{age}"] = mean((staleness == age).sum(), len(staleness))
+    return stats
+
+
+def _tokens_ages(table: pa.Table, trained_version: np.ndarray, tokens: np.ndarray) -> Stats:
+    """Of tokens, which are of several ages in a row where weights change while it is generated.
+
+    Args:
+        table: the rows.
+        trained_version: [R] the version that trains on each row.
+        tokens: [R] its response tokens.
+    """
+    ages = np.repeat(trained_version, tokens) - token_versions(table)
+    versions = pc.list_value_length(table["version_runs"]).to_numpy()
+    return {
+        "training/token_staleness": mean(ages.sum(), len(ages)),
+        **summary(versions, "rollout/versions_per_response", ("mean", "max")),
+    }
 
 
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]

@@ -30,6 +30,8 @@ def derived(metrics: dict[str, float], prompt_tokens: float, response_tokens: fl
         "perf/time_per_step": seconds,
         "perf/throughput": total / seconds / workers,
     }
+    if "timing_s/gen" in metrics:
+        found["perf/train_idle"] = min(1.0, metrics["timing_s/gen"] / seconds)
     if generation := metrics.get("rollout/generate_s/max"):
         found["perf/rollout_tokens_per_s"] = response_tokens / generation
     for phase, tokens in {"gen": response_tokens, **dict.fromkeys(PHASES, total)}.items():

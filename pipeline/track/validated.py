@@ -29,6 +29,5 @@ class Validation:
         validation = table.filter(pc.equal(table["split"], "val"))
         if len(validation):
             self._record(validation)
-            message = {"rows": validation.select(self.COLUMNS)}
-            ask(self._store, "post", self._generation, "validated", message)
+            ask(self._store, "validated", self._generation, validation.select(self.COLUMNS))
         return table.filter(pc.not_equal(table["split"], "val"))

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import Config
+from pipeline.overlap import rollout_correction
 from pipeline.track.metrics import Stat, Stats, log_prob_gap, mean, merge
-from pipeline.train.correction import Corrected, correct, parse
-from pipeline.train.learner import Learner, UpdateShape
+from pipeline.train.correction import AllSum, Corrected, correct, parse
+from pipeline.train.learner import Backward, Learner, UpdateShape
 from pipeline.train.losses import Candidates, LossInput, agg_loss, checked, get_policy_loss
 from pipeline.train.losses.kl import kl_loss
 from pipeline.train.packing import MicroBatch, Rows
@@ -38,13 +39,14 @@ class Actor(Learner):
     def __init__(self, config: Config, device: torch.device, iterations: int):
         actor = config.actor
         shape, policy = UpdateShape.of(config, actor), load_policy(config.model)
-        super().__init__("actor", policy, shape, actor.optim, actor.fsdp, actor.grad_clip, device, iterations)
+        sharded = actor.optim, actor.fsdp, actor.grad_clip
+        super().__init__("actor", policy, shape, *sharded, actor.loss_agg_mode, device, iterations)
         self.config = actor
         self.seed = config.trainer.seed
         self.temperature = config.rollout.temperature
         self.scale_factor = actor.loss_scale_factor or float(config.data.max_response_length)
         self.loss = get_policy_loss(actor.policy_loss.loss_mode)
-        self.correction = parse(config.algorithm.rollout_correction)
+        self.correction = parse(rollout_correction(config))
         self.guards_gap = config.trainer.max_log_prob_gap is not None
         self.skips_without_advantage = (
             self.loss.zero_without_advantage and not actor.entropy_coeff and not actor.use_kl_loss
@@ -53,7 +55,7 @@ class Actor(Learner):
     def update(self, rows: Rows) -> Stats:
         """Train on one iteration's rows of this rank; a collective. Returns metrics, to be merged over ranks."""
         stats: list[Stats] = []
-        if self.config.old_log_probs == "recompute":
+        if self.prepares:
             begun = time.perf_counter()
             stats.append(self._recompute(rows))
             if self.correction.active:
@@ -61,11 +63,32 @@ class Actor(Learner):
             stats.append({"timing_s/old_log_prob": Stat("max", (time.perf_counter() - begun,))})
         begun = time.perf_counter()
         for number, index in self.mini_batches(rows):
-            # Engine log-probs can be compared until the first step has changed the weights.
-            fresh = self.config.old_log_probs == "engine" and number == 0
-            stats.append(self._step(rows, index, fresh))
+            stats.append(self.train(rows, index, number))
         stats.append({"timing_s/update_actor": Stat("max", (time.perf_counter() - begun,))})
         return merge(stats)
+
+    @property
+    def prepares(self) -> bool:
+        # The old log-probs are those of the weights before the first step.
+        return self.config.old_log_probs == "recompute"
+
+    def prepare(self, rows: Rows) -> Stats:
+        if not self.prepares:
+            return {}
+        stats = self._recompute(rows)
+        if self.correction.active:
+            self._apply(rows, self._corrected(rows, rows.mask, None))
+        return stats
+
+    def survey(self, rows: Rows, mask: np.ndarray) -> Stats:
+        """Metrics of the correction."""
+        if not (self.prepares and self.correction.active):
+            return {}
+        return self._corrected(rows, mask, self.all_reduce).stats
+
+    def _fresh(self, number: int) -> bool:
+        # Engine log-probs can be compared until the first step has changed the weights.
+        return self.config.old_log_probs == "engine" and number == 0
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return self.module(
@@ -89,31 +112,37 @@ class Actor(Learner):
 
     def _correct(self, rows: Rows) -> Stats:
         """Decoupled mode: weights and rejection between the engine's and the old policy, once for all steps."""
-        corrected = correct(
-            self.correction,
-            rows.old_log_probs,
-            rows.rollout_log_probs,
-            rows.mask,
-            rows.response_offsets,
-            self.all_reduce,
-        )
+        corrected = self._corrected(rows, rows.mask, self.all_reduce)
+        self._apply(rows, corrected)
+        return corrected.stats
+
+    def _corrected(self, rows: Rows, mask: np.ndarray, all_sum: AllSum | None) -> Corrected:
+        old, engine = rows.old_log_probs, rows.rollout_log_probs
+        return correct(self.correction, old, engine, mask, rows.response_offsets, all_sum)
+
+    @staticmethod
+    def _apply(rows: Rows, corrected: Corrected) -> None:
         if corrected.weights is not None:
             rows.weights = corrected.weights.astype(np.float32)
         rows.mask = corrected.keep.astype(np.float32)
-        return corrected.stats
 
-    def _step(self, rows: Rows, index: list[int], fresh: bool) -> Stats:
-        """One optimiser step on the mini-batch of rows `index`."""
+    def train(self, rows: Rows, index: list[int], number: int) -> Stats:
         if self.loss.select is not None:
             self._select(rows, index)
+        return super().train(rows, index, number)
+
+    def passing(self, rows: Rows, index: list[int], number: int) -> list[int]:
         # A guard on the gap between engine and trainer has to see tokens, also where no group has an advantage.
-        skips = self.skips_without_advantage and not (fresh and self.guards_gap)
-        trained = rows.with_advantages(index) if skips else index
+        skips = self.skips_without_advantage and not (self._fresh(number) and self.guards_gap)
+        return rows.with_advantages(index) if skips else index
+
+    def backward(self, number: int) -> Backward:
+        fresh = self._fresh(number)
 
         def backward(batch: MicroBatch, tokens: float, sequences: float) -> tuple[Stats, float]:
             return self._backward(batch, tokens, sequences, fresh)
 
-        return self.step(rows, trained, index, backward)
+        return backward
 
     @torch.no_grad()
     def _select(self, rows: Rows, index: list[int]) -> None:

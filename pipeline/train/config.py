@@ -294,6 +294,10 @@ class TrainerConfig:
     num_threads: int = 0
     """Compute threads of one CPU train worker; 0 takes `cpus_per_worker`."""
 
+    early: bool | None = None
+    """Begin to train on the first chunks of an iteration while the others are still generated: the same loss and
+    gradient, up to rounding. Null does so wherever it is possible; `--dry-run` says whether it is, or why not."""
+
     ray_num_cpus: int | None = None
     """CPUs a local Ray is told it has; null takes the machine's. Phases of an on-policy run alternate, so a small
     machine may be told more than it has. Ignored when a cluster is joined."""
@@ -354,6 +358,14 @@ class TrainerConfig:
 
     weight_bucket_mb: int = 512
     """MiB of weights that travel as one buffer; bounds the extra memory of an update."""
+
+    weight_transport: str = "object_store"
+    """What an engine fetches of a new policy version: `object_store`, all weights; or `delta`, those that have changed
+    since the version that it holds, losslessly, which takes a copy of the weights in the host memory of every train
+    worker and engine. With `nixl` and `ipc` an engine reads all weights out of the train workers' memory by itself:
+    `nixl` (`pip install nixl`) between any GPUs, nodes or CPUs, `ipc` where one train worker and the engines share one
+    GPU. Either keeps `algorithm.max_staleness + 2` copies of a train worker's part of the weights, in `rollout.dtype`,
+    on its device. No GPU has run them yet."""
 
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     """Longest waits."""

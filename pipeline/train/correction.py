@@ -117,15 +117,15 @@ class Corrected:
 
 
 def parse(config: RolloutCorrectionConfig) -> Correction:
-    """The correction that the settings ask for.
+    """The correction that the settings ask for; those in force are `overlap.rollout_correction(config)`.
 
     Raises:
         ValueError: an unknown level or rule, a rule named twice, a threshold that is malformed, not positive or upside
             down, as many thresholds as rules not given, or normalisation without weights.
     """
-    level = config.rollout_is
+    level = None if config.rollout_is == "none" else config.rollout_is
     if level not in (None, "token", "sequence"):
-        raise ValueError(f"{_KEY}.rollout_is={level} is not known; it must be one of null, token, sequence")
+        raise ValueError(f"{_KEY}.rollout_is={level} is not known; it must be one of null, none, token, sequence")
     if config.rollout_is_batch_normalize and level is None:
         raise ValueError(
             f"{_KEY}.rollout_is_batch_normalize=true has no weights to normalise; set {_KEY}.rollout_is to token or "

@@ -9,12 +9,13 @@ those. Every row goes through the model: a row without advantage (advantage 0) s
 import time
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
 from pipeline.track.metrics import Stat, Stats, mean, merge
-from pipeline.train.learner import Learner, UpdateShape
+from pipeline.train.learner import Backward, Learner, UpdateShape
 from pipeline.train.losses import agg_loss
 from pipeline.train.losses.value import explained_variance, value_loss
 from pipeline.train.packing import MicroBatch, Rows
@@ -35,9 +36,12 @@ class Critic(Learner):
     def __init__(self, config: Config, device: torch.device, iterations: int):
         critic = config.critic
         shape, model = UpdateShape.of(config, critic), load_value_model(config)
-        super().__init__("critic", model, shape, critic.optim, critic.fsdp, critic.grad_clip, device, iterations)
+        sharded, mode = (
+            (critic.optim, critic.fsdp, critic.grad_clip),
+            critic.loss_agg_mode or config.actor.loss_agg_mode,
+        )
+        super().__init__("critic", model, shape, *sharded, mode, device, iterations)
         self.config = critic
-        self.loss_agg_mode = critic.loss_agg_mode or config.actor.loss_agg_mode
         self.scale_factor = config.actor.loss_scale_factor or float(config.data.max_response_length)
 
     def update(self, rows: Rows) -> Stats:
@@ -46,16 +50,25 @@ class Critic(Learner):
         Raises:
             ValueError: the rows have no values.
         """
+        begun = time.perf_counter()
+        stats = [self.prepare(rows), self.survey(rows, rows.mask)]
+        for number, index in self.mini_batches(rows):
+            stats.append(self.train(rows, index, number))
+        stats.append({"timing_s/update_critic": Stat("max", (time.perf_counter() - begun,))})
+        return merge(stats)
+
+    def prepare(self, rows: Rows) -> Stats:
         if rows.values is None:
             raise ValueError(
                 "the rows have no values, which the critic's loss is clipped around; run the stage `value`"
             )
-        begun = time.perf_counter()
-        stats = [self._explained_variance(rows)]
-        for _, index in self.mini_batches(rows):
-            stats.append(self.step(rows, index, index, self._backward))
-        stats.append({"timing_s/update_critic": Stat("max", (time.perf_counter() - begun,))})
-        return merge(stats)
+        return {}
+
+    def survey(self, rows: Rows, mask: np.ndarray) -> Stats:
+        return self._explained_variance(rows)
+
+    def backward(self, number: int) -> Backward:
+        return self._backward
 
     def _backward(self, batch: MicroBatch, tokens: float, sequences: float) -> tuple[Stats, float]:
         assert batch.values is not None
@@ -64,7 +77,7 @@ class Critic(Learner):
         loss = agg_loss(
             per_token,
             batch.mask,
-            self.loss_agg_mode,
+            self.agg_mode,
             global_tokens=tokens,
             global_sequences=sequences,
             segment=batch.segment,

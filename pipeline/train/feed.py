@@ -58,7 +58,7 @@ class Blocks:
 
 
 class RowsFeed:
-    """Hands out whole iterations.
+    """Hands out iterations, whole or chunk by chunk.
 
     Args:
         blocks: chunks in the order of the stream.
@@ -66,7 +66,7 @@ class RowsFeed:
     """
 
     def __init__(self, blocks: Blocks, chunks: int):
-        self._blocks, self._chunks = blocks, chunks
+        self._blocks, self.chunks = blocks, chunks
 
     def next(self, iteration: int) -> pa.Table | None:
         """The rows of `iteration`, in chunk order; None when the stream has ended.
@@ -76,14 +76,23 @@ class RowsFeed:
             RuntimeError: rows of another iteration came, or the stream ended inside an iteration.
         """
         tables: list[pa.Table] = []
-        while len(tables) < self._chunks:
-            table = self._blocks.next(f"rows for iteration {iteration}")
+        while len(tables) < self.chunks:
+            table = self.chunk(iteration, len(tables))
             if table is None:
-                if tables:
-                    raise RuntimeError(f"the stream ended inside iteration {iteration}, after {len(tables)} chunks")
                 return None
             tables.append(table)
-        rows = pa.concat_tables(tables)
+        return pa.concat_tables(tables)
+
+    def chunk(self, iteration: int, number: int) -> pa.Table | None:
+        """The rows of chunk `number`, from 0, of this rank's in `iteration`; None when the stream has ended before.
+
+        Raises: see `next`.
+        """
+        rows = self._blocks.next(f"rows for iteration {iteration}")
+        if rows is None:
+            if number:
+                raise RuntimeError(f"the stream ended inside iteration {iteration}, after {number} chunks")
+            return None
         found = set(rows["iteration"].to_pylist())
         if found != {iteration}:
             raise RuntimeError(f"rows of iterations {sorted(found)} arrived where iteration {iteration} was expected")

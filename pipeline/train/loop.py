@@ -1,6 +1,8 @@
 """The train loop: what every train worker does, iteration by iteration.
 
-    wait for rows ─► update the critic ─► update the actor ─► publish the next version ─► report
+    wait for rows ─► update critic and actor ─► publish the next version ─► report
+
+With `trainer.early` the updates begin with the first chunks, while the others are generated (`early.py`).
 
 Version v has seen v iterations; iteration k trains on rows of version k - 1 (up to `algorithm.max_staleness` older) and
 publishes version k. Reading the next iteration is what lets the stream go on, so nothing here needs to be told to wait.
@@ -29,8 +31,10 @@ from pipeline.cluster import compute_threads
 from pipeline.config import Config
 from pipeline.errors import FinalError
 from pipeline.export.settings import ModelSettings
+from pipeline.overlap import trains_early
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
+from pipeline.rollout.direct import TRANSPORTS
 from pipeline.stages import uses_critic
 from pipeline.store import CRITIC, POLICY
 from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
@@ -38,13 +42,16 @@ from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import discard_trajectories
 from pipeline.track.watchdog import describe
 from pipeline.train.actor import Actor
-from pipeline.train.broadcast import pack
+from pipeline.train.broadcast import Sender
 from pipeline.train.checkpoint import Saver, restore
 from pipeline.train.critic import Critic
+from pipeline.train.early import EarlyUpdate
 from pipeline.train.feed import Blocks, RowsFeed
 from pipeline.train.fsdp import save_hf, torch_dtype
 from pipeline.train.learner import Learner
+from pipeline.train.outbox import Outbox
 from pipeline.train.packing import Rows
+from pipeline.train.staleness import within_bound
 
 TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 """How torch words that a collective operation took too long."""
@@ -90,6 +97,7 @@ class Loop:
         self.critic = Critic(self.config, self.device, iterations) if uses_critic(self.config) else None
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
+        self.senders = self._senders()
         root = checkpoints.root(trainer, self.run_dir)
         self.version, position = restore(
             self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint
@@ -107,7 +115,7 @@ class Loop:
             batch_format="pyarrow",
             prefetch_batches=0,
         )
-        chunks = self.schedule.chunks_per_iteration // self.world_size
+        chunks, self.early = self.schedule.chunks_per_iteration // self.world_size, trains_early(self.config)
         self.feed = RowsFeed(Blocks(iter(blocks), trainer.deadlines.rows, self._describe), chunks)
 
     def run(self) -> dict[str, Any]:
@@ -137,21 +145,16 @@ class Loop:
         stopping = False
         while self.version < self.schedule.iterations and not stopping:
             with timed(timings, "step"):
-                with timed(timings, "gen"):
-                    table = self.feed.next(self.version + 1)
-                if table is None:
+                updated = self._update_early(timings) if self.early else self._update(timings)
+                if updated is None:
                     break
-                rows = Rows.from_table(table)
-                stats = [iteration_metrics(table)]
-                if self.critic:
-                    stats.append(self.critic.update(rows))
-                if self.version >= self.config.critic.warmup:
-                    stats.append(self.actor.update(rows))
+                table, stats = updated
                 self._update_kl(table)
                 self.version += 1
                 with timed(timings, "publish"):
                     self._publish()
-            stopping = self._report(table, [*stats, timings])
+            metrics = iteration_metrics(table, max_staleness=self.config.algorithm.max_staleness)
+            stopping = self._report(table, [metrics, *stats, timings])
             timings = {}
             if self.config.trainer.save_freq > 0 and self.version % self.config.trainer.save_freq == 0:
                 with timed(timings, "save_checkpoint"):
@@ -169,6 +172,38 @@ class Loop:
             self._ask("post", "done", end)
         return end
 
+    def _trained(self) -> list[Learner]:
+        """Who is updated in the next iteration."""
+        policy = [self.actor] if self.version >= self.config.critic.warmup else []
+        return [*([self.critic] if self.critic else []), *policy]
+
+    def _update(self, timings: Stats) -> tuple[pa.Table, list[Stats]] | None:
+        """Train on the next iteration: its rows, and metrics; None where the stream has ended."""
+        with timed(timings, "gen"):
+            table = self.feed.next(self.version + 1)
+        if table is None:
+            return None
+        table = within_bound(table, self.config.algorithm)
+        rows = Rows.from_table(table)
+        return table, [learner.update(rows) for learner in self._trained()]
+
+    def _update_early(self, timings: Stats) -> tuple[pa.Table, list[Stats]] | None:
+        """As `_update`, chunk by chunk as they come."""
+        updates = [EarlyUpdate(learner, self.feed.chunks) for learner in self._trained()]
+        tables: list[pa.Table] = []
+        for number in range(self.feed.chunks):
+            with timed(timings, "gen"):
+                table = self.feed.chunk(self.version + 1, number)
+                # Whoever has its rows waits for the others here, and not unseen in their first collective.
+                dist.barrier()
+            if table is None:
+                return None
+            tables.append(within_bound(table, self.config.algorithm))
+            rows = Rows.from_table(tables[-1])
+            for update in updates:
+                update.add(rows)
+        return pa.concat_tables(tables), [update.finish() for update in updates]
+
     def _update_kl(self, table: pa.Table) -> None:
         """Steer the coefficient of the KL in the reward by the KL of all ranks' rows."""
         if self.config.algorithm.use_kl_in_reward:
@@ -180,19 +215,34 @@ class Loop:
     def _publish(self) -> None:
         """Make the current weights version `self.version` of every trained model."""
         stepped_at = time.time()
-        rollout, limit = self.config.rollout, self.config.trainer.weight_bucket_mb * 2**20
-        kind = torch_dtype(rollout.dtype, "rollout.dtype")
-        shards = {POLICY: pack(self.actor.module, self.rank, kind, limit, ray.put, self.actor.module.hf_name)}
+        shards = {POLICY: self.senders[POLICY].pack(self.actor.module, self.version)}
         if self.critic:
-            kind = torch_dtype(self.config.model.dtype, "model.dtype")
-            shards[CRITIC] = pack(self.critic.module, self.rank, kind, limit, ray.put)
-        if rollout.sleep and self.device.type == "cuda":
+            shards[CRITIC] = self.senders[CRITIC].pack(self.critic.module, self.version)
+        if self.config.rollout.sleep and self.device.type == "cuda":
             # An engine that wakes needs what the update has freed and torch still holds.
             torch.cuda.empty_cache()
-        self._ask("publish", self.version, shards, stepped_at, self.kl.coef)
+        validates = self.schedule.validates(self.version, False)
+        self._ask("publish", self.version, shards, stepped_at, self.kl.coef, validates)
+
+    def _senders(self) -> dict[str, Sender]:
+        """What puts the weights of each model."""
+        trainer = self.config.trainer
+        limit, way = trainer.weight_bucket_mb * 2**20, trainer.weight_transport
+        outbox = None
+        if way in TRANSPORTS:
+            outbox = Outbox(way, self.rank, self.config.algorithm.max_staleness + 2, self.device)
+        kind = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
+        name = self.actor.module.hf_name
+        senders = {POLICY: Sender(self.rank, kind, limit, ray.put, name, way == "delta", outbox)}
+        if self.critic:
+            kind = torch_dtype(self.config.model.dtype, "model.dtype")
+            senders[CRITIC] = Sender(self.rank, kind, limit, ray.put)
+        return senders
 
     def _save(self) -> None:
         if self.rank == 0:
+            # What a restart cut off of earlier versions' validations would not be made again.
+            self._wait("reach", self.version, self.config.trainer.deadlines.rows)
             ask(self._store, "settle", self._generation, self.version, ANSWER_S, timeout=2 * ANSWER_S)
         self.saver.save(self.learners, self.kl, self.version, self._ask("position", self.version))
         self.saved = self.version
@@ -204,7 +254,7 @@ class Loop:
         """Merge all ranks' metrics, post them, and say whether to stop; a collective."""
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
-        stats += [memory_metrics(self.device), sequence_balance(table)]
+        stats += [memory_metrics(self.device), sequence_balance(table), self.senders[POLICY].stats()]
         parts: list[Any] = [None] * self.world_size
         dist.gather_object(stats, parts if self.rank == 0 else None)
         verdict: list[Any] = [None, False]
@@ -243,13 +293,19 @@ class Loop:
     def _ask(self, method: str, *args: Any) -> Any:
         return self._ask_store(method, self._generation, *args)
 
+    def _wait(self, method: str, *args: Any) -> None:
+        """Call a method of the store that waits; its last argument is its deadline, which a living run extends."""
+        ray.get(getattr(self._store, method).remote(self._generation, *args), timeout=None)
+
     def _ask_store(self, method: str, *args: Any) -> Any:
         return ask(self._store, method, *args)
 
 
 @contextmanager
 def timed(timings: Stats, name: str) -> Iterator[None]:
-    """Record the wall-clock seconds of the block as `timing_s/{name}` (the slowest rank's)."""
+    """Record the wall-clock seconds of the block, and of others of its name, as `timing_s/{name}` (the slowest
+    rank's)."""
     begun = time.perf_counter()
     yield
-    timings[f"timing_s/{name}"] = Stat("max", (time.perf_counter() - begun,))
+    (before,) = timings[f"timing_s/{name}"].values if f"timing_s/{name}" in timings else (0.0,)
+    timings[f"timing_s/{name}"] = Stat("max", (before + time.perf_counter() - begun,))

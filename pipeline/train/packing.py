@@ -13,6 +13,7 @@ Chosen, and why:
 
 import hashlib
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -124,6 +125,20 @@ class Rows(Sequences):
             ids=_ids(table),
             **{name: columns[name] for name in optional},
         )
+
+    @classmethod
+    def join(cls, parts: Sequence["Rows"]) -> "Rows":
+        """The rows of several parts, one part after the other, with all that has been written into them."""
+        joined: dict[str, Any] = {}
+        for name in vars(parts[0]):
+            values = [getattr(part, name) for part in parts]
+            if name.endswith("_offsets"):
+                ends = np.cumsum([0, *(own[-1] for own in values)])
+                joined[name] = np.concatenate([own[:-1] + end for own, end in zip(values, ends, strict=False)])
+                joined[name] = np.append(joined[name], ends[-1])
+            else:
+                joined[name] = None if values[0] is None else np.concatenate(values)
+        return cls(**joined)
 
     def mask_counts(self, index: list[int]) -> tuple[int, int]:
         """Tokens that train in these rows, and rows with at least one; summed over ranks they normalise the loss."""

@@ -5,11 +5,13 @@ import json
 import numpy as np
 import pytest
 
+from pipeline.config import Config
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.config import DataConfig
 from pipeline.prompts.encode import COLUMNS, Encoder, Prompt, to_json, to_table
 from pipeline.prompts.prompt_file import Place
 from pipeline.prompts.quarantine import Quarantine
+from pipeline.rollout.sampling import RowLimits
 
 PLACE = Place("f.parquet", 2, 17)
 
@@ -55,6 +57,22 @@ def test_unusable_rows_are_left_out_of_those_that_come_together(encoder_of, prom
     assert to_table(rows).schema == COLUMNS
     alone = [encoder(prompts(row))[0]["prompt_ids"] for row in good]
     assert [row["prompt_ids"] for row in rows] == alone
+
+
+def test_a_row_that_asks_for_what_cannot_be_sampled_ends_the_run_with_its_place(tokenizer, prompt_row):
+    config = Config()
+    config.data.max_response_length = 32
+    asked = prompt_row(1, extra_info={"sampling_params": {"max_tokens": 33}})
+    for split in ("train", "val"):
+        limits = RowLimits.of(config, split)
+        encoder = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), limits)
+        with pytest.raises(ValueError) as error:
+            encoder(prompts(prompt_row(0), asked))
+        assert str(error.value).startswith("f.parquet, row 1 (row group 2)")
+        assert "`extra_info.sampling_params.max_tokens` is 33, above data.max_response_length=32" in str(error.value)
+    asked = prompt_row(1, extra_info={"sampling_params": {"max_tokens": 32, "stop": None}})
+    (row,) = encoder(prompts(asked))
+    assert json.loads(row["extra_info"]) == {"sampling_params": {"max_tokens": 32, "stop": None}}
 
 
 def test_what_a_row_may_lack(encoder_of, prompt_row):

@@ -53,7 +53,8 @@ class Run:
 
     def __init__(self, config: Config, schedule: Schedule, loop: asyncio.AbstractEventLoop, run_dir: str):
         self.config, self.schedule, self.run_dir = config, schedule, run_dir
-        admission = Admission(config.rollout.chunk_prompts, config.data.train_batch_size, 0)
+        sizes = config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
+        admission = Admission(*sizes)
         self.store = LocalActor(PolicyStore(admission), loop)
         self.start()
 
@@ -99,9 +100,16 @@ def make(
     thread.start()
 
     def make_run(
-        iterations: int, rows: int = 40, epochs: int = 1, val_rows: int = 0, test_freq: int = -1, **data: Any
+        iterations: int,
+        rows: int = 40,
+        epochs: int = 1,
+        val_rows: int = 0,
+        test_freq: int = -1,
+        staleness: int = 0,
+        **data: Any,
     ) -> Run:
         config = Config()
+        config.algorithm.max_staleness = staleness
         config.data.train_files = write([prompt_row(i) for i in range(rows)])
         if val_rows:
             config.data.val_files = write([prompt_row(100 + i) for i in range(val_rows)], "val.parquet")
@@ -139,6 +147,25 @@ def test_pages_hold_every_iteration_and_one_more(iterations: int) -> None:
     assert (schedule.pages - 2) * schedule.page_iterations < iterations
     assert schedule.pages <= stage.MAX_PAGES + 1
     assert schedule.page_iterations == 1 or iterations > stage.MAX_PAGES
+
+
+def test_an_oversampled_chunk_has_more_prompts_and_the_next_page_goes_on_behind_them(make: Callable[..., Run]) -> None:
+    run = make(iterations=2, rows=20, val_rows=2, shuffle=False)
+    run.config.rollout.oversample = 0.5
+    run.schedule = Schedule.of(run.config, 2)
+    run.start()
+    first = run.page(0)
+    assert [(row["split"], row["chunk"]) for row in first] == [
+        *[("val", -1)] * 2,
+        ("pad", -1),
+        *[("train", 0)] * 3,
+        *[("train", 1)] * 3,
+    ]
+    assert [row["offset"] for row in first[3:]] == list(range(6))
+    assert [row["offset"] for row in run.page(1) if row["split"] == "train"] == list(range(6, 12))
+    # A replay has the prompts whose groups were trained.
+    run.config.data.recorded_run = "runs/x"
+    assert Schedule.of(run.config, 2).begun_prompts == 2
 
 
 def test_which_versions_are_validated() -> None:
@@ -292,6 +319,66 @@ def test_validation_stands_before_the_rows_of_the_same_version(make: Callable[..
         {"kind": "validation", "version": version, "prompts": 3} for version in (0, 2, 3)
     ]
     assert run.ask("ended") == 3
+
+
+def stands(run: Run, pages: int, published: int) -> list[tuple[str, int]]:
+    """Split and iteration of what the pages hold, each kind once, while versions are published as they are needed."""
+    found: list[tuple[str, int]] = []
+    for page in range(pages):
+        found += [(split, iteration) for split, _, iteration in shape(run.page(page)) if split != "pad"]
+        run.publish(page + published)
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_validation_stands_before_the_first_rows_that_need_its_version(
+    make: Callable[..., Run], staleness: int
+) -> None:
+    run = make(iterations=6, val_rows=2, test_freq=2, staleness=staleness)
+    found = stands(run, run.schedule.pages, published=1)
+    expected: list[tuple[str, int]] = [("val", 0)]
+    for iteration in range(1, 7):
+        version = iteration - 1 - staleness
+        if version in (2, 4):
+            expected.append(("val", version))
+        expected.append(("train", iteration))
+    # All that is left stands behind the last rows, in its order.
+    expected += [("val", version) for version in (2, 4, 6) if version > 5 - staleness]
+    assert found == expected
+    assert run.ask("ended") == 6
+
+
+def test_data_that_ends_early_leaves_no_validation_out(make: Callable[..., Run]) -> None:
+    run = make(iterations=9, rows=12, val_rows=2, test_freq=1, staleness=2)
+    found = stands(run, 6, published=1)
+    train = [("train", 1), ("train", 2), ("train", 3)]
+    assert found == [("val", 0), *train, ("val", 1), ("val", 2), ("val", 3)]
+    assert run.ask("ended") == 3
+
+
+def test_a_resumed_run_says_which_validation_it_does_not_make(make: Callable[..., Run]) -> None:
+    run = make(iterations=8, val_rows=2, test_freq=2, staleness=1)
+    run.start(version=4, position=(0, 16))
+    get(run.store.publish.remote(run.generation, 4, {POLICY: Shard(0, [], [], [])}, 0.0, 0.0, True))
+    assert shape(run.page(0)) == train(5, 0)
+    run.publish(5)  # version 4 would hold it up
+    assert get(run.store.status.remote())["version"] == 5
+    assert shape(run.page(1)) == train(6, 2)
+    run.publish(6)
+    assert [split for split, *_ in shape(run.page(2))][:2] == ["train", "train"]
+    assert shape(run.page(3))[:2] == [("val", -1, 6)] * 2
+
+
+def test_prompts_are_made_for_as_many_iterations_as_may_start_and_one_more(make: Callable[..., Run]) -> None:
+    run = make(iterations=9, staleness=2)
+    for page in range(4):
+        assert shape(run.page(page)) == train(page + 1, 2 * page)
+    with ThreadPoolExecutor(1) as pool:
+        fifth = pool.submit(run.page, 4)
+        with pytest.raises(TimeoutError):
+            fifth.result(0.3)
+        run.publish(1)
+        assert shape(fifth.result(WAIT)) == train(5, 8)
 
 
 def test_what_a_resumed_run_starts_from_is_not_validated_again(make: Callable[..., Run]) -> None:

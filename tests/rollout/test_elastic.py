@@ -13,12 +13,12 @@ class Pool:
         self.now, self.size, self.start_s = 0.0, size, start_s
         self.starting: list[float] = []
 
-    def run(self, seconds: float, chunks: int, restarting: int = 0) -> int:
+    def run(self, seconds: float, chunks: int, restarting: int = 0, fed: bool = False) -> int:
         """Look each second; the size at the end."""
         for _ in range(round(seconds)):
             self.now += 1.0
             self.starting = [until for until in self.starting if until > self.now]
-            delta = self.sizing.look(self.now, chunks, self.size, len(self.starting), restarting)
+            delta = self.sizing.look(self.now, chunks, fed, self.size, len(self.starting), restarting)
             self.starting += [self.now + self.start_s] * max(0, delta)
             self.size += delta
         return self.size
@@ -39,6 +39,13 @@ def test_a_long_wait_adds_engines_and_doubles_them() -> None:
 def test_short_waits_add_none() -> None:
     pool = Pool()
     assert pool.iterate(50, work=9) == 1
+
+
+def test_engines_that_generate_ahead_of_a_slow_trainer_are_enough() -> None:
+    pool = Pool()
+    assert pool.run(1000, chunks=4, fed=True) == 1
+    # Now it has taken all rows, and waits.
+    assert pool.run(10, chunks=4) == 2
 
 
 def test_the_time_in_which_engines_start_is_no_reason_for_more() -> None:

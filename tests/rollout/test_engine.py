@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.rollout.engine import EngineDead, EngineLoop
+from pipeline.rollout.engine import Aborted, EngineDead, EngineLoop
 
 WAIT = 30.0
 
@@ -60,6 +61,17 @@ class FakeEngine:
             if finished:
                 del self.running[request_id]
         return outputs
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self.running[request_id]
+        self.log.append("abort")
+
+    def change(self, version: int) -> int:
+        """New weights for requests that run, too."""
+        self.version = version
+        self.log.append(f"change {version}")
+        return version
 
     def load(self, version: int) -> int:
         assert not self.running, "weights changed under running requests"
@@ -272,3 +284,144 @@ def test_giving_up_on_a_chunk_leaves_the_loop_alive(gated: Loop) -> None:
     assert gated.loop.call(lambda engine: engine.load(2), when_idle=True).result(WAIT) == 2
     assert gated.engine.log == ["add slow", "load 2"]
     assert texts(gated.loop.submit([("a", 1)])) == ["a v2-2"]
+
+
+# Updates in flight.
+
+
+def test_an_update_runs_between_steps_of_running_requests(gated: Loop) -> None:
+    first = gated.loop.submit([("a", 3), ("b", 1)])
+    gated.step(1)
+    gated.loop.call(lambda engine: None).result(WAIT)
+    # The first step is over, and the second one may have begun; the third has not.
+    update = gated.loop.update(lambda engine: engine.change(1))
+    second = gated.loop.submit([("c", 1)])
+    gated.step(1)
+    assert update.result(WAIT) == 1
+    gated.step(2)
+    assert texts(first) == ["a v0-1", "b v0-0"], "a goes on with the new weights"
+    assert texts(second) == ["c v1-1"]
+
+
+def test_an_update_waits_for_chunks_of_one_version_and_so_do_those_behind_it(gated: Loop) -> None:
+    validation = gated.loop.submit([("val", 3)], one_version=True)
+    running = gated.loop.submit([("a", 5)])
+    update = gated.loop.update(lambda engine: engine.change(1))
+    behind = gated.loop.submit([("b", 1)])
+    gated.step(2)
+    time.sleep(0.05)
+    assert not update.done()
+    gated.step(1)
+    assert texts(validation) == ["val v0-0"]
+    assert update.result(WAIT) == 1
+    gated.open()
+    assert texts(running) == ["a v0-1"] and texts(behind) == ["b v1-1"]
+
+
+def test_steps_that_were_begun_ahead_end_before_the_update() -> None:
+    """What a GPU engine computes ahead belongs to the weights from before."""
+    engine, settled = FakeEngine(), []
+
+    def settle(own: FakeEngine) -> list[Output]:
+        settled.append(own.version)
+        return own.step() if own.running else []
+
+    loop = EngineLoop(lambda: engine, WAIT, settle)
+
+    def together(own: FakeEngine) -> tuple[Future, Future]:
+        return loop.submit([("a", 1), ("b", 2)]), loop.update(lambda other: other.change(1))
+
+    chunk, update = loop.call(together).result(WAIT)
+    assert update.result(WAIT) == 1
+    assert texts(chunk) == ["a v0-0", "b v0-1"], "a ended in the step that had been begun"
+    assert settled == [0]
+    loop.close()
+
+
+def test_a_failed_update_takes_the_running_chunks_with_it_and_no_others(gated: Loop) -> None:
+    def broken(engine: FakeEngine) -> None:
+        raise ValueError("weights arrived damaged")
+
+    def all_of_them(engine: FakeEngine) -> list[Future]:
+        running = [gated.loop.submit([("a", 9), ("b", 9)]), gated.loop.submit([("c", 9)])]
+        return [*running, gated.loop.update(broken), gated.loop.submit([("d", 1)])]
+
+    *failed, later = gated.loop.call(all_of_them).result(WAIT)
+    for future in failed:
+        with pytest.raises(ValueError, match="weights arrived damaged"):
+            future.result(WAIT)
+    gated.open()
+    assert texts(later) == ["d v0-0"]
+    assert gated.engine.log == ["add a", "add b", "add c", "abort", "add d"]
+    # Nothing of them is left that would keep weights from changing.
+    assert gated.loop.call(lambda engine: engine.load(1), when_idle=True).result(WAIT) == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.one_of(st.tuples(st.booleans(), st.lists(st.integers(1, 4), min_size=1, max_size=4)), st.none())))
+def test_any_mix_of_chunks_and_updates_keeps_the_versions_in_order(
+    actions: list[tuple[bool, list[int]] | None],
+) -> None:
+    made = Loop(gated=False)
+    version, chunks, updates = 0, [], []
+    for action in actions:
+        if action is None:
+            version += 1
+            updates.append(made.loop.update(lambda engine, version=version: engine.change(version)))
+        else:
+            one_version, steps = action
+            pairs = [("x", count) for count in steps]
+            chunks.append((version, one_version, made.loop.submit(pairs, one_version)))
+    for begun, one_version, future in chunks:
+        for text in texts(future):
+            first, last = map(int, text.removeprefix("x v").split("-"))
+            assert first == begun and (last == begun if one_version else begun <= last <= version)
+    assert [update.result(WAIT) for update in updates] == list(range(1, len(updates) + 1))
+    made.loop.close()
+
+
+# Requests that are given up.
+
+
+def test_what_is_given_up_keeps_no_load_waiting(gated: Loop) -> None:
+    def both(engine: FakeEngine) -> tuple[Future, Future, Future]:
+        slow, quick = gated.loop.submit([("slow", 100), ("slower", 100)]), gated.loop.submit([("quick", 2)])
+        return slow, quick, gated.loop.call(lambda own: own.load(1), when_idle=True)
+
+    slow, quick, load = gated.loop.call(both).result(WAIT)
+    gated.step(1)
+    gated.loop.abort([slow])
+    gated.step(1)
+    with pytest.raises(Aborted):
+        slow.result(WAIT)
+    assert texts(quick) == ["quick v0-0"] and load.result(WAIT) == 1
+    assert gated.engine.log == ["add slow", "add slower", "add quick", "abort", "load 1"]
+
+
+def test_giving_up_what_is_done_or_was_never_added_changes_nothing_else(gated: Loop) -> None:
+    def queued(engine: FakeEngine) -> tuple[Future, Future]:
+        running = gated.loop.submit([("a", 2)])
+        gated.loop.call(lambda own: own.load(1), when_idle=True)
+        behind = gated.loop.submit([("b", 1)])  # added after the load
+        gated.loop.abort([behind])
+        return running, behind
+
+    running, behind = gated.loop.call(queued).result(WAIT)
+    gated.step(2)
+    assert texts(running) == ["a v0-0"]
+    with pytest.raises(Aborted):
+        behind.result(WAIT)
+    gated.loop.abort([running])
+    gated.open()
+    assert texts(gated.loop.submit([("c", 1)])) == ["c v1-1"]
+    assert gated.engine.log == ["add a", "load 1", "add c"]
+
+
+def test_an_update_does_not_wait_for_a_chunk_of_one_version_that_is_given_up(gated: Loop) -> None:
+    def both(engine: FakeEngine) -> tuple[Future, Future]:
+        return gated.loop.submit([("val", 100)], one_version=True), gated.loop.update(lambda own: own.change(1))
+
+    validation, update = gated.loop.call(both).result(WAIT)
+    gated.loop.abort([validation])
+    gated.open()
+    assert update.result(WAIT) == 1

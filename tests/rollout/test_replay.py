@@ -29,7 +29,9 @@ class Admitting:
         self.asked.append((split, chunk, version))
         return Ticket(7, [], kl_coef=0.125)
 
-    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+    ) -> None:
         raise AssertionError("nothing was loaded")
 
 
@@ -65,6 +67,7 @@ def test_tokens_and_log_probs_are_those_of_the_recording(tmp_path: Path) -> None
     assert found.table.schema.types == [*PROMPT.types, *ROLLOUT.types]
     assert len(found.rows) == len(found.recorded) == BATCH * SAMPLES
     for row, was in zip(found.rows, found.recorded, strict=True):
+        assert row["version_runs"] == [{"version": 7, "tokens": len(was["response_ids"])}]
         for name in ("uid", "prompt_ids", "ground_truth", "extra_info", "data_source", "prompt_index"):
             assert row[name] == was[name]
         for name in ("sample", "response_ids", "response_mask", "response", "finish_reason", "engine"):

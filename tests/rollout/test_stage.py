@@ -1,23 +1,29 @@
 """The rollout stage on a fake engine that answers at once; `test_vllm.py` has the real one."""
 
 import asyncio
+import json
 import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline import rows
 from pipeline.config import Config
 from pipeline.rollout import vllm
-from pipeline.rollout.stage import Rollout
+from pipeline.rollout.stage import Rollout, decoded
 from pipeline.store import Ticket
 
 GREEDY_TOKEN = 7
+SEEDS = [2382685956620813730, 1349609211904220927, 256104817106049214]
+"""Of the two samples of the first prompt and the first one of the second."""
 PROMPTS = [[11, 12], [13], [14, 15, 16]]
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "seed": None}
@@ -28,11 +34,12 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.asked: list[tuple[dict[str, Any], SimpleNamespace]] = []
+        self.version = "default"
         self._running: list[tuple[str, list[int]]] = []
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: SimpleNamespace) -> None:
         self.asked.append((prompt, params))
-        drawn = 20 + params.seed % 1000 if params.temperature > 0 else GREEDY_TOKEN
+        drawn = 20 + (params.seed or 0) % 1000 if params.temperature > 0 else GREEDY_TOKEN
         self._running.append((request_id, [prompt["prompt_token_ids"][0], drawn]))
 
     def step(self) -> list[SimpleNamespace]:
@@ -46,6 +53,7 @@ class FakeEngine:
                         token_ids=tokens,
                         logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)),
                         finish_reason="stop",
+                        weight_versions=[SimpleNamespace(version=self.version, start=0, end=len(tokens))],
                     )
                 ],
             )
@@ -55,18 +63,25 @@ class FakeEngine:
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
         pass
 
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
 
 class Tickets:
     """A policy store that hands out tickets as they were given to it."""
 
     def __init__(self, *tickets: Ticket) -> None:
         self._tickets = list(tickets)
+        self.spent: list[tuple[float, float]] = []
+        """What the engine said of its idle and busy seconds."""
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket:
         return self._tickets.pop(0)
 
-    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
-        pass
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+    ) -> None:
+        self.spent.append((idle_s, busy_s))
 
 
 Make = Callable[..., Rollout]
@@ -118,6 +133,21 @@ def without_times(table: pa.Table) -> pa.Table:
     return table.drop_columns(["generate_s", "load_s"])
 
 
+def test_an_engine_says_how_long_it_had_no_chunk(make: Make) -> None:
+    stage = make("grpo", Ticket(0, []), Ticket(1, []))
+
+    async def two_versions() -> None:
+        await stage(chunk())
+        await asyncio.sleep(0.2)  # admission would hold the next chunk back
+        await stage(chunk())
+
+    begun = time.monotonic()
+    asyncio.run(asyncio.wait_for(two_versions(), 30.0))
+    (_, loading), (idle, busy) = stage._policy.spent  # type: ignore[attr-defined]
+    assert 0.2 <= idle < time.monotonic() - begun and 0 < busy < time.monotonic() - begun - 0.2
+    assert loading >= 0
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_greedy_row_follows_the_samples_of_its_prompt(make: Make, n: int) -> None:
     stage = make("remax", n=n)
@@ -138,7 +168,7 @@ def test_greedy_requests_differ_from_sampled_ones_in_the_sampling_alone(make: Ma
     generate(stage, chunk())
     for prompt, ids in enumerate(PROMPTS):
         (first, drawn), (second, _), (third, greedy) = stage.fake.asked[3 * prompt : 3 * prompt + 3]
-        assert first == second == third == {"prompt_token_ids": ids, "cache_salt": "v0"}
+        assert first == second == third == {"type": "token", "prompt_token_ids": ids, "cache_salt": "v0"}
         assert vars(drawn).items() >= SAMPLED.items() and drawn.seed is not None
         assert vars(greedy) == vars(drawn) | GREEDY
         assert greedy.max_tokens == 9 and greedy.ignore_eos
@@ -171,7 +201,83 @@ def test_rows_without_baselines_and_kl(make: Make) -> None:
     """What stages with engines of their own call."""
     generations = [vllm.Generation(np.array([i], np.int32), np.array([-1.0], np.float32), "stop") for i in range(6)]
     table = make("remax")._rows(chunk(), generations, 2, 3, 0.5, 0.25)
+    assert table["policy_version"].to_pylist() == [3] * 6
+    assert table["version_runs"].to_pylist() == [[{"version": 3, "tokens": 1}]] * 6
     assert table["split"].to_pylist() == ["train"] * 6
     assert table["sample"].to_pylist() == [0, 1] * 3
     assert table["response_ids"].to_pylist() == [[i] for i in range(6)]
     assert table["kl_coef"].to_pylist() == [0.0] * 6
+
+
+# How responses are sampled.
+
+
+def params(stage: Rollout) -> list[dict[str, Any]]:
+    """What the engine was asked for, without the seeds."""
+    return [{name: value for name, value in vars(own).items() if name != "seed"} for _, own in stage.fake.asked]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_stop_strings_and_the_shortest_response_hold_for_all_rows(make: Make, split: str) -> None:
+    plain = make("grpo")
+    generate(plain, chunk(split))
+    stage = make("grpo")
+    stage._config.rollout.stop, stage._config.rollout.min_tokens = ["</answer>"], 3
+    generate(stage, chunk(split))
+    # Only the engine can tell when a text has ended a response, so it decodes.
+    added = {"stop": ["</answer>"], "min_tokens": 3, "detokenize": True}
+    assert params(stage) == [own | added for own in params(plain)]
+    assert {(own["min_tokens"], own["detokenize"], len(own["stop"])) for own in params(plain)} == {(0, False, 0)}
+
+
+def test_a_row_has_the_parameters_that_it_asks_for(make: Make) -> None:
+    plain = make("remax")
+    generate(plain, chunk())
+    asked = {"max_tokens": 5, "min_tokens": 2, "top_p": 0.5, "top_k": 7, "stop": ["x", "y"]}
+    table = chunk()
+    infos = [None, json.dumps({"sampling_params": asked}), json.dumps({"index": 3})]
+    column = table.column_names.index("extra_info")
+    stage = make("remax")
+    generate(stage, table.set_column(column, rows.PROMPT.field(column), pa.array(infos, pa.string())))
+    first, second, third = (params(stage)[3 * prompt : 3 * prompt + 3] for prompt in range(3))
+    was = [params(plain)[3 * prompt : 3 * prompt + 3] for prompt in range(3)]
+    assert (first, third) == (was[0], was[2])
+    wanted = asked | {"detokenize": True}
+    assert second[:2] == [own | wanted for own in was[1][:2]]
+    assert second[2] == was[1][2] | wanted | {"temperature": 0.0, "top_p": 1.0, "top_k": -1}, "the greedy one"
+    seeds = [own.seed for _, own in stage.fake.asked]
+    assert seeds == [own.seed for _, own in plain.fake.asked], "and the samples keep their seeds"
+
+
+def test_samples_of_a_prompt_share_its_tokens_and_nothing_else(make: Make) -> None:
+    stage = make("grpo", n=3)
+    generate(stage, chunk())
+    asked = stage.fake.asked
+    for prompt in range(3):
+        group = asked[3 * prompt : 3 * prompt + 3]
+        assert len({id(one["prompt_token_ids"]) for one, _ in group}) == 1
+    assert len({id(own) for _, own in asked}) == len({own.seed for _, own in asked}) == 9
+
+
+def test_seeds_are_those_of_every_run_before(make: Make) -> None:
+    """A run that goes on with a newer version of this code must draw the same samples."""
+    stage = make("grpo")
+    generate(stage, chunk())
+    assert [own.seed for _, own in stage.fake.asked][:3] == SEEDS
+    stage = make("grpo")
+    stage._config.rollout.seed_per_request = False
+    generate(stage, chunk())
+    assert {own.seed for _, own in stage.fake.asked} == {None}
+
+
+def test_texts_are_those_of_the_tokenizer() -> None:
+    tokenizer = build_tokenizer(countdown_texts(64, seed=0), vocab_size=320)
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, len(tokenizer), size).tolist() for size in (0, 1, 7, 40)]
+    wanted = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    assert decoded(tokenizer, ids) == wanted and any(wanted)
+    other = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["own"] * len(ids))
+    assert decoded(other, ids) == ["own"] * 4
+    tokenizer.clean_up_tokenization_spaces = True
+    with patch.object(type(tokenizer), "batch_decode", return_value=["cleaned"]):
+        assert decoded(tokenizer, ids) == ["cleaned"]

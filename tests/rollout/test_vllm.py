@@ -44,7 +44,9 @@ class Versions:
         number = version - 1 if split == "train" else version
         return Ticket(number, self.shards[number])
 
-    async def acknowledge(self, engine: str, version: int, crc: int, load_s: float) -> None:
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+    ) -> None:
         self.acknowledged.append((engine, version, crc))
 
 
@@ -108,7 +110,9 @@ class Place:
         random = np.random.default_rng(5)
         return [random.integers(3, self.vocab, PROMPT_TOKENS).tolist() for _ in range(count)]
 
-    def chunk(self, version: int, split: str = "train", count: int = 4, chunk: int = 0, pads: int = 0) -> pa.Table:
+    def chunk(
+        self, version: int, split: str = "train", count: int = 4, chunk: int = 0, pads: int = 0, extra_info: str = "{}"
+    ) -> pa.Table:
         prompts = self.prompts(count) + self.prompts(1) * pads
         return pa.table(
             {
@@ -123,7 +127,7 @@ class Place:
                 "prompt": ["[]"] * (count + pads),
                 "prompt_ids": prompts,
                 "ground_truth": ["{}"] * (count + pads),
-                "extra_info": ["{}"] * (count + pads),
+                "extra_info": [extra_info] * (count + pads),
             },
             schema=rows.PROMPT,
         )
@@ -262,9 +266,9 @@ def cached_prompts() -> dict[str, Any]:
     place.generate(place.chunk(version))
     counts: list[int] = []
 
-    def watch(output: Any) -> Any:
+    def watch(output: Any, version: int) -> Any:
         counts.append(output.num_cached_tokens or 0)
-        return read(output)
+        return read(output, version)
 
     from pipeline.rollout import vllm
 
@@ -274,6 +278,61 @@ def cached_prompts() -> dict[str, Any]:
     finally:
         vllm.read = read
     return {"cached": counts}
+
+
+async def late(steps: int, version: int) -> pa.Table:
+    """A chunk that is asked for when the engine has made so many steps more."""
+    wanted = place.rollout.engine.steps + steps
+    while place.rollout.engine.steps < wanted:
+        await asyncio.sleep(0.0005)
+    return await place.rollout(place.chunk(version, chunk=1))
+
+
+def in_flight(update_kv: str) -> dict[str, Any]:
+    """A chunk of one version, and when it has made some of its tokens, another one of the next version."""
+    rollout = place.config.rollout
+    rollout.update, rollout.update_kv, rollout.ignore_eos = "in_flight", update_kv, True
+    first = place.step()
+    place.generate(place.chunk(first))  # the engine has it, and the prompts in its cache
+    second = place.step()
+
+    async def both() -> list[pa.Table]:
+        return list(await asyncio.gather(place.rollout(place.chunk(first)), late(12, second)))
+
+    tables = place.loop.run_until_complete(asyncio.wait_for(both(), CALL_S))
+    rollout.update, rollout.update_kv, rollout.ignore_eos = "between_chunks", "recompute", False
+    gaps: dict[str, float] = {}
+    for name, table in zip(("old", "new"), tables, strict=True):
+        versions = rows.token_versions(table)
+        log_probs = table["rollout_log_probs"].combine_chunks().flatten().to_numpy()
+        for version in (first, second):
+            own = np.concatenate([chosen for chosen, _ in place._rescored(table, version, None)])
+            gap = np.abs(own - log_probs)[versions == version]
+            gaps[f"{name} {version - first}"] = float(gap.max()) if len(gap) else 0.0
+    old, new = tables
+    return {
+        "gaps": gaps,
+        "first": first,
+        "second": second,
+        "old": old["version_runs"].to_pylist(),
+        "new": new["version_runs"].to_pylist(),
+        "oldest": old["policy_version"].to_pylist(),
+    }
+
+
+def stopped() -> dict[str, Any]:
+    """The same samples without and with a text that ends them, with a shortest length, and with a row's own longest."""
+    version, rollout = place.step(), place.config.rollout
+    (plain,) = place.generate(place.chunk(version, count=24))
+    text = max(plain["response"].to_pylist(), key=len)
+    rollout.stop = [text[len(text) // 2 :][:3]]
+    (stop,) = place.generate(place.chunk(version, count=24))
+    ended, rollout.stop = rollout.stop[0], []
+    rollout.min_tokens = MAX_TOKENS
+    (least,) = place.generate(place.chunk(version, count=24))
+    rollout.min_tokens = 0
+    (most,) = place.generate(place.chunk(version, count=24, extra_info='{"sampling_params": {"max_tokens": 5}}'))
+    return {"plain": plain, "stop": stop, "text": ended, "least": least, "most": most, "gap": place.gap(stop)}
 
 
 def acknowledged() -> dict[str, Any]:
@@ -407,6 +466,42 @@ def test_prefix_cache_serves_prompts_within_a_version(engine: Engine) -> None:
     """Else the tests above would say nothing about stale entries in it."""
     found = engine(cached_prompts)
     assert min(found["cached"]) >= PROMPT_TOKENS // BLOCK * BLOCK - BLOCK > 0, found
+
+
+def test_updates_in_flight_give_each_token_the_log_prob_of_its_version(engine: Engine) -> None:
+    found = engine(in_flight, "recompute")
+    runs = [[run["version"] for run in row] for row in found["old"]]
+    assert runs == [[found["first"], found["second"]]] * 16, "every response goes on with the new weights"
+    assert all(sum(run["tokens"] for run in row) == MAX_TOKENS for row in found["old"])
+    assert found["oldest"] == [found["first"]] * 16
+    assert found["new"] == [[{"version": found["second"], "tokens": MAX_TOKENS}]] * 16
+    assert max(found["gaps"].values()) < 1e-4, found["gaps"]
+
+
+def test_updates_in_flight_may_keep_the_kv_cache(engine: Engine) -> None:
+    found = engine(in_flight, "keep")
+    assert [[run["version"] for run in row] for row in found["old"]] == [[found["first"], found["second"]]] * 16
+    gaps = found["gaps"]
+    assert gaps["old 0"] < 1e-4 and gaps["new 1"] < 1e-4, "new requests do not read what old weights cached"
+    assert gaps["old 1"] > 1e-3, "the old ones do"
+
+
+def test_what_ends_a_response(engine: Engine) -> None:
+    found = engine(stopped)
+    texts, stop = found["stop"]["response"].to_pylist(), found["text"]
+    ended = [text for text in texts if stop in text]
+    assert ended and all(text.index(stop) + len(stop) > len(text) - 8 for text in ended), "little or nothing follows it"
+    plain = found["plain"]["response_ids"].to_pylist()
+    for ids, log_probs, before in zip(
+        found["stop"]["response_ids"].to_pylist(), found["stop"]["rollout_log_probs"].to_pylist(), plain, strict=True
+    ):
+        assert ids == before[: len(ids)] and len(log_probs) == len(ids), "the same sample, cut off"
+    assert any(
+        len(ids) < len(before) for ids, before in zip(found["stop"]["response_ids"].to_pylist(), plain, strict=True)
+    )
+    assert found["gap"] < 1e-4
+    assert min(map(len, plain)) < MAX_TOKENS == min(map(len, found["least"]["response_ids"].to_pylist()))
+    assert max(map(len, found["most"]["response_ids"].to_pylist())) == 5
 
 
 def test_damaged_weights_are_refused(engine: Engine) -> None:

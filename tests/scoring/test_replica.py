@@ -219,6 +219,7 @@ def test_waits_end_with_phase_version_and_party(store: LocalStore, monkeypatch: 
 
     store.publish(1, critic=shard_of(Model(1.0)))
     monkeypatch.setattr(ray, "get", late)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     message = r"critic weights: a bucket of version 1 did not arrive from train ranks 0 within 0 s \(trainer.deadlines"
     with pytest.raises(TimeoutError, match=message):
         weights.bring_to(1)

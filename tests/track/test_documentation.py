@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.advantage.config import RolloutCorrectionConfig
+from pipeline.rollout.oversample import Cut
 from pipeline.track.metrics import Stats, iteration_metrics, log_prob_gap
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.validation import validation_metrics
@@ -50,6 +51,10 @@ def rows_and_validation() -> set[str]:
     for rows in (ROWS, SCORED):
         made |= {*iteration_metrics(table(*rows)), *sequence_balance(table(*rows))}
     made |= {*log_prob_gap([-1.0, -2.0], [-1.1, -2.2], [1, 1]), *derived(TIMES, 6, 4, 2)}
+    ages = iteration_metrics(table(*ROWS), max_staleness=1)
+    made |= {name.replace("/share/0", "/share/{age}") for name in ages if not name.endswith("/share/1")}
+    made |= set(Cut().metrics())
+    made |= set(iteration_metrics(table({"uid": "a", "version_runs": [{"version": 2, "tokens": 2}]})))
     part = table({"uid": "a", "reward_parts": '{"part": 1}'})
     made |= {name.replace("/part/", "/{part}/") for name in iteration_metrics(part)}
     for name in validation_metrics(VALIDATION):

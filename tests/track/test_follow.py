@@ -80,8 +80,11 @@ class Run:
         metrics = {"prompts/truncated": float(iteration)}
         self.follower.handle({"kind": "prompts", "iteration": iteration, "metrics": metrics})
 
-    def loaded(self, version: int, load_s: float = 0.1, update_s: float = 1.0) -> None:
-        message = {"version": version, "engine": "e", "load_s": load_s, "update_s": update_s}
+    def loaded(
+        self, version: int, load_s: float = 0.1, update_s: float | None = 1.0, spent: dict[str, float] | None = None
+    ) -> None:
+        message = {"version": version, "engine": "e", "load_s": load_s, "update_s": update_s} | (spent or {})
+        message = {"idle_s": 0.0, "busy_s": 0.0} | message
         self.follower.handle({"kind": "loaded", **message})
 
     def iteration(self, iteration: int, score: float = 0.5) -> None:
@@ -254,6 +257,81 @@ def test_an_iteration_is_logged_even_when_a_restart_cut_its_validation_off() -> 
     # The workers restart from version 2, which is not validated again.
     run.iteration(3)
     assert run.numbers == [1, 2, 3]
+
+
+def ahead(staleness: int, dynamic: int | None = None) -> Run:
+    run = Run()
+    schedule = Schedule(9, 2, 4, True, True, 2, staleness, dynamic)
+    run.follower = Follower(run.tracker, run.keeper, schedule, 2, 0, lambda iteration, count: [])
+    return run
+
+
+def test_records_stay_in_order_while_the_trainer_is_ahead_of_a_validation() -> None:
+    run = ahead(staleness=2)
+    run.iteration(1)
+    run.announce(2)
+    for iteration in (2, 3):
+        run.iteration(iteration, score=iteration / 10)
+    assert run.numbers == [1]
+    run.validated(2)
+    assert run.numbers == [1, 2, 3]
+    assert CORE in run.records[2] and CORE not in run.records[3]
+    # The next one is due at version 4, whose record comes before and after those of others.
+    run.announce(4)
+    for iteration in (4, 5, 6):
+        run.iteration(iteration)
+    assert run.numbers == [1, 2, 3]
+    run.validated(4)
+    assert run.numbers == [1, 2, 3, 4, 5]  # 6 is validated too
+    assert CORE in run.records[4] and run.records[4]["critic/score/mean"] == 0.5
+
+
+@pytest.mark.parametrize(("dynamic", "lag"), [(None, 2), (3, 3)])
+def test_a_validation_that_a_restart_cut_off_is_not_waited_for(dynamic: int | None, lag: int) -> None:
+    run = ahead(staleness=2, dynamic=dynamic)
+    for iteration in range(1, 3 + lag):
+        run.iteration(iteration)
+    assert run.numbers == [1]
+    run.iteration(3 + lag)
+    # Nothing later than this can be trained before version 2 has been validated.
+    assert run.numbers[:3] == [1, 2, 3]
+
+
+def test_what_an_engine_loads_late_belongs_to_the_next_record() -> None:
+    run = ahead(staleness=1)
+    run.iteration(1)
+    run.loaded(0, load_s=0.7)  # the trainer has the rows of iteration 2, and of more, already
+    run.loaded(1, load_s=0.3)
+    run.iteration(2)
+    run.announce(2)
+    run.validated(2)
+    assert run.records[2]["timing_s/load_weights"] == 0.7 and run.records[2]["rollout/engines_loaded"] == 2
+
+
+def test_idle_engines_are_counted_together() -> None:
+    run = Run()
+    run.loaded(0, update_s=None, spent={"idle_s": 50.0, "busy_s": 1.0})
+    run.iteration(1)
+    run.loaded(1, spent={"idle_s": 1.0, "busy_s": 3.0})
+    run.loaded(1, spent={"idle_s": 4.0, "busy_s": 2.0})
+    run.iteration(2)
+    assert "perf/rollout_idle" not in run.records[1], "engines were starting"
+    assert run.records[2]["perf/rollout_idle"] == 0.5
+
+
+def test_what_was_cut_off_is_summed_over_chunks() -> None:
+    run = Run()
+
+    def cut(iteration: int, lost: int) -> None:
+        run.follower.handle({"kind": "oversampled", "iteration": iteration, "metrics": {"oversample/lost": lost}})
+
+    run.prompts(1)
+    cut(1, 2)
+    cut(1, 1)
+    run.iteration(1)
+    cut(1, 4)  # of dynamic sampling, which names the iteration that it knows of
+    run.iteration(2)
+    assert [run.records[number]["oversample/lost"] for number in (1, 2)] == [3, 4]
 
 
 def test_samples() -> None:

@@ -90,12 +90,30 @@ def test_iteration_metrics_by_hand():
         "training/staleness/mean": 1 / 6,
         "training/staleness/max": 1,
         "training/staleness/min": 0,
+        "training/staleness/over": 1 / 6,
         "timing_s/reward": 0.5 + 0.5 + 0.25,
         "rollout/generate_s/mean": 14 / 6,
         "rollout/generate_s/max": 4.0,
         "rollout/load_s/max": 0.1,
     }
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_ages_of_rows_are_shares_that_merge_over_ranks():
+    rows = [{"uid": "a", "iteration": 9, "policy_version": version} for version in (8, 8, 7, 5)]
+    # The other rank has none of some ages.
+    ranks = [table(*rows), table(*[{"uid": "b", "iteration": 9, "policy_version": 7}] * 4)]
+    got = reduce([iteration_metrics(rank, max_staleness=2) for rank in ranks])
+    ages = {name: value for name, value in got.items() if name.startswith("training/staleness/")}
+    assert ages == {
+        "training/staleness/mean": (0 + 0 + 1 + 3 + 4 * 1) / 8,
+        "training/staleness/max": 3,
+        "training/staleness/min": 0,
+        "training/staleness/over": 1 / 8,
+        "training/staleness/share/0": 2 / 8,
+        "training/staleness/share/1": 5 / 8,
+        "training/staleness/share/2": 0,
+    }
 
 
 # The optional columns, as PPO with a KL in the reward and ReMax would leave them.
@@ -260,3 +278,23 @@ def test_no_more_parts_than_fit():
     many = {f"p{number:03}": number for number in range(100)}
     got = reduce([iteration_metrics(table({"uid": "a", "reward_parts": json.dumps(many)}))])
     assert [name for name in got if name.startswith("reward/p")] == [f"reward/p{n:03}/mean" for n in range(MOST_PARTS)]
+
+
+def test_ages_of_tokens_whose_weights_changed_on_the_way():
+    def runs(*own: tuple[int, int]) -> list[dict[str, int]]:
+        return [{"version": version, "tokens": tokens} for version, tokens in own]
+
+    rows = table(
+        {"uid": "a", "n": 4, "policy_version": 0, "version_runs": runs((0, 1), (1, 2), (2, 1))},
+        {"uid": "a", "n": 2, "version_runs": runs((2, 2))},
+        {"uid": "b", "n": 0, "version_runs": runs((2, 0))},
+    )
+    got = reduce([iteration_metrics(rows, max_staleness=2)])
+    # Version 2 trains on them: ages 2, 1, 1, 0 and 0, 0.
+    assert got["training/token_staleness"] == pytest.approx(4 / 6)
+    assert got["rollout/versions_per_response/mean"] == pytest.approx(5 / 3)
+    assert got["rollout/versions_per_response/max"] == 3
+    # Rows are as old as their oldest token.
+    assert got["training/staleness/mean"] == pytest.approx(2 / 3)
+    whole, halves = iteration_metrics(rows), [iteration_metrics(rows.slice(0, 1)), iteration_metrics(rows.slice(1))]
+    assert reduce(halves)["training/token_staleness"] == pytest.approx(reduce([whole])["training/token_staleness"])

@@ -27,6 +27,7 @@ def test_rates_by_hand():
             "perf/total_num_tokens": 1000,
             "perf/time_per_step": 4.0,
             "perf/throughput": 1000 / 4 / 2,
+            "perf/train_idle": 0.25,
             "perf/rollout_tokens_per_s": 500,
             "timing_per_token_ms/gen": 2.5,
             "timing_per_token_ms/old_log_prob": 0.5,

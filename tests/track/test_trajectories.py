@@ -9,14 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.rows import SCHEMA
+from pipeline.rows import RUNS, SCHEMA
 from pipeline.track.trajectories import Record, discard_trajectories, read_trajectories
 
 
 def _rows(iteration: int, chunk: int, *, split: str = "train", offset: int = 0, rows: int = 3) -> pa.Table:
     columns: dict[str, list] = {}
     for field in SCHEMA:
-        if pa.types.is_list(field.type):
+        if field.type == RUNS:
+            columns[field.name] = [[{"version": 1, "tokens": 2}]] * rows
+        elif pa.types.is_list(field.type):
             columns[field.name] = [[1, 2]] * rows
         elif pa.types.is_string(field.type):
             columns[field.name] = ["text"] * rows

@@ -87,7 +87,7 @@ def test_active_when_anything_is_weighed_or_rejected():
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"rollout_is": "tokens"}, "rollout_is=tokens is not known; it must be one of null, token, sequence"),
+        ({"rollout_is": "tokens"}, "rollout_is=tokens is not known; it must be one of null, none, token, sequence"),
         ({"rollout_is": "token", "rollout_is_threshold": "two"}, "rollout_is_threshold: 'two' is neither a number"),
         ({"rollout_is": "token", "rollout_is_threshold": ""}, "rollout_is_threshold: '' is neither a number"),
         ({"rollout_is": "token", "rollout_is_threshold": "nan"}, "'nan' is neither a number"),

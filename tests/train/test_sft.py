@@ -158,6 +158,7 @@ def options(model: Path, files: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
 def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, model: Path, ray_session: None) -> None:

@@ -1,7 +1,7 @@
 """All losses of an update: the policy's, its KL to the reference, the critic's. Importing this fills the registry."""
 
 from pipeline.train.losses import covariance, plain, ppo, sequence, smooth  # noqa: F401 (each registers its losses)
-from pipeline.train.losses.aggregate import AGG_MODES, agg_loss
+from pipeline.train.losses.aggregate import AGG_MODES, agg_divisor, agg_loss
 from pipeline.train.losses.kl import kl_loss
 from pipeline.train.losses.registry import (
     Candidates,
@@ -20,6 +20,7 @@ __all__ = [
     "LossInput",
     "PolicyLoss",
     "Sums",
+    "agg_divisor",
     "agg_loss",
     "checked",
     "explained_variance",

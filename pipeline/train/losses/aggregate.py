@@ -27,6 +27,7 @@ def agg_loss(
     - `seq-mean-token-sum-norm`: sum_t loss / (global_sequences * scale_factor); Dr.GRPO's constant length divisor
     - `seq-mean-token-mean`: sum_s (sum_t loss / tokens of s) / global_sequences
 
+    Where the counts are not known yet, both may be given as 1 and what comes out divided by `agg_divisor` afterwards.
     A sequence whose tokens are all masked counts as no sequence. Empty masks give 0, never NaN, and keep the graph so
     that `backward` works. Entropy and KL are aggregated by the same function in the same mode.
 
@@ -71,3 +72,10 @@ def agg_loss(
         sequences = int(segment.max()) + 1 if segment.numel() else 0
     tokens = losses.new_zeros(sequences).index_add_(0, segment, keep.to(losses.dtype))
     return (losses / tokens.clamp(min=1.0)[segment]).sum() * per_sequence
+
+
+def agg_divisor(mode: str, global_tokens: float, global_sequences: float) -> float:
+    """What `agg_loss` with counts of 1 has to be divided by to be `agg_loss` with these counts."""
+    if mode == "token-sum":
+        return 1.0
+    return max(global_tokens if mode == "token-mean" else global_sequences, 1.0)

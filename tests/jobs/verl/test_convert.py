@@ -314,10 +314,17 @@ def test_unknown_numbers_of_gpus_are_assumed_and_said() -> None:
 
 
 def test_engines() -> None:
-    found = left(f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=4")
-    assert "only vLLM" in found[f"{ROLLOUT}.name"]
-    assert "one GPU" in found[f"{ROLLOUT}.tensor_model_parallel_size"]
-    assert left(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1") == {}
+    split = f"{ROLLOUT}.tensor_model_parallel_size"
+    assert "only vLLM" in left(f"{ROLLOUT}.name=sglang")[f"{ROLLOUT}.name"]
+    assert left(f"{ROLLOUT}.name=vllm", f"{split}=4") == left(f"{ROLLOUT}.name=vllm", f"{split}=1") == {}
+    four = ("trainer.nnodes=2", "algorithm.adv_estimator=grpo", f"{split}=4")
+    found = values(*four)
+    assert (found["rollout.tensor_parallel_size"], found["rollout.num_engines"], found["rollout.num_gpus"]) == (4, 2, 1)
+    assert "rollout.num_engines=2 of 4 GPUs each" in notes(*four) and "16 GPUs, as many as there" in notes(*four)
+    assert values(f"{split}=1")["rollout.tensor_parallel_size"] == 1
+    wide = ("trainer.nnodes=2", f"{split}=16")
+    assert "a node has 8" in left(*wide)[split] and "rollout.tensor_parallel_size" not in values(*wide)
+    assert "1 fewer than there" in notes("algorithm.adv_estimator=grpo", f"{split}=3")
     assert values(f"{ROLLOUT}.enable_chunked_prefill=False")["rollout.engine_kwargs"] == {
         "enable_chunked_prefill": False
     }

@@ -39,8 +39,7 @@ def test_patterns_stand_once_and_none_hides_behind_a_wider_one() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "part"),
     [
-        ("algorithm.filter_groups.enable", True, "dynamic sampling"),
-        ("algorithm.filter_groups.enable", False, NOTHING_LOST),
+        ("algorithm.filter_groups.max_inflight_gen_batches", 2, "as soon as groups are dropped"),
         ("reward.reward_kwargs.overlong_buffer_cfg.log", True, "among the parts of the reward"),
         ("reward_model.sandbox_fusion.max_concurrent", 64, "limits of its own"),
         ("reward_model.reward_manager", "dapo", "no reward managers"),

@@ -31,8 +31,13 @@ def test_chunks_suit_workers_and_no_gpu_is_made_up(gpus: int, steps: int, mini: 
         ((16, 60, 60, 0), Layout(workers=6, engines=10, replicas=0, share=0.0, chunk=2, gpus=16)),
         ((1, 64, 64, 1), Layout(workers=1, engines=1, replicas=1, share=1.0, chunk=16, gpus=3)),
         # Sixteen engines are kept busy by chunks of one.
+        # Engines of two GPUs: three are left for one and a replica, or for two engines without scoring pools.
+        ((8, 1024, 256, 1, 2), Layout(workers=4, engines=1, replicas=2, share=1.0, chunk=16, gpus=8)),
+        ((8, 1024, 256, 0, 2), Layout(workers=4, engines=2, replicas=0, share=0.0, chunk=16, gpus=8)),
+        ((8, 1024, 256, 0, 3), Layout(workers=4, engines=1, replicas=0, share=0.0, chunk=16, gpus=7)),
+        ((2, 64, 64, 0, 4), Layout(workers=1, engines=1, replicas=0, share=0.0, chunk=16, gpus=5)),
         ((32, 32, 32, 0), Layout(workers=16, engines=16, replicas=0, share=0.0, chunk=1, gpus=32)),
     ],
 )
-def test_layouts(arguments: tuple[int, int, int, int], expected: Layout) -> None:
+def test_layouts(arguments: tuple[int, ...], expected: Layout) -> None:
     assert lay_out(*arguments) == expected

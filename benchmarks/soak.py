@@ -1,0 +1,187 @@
+"""A thousand iterations with an instant engine: what an iteration of the stream costs, and whether anything grows.
+
+    python -m benchmarks.soak                              # strictly on-policy
+    python -m benchmarks.soak --iterations 2000 algorithm.max_staleness=1
+    python -m benchmarks.soak algorithm.filter_groups.enable=true
+
+Engine and trainer are stand-ins that answer at once, so an iteration's time is what prompts, Ray Data, rewards,
+advantages, records and the policy store add to it. Memory, object store and handles (open files and threads) of every
+kind of process are watched. Their growth is the slope of a line through the second half of the run, as the median over
+all pairs of samples (Theil and Sen), so that neither the start nor a single peak decides.
+
+The exit code is 1 where an iteration costs more than `--most-ms`, or anything grows by more than `--most-growth` of
+what it was, over as many iterations as were watched.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.prompt_stream import byte_tokenizer, write_prompts
+from benchmarks.stand_in import InstantRollout, Sample, StandInTrainer, Watch
+from pipeline.config import Config, load_config
+from pipeline.rollout.weights import Shard
+from pipeline.train.run import start_ray
+
+PAIRS = 200
+"""Samples at most of which all pairs are looked at."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a number went through the second half of a run."""
+
+    name: str
+    unit: str
+    start: float
+    """In the middle of the run."""
+    end: float
+    per_1000: float
+    """Slope, for 1000 iterations."""
+
+    @property
+    def share(self) -> float:
+        """Of what it was, that it grows by in 1000 iterations."""
+        return self.per_1000 / self.start if self.start else float(self.per_1000 > 0)
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The median slope over all pairs of points (x, y) with different x; 0 where there is none."""
+    step = max(1, len(points) // PAIRS)
+    pairs = combinations(points[::step], 2)
+    slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairs if x1 != x0]
+    return statistics.median(slopes) if slopes else 0.0
+
+
+def growths(samples: Sequence[Sample], chunks_per_iteration: int) -> list[Growth]:
+    """Of every kind of memory and handles, over the second half of the samples that saw chunks."""
+    warm = [sample for sample in samples if sample.chunks]
+    half = warm[len(warm) // 2 :]
+    if len(half) < 2:
+        raise ValueError(f"{len(samples)} samples are too few to see growth; run more iterations")
+    kinds = sorted({kind for sample in half for kind in sample.private})
+
+    def of(name: str, unit: str, value: Callable[[Sample], float]) -> Growth:
+        values = [(sample.chunks / chunks_per_iteration, value(sample)) for sample in half]
+        ends = [statistics.median(v for _, v in part) for part in (values[: len(values) // 4 + 1], values[-3:])]
+        return Growth(name, unit, *ends, per_1000=1000 * slope(values))
+
+    return [
+        of("object store", "MiB", lambda sample: sample.object_store),
+        *(of(f"{kind}: memory", "MiB", lambda s, kind=kind: s.private.get(kind, 0.0)) for kind in kinds),  # type: ignore[misc]
+        *(of(f"{kind}: handles", "", lambda s, kind=kind: s.handles.get(kind, 0)) for kind in kinds),  # type: ignore[misc]
+    ]
+
+
+def complaints(times: Sequence[float], grown: Sequence[Growth], most_ms: float, most_growth: float) -> list[str]:
+    """What is worse than it may be, in words.
+
+    Args:
+        times: seconds of each iteration.
+        grown: from `growths`.
+        most_ms: milliseconds that the median iteration may take.
+        most_growth: share by which a number may grow in 1000 iterations; below 5 MiB or 5 handles nothing counts.
+    """
+    found = []
+    median = 1000 * statistics.median(times)
+    if median > most_ms:
+        found.append(f"an iteration takes {median:.0f} ms, more than {most_ms:g} ms")
+    found += [
+        f"{growth.name} grows by {growth.per_1000:.1f} {growth.unit} in 1000 iterations, {growth.share:.0%} of what it "
+        "was"
+        for growth in grown
+        if growth.per_1000 > 5 and growth.share > most_growth
+    ]
+    return found
+
+
+def soak(config: Config, iterations: int, run_dir: str, every: float) -> tuple[list[float], list[Growth]]:
+    """Seconds of each iteration after the first, in which everything starts, and what grew."""
+    start_ray(config)
+    # One empty bucket: weights of no size, so that only the protocol is paid for.
+    shard = Shard(0, [], [ray.put(np.zeros(1, np.uint8))], [zlib.crc32(bytes(1))])
+    trainer = StandInTrainer(config, iterations, run_dir, InstantRollout, [shard])
+    chunks = trainer.schedule.chunks_per_iteration
+    times: list[float] = []
+    watch = Watch(lambda: len(times) * chunks, every)
+    read = 0
+    for number in range(iterations):
+        begun = time.perf_counter()
+        trainer.iterate()
+        seconds = time.perf_counter() - begun
+        read, _ = trainer.messages(read)  # as the driver of a run does, lest they pile up
+        if number:
+            times.append(seconds)
+    samples = watch.stop()
+    trainer.close()
+    ray.shutdown()
+    return times, growths(samples, chunks)
+
+
+def settings(folder: Path, overrides: Sequence[str]) -> Config:
+    """A run over prompts and with a tokenizer that are made in `folder`."""
+    byte_tokenizer().save_pretrained(folder / "model")
+    write_prompts(folder / "prompts", 20_000, 2, 10_000)
+    return load_config(
+        [
+            "experiment=countdown_cpu",
+            f"model.path={folder / 'model'}",
+            f"data.train_files={folder / 'prompts'}",
+            "data.val_files=null",
+            "data.max_prompt_length=512",
+            "data.train_batch_size=16",
+            "rollout.chunk_prompts=8",
+            "actor.ppo_mini_batch_size=16",
+            *overrides,
+        ]
+    )
+
+
+def report(times: Sequence[float], grown: Sequence[Growth]) -> Table:
+    ordered = sorted(times)
+    middle, late = statistics.median(ordered), ordered[int(0.95 * len(ordered))]
+    title = f"{len(times)} iterations: {1000 * middle:.1f} ms each (median), 95 % below {1000 * late:.1f} ms"
+    table = Table(title=title, title_justify="left")
+    table.add_column("second half of the run")
+    for name in ("middle", "end", "per 1000 iterations", "share"):
+        table.add_column(name, justify="right")
+    for growth in grown:
+        unit = f" {growth.unit}" if growth.unit else ""
+        cells = f"{growth.start:.1f}{unit}", f"{growth.end:.1f}{unit}", f"{growth.per_1000:+.1f}{unit}"
+        table.add_row(growth.name, *cells, f"{growth.share:+.1%}")
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks at memory and handles")
+    parser.add_argument("--most-ms", type=float, default=50.0, help="milliseconds that an iteration may take")
+    parser.add_argument("--most-growth", type=float, default=0.05, help="share by which anything may grow")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="further settings of the run")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        times, grown = soak(
+            settings(Path(folder), args.settings), args.iterations, str(Path(folder) / "run"), args.every
+        )
+    Console().print(report(times, grown))
+    found = complaints(times, grown, args.most_ms, args.most_growth)
+    for complaint in found:
+        print(complaint)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""One weight update of a model of about 100 million parameters, step by step, against a plain copy of the same bytes.
+
+    python -m benchmarks.weights                           # two engines on this machine, float32
+    python -m benchmarks.weights --dtype bfloat16 --engines 4 --repeats 10
+    python -m benchmarks.weights --engines 0               # without vLLM: only what the trainer does, and the changes
+
+    gather  a train rank copies its weights into buckets, and their checksums are computed (`broadcast.pack`)
+    crc     of that, the checksums alone
+    put     the buckets go into Ray's object store
+    get     an engine gets all buckets; those of its node are mapped into its memory, not copied
+    join    of the load, the checksums and the joining of whole parameters
+    load    vLLM loads them: checksums, whole parameters, its own packing
+    copy    all bytes, from one place in memory to another
+
+Each is timed in the process in which a run does it, the first time left out. Then the engines hold the buckets at the
+same time, and their private memory and the object store show that a node has one copy. Last, what
+`trainer.weight_transport=delta` would send for an AdamW step of `--lr`: bytes, and the time to find and apply the
+changes.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.prompt_stream import byte_tokenizer
+from pipeline.config import Config, load_config
+from pipeline.rollout.delta import Held, apply, encode, pieces_of
+from pipeline.rollout.weights import Shard, parameters
+from pipeline.train.broadcast import pack
+from pipeline.train.fsdp import torch_dtype
+from pipeline.train.run import start_ray
+
+WAIT_S = 600.0
+MIB = 2**20
+
+
+def model(layers: int, width: int, vocabulary: int) -> Any:
+    """A random Llama; 10 layers of width 768 with 32,000 tokens are 95 million parameters."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=width * 8 // 3,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            num_key_value_heads=width // 64,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def seconds(repeats: int, run: Callable[[], Any]) -> list[float]:
+    """Of each call but the first."""
+    times = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begun)
+    return times[1:]
+
+
+def trainer_side(module: Any, dtype: torch.dtype, limit: int, repeats: int) -> tuple[dict[str, list[float]], Shard]:
+    """Times of gather, put and copy, and the shard that was put."""
+    buffers: list[np.ndarray] = []
+
+    def gather() -> Shard:
+        buffers.clear()
+        return pack(module, 0, dtype, limit, lambda buffer: buffers.append(buffer) or buffer)  # type: ignore[func-returns-value]
+
+    times = {"gather": seconds(repeats, gather)}
+    times["crc"] = seconds(repeats, lambda: [zlib.crc32(buffer) for buffer in buffers])
+    target = [np.empty_like(buffer) for buffer in buffers]
+    times["copy"] = seconds(repeats, lambda: [np.copyto(t, b) for t, b in zip(target, buffers, strict=True)])
+    if ray.is_initialized():
+        times["put"] = seconds(repeats, lambda: [ray.put(buffer) for buffer in buffers])
+    return times, pack(module, 0, dtype, limit, ray.put if ray.is_initialized() else lambda buffer: buffer)
+
+
+def private_mib() -> float:
+    """Of this process: what it shares with nobody."""
+    return psutil.Process().memory_full_info().uss / MIB
+
+
+class Receiver:
+    """One engine."""
+
+    def __init__(self, config: Config):
+        from pipeline.rollout import vllm
+
+        self._vllm = vllm
+        self._engine = vllm.build(config.model, config.rollout, 512, config.trainer.seed)
+        self._held: list[Any] = []
+
+    def get(self, shard: Shard, repeats: int) -> list[float]:
+        return seconds(repeats, lambda: ray.get(shard.buckets, timeout=WAIT_S))
+
+    def load(self, shard: Shard, repeats: int) -> list[float]:
+        return seconds(repeats, lambda: self._vllm.load(self._engine, [shard], WAIT_S, 1))
+
+    def hold(self, shard: Shard) -> tuple[float, float]:
+        """Private MiB before and while all buckets are held, every byte of which has been read."""
+        before = private_mib()
+        self._held = ray.get(shard.buckets, timeout=WAIT_S)
+        for buffer in self._held:
+            int(np.frombuffer(buffer, np.uint8).sum())
+        return before, private_mib()
+
+
+def engine_config(folder: Path, dtype: str) -> Config:
+    return load_config(
+        [
+            "experiment=countdown_cpu",
+            f"model.path={folder}",
+            f"rollout.dtype={dtype}",
+            "rollout.num_threads=1",
+            "rollout.max_num_seqs=8",
+        ]
+    )
+
+
+def engine_side(config: Config, shard: Shard, engines: int, repeats: int) -> tuple[dict[str, list[float]], str]:
+    """Times of get and load in the first engine, and a sentence on the memory of all."""
+    actor = ray.remote(Receiver).options(num_cpus=1)
+    receivers = [actor.remote(config) for _ in range(engines)]
+    first = receivers[0]
+    times = {name: ray.get(getattr(first, name).remote(shard, repeats), timeout=WAIT_S * 3) for name in ("get", "load")}
+    before = object_store_mib()
+    held = ray.get([receiver.hold.remote(shard) for receiver in receivers], timeout=WAIT_S)
+    grown = ", ".join(f"{after - earlier:+.1f}" for earlier, after in held)
+    return times, (
+        f"{engines} engines hold all buckets at the same time: their private memory changes by {grown} MiB, the object "
+        f"store from {before:.0f} to {object_store_mib():.0f} MiB"
+    )
+
+
+def object_store_mib() -> float:
+    total = ray.cluster_resources().get("object_store_memory", 0.0)
+    return (total - ray.available_resources().get("object_store_memory", 0.0)) / MIB
+
+
+def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str, float]:
+    """What an AdamW step changes: share of the numbers, share of the bytes, and seconds to find and apply it.
+
+    The first step of Adam moves every weight that has a gradient by about `lr`, whatever the gradient.
+    """
+    old = pack(module, 0, dtype, limit, lambda buffer: buffer)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.01)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    new = pack(module, 0, dtype, limit, lambda buffer: buffer)
+    kind = np.dtype(f"u{dtype.itemsize}")
+    whole = sum(len(bucket) for bucket in new.buckets)
+    changed = sum(
+        int(np.count_nonzero(a.view(kind) != b.view(kind))) for a, b in zip(old.buckets, new.buckets, strict=True)
+    )
+    begun = time.perf_counter()
+    pieces = [pieces_of(new, number) for number in range(len(new.buckets))]
+    blobs = [encode(a, b, own, new.itemsize) for a, b, own in zip(old.buckets, new.buckets, pieces, strict=True)]
+    found = time.perf_counter()
+    for blob, bucket, own in zip(blobs, old.buckets, pieces, strict=True):
+        apply(blob, bucket, own, new.itemsize)
+    applied = time.perf_counter()
+    assert all((a == b).all() for a, b in zip(old.buckets, new.buckets, strict=True))
+    return {
+        "changed": changed * dtype.itemsize / whole,
+        "sent": sum(map(len, blobs)) / whole,
+        "find_s": found - begun,
+        "apply_s": applied - found,
+    }
+
+
+def join(shard: Shard, repeats: int) -> list[float]:
+    """Seconds to verify and join the parameters, without an engine that loads them."""
+    fetch = (lambda refs: ray.get(refs, timeout=WAIT_S)) if ray.is_initialized() else (lambda refs: refs)
+    return seconds(repeats, lambda: sum(1 for _ in parameters([shard], fetch, Held())))
+
+
+def report(times: dict[str, list[float]], mib: float) -> Table:
+    """Median, smallest and largest seconds of every part, and the ratio of medians to the plain copy."""
+    table = Table(title=f"{mib:.0f} MiB of weights", title_justify="left")
+    table.add_column("part")
+    for name in ("median s", "min s", "max s", "of a plain copy"):
+        table.add_column(name, justify="right")
+    copy = statistics.median(times["copy"])
+    for name in ("copy", "gather", "crc", "put", "get", "join", "load"):
+        if name in times:
+            middle = statistics.median(times[name])
+            cells = f"{middle:.4f}", f"{min(times[name]):.4f}", f"{max(times[name]):.4f}", f"{middle / copy:.2f}"
+            table.add_row(name, *cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    args = parser.parse_args()
+    module = model(args.layers, args.width, args.vocabulary)
+    dtype, limit = torch_dtype(args.dtype, "--dtype"), args.bucket_mb * MIB
+    memory = ""
+    with tempfile.TemporaryDirectory() as name:
+        if args.engines:
+            folder = Path(name)
+            module.save_pretrained(folder)
+            byte_tokenizer().save_pretrained(folder)
+            config = engine_config(folder, args.dtype)
+            start_ray(config)
+        times, shard = trainer_side(module, dtype, limit, args.repeats)
+        times["join"] = join(shard, args.repeats)
+        if args.engines:
+            more, memory = engine_side(config, shard, args.engines, args.repeats)
+            times |= more
+            ray.shutdown()
+    mib = sum(piece.nbytes for piece in shard.pieces) / MIB
+    Console().print(report(times, mib))
+    print(memory)
+    found = changes(module, dtype, limit, args.lr)
+    print(
+        f"a step of AdamW at {args.lr:g} changes {found['changed']:.2%} of the numbers in {args.dtype}: "
+        f"{found['sent']:.2%} of the bytes travel, found in {found['find_s']:.2f} s, applied in "
+        f"{found['apply_s']:.2f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

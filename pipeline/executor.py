@@ -1,0 +1,51 @@
+"""Ray Data's loop looks as soon as something happens.
+
+A stream's executor waits for its tasks in `ray.wait`, for all of them and a tenth of a second at most. Some task always
+waits here, an engine for the next version or the prompt source for its turn, so each of the steps that a chunk takes
+after its engine would cost that tenth. `Prompt` has the executor wait for the first task instead, and not at all where
+blocks are ready that come from no task. It also has it fetch the description of a finished block itself: the thread
+that does so otherwise cannot end that wait, and the block would be handed on with the next one.
+"""
+
+import time
+from typing import Any
+
+import ray
+from ray.data import DataContext
+from ray.data._internal.execution import streaming_executor_state
+from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
+
+PAUSE_S = 0.002
+"""Between two looks: what is ready and may not be taken yet must not keep a core busy."""
+
+
+class _WaitsForTheFirst:
+    """The module `ray` with another `wait`, for one executor."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray, name)
+
+    def wait(self, refs: list[Any], *, num_returns: int = 1, timeout: float | None = None, **more: Any) -> Any:
+        # What a step has made ready without a task, such as the split among the trainers, is handed on by the next one.
+        if not any(operator.has_next() for operator in self._executor._topology):
+            ray.wait(refs, num_returns=1, timeout=timeout, **more)
+            time.sleep(PAUSE_S)
+        return ray.wait(refs, num_returns=num_returns, timeout=0, **more)
+
+
+class Prompt(ExecutionCallback):
+    """Makes the loop of the process that executes a stream answer at once."""
+
+    def before_execution_starts(self, executor: Any) -> None:
+        streaming_executor_state.ray = _WaitsForTheFirst(executor)  # type: ignore[assignment]
+        executor._metadata_fetcher = InlineMetadataFetcher()
+
+
+def answer_at_once(context: DataContext) -> None:
+    """Have the streams of `context` hand on what is done at once."""
+    others = [kind for kind in context.custom_execution_callback_classes if kind is not Prompt]
+    context.custom_execution_callback_classes = [*others, Prompt]

@@ -1,0 +1,42 @@
+"""How an engine spends its time: with admitted chunks, or without any."""
+
+import time
+from collections.abc import Callable
+
+
+class Occupancy:
+    """Counts the seconds.
+
+    Args:
+        clock: seconds that pass.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._since = clock, clock()
+        self._chunks = 0
+        self._idle = self._busy = 0.0
+
+    def enter(self) -> None:
+        """A chunk was admitted."""
+        self._count()
+        self._chunks += 1
+
+    def leave(self) -> None:
+        """A chunk is done, or has failed."""
+        self._count()
+        self._chunks -= 1
+
+    def take(self) -> tuple[float, float]:
+        """Idle and busy seconds since the last time they were asked for."""
+        self._count()
+        spent = self._idle, self._busy
+        self._idle = self._busy = 0.0
+        return spent
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._chunks:
+            self._busy += now - self._since
+        else:
+            self._idle += now - self._since
+        self._since = now

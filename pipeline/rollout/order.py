@@ -1,0 +1,35 @@
+"""Chunks that may start together start in their order.
+
+Answers of the policy store overtake each other, and rows are handed on in the order of their chunks: a first chunk that
+is begun last would hold back all others, and training that starts early would find nothing to start with.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+Answer = TypeVar("Answer")
+
+
+class InOrder:
+    """The chunks of one engine that ask to be admitted; used from one event loop."""
+
+    def __init__(self) -> None:
+        self._asking: list[tuple[int, asyncio.Future[None]]] = []
+
+    async def admitted(self, chunk: int, answer: Awaitable[Answer]) -> Answer:
+        """What `answer` gives, once every chunk before this one that has asked is through.
+
+        Where a chunk may start, those before it may, so nobody waits for what is not on its way.
+        """
+        own = chunk, asyncio.get_running_loop().create_future()
+        self._asking.append(own)
+        try:
+            given = await answer
+            before = [through for number, through in self._asking if number < chunk]
+            if before:
+                await asyncio.wait(before)
+            return given
+        finally:
+            self._asking.remove(own)
+            own[1].set_result(None)

@@ -1,0 +1,58 @@
+"""Engines whose model is split over several GPUs (`rollout.tensor_parallel_size`).
+
+Such an engine is the actor of the rollout stage and, for each GPU, one worker that vLLM starts through Ray. All of them
+sit in a placement group of their own on one node, in which Ray Data starts the actor: the actor holds the CPUs of the
+first bundle and no GPU, each worker the GPU of one bundle. A group ends with the process that executes the stream, so
+that a stream that starts over finds its GPUs free; an engine that is started again comes back into its group.
+"""
+
+from functools import partial
+from typing import Any
+
+from pipeline.config import Config
+
+ENV = {
+    # vLLM's other Ray executor pickles arguments itself. Ray then keeps an object whose ref is among them for ever: all
+    # the weights that were ever published.
+    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0",
+    # Ray would hide the GPUs of the node from an actor that has none, and vLLM takes the machine for one without.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Environment of the actor."""
+
+
+def bundles(num_cpus: float, gpus: int) -> list[dict[str, float]]:
+    """What an engine holds: the first bundle is the actor's and the first worker's."""
+    return [{"CPU": num_cpus, "GPU": 1.0}, *[{"GPU": 1.0}] * (gpus - 1)]
+
+
+def actor_args(config: Config) -> dict[str, Any]:
+    """Arguments of `map_batches` for a pool of split engines: what each of them holds, and where."""
+    rollout = config.rollout
+    return {
+        "num_cpus": rollout.num_cpus,
+        "num_gpus": 0,
+        "ray_remote_args_fn": partial(
+            _in_a_group_of_its_own,
+            bundles(rollout.num_cpus, rollout.tensor_parallel_size),
+            config.trainer.placed("rollout"),
+        ),
+    }
+
+
+def engine_args(gpus: int) -> dict[str, Any]:
+    """vLLM's `EngineArgs` for an engine on so many GPUs."""
+    return {"tensor_parallel_size": gpus, "distributed_executor_backend": "ray"} if gpus > 1 else {}
+
+
+def _in_a_group_of_its_own(wanted: list[dict[str, float]], labels: dict[str, str] | None) -> dict[str, Any]:
+    """Ray's arguments of one actor; Ray Data asks for them whenever it adds one."""
+    from ray.util import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    where: dict[str, Any] = {"bundle_label_selector": [labels] * len(wanted)} if labels else {}
+    group = placement_group(wanted, strategy="STRICT_PACK", **where)
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    return {"scheduling_strategy": strategy}

@@ -1,0 +1,51 @@
+"""Which side of a run waits for the other, in words.
+
+Engines wait where admission holds chunks back, until the trainer has made a version (`perf/rollout_idle`); the trainer
+waits for rows (`perf/train_idle`). Both are shares of an iteration.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROLLOUT_IDLE = "perf/rollout_idle"
+TRAIN_IDLE = "perf/train_idle"
+MATTERS = 0.1
+"""Share of the time from which waiting is worth a change."""
+SETTLED = 2
+"""First iterations that say nothing, in which engines and caches start."""
+
+
+def figure(metrics: Mapping[str, float]) -> str:
+    """The waits of one iteration; empty where neither is known."""
+    sides = (("engines", ROLLOUT_IDLE), ("trainer", TRAIN_IDLE))
+    known = [f"{side} {metrics[name]:.0%}" for side, name in sides if name in metrics]
+    return f"idle: {', '.join(known)}" if known else ""
+
+
+def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """What limits the run, and what to change; None where the records do not tell.
+
+    Args:
+        records: lines of `metrics.jsonl`, in their order.
+    """
+    later = [record for record in records if ROLLOUT_IDLE in record and TRAIN_IDLE in record][SETTLED:]
+    if not later:
+        return None
+    rollout, train = (sum(record[name] for record in later) / len(later) for name in (ROLLOUT_IDLE, TRAIN_IDLE))
+    idle = f"engines idle {rollout:.0%}, trainer idle {train:.0%} of the time"
+    if rollout < MATTERS and train < MATTERS:
+        return f"{idle}: balanced"
+    if rollout >= MATTERS and train >= MATTERS:
+        return (
+            f"{idle}: they wait for each other; raise algorithm.max_staleness to let engines generate ahead, or see "
+            "whether trainer.early can begin before an iteration is complete"
+        )
+    if train >= MATTERS:
+        return (
+            f"{idle}: rollouts limit; add engines (rollout.num_engines) or chunks in flight, or shorten responses "
+            "(algorithm.max_staleness makes busy engines no faster)"
+        )
+    return (
+        f"{idle}: training limits; add train workers (trainer.num_workers), give them what some engines have, or raise "
+        "actor.ppo_max_token_len_per_gpu"
+    )

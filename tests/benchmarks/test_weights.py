@@ -1,0 +1,22 @@
+"""The parts of the weight benchmark that need neither Ray nor vLLM."""
+
+import torch
+
+from benchmarks.weights import changes, join, model, report, trainer_side
+from pipeline.rollout.weights import parameters
+
+
+def test_what_the_trainer_does_is_timed_and_whole() -> None:
+    module = model(layers=1, width=64, vocabulary=300)
+    times, shard = trainer_side(module, torch.float32, 2**16, repeats=2)
+    times["join"] = join(shard, 2)
+    assert {name: len(values) for name, values in times.items()} == {"gather": 2, "crc": 2, "copy": 2, "join": 2}
+    arrived = dict(parameters([shard], lambda refs: refs))
+    assert all(torch.equal(arrived[name], p) for name, p in module.named_parameters())
+    assert report(times, 1.0).row_count == 4
+
+
+def test_a_small_step_changes_little_in_bfloat16_and_everything_in_float32() -> None:
+    found = {dtype: changes(model(1, 64, 300), dtype, 2**16, 1e-6) for dtype in (torch.bfloat16, torch.float32)}
+    assert found[torch.bfloat16]["sent"] < 0.3 and found[torch.bfloat16]["changed"] < 0.1
+    assert found[torch.float32]["sent"] > 0.9 and found[torch.float32]["changed"] > 0.9
