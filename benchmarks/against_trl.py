@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import iteration, trl_env
+from benchmarks.command import call
 from benchmarks.staleness import make_inputs
 from benchmarks.trl_report import (
     AHEAD,
@@ -62,8 +62,6 @@ from pipeline.track.history import write_atomically
 SIDE = Path(__file__).with_name("trl_side.py")
 TRIED = 3
 """Iterations, after those of warm-up, in which a way of using the cores is tried."""
-ENDING_S = 60
-"""Seconds that a run has to end itself when it is told to."""
 
 
 @dataclass(frozen=True)
@@ -158,38 +156,6 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in left_out} | dict(more)
 
 
-def call(command: Sequence[str], log: Path, timeout_s: float, variables: Mapping[str, str]) -> None:
-    """Run a command, its output in `log`.
-
-    Raises:
-        RuntimeError: it failed, or took longer than `timeout_s`; the message names its log.
-    """
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment(variables), start_new_session=True
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"a run took longer than {timeout_s:.0f} s (--timeout); see {log}") from error
-        finally:
-            _end(process)
-    if code:
-        last = log.read_text(errors="replace").strip().splitlines()[-5:]
-        raise RuntimeError("\n".join([f"a run failed with exit code {code}; see {log}", *last]))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run that has not ended, with what it started."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 @dataclass(frozen=True)
 class Runner:
     """Makes the runs."""
@@ -219,7 +185,7 @@ class Runner:
             "HF_HOME": str(self.args.out.resolve() / "huggingface"),
         }
         command = trl_command(self.python, way.processes, folder / "settings.json")
-        call(command, folder / "log", self.args.timeout, variables)
+        call(command, folder / "log", self.args.timeout, environment(variables))
         return of_trl(folder / "result.json", warmup, steps)
 
     def ours(self, case: str, name: str, seed: int) -> Outcome:
@@ -232,7 +198,7 @@ class Runner:
         settings = ours(self.args, self.data, self.model, case)
         place = [f"trainer.default_local_dir={folder}", "trainer.experiment_name=run", f"trainer.seed={seed}"]
         command = [sys.executable, "-m", "jobs.train", *settings, *place]
-        call(command, folder / "log", self.args.timeout, {})
+        call(command, folder / "log", self.args.timeout, environment({}))
         return of_ours(folder / "run", self.args.warmup, self.args.steps)
 
     def fastest(self, names: Sequence[str]) -> tuple[str, dict[str, float]]:

@@ -36,6 +36,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from rich.console import Console
 
+from benchmarks.command import call
 from benchmarks.staleness_report import Case, Outcome, as_json, complaints, notes, read_run, save, summaries, table
 from pipeline.config import load_config
 from pipeline.signals import sigterm_as_ctrl_c
@@ -51,8 +52,6 @@ SFT = (
 INPUT_SEED = "1"
 VALIDATIONS = 8
 """Of a run, beside the one before it."""
-ENDING_S = 60
-"""Seconds that a run has to end itself when it is told to."""
 
 
 def grid(staleness: Sequence[int], seeds: Sequence[int], without: Sequence[int] | None) -> list[tuple[int, Case]]:
@@ -150,30 +149,7 @@ def run(arguments: Sequence[str], folder: Path, log: Path, timeout_s: float) -> 
     """
     # Rows of a continued run begin with another age; whole runs alone are compared.
     shutil.rmtree(folder, ignore_errors=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as output:
-        command = [sys.executable, "-m", "jobs.train", *arguments]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{folder.name} took longer than {timeout_s:.0f} s (--timeout); see {log}") from error
-        finally:
-            _end(process)
-    if code:
-        last = log.read_text(errors="replace").strip().splitlines()[-5:]
-        raise RuntimeError("\n".join([f"{folder.name} failed with exit code {code}; see {log}", *last]))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run that has not ended, with its Ray."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    call([sys.executable, "-m", "jobs.train", *arguments], log, timeout_s, name=folder.name)
 
 
 def noise(accuracy: float, puzzles: int) -> float:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import against_trl, trl_env
-from benchmarks.against_trl import SIDE, WAYS, Runner, call, environment, ours, parse, theirs, trl_command
+from benchmarks import against_trl, command, trl_env
+from benchmarks.against_trl import SIDE, WAYS, Runner, environment, ours, parse, theirs, trl_command
+from benchmarks.command import call
 from benchmarks.trl_report import (
     AHEAD,
     SYNCHRONOUS,
@@ -214,13 +215,13 @@ def test_runs_do_not_see_another_ray_or_the_threads_of_this_process(monkeypatch:
 def test_a_run_that_fails_or_hangs_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     with pytest.raises(RuntimeError, match="(?s)exit code 3; see .*log.*the reason"):
-        call([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], log, 30, {})
+        call([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], log, 30)
     with pytest.raises(RuntimeError, match="longer than 1 s"):
-        call([sys.executable, "-c", "import time; time.sleep(600)"], log, 1, {})
-    monkeypatch.setattr(against_trl, "ENDING_S", 0.5)
+        call([sys.executable, "-c", "import time; time.sleep(600)"], log, 1)
+    monkeypatch.setattr(command, "ENDING_S", 0.5)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(600)"
     with pytest.raises(RuntimeError, match="longer than 2 s"):
-        call([sys.executable, "-uc", deaf], log, 2, {})
+        call([sys.executable, "-uc", deaf], log, 2)
 
 
 def test_two_processes_are_started_by_torch() -> None:

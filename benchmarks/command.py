@@ -1,0 +1,52 @@
+"""Commands that a benchmark runs, one after the other, each with a deadline and a log of its own."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ENDING_S = 60
+"""Seconds that a command has to end itself when it is told to."""
+
+
+def call(
+    command: Sequence[str], log: Path, timeout_s: float, variables: Mapping[str, str] | None = None, name: str = "a run"
+) -> None:
+    """Run a command, its output in `log`.
+
+    Args:
+        command: program and arguments.
+        log: file that is written anew.
+        timeout_s: seconds it may take.
+        variables: its environment; None is that of this process.
+        name: of the command, for errors.
+
+    Raises:
+        RuntimeError: it failed, or took longer than `timeout_s`; the message names its log.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{name} took longer than {timeout_s:.0f} s (--timeout); see {log}") from error
+        finally:
+            _end(process)
+    if code:
+        last = log.read_text(errors="replace").strip().splitlines()[-5:]
+        raise RuntimeError("\n".join([f"{name} failed with exit code {code}; see {log}", *last]))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command that has not ended, with what it started."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
