@@ -10,7 +10,8 @@ that is busy with other work, those by CPU seconds more than those by the clock.
 chunk at a time, whose engine runs empty at the end of each. `--where ray` is the whole stream on Ray Data (prompts,
 rollout, reward, advantage, record, splits), timed from the publication of a version to its last row at the trainer.
 
-Responses end by chance: several token ids count as end of sequence, so lengths are geometric with a long tail.
+Responses of the tiny model end by chance: to it all tokens are about equally likely, and several of them count as end
+of sequence, so lengths are geometric with a long tail.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import ray
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.stand_in import StandInTrainer
 from jobs import tiny
@@ -237,7 +238,6 @@ def settings(model: str, data: str, args: argparse.Namespace) -> Config:
             f"rollout.n={args.samples}",
             f"rollout.chunk_prompts={args.chunk_prompts}",
             f"rollout.num_threads={args.threads}",
-            f"rollout.engine_kwargs.override_generation_config.eos_token_id={STOP_IDS}".replace(" ", ""),
             *args.settings,
         ]
     )
@@ -263,6 +263,8 @@ def inputs(model: str | None, data: str | None, folder: str) -> tuple[str, str]:
     if model is None:
         model = f"{folder}/tiny"
         tiny.main(["--out", model])
+        # vLLM takes these from the model's folder alone: it does not look for them among the engine's arguments.
+        GenerationConfig(eos_token_id=STOP_IDS).save_pretrained(model)
     return model, data
 
 

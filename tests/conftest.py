@@ -54,6 +54,16 @@ def ray_session() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """This process as the only rank of a process group."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a two-layer Qwen3 with tied embeddings, random weights and a tokenizer trained on Countdown text."""

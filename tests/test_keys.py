@@ -39,7 +39,7 @@ from pipeline.train.losses import LossInput, Sums
 from pipeline.train.packing import Rows
 from pipeline.train.staleness import within_bound
 from tests.filtered import filtered
-from tests.train.test_actor import CPU, one_rank  # noqa: F401 (a fixture)
+from tests.train.test_actor import CPU
 from tests.train.test_critic import make_config, table
 
 SECTIONS = ("algorithm", "actor", "critic")

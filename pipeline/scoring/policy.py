@@ -35,7 +35,7 @@ class PolicyScore:
     def __init__(self, config: Config, store: Any, generation: int) -> None:
         self._temperature, self._chunk_tokens = config.rollout.temperature, config.actor.logits_chunk_tokens
         model = scoring_model(config.model, config.scoring.policy, config.actor.fsdp)
-        self._replica = Replica(lambda: load_policy(model), config.scoring.policy, "policy")
+        self._replica = Replica(lambda: load_policy(model), config.scoring.policy, "policy", config.model.share_prompts)
         timeout = config.trainer.deadlines.publish
         self._weights = StoreWeights(self._replica.module, store, generation, POLICY, timeout, Policy.hf_name)
 
@@ -53,4 +53,6 @@ class PolicyScore:
         return append(table, COLUMNS, {"sum_pi_squared": sums, "pi_version": np.full(len(table), version)})
 
     def _sum_pi_squared(self, policy: Policy, batch: Inputs) -> Tensor:
-        return policy.sum_pi_squared(batch.input_ids, batch.select, self._temperature, self._chunk_tokens)
+        return policy.sum_pi_squared(
+            batch.input_ids, batch.select, self._temperature, self._chunk_tokens, batch.positions, batch.owners
+        )

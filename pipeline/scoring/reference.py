@@ -22,7 +22,8 @@ class Reference:
 
     def __init__(self, config: Config) -> None:
         self._temperature, self._chunk_tokens = config.rollout.temperature, config.actor.logits_chunk_tokens
-        self._replica = Replica(lambda: _load(config), config.scoring.reference, "reference")
+        shares = config.model.share_prompts
+        self._replica = Replica(lambda: _load(config), config.scoring.reference, "reference", shares)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with the columns `REFERENCE`, one log-prob (float32, nats) per response token.
@@ -33,7 +34,15 @@ class Reference:
         return append(table, REFERENCE, {"ref_log_probs": self._replica.score(table, self._log_probs)})
 
     def _log_probs(self, policy: Policy, batch: Inputs) -> Tensor:
-        return policy(batch.input_ids, batch.select, batch.targets, self._temperature, self._chunk_tokens)[0]
+        return policy(
+            batch.input_ids,
+            batch.select,
+            batch.targets,
+            self._temperature,
+            self._chunk_tokens,
+            positions=batch.positions,
+            owners=batch.owners,
+        )[0]
 
 
 def _load(config: Config) -> Policy:

@@ -5,10 +5,10 @@ A stage makes one `Replica`, hands it the forward pass that it wants and gets a 
     replica = Replica(lambda: load_value_model(config), config.scoring.value, "value")
     weights = StoreWeights(replica.module, store, generation, CRITIC, timeout)   # not where the model is frozen
     version = weights.bring_to_rows(table)
-    column = replica.score(table, lambda module, batch: module(batch.input_ids, batch.select))
+    column = replica.score(table, lambda module, batch: ...)
 
-Rows run in the micro-batches of the trainer (`pipeline/train/packing.py`): grouped by length, padded on the right and
-without an attention mask, so a token's number depends on its own row alone.
+Rows run in the micro-batches of the trainer (`pipeline/train/packing.py`): grouped by length and padded on the right,
+some behind one copy of their prompt. A token's number depends on its own row alone.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from pipeline.scoring.config import ScorerConfig
 from pipeline.store import Ticket
 from pipeline.train.config import FSDPConfig, ModelConfig
 from pipeline.train.packing import Inputs, Sequences, lay_out, split_micro_batches
+from pipeline.train.sharing import bundles, shared_size
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -64,14 +65,16 @@ class Replica(Generic[M]):
         load: builds the model on the CPU.
         scorer: device, threads and the size of a forward pass.
         name: of the pool, as in `scoring.<name>`.
+        share_prompts: `model.share_prompts`, for modules with a `decoder`.
     """
 
-    def __init__(self, load: Callable[[], M], scorer: ScorerConfig, name: str):
+    def __init__(self, load: Callable[[], M], scorer: ScorerConfig, name: str, share_prompts: bool | None = False):
         self.name, self.max_token_len = name, scorer.max_token_len
         self.device = torch.device("cuda" if scorer.num_gpus else "cpu")
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(scorer.num_threads, scorer.num_cpus))
         self.module = load().to(self.device).eval().requires_grad_(False)
+        self._shared_size = shared_size(share_prompts, self.module)
 
     @torch.no_grad()
     def score(self, table: pa.Table, forward: Callable[[M, Inputs], Tensor]) -> pa.Array:
@@ -96,8 +99,9 @@ class Replica(Generic[M]):
                 f"{max(lengths)}"
             )
         numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
-        for index in split_micro_batches(lengths, self.max_token_len):
-            batch = lay_out(rows, index).to(self.device)
+        taken = bundles(rows, range(len(rows)), self.max_token_len, self._shared_size)
+        for part in split_micro_batches(rows.bundle_lengths(taken), self.max_token_len):
+            batch = lay_out(rows, [taken[i] for i in part]).to(self.device)
             numbers[batch.flat] = forward(self.module, batch).float().cpu().numpy()
         return ragged(numbers, rows.response_offsets, FLOATS)
 

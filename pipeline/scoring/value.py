@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.rows import VALUE, append
 from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
 from pipeline.store import CRITIC
-from pipeline.train.value_model import load_value_model
+from pipeline.train.packing import Inputs
+from pipeline.train.value_model import ValueModel, load_value_model
 
 
 class Value:
@@ -32,7 +34,7 @@ class Value:
     def __init__(self, config: Config, store: Any, generation: int):
         scorer = config.scoring.value
         own = dataclasses.replace(config, model=scoring_model(config.model, scorer, config.critic.fsdp))
-        self._replica = Replica(lambda: load_value_model(own), scorer, "value")
+        self._replica = Replica(lambda: load_value_model(own), scorer, "value", config.model.share_prompts)
         timeout = config.trainer.deadlines.publish
         self._weights = StoreWeights(self._replica.module, store, generation, CRITIC, timeout)
 
@@ -43,5 +45,9 @@ class Value:
             see `StoreWeights.bring_to` and `Replica.score`.
         """
         version = self._weights.bring_to_rows(table)
-        values = self._replica.score(table, lambda module, batch: module(batch.input_ids, batch.select))
+        values = self._replica.score(table, _values)
         return append(table, VALUE, {"values": values, "value_version": np.full(len(table), version)})
+
+
+def _values(module: ValueModel, batch: Inputs) -> Tensor:
+    return module(batch.input_ids, batch.select, batch.positions, batch.owners)

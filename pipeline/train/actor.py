@@ -40,7 +40,9 @@ class Actor(Learner):
         actor = config.actor
         shape, policy = UpdateShape.of(config, actor), load_policy(config.model)
         sharded = actor.optim, actor.fsdp, actor.grad_clip
-        super().__init__("actor", policy, shape, *sharded, actor.loss_agg_mode, device, iterations)
+        super().__init__(
+            "actor", policy, shape, *sharded, actor.loss_agg_mode, device, iterations, config.model.share_prompts
+        )
         self.config = actor
         self.seed = config.trainer.seed
         self.temperature = config.rollout.temperature
@@ -98,6 +100,8 @@ class Actor(Learner):
             temperature=self.temperature,
             chunk_tokens=self.config.logits_chunk_tokens,
             with_entropy=True,
+            positions=batch.positions,
+            owners=batch.owners,
         )
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ class Critic(Learner):
             (critic.optim, critic.fsdp, critic.grad_clip),
             critic.loss_agg_mode or config.actor.loss_agg_mode,
         )
-        super().__init__("critic", model, shape, *sharded, mode, device, iterations)
+        super().__init__("critic", model, shape, *sharded, mode, device, iterations, config.model.share_prompts)
         self.config = critic
         self.scale_factor = config.actor.loss_scale_factor or float(config.data.max_response_length)
 
@@ -72,7 +72,7 @@ class Critic(Learner):
 
     def _backward(self, batch: MicroBatch, tokens: float, sequences: float) -> tuple[Stats, float]:
         assert batch.values is not None
-        values = self.module(batch.input_ids, batch.select)
+        values = self.module(batch.input_ids, batch.select, batch.positions, batch.owners)
         per_token, sums = value_loss(values, batch.values, batch.returns, batch.mask, self.config.cliprange_value)
         loss = agg_loss(
             per_token,

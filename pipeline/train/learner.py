@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipeline.config import Config
 from pipeline.track.metrics import Stat, Stats, mean, merge
@@ -24,6 +23,7 @@ from pipeline.train.config import ActorConfig, CriticConfig, FSDPConfig, OptimCo
 from pipeline.train.fsdp import clip_grad_norm, shard
 from pipeline.train.optim import build_optimizer, build_scheduler
 from pipeline.train.packing import MicroBatch, Rows, collate, minimum_parts, split_micro_batches
+from pipeline.train.sharing import bundles, shared_size
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Learner(ABC):
 
     Args:
         name: `actor` or `critic`, the first part of its metrics' names.
-        module: the model, equal on every rank; it is sharded in place.
+        module: the model, equal on every rank, with a `decoder`; it is sharded in place.
         shape: how an iteration's rows are gone over.
         optim: optimiser and schedule.
         fsdp: sharding.
@@ -74,12 +74,13 @@ class Learner(ABC):
         agg_mode: how token losses become one number, one of `losses.AGG_MODES`.
         device: this rank's device.
         iterations: iterations in which it is updated, for the schedule.
+        share_prompts: `model.share_prompts`.
     """
 
     def __init__(
         self,
         name: str,
-        module: nn.Module,
+        module: Any,
         shape: UpdateShape,
         optim: OptimConfig,
         fsdp: FSDPConfig,
@@ -87,9 +88,11 @@ class Learner(ABC):
         agg_mode: str,
         device: torch.device,
         iterations: int,
+        share_prompts: bool | None,
     ):
         self.name, self.shape, self.device, self.grad_clip = name, shape, device, grad_clip
         self.agg_mode = agg_mode
+        self._shared_size = shared_size(share_prompts, module)
         self._nonfinite_steps = 0
         self.module = shard(module, fsdp, device)
         self.optimizer = build_optimizer(self.module, optim)
@@ -140,12 +143,12 @@ class Learner(ABC):
         There is at least one, an empty one where no rank has rows: AdamW leaves a parameter without a gradient as it
         is, where one with a gradient of zeros goes on by momentum and weight decay. With `least=0` there may be none.
         """
-        all_lengths = rows.lengths
-        lengths = [all_lengths[i] for i in index]
         budget = self.shape.max_tokens
+        taken = bundles(rows, index, budget, self._shared_size)
+        lengths = rows.bundle_lengths(taken)
         parts = int(self.all_reduce([minimum_parts(lengths, budget)], dist.ReduceOp.MAX)[0])
         for part in split_micro_batches(lengths, budget, max(parts, least)):
-            yield collate(rows, [index[i] for i in part]).to(self.device)
+            yield collate(rows, [taken[i] for i in part]).to(self.device)
 
     def step(self, rows: Rows, index: list[int], counted: list[int], backward: Backward) -> Stats:
         """One optimiser step; a collective.

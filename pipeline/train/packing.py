@@ -3,7 +3,8 @@
 Chosen, and why:
 
 1. Rows are grouped by length until the padded size, rows * longest row, reaches the token budget. Padding is small
-   because neighbours in length share a batch, and every model that `transformers` knows takes padded batches.
+   because neighbours in length share a batch, and every model that `transformers` knows takes padded batches. Rows
+   with the same prompt may stand behind one copy of it, as a bundle (`sharing.py`); a bundle then counts as a row.
 2. Ranks must run equally many forward passes (each one gathers weights from all ranks), so a rank can be asked for an
    exact number of parts; parts without rows become a batch of one token that trains nothing.
 3. The response tokens are flat, `[N]`, as the losses want them, and cut out of Arrow's own buffers with numpy: no
@@ -62,6 +63,11 @@ class Sequences:
     def lengths(self) -> list[int]:
         """Prompt + response tokens of each row."""
         return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
+
+    def bundle_lengths(self, bundles: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens of each bundle: those of its first row's prompt, and of all its rows' responses."""
+        prompts, responses = np.diff(self.prompt_offsets), np.diff(self.response_offsets)
+        return [int(prompts[bundle[0]] + responses[list(bundle)].sum()) for bundle in bundles]
 
 
 @dataclass
@@ -173,25 +179,26 @@ class Rows(Sequences):
 
 @dataclass
 class Inputs:
-    """What a model reads in one forward pass: B rows of T positions, with N response tokens in S = B sequences."""
+    """What a model reads in one forward pass: B bundles of T positions, with N response tokens in S rows."""
 
     input_ids: Tensor
-    """[B, T] int64, prompt and response, padded on the right."""
+    """[B, T] int64, a prompt and one response or more, padded on the right."""
     lengths: Tensor
-    """[B] int64, tokens of each row that are not padding."""
+    """[B] int64, tokens of each bundle that are not padding."""
+    positions: Tensor | None
+    """[B, T] int64, places in each row's own sequence; None where every bundle is one row."""
+    owners: Tensor | None
+    """[B, T] int64, 0 in the prompt, k in the k-th response of the bundle, -1 in padding; None as `positions`."""
     select: Tensor
     """[N] int64, index into the B * T positions of the one that predicts each response token (the one before it)."""
     targets: Tensor
     """[N] int64, the response tokens."""
     segment: Tensor
     """[N] int64, row of each response token, below `sequences`."""
+    sequences: int
+    """S, the number of rows; 1 where there is none."""
     flat: np.ndarray
     """[N] int64, place of each response token in the arrays of `Sequences`; stays on the CPU."""
-
-    @property
-    def sequences(self) -> int:
-        """S, the number of rows."""
-        return len(self.lengths)
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with its tensors on `device`."""
@@ -241,42 +248,62 @@ def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 
 
-def lay_out(rows: Sequences, index: list[int], pad_token_id: int = 0) -> Inputs:
-    """What a model reads of the rows `index`, in that order.
+def lay_out(rows: Sequences, bundles: Sequence[Sequence[int]], pad_token_id: int = 0) -> Inputs:
+    """What a model reads of the rows of `bundles`, in that order; the rows of a bundle have one prompt (`sharing.py`).
 
-    An empty `index` gives one row of one pad token and no response token (N = 0): its forward and backward pass keeps
-    this rank in step with the others and contributes exact zeros.
+    No bundles give one of one pad token and no response token (N = 0): its forward and backward pass keeps this rank in
+    step with the others and contributes exact zeros.
     """
-    order = np.asarray(index, dtype=np.int64)
-    prompt_starts = rows.prompt_offsets[order]
-    prompt_counts = rows.prompt_offsets[order + 1] - prompt_starts
+    order = np.asarray([row for bundle in bundles for row in bundle], dtype=np.int64)
+    sizes = np.asarray([len(bundle) for bundle in bundles], dtype=np.int64)
+    first = np.cumsum(sizes) - sizes  # place in `order` of each bundle's first row
+    prompt_starts = rows.prompt_offsets[order[first]]
+    prompt_counts = rows.prompt_offsets[order[first] + 1] - prompt_starts
     starts = rows.response_offsets[order]
     counts = rows.response_offsets[order + 1] - starts
-    lengths = prompt_counts + counts
-    if not len(order):
-        lengths = np.ones(1, dtype=np.int64)
+    ends = np.cumsum(counts)
+    before = ends - counts  # response tokens of all rows before
+    own_before = before - np.repeat(before[first], sizes)  # of those in the same bundle
+    lengths = prompt_counts + np.add.reduceat(counts, first) if len(sizes) else np.ones(1, dtype=np.int64)
     width = max(int(lengths.max()), 1)
 
-    row_starts = np.arange(len(order)) * width
+    bundle_starts = np.arange(len(sizes)) * width
+    prompt_ends = bundle_starts + prompt_counts
     taken = _spans(starts, counts)
-    places = _spans(row_starts + prompt_counts, counts)
+    places = _spans(np.repeat(prompt_ends, sizes) + own_before, counts)
+    # What predicts a token is the one before it, and the prompt's last one for the first token of each response.
+    select = places - 1
+    began = counts > 0
+    select[before[began]] = np.repeat(prompt_ends, sizes)[began] - 1
     targets = rows.response_ids[taken].astype(np.int64)
-    input_ids = np.full(len(lengths) * width, pad_token_id, dtype=np.int64)
-    input_ids[_spans(row_starts, prompt_counts)] = rows.prompt_ids[_spans(prompt_starts, prompt_counts)]
-    input_ids[places] = targets
+    prompt_places = _spans(bundle_starts, prompt_counts)
+    shape = len(lengths), width
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    input_ids.flat[prompt_places] = rows.prompt_ids[_spans(prompt_starts, prompt_counts)]
+    input_ids.flat[places] = targets
+    positions = owners = None
+    if len(order) > len(sizes):
+        positions, owners = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
+        positions.flat[prompt_places] = _spans(np.zeros_like(prompt_counts), prompt_counts)
+        positions.flat[places] = _spans(np.repeat(prompt_counts, sizes), counts)
+        owners.flat[prompt_places] = 0
+        owners.flat[places] = np.repeat(np.arange(len(order)) - np.repeat(first, sizes) + 1, counts)
     return Inputs(
-        input_ids=torch.from_numpy(input_ids.reshape(len(lengths), width)),
+        input_ids=torch.from_numpy(input_ids),
         lengths=torch.from_numpy(lengths),
-        select=torch.from_numpy(places - 1),
+        positions=None if positions is None else torch.from_numpy(positions),
+        owners=None if owners is None else torch.from_numpy(owners),
+        select=torch.from_numpy(select),
         targets=torch.from_numpy(targets),
         segment=torch.from_numpy(np.repeat(np.arange(len(order)), counts)),
+        sequences=max(len(order), 1),
         flat=taken,
     )
 
 
-def collate(rows: Rows, index: list[int], pad_token_id: int = 0) -> MicroBatch:
-    """The micro-batch of the rows `index`, in that order; see `lay_out`."""
-    inputs = lay_out(rows, index, pad_token_id)
+def collate(rows: Rows, bundles: Sequence[Sequence[int]], pad_token_id: int = 0) -> MicroBatch:
+    """The micro-batch of the rows of `bundles`, in that order; see `lay_out`."""
+    inputs = lay_out(rows, bundles, pad_token_id)
 
     def part(values: np.ndarray | None) -> Tensor | None:
         return None if values is None else torch.from_numpy(values[inputs.flat])

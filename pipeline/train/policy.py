@@ -20,6 +20,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.train.config import ModelConfig
 from pipeline.train.pretrained import Pretrained, check_complete, load_pretrained, without_dropout
+from pipeline.train.sharing import hidden_states
 
 
 class Policy(Pretrained):
@@ -51,6 +52,8 @@ class Policy(Pretrained):
         temperature: float = 1.0,
         chunk_tokens: int = 1024,
         with_entropy: bool = False,
+        positions: Tensor | None = None,
+        owners: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs of `targets` under the policy at `temperature`.
 
@@ -62,11 +65,13 @@ class Policy(Pretrained):
             temperature: divides the logits; above 0.
             chunk_tokens: positions whose logits exist at a time.
             with_entropy: also compute the entropy of each distribution.
+            positions: [B, T] int64 where responses share a prompt, as `owners`; see `sharing.attention_inputs`.
+            owners: [B, T] int64.
 
         Returns:
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
         """
-        hidden = self._hidden(input_ids, select)
+        hidden = hidden_states(self.decoder, input_ids, select, positions, owners)
         log_probs, entropies = [], []
         # At least one chunk even for N = 0: the head stays in the graph, and so in the ranks' collectives.
         for start in range(0, max(1, len(select)), chunk_tokens):
@@ -80,23 +85,29 @@ class Policy(Pretrained):
 
     @torch.no_grad()
     def sum_pi_squared(
-        self, input_ids: Tensor, select: Tensor, temperature: float = 1.0, chunk_tokens: int = 1024
+        self,
+        input_ids: Tensor,
+        select: Tensor,
+        temperature: float = 1.0,
+        chunk_tokens: int = 1024,
+        positions: Tensor | None = None,
+        owners: Tensor | None = None,
     ) -> Tensor:
         """Sum over the vocabulary of squared probabilities, [N] float32, between 1 / V and 1.
 
         It is not part of `forward`, so the policy must not be sharded. Arguments are those of `forward`.
         """
-        hidden = self._hidden(input_ids, select)
+        hidden = hidden_states(self.decoder, input_ids, select, positions, owners)
         sums = hidden.new_empty(len(select), dtype=torch.float32)
         for start in range(0, len(select), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             sums[part] = torch.softmax(self._logits(hidden[part]) / temperature, dim=-1).square_().sum(-1)
         return sums
 
-    def _hidden(self, input_ids: Tensor, select: Tensor) -> Tensor:
-        """Hidden states [N, H] of the flat positions `select` of `input_ids` [B, T]."""
-        hidden = self.lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
-        return hidden.flatten(0, 1).index_select(0, select)
+    @property
+    def decoder(self) -> Any:
+        """The model without its head."""
+        return self.lm.get_decoder()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] float32 of hidden states [N, H], as the model itself computes them."""
@@ -115,7 +126,7 @@ class Policy(Pretrained):
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the head with the model's own on random hidden states: families scale or cap logits in many ways."""
-        head, decoder = self.lm.get_output_embeddings(), self.lm.get_decoder()
+        head, decoder = self.lm.get_output_embeddings(), self.decoder
         name = type(self.lm).__name__
         if not isinstance(head, nn.Linear) or decoder is self.lm:
             raise ValueError(f"{name} has no decoder with a linear head, so it cannot be trained as a policy.")

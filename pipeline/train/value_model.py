@@ -19,6 +19,7 @@ from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.train.policy import load_lm
 from pipeline.train.pretrained import without_dropout
+from pipeline.train.sharing import hidden_states
 
 
 class ValueModel(nn.Module):
@@ -44,19 +45,22 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, input_ids: Tensor, select: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, select: Tensor, positions: Tensor | None = None, owners: Tensor | None = None
+    ) -> Tensor:
         """Values of response tokens.
 
         Args:
             input_ids: [B, T] int64, padded on the right with any id.
             select: [N] int64, flat positions in B*T whose value is wanted: the value before token t of row b is read at
                 `b * T + t - 1`, as `Policy.forward` reads the token's distribution there.
+            positions: [B, T] int64 where responses share a prompt, as `owners`; see `sharing.attention_inputs`.
+            owners: [B, T] int64.
 
         Returns:
             values [N] float32; for N = 0 still in the graph, and so in the ranks' collectives.
         """
-        hidden = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
-        hidden = hidden.flatten(0, 1).index_select(0, select)  # [N, H]
+        hidden = hidden_states(self.decoder, input_ids, select, positions, owners)
         # The weights are used here and not in the head's own forward, which would compute in their type.
         return hidden.float() @ self.head.weight.float().squeeze(0) + self.head.bias.float()
 

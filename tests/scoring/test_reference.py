@@ -66,7 +66,7 @@ def test_the_kl_to_oneself_is_zero(tiny_model: Path) -> None:
     """The trainer's log-probs, from its own batch, as those of the engine: no row pays anything."""
     config, table = make_config(tiny_model, 0.7, max_token_len=20), generated()
     rows = Sequences.from_table(table)
-    batch = lay_out(rows, list(range(len(rows))))
+    batch = lay_out(rows, [[row] for row in range(len(rows))])
     log_probs = load_policy(config.model)(batch.input_ids, batch.select, batch.targets, 0.7, 5)[0].tolist()
     column = pa.array([[log_probs.pop(0) for _ in row] for row in table["response_ids"]], pa.list_(pa.float32()))
     place = table.column_names.index("rollout_log_probs")

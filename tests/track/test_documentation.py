@@ -6,13 +6,11 @@ of the loop, messages of the stages) is read off the source.
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from pipeline.advantage.config import RolloutCorrectionConfig
 from pipeline.rollout.oversample import Cut
@@ -105,13 +103,6 @@ def updates(model: Path) -> set[str]:
         stats.append(Actor(config, CPU, 1).update(rows))
     stats.append(Critic(test_critic.make_config(model), CPU, 1).update(Rows.from_table(test_critic.table())))
     return {name for part in stats for name in part}
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def written(folder: Path, groups: set[str]) -> set[str]:

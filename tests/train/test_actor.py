@@ -1,6 +1,5 @@
 """The actor's update: against a formula written out on padded tensors, and over one and two real gloo ranks."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.track.metrics import reduce
@@ -32,13 +30,6 @@ from tests.train.updates import (
     with_column,
     worlds,
 )
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

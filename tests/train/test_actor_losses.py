@@ -1,6 +1,5 @@
 """Losses, KL and off-policy correction as the actor applies them: against plain formulas, and however work is split."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.advantage.config import RolloutCorrectionConfig
@@ -36,6 +34,8 @@ from tests.train.updates import (
     with_column,
     worlds,
 )
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 LOSSES = sorted(batches.registered())
 # Where the bounds are not on the ratio: small enough for the rows' tokens to lie on both sides.
@@ -65,13 +65,6 @@ def without_advantage(rows: pa.Table, every: int = 2) -> pa.Table:
 def with_reference(rows: pa.Table) -> pa.Table:
     rng = np.random.default_rng(7)
     return with_column(rows, "ref_log_probs", rng.normal(-5.7, 0.5, len(flat(rows, "response_ids")[0])))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # against plain formulas

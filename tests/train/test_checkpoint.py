@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import ray.train
-import torch.distributed as dist
 
 from pipeline import checkpoints
 from pipeline.advantage.kl import AdaptiveKL
@@ -26,12 +24,7 @@ from pipeline.train.fsdp import full_state_dict
 from pipeline.train.packing import Rows
 from tests.train.updates import CPU, make_config, moved, table, with_column
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Storage:

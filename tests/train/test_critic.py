@@ -1,7 +1,6 @@
 """The critic's update: against a formula written out on padded tensors, and over one and two real gloo ranks."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
@@ -77,13 +75,6 @@ def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[s
     for rows in tables:
         stats = critic.update(Rows.from_table(rows))
     return reduce([stats]), full_state_dict(critic.module)
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # against plain formulas

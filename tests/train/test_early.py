@@ -1,6 +1,5 @@
 """An update over chunks as they come, and the one over the whole iteration: equal metrics, gradients and weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,6 @@ from tests.train.updates import (
     with_column,
     worlds,
 )
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def referenced(seed: int = 0) -> pa.Table:

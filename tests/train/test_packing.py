@@ -37,7 +37,7 @@ ROWS = [([1, 2], [3, 0, 5]), ([6], []), ([7, 8, 9], [4])]
 
 
 def test_collate_by_hand():
-    batch = collate(Rows.from_table(table(ROWS)), [2, 0], pad_token_id=99)
+    batch = collate(Rows.from_table(table(ROWS)), [[2], [0]], pad_token_id=99)
     assert batch.input_ids.tolist() == [[7, 8, 9, 4, 99], [1, 2, 3, 0, 5]]
     assert batch.lengths.tolist() == [4, 5]
     assert batch.select.tolist() == [2, 6, 7, 8]
@@ -54,12 +54,12 @@ def test_collate_by_hand():
 
 def test_columns_of_references_critics_and_corrections_come_along_where_they_are():
     plain = table(ROWS)
-    assert collate(Rows.from_table(plain), [0]).values is None
+    assert collate(Rows.from_table(plain), [[0]]).values is None
     for name in ("ref_log_probs", "values"):
         plain = plain.append_column(name, pa.array([[1.0, 2, 3], [], [4]], pa.list_(pa.float32())))
     rows = Rows.from_table(plain)
     rows.weights, rows.selected = np.array([5.0, 6, 7, 8], np.float32), np.array([True, False, False, True])
-    batch = collate(rows, [2, 0])
+    batch = collate(rows, [[2], [0]])
     for name, wanted in {"ref_log_probs": [4, 1, 2, 3], "values": [4, 1, 2, 3], "weights": [8, 5, 6, 7]}.items():
         assert getattr(batch, name).tolist() == wanted
     assert batch.selected.tolist() == [True, True, False, False]
@@ -81,9 +81,9 @@ def test_random_keys_belong_to_the_token_wherever_it_is():
 
 def test_empty_responses_and_the_dummy():
     rows = Rows.from_table(table(ROWS))
-    alone = collate(rows, [1])
+    alone = collate(rows, [[1]])
     assert alone.input_ids.tolist() == [[6]] and alone.select.numel() == 0
-    assert collate(rows, [1, 0]).segment.tolist() == [1, 1, 1]
+    assert collate(rows, [[1], [0]]).segment.tolist() == [1, 1, 1]
     dummy = collate(rows, [], pad_token_id=7)
     assert dummy.input_ids.tolist() == [[7]] and dummy.lengths.tolist() == [1] and dummy.select.numel() == 0
     # A layer runs forward and backward on it and gets an exact zero gradient.
@@ -96,20 +96,20 @@ def test_chunked_and_sliced_tables_read_the_same():
     whole = table(ROWS)
     pieces = pa.concat_tables([whole.slice(0, 1), whole.slice(1, 2)])
     for index in ([0], [1, 2], [2, 1, 0]):
-        a, b = collate(Rows.from_table(whole), index), collate(Rows.from_table(pieces), index)
+        a, b = (collate(Rows.from_table(t), [[i] for i in index]) for t in (whole, pieces))
         assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.advantages, b.advantages)
     tail = Rows.from_table(whole.slice(2))
-    assert collate(tail, [0]).targets.tolist() == [4]
+    assert collate(tail, [[0]]).targets.tolist() == [4]
     assert len(tail) == 1 and tail.lengths == [4]
 
 
 def test_old_log_probs_are_the_engines_until_written():
     rows = Rows.from_table(table(ROWS))
-    batch = collate(rows, [2, 0])
+    batch = collate(rows, [[2], [0]])
     assert torch.equal(batch.old_log_probs, batch.rollout_log_probs)
     rows.old_log_probs[batch.flat] = [4.0, 1.0, 2.0, 3.0]
-    assert collate(rows, [0, 1, 2]).old_log_probs.tolist() == [1, 2, 3, 4]
-    assert collate(rows, [0, 2]).rollout_log_probs.tolist() == pytest.approx([0, -0.01, -0.02, -2])
+    assert collate(rows, [[0], [1], [2]]).old_log_probs.tolist() == [1, 2, 3, 4]
+    assert collate(rows, [[0], [2]]).rollout_log_probs.tolist() == pytest.approx([0, -0.01, -0.02, -2])
 
 
 def test_mask_counts():
@@ -137,7 +137,7 @@ def test_order_split_and_padding_keep_what_each_token_computes(made, budget, ran
     def per_token(batches: list[list[int]], pad: int) -> np.ndarray:
         out = np.full(len(rows.mask), np.nan)
         for index in batches:
-            batch = collate(rows, index, pad)
+            batch = collate(rows, [[i] for i in index], pad)
             hidden = embed[batch.input_ids].cumsum(dim=1).flatten(0, 1)  # position t sees positions up to t
             out[batch.flat] = (hidden[batch.select] * embed[batch.targets]).sum(-1) + batch.advantages
         return out

@@ -1,7 +1,6 @@
 """The Bradley-Terry loss against a plain formula, and the train worker on one rank."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import ray.train
 import ray.train.torch
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
 from pipeline.train.packing import split_micro_batches
@@ -64,13 +62,6 @@ def test_collate_keeps_both_sides_of_a_pair_together() -> None:
     for index in ([], [1]):
         ids, lengths, margin = collate(rows, index)
         assert ids.tolist() == [[0], [0]] and lengths.tolist() == [1, 1] and margin.shape == (0,)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

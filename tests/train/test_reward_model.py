@@ -1,13 +1,11 @@
 """The reward model against the plain model's scores, one row at a time."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -190,13 +188,6 @@ def test_models_that_cannot_be_reward_models() -> None:
 def saved(folder: Path, model: Any, **kwargs: Any) -> ModelConfig:
     model.save_pretrained(folder, **kwargs)
     return ModelConfig(path=str(folder))
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")
