@@ -35,7 +35,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.betas[0], config.betas[1])
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=betas, eps=config.eps)
+    held = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(held, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
