@@ -2,14 +2,15 @@
 
     python -m benchmarks.against_trl --out runs/against-trl
     python -m benchmarks.against_trl --out DIR --data data/countdown-1 --model models/tiny-sft-1 --trl-python PATH
-    python -m benchmarks.against_trl --out DIR --ahead rollout.num_threads=1 -- rollout.chunk_prompts=16
+    python -m benchmarks.against_trl --out DIR --ahead algorithm.max_staleness=2 -- model.share_prompts=false
 
 Three cases take turns, `--rounds` times, each run in processes of its own: TRL, ours strictly on-policy, and ours one
 iteration ahead (`algorithm.max_staleness=1`). All train the Countdown model of `make demo` with the sizes of
 `experiment=countdown_cpu`, in float32, by the clipped loss without a KL, and score answers by the same rule. Settings
 after `--` are of both of our cases, and TRL takes batch, samples, lengths, mini-batches and learning rate from them;
-those of `--ahead` are of the second one alone. Puzzles, model and an environment with TRL are made in the folder, once,
-unless `--data`, `--model` and `--trl-python` name them.
+those of `--ahead` are of the second one alone. Ours has one engine and one train worker, which take turns on all cores
+where strictly on-policy, and have half of them each one iteration ahead; chunks are of 16 prompts. Puzzles, model and
+an environment with TRL are made in the folder, once, unless `--data`, `--model` and `--trl-python` name them.
 
 TRL runs as fast as it goes without a GPU. It cannot put new weights into a CPU build of vLLM, so it generates with
 `transformers`, all samples of an iteration at once; before the rounds the `--ways` of using the cores are tried, and
@@ -80,6 +81,8 @@ MICRO_BATCH = 128
 
 def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[str]:
     """Settings of one of our cases."""
+    # Engine and trainer take turns, or work side by side; threads that wait for a core others hold make both crawl.
+    threads = args.cores if case == SYNCHRONOUS else max(1, args.cores // 2)
     return [
         "experiment=countdown_cpu",
         f"data.train_files={data.resolve() / 'train.parquet'}",
@@ -88,16 +91,16 @@ def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[s
         "actor.optim.lr_scheduler_type=constant",
         # Of the ways to use two cores the fastest for so small a model: fewer processes, fewer and larger chunks.
         "trainer.num_workers=1",
-        f"trainer.num_threads={args.cores}",
+        f"trainer.num_threads={threads}",
+        f"rollout.num_threads={threads}",
         "rollout.chunk_prompts=16",
         f"trainer.total_training_steps={args.warmup + args.steps + 1}",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
         "trainer.logger=[console]",
         *args.settings,
-        f"algorithm.max_staleness={1 if case == AHEAD else 0}",
         # The guard is for rows that the current policy generated.
-        *(["trainer.max_log_prob_gap=null", *args.ahead] if case == AHEAD else []),
+        *(["algorithm.max_staleness=1", "trainer.max_log_prob_gap=null", *args.ahead] if case == AHEAD else []),
     ]
 
 

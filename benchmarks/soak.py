@@ -3,6 +3,7 @@
     python -m benchmarks.soak                              # strictly on-policy
     python -m benchmarks.soak --iterations 2000 algorithm.max_staleness=1
     python -m benchmarks.soak algorithm.filter_groups.enable=true
+    python -m benchmarks.soak --bare                       # Ray Data alone, with stages that do nothing
 
 Engine and trainer are stand-ins that answer at once, so an iteration's time is what prompts, Ray Data, rewards,
 advantages, records and the policy store add to it. Memory, object store and handles (open files and threads) of every
@@ -29,8 +30,10 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import bare_stream
 from benchmarks.prompt_stream import byte_tokenizer, write_prompts
 from benchmarks.stand_in import InstantRollout, Sample, StandInTrainer, Watch
+from pipeline import stream
 from pipeline.config import Config, load_config
 from pipeline.rollout.weights import Shard
 from pipeline.train.run import start_ray
@@ -107,12 +110,13 @@ def complaints(times: Sequence[float], grown: Sequence[Growth], most_ms: float, 
     return found
 
 
-def soak(config: Config, iterations: int, run_dir: str, every: float) -> tuple[list[float], list[Growth]]:
+def soak(config: Config, iterations: int, run_dir: str, every: float, bare: bool) -> tuple[list[float], list[Growth]]:
     """Seconds of each iteration after the first, in which everything starts, and what grew."""
     start_ray(config)
     # One empty bucket: weights of no size, so that only the protocol is paid for.
     shard = Shard(0, [], [ray.put(np.zeros(1, np.uint8))], [zlib.crc32(bytes(1))])
-    trainer = StandInTrainer(config, iterations, run_dir, InstantRollout, [shard])
+    build = bare_stream.build if bare else stream.build
+    trainer = StandInTrainer(config, iterations, run_dir, InstantRollout, [shard], build)
     chunks = trainer.schedule.chunks_per_iteration
     times: list[float] = []
     watch = Watch(lambda: len(times) * chunks, every)
@@ -170,11 +174,12 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks at memory and handles")
     parser.add_argument("--most-ms", type=float, default=50.0, help="milliseconds that an iteration may take")
     parser.add_argument("--most-growth", type=float, default=0.05, help="share by which anything may grow")
+    parser.add_argument("--bare", action="store_true", help="Ray Data alone, in the shape of the stream")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="further settings of the run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         times, grown = soak(
-            settings(Path(folder), args.settings), args.iterations, str(Path(folder) / "run"), args.every
+            settings(Path(folder), args.settings), args.iterations, str(Path(folder) / "run"), args.every, args.bare
         )
     Console().print(report(times, grown))
     found = complaints(times, grown, args.most_ms, args.most_growth)

@@ -18,8 +18,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from ray.data import Dataset
 
 from pipeline import rows, stream
+from pipeline.admission import Admission
 from pipeline.ask import ANSWER_S
 from pipeline.config import Config
 from pipeline.dynamic_store import DynamicStore
@@ -31,7 +33,7 @@ from pipeline.rollout.order import InOrder
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.vllm import Generation
 from pipeline.rollout.weights import Shard, checksum
-from pipeline.store import POLICY, Admission, PolicyStore
+from pipeline.store import POLICY, PolicyStore
 from pipeline.train.feed import Blocks, RowsFeed
 
 RANKS = 2
@@ -52,7 +54,7 @@ class InstantRollout(Rollout):
     async def __call__(self, table: pa.Table) -> pa.Table:
         ticket = await self._admit(table)
         if ticket is None:
-            return rows.append(table.slice(0, 0), rows.ROLLOUT, {name: [] for name in rows.ROLLOUT.names})
+            return rows.without_rows(table, rows.ROLLOUT)
         async with self._loading:
             if ticket.version > self._version:
                 self._version = ticket.version
@@ -76,10 +78,17 @@ class StandInTrainer:
         run_dir: where trajectories go.
         rollout: class of the rollout stage.
         shards: the weights that every version publishes.
+        build: makes the stream.
     """
 
     def __init__(
-        self, config: Config, iterations: int, run_dir: str, rollout: type[Rollout], shards: Sequence[Shard]
+        self,
+        config: Config,
+        iterations: int,
+        run_dir: str,
+        rollout: type[Rollout],
+        shards: Sequence[Shard],
+        build: Callable[..., Dataset] = stream.build,
     ) -> None:
         self.schedule = Schedule.of(config, iterations)
         self._shards, self._version = shards, 0
@@ -88,7 +97,7 @@ class StandInTrainer:
         kind = ray.remote(DynamicStore if dynamic else PolicyStore)
         self.store = kind.options(num_cpus=0, max_concurrency=10_000).remote(Admission(*sizes, dynamic))
         begun = time.perf_counter()
-        dataset = stream.build(config, self.schedule, self.store, run_dir, rollout_stage=rollout)
+        dataset = build(config, self.schedule, self.store, run_dir, rollout_stage=rollout)
         splits = dataset.streaming_split(RANKS, equal=True)
         self.build_s = time.perf_counter() - begun
         self._generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)

@@ -131,7 +131,8 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
     """
     from pipeline import replay
-    from pipeline.plan import check_resources, plan, render, seats
+    from pipeline.plan import check_resources, plan, seats
+    from pipeline.plan_table import render
     from pipeline.run_folder import check_run_folder, reached, recover, starting_point
     from pipeline.stages import uses_engines
 

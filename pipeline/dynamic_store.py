@@ -9,9 +9,10 @@ filter        `filtered(chunk, found)` -> verdict         drops groups, and so a
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.admission import Admission
 from pipeline.groups import Found, Groups, Opening, Verdict
 from pipeline.published import POLICY, Ticket
-from pipeline.store import Admission, PolicyStore
+from pipeline.store import PolicyStore
 
 
 class DynamicStore(PolicyStore):

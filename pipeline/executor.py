@@ -2,9 +2,9 @@
 
 A stream's executor waits for its tasks in `ray.wait`, for all of them and a tenth of a second at most. Some task always
 waits here, an engine for the next version or the prompt source for its turn, so each of the steps that a chunk takes
-after its engine would cost that tenth. `Prompt` has the executor wait for the first task instead, and not at all where
-blocks are ready that come from no task. It also has it fetch the description of a finished block itself: the thread
-that does so otherwise cannot end that wait, and the block would be handed on with the next one.
+after its engine would cost that tenth. `AnswersAtOnce` has the executor wait for the first task instead, and not at all
+where blocks are ready that come from no task. It also has it fetch the description of a finished block itself: the
+thread that does so otherwise cannot end that wait, and the block would be handed on with the next one.
 """
 
 import time
@@ -37,7 +37,7 @@ class _WaitsForTheFirst:
         return ray.wait(refs, num_returns=num_returns, timeout=0, **more)
 
 
-class Prompt(ExecutionCallback):
+class AnswersAtOnce(ExecutionCallback):
     """Makes the loop of the process that executes a stream answer at once."""
 
     def before_execution_starts(self, executor: Any) -> None:
@@ -47,5 +47,5 @@ class Prompt(ExecutionCallback):
 
 def answer_at_once(context: DataContext) -> None:
     """Have the streams of `context` hand on what is done at once."""
-    others = [kind for kind in context.custom_execution_callback_classes if kind is not Prompt]
-    context.custom_execution_callback_classes = [*others, Prompt]
+    others = [kind for kind in context.custom_execution_callback_classes if kind is not AnswersAtOnce]
+    context.custom_execution_callback_classes = [*others, AnswersAtOnce]

@@ -8,14 +8,11 @@ vLLM are not imported.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rich.table import Table
-
-from pipeline import overlap
 from pipeline.checks import check
 from pipeline.config import Config, ConfigError
-from pipeline.memory import Memory, estimate, shown
+from pipeline.memory import Memory, estimate
 from pipeline.notes import notes
-from pipeline.placement import Resources, Seats, Stage, lines, local_node, node_words, place
+from pipeline.placement import Resources, Seats, Stage, local_node, node_words, place
 from pipeline.replay import REPLAY_CPUS
 from pipeline.stages import (
     begun_prompts,
@@ -24,7 +21,6 @@ from pipeline.stages import (
     uses_critic,
     uses_engines,
     uses_filter,
-    uses_reference,
 )
 from pipeline.train.config import ActorConfig, CriticConfig
 
@@ -299,117 +295,3 @@ def seats(
     """Who would sit where; the arguments are those of `check_resources`. Empty where not everybody has a seat."""
     nodes = [local_node(plan.config.trainer.ray_num_cpus)] if nodes is None else nodes
     return place(plan.stages, nodes, labels or [{}] * len(nodes)) or []
-
-
-def render(plan: Plan, seated: Sequence[Seats] = ()) -> Table:
-    """The plan as a table for the terminal, with who sits where if that is given."""
-    config, memory = plan.config, plan.memory
-    table = Table(title=f"Plan of {config.trainer.experiment_name}", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_row(
-        "model", f"{config.model.path}" + (f", {_count_words(memory.parameters)} parameters" if memory else "")
-    )
-    table.add_row("algorithm", ", ".join(_algorithm(config)))
-    table.add_row("training prompts", "not counted" if plan.train_rows is None else f"{plan.train_rows:,}")
-    if sampling := ", ".join(_sampling(config)):
-        table.add_row("sampling", sampling)
-    table.add_row("iterations", "as many as the prompts give" if plan.iterations is None else f"{plan.iterations:,}")
-    more = begun_prompts(config) - config.rollout.chunk_prompts
-    begun = f", each begun with {more} more (rollout.oversample, {config.rollout.oversample_policy})" if more else ""
-    greedy = f" and {plan.greedy_rows_per_iteration} greedy ones" if plan.greedy_rows_per_iteration else ""
-    table.add_row(
-        "one iteration",
-        f"{config.data.train_batch_size} prompts x {config.rollout.n} samples = {plan.rows_per_iteration} rows{greedy} "
-        f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts{begun}",
-    )
-    for number, line in enumerate(overlap.lines(config)):
-        table.add_row("" if number else "at the same time", line)
-    table.add_row("one train worker", f"{plan.rows_per_rank} rows in {plan.chunks_per_rank} chunks per iteration")
-    table.add_row("optimiser steps", _steps(plan.actor))
-    if plan.critic:
-        warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
-        table.add_row("of the critic", _steps(plan.critic) + warmup)
-    if uses_engines(config):
-        table.add_row("one engine", f"{plan.chunks_in_flight_per_engine} chunks in flight", end_section=True)
-    else:
-        data = config.data
-        which = f"iterations {data.recorded_iterations}" if data.recorded_iterations else "all iterations"
-        table.add_row("responses", f"recorded: {which} of {data.recorded_run}", end_section=True)
-    for stage in plan.stages:
-        table.add_row(stage.name, _many(stage))
-    least = "at least " if any(stage.most for stage in plan.stages) else ""
-    table.add_row("in all", f"{least}{plan.cpus:g} CPUs, {plan.gpus:g} GPUs", end_section=not seated)
-    for line in lines(seated):
-        table.add_row("who sits where", line, end_section=True)
-    if memory is None:
-        table.add_row("memory", "not estimated: the model is not a local folder with safetensors files")
-    else:
-        for name, text in _memory(config, memory):
-            table.add_row(name, text)
-    for note in plan.notes:
-        table.add_row("note", note)
-    return table
-
-
-def _many(stage: Stage) -> str:
-    many = f"{'at least ' if stage.at_least else ''}{stage.count}{f' up to {stage.most}' if stage.most else ''}"
-    gpus = f" + {stage.gpus:g} GPU" if stage.gpus else ""
-    named = ", ".join(f"{key}={value}" for key, value in stage.labels.items())
-    return f"{many} x {stage.cpus:g} CPU{gpus}{f' on nodes labelled {named}' if named else ''}"
-
-
-def _algorithm(config: Config) -> Iterator[str]:
-    yield f"{config.algorithm.adv_estimator} advantages"
-    yield f"{config.actor.policy_loss.loss_mode} loss"
-    if uses_critic(config):
-        yield f"a critic from {config.critic.path or config.model.path}"
-    if uses_reference(config):
-        places = {"reward": config.algorithm.use_kl_in_reward, "loss": config.actor.use_kl_loss}
-        reference = config.scoring.reference.path or config.model.path
-        yield f"KL to {reference} in {' and '.join(place for place, used in places.items() if used)}"
-
-
-def _sampling(config: Config) -> Iterator[str]:
-    data, total = config.data, sum(config.data.source_weights.values())
-    if data.generator is not None:
-        yield f"generated by {data.generator}" + (", filled up from the files" if data.train_files else "")
-    if data.sampler != "uniform":
-        yield f"{data.sampler} sampler"
-    for name, weight in data.source_weights.items():
-        yield f"{name} {weight / total:.0%}"
-
-
-def _steps(updates: Updates) -> str:
-    return f"{updates.mini_batches} mini-batches x {updates.epochs} epochs = {updates.steps} per iteration"
-
-
-def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
-    unknown = "not estimated (no local folder with safetensors files)"
-    critic = unknown if memory.train_critic is None else shown(memory.train_critic)
-    yield (
-        "memory of a train worker",
-        f"{shown(memory.train_worker)} + activations: weights {shown(memory.train_weights)}, gradients "
-        f"{shown(memory.train_gradients)}, optimiser {shown(memory.train_optimizer)}, "
-        f"logits {shown(memory.train_logits)}"
-        + (f", critic {critic}" if uses_critic(config) else "")
-        + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else ""),
-    )
-    limit = (
-        f"{config.rollout.gpu_memory_utilization:.0%} of a GPU in all"
-        if config.rollout.num_gpus
-        else f"{config.rollout.cpu_kvcache_space_gb} GiB of KV cache given"
-    )
-    if uses_engines(config):
-        yield (
-            "memory of an engine",
-            f"weights {shown(memory.engine_weights)}, KV cache for {config.rollout.max_num_seqs} full sequences "
-            f"{shown(memory.engine_kv_needed)} ({limit})",
-        )
-    for name, weights in memory.scorer_weights.items():
-        yield f"memory of a {name} replica", unknown if weights is None else f"{shown(weights)} + activations"
-    yield "rows in the object store", f"{shown(memory.rows)} per iteration at most"
-
-
-def _count_words(count: int) -> str:
-    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"

@@ -172,6 +172,11 @@ def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
     return table
 
 
+def without_rows(table: pa.Table, columns: pa.Schema) -> pa.Table:
+    """No rows, with the columns of `table` and `columns`: what a stage gives that has nothing to do."""
+    return append(table.slice(0, 0), columns, {name: [] for name in columns.names})
+
+
 def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """A list column as numpy: its values [N], one row after the other, and the offsets [R + 1] of the rows in them.
 

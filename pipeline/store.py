@@ -24,11 +24,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from pipeline.admission import Admission
 from pipeline.errors import FinalError
-from pipeline.groups import DynamicSampling
 from pipeline.mailbox import Mailbox
 from pipeline.published import CRITIC as CRITIC
 from pipeline.published import POLICY, Ticket, Versions
@@ -46,30 +45,6 @@ class StoreTimeout(TimeoutError):
 def milliseconds() -> int:
     """Since 1970: a number that no store of a run has used before, since none hands out a thousand a second."""
     return time.time_ns() // 1_000_000
-
-
-@dataclass(frozen=True)
-class Admission:
-    """The arithmetic of admission, all sizes in prompt groups."""
-
-    chunk_prompts: int
-    train_batch_size: int
-    max_staleness: int
-    dynamic: DynamicSampling | None = None
-    """Set where groups may be dropped."""
-
-    def version_needed(self, chunk: int, dropped_groups: int = 0) -> int:
-        """Lowest policy version at which chunk `chunk` (from 0) may start.
-
-        The rule `(c + 1) * chunk_prompts - dropped <= (version + 1 + max_staleness) * train_batch_size`, solved for the
-        version. It depends on the chunk's number and on drops alone, never on who asks first.
-        """
-        groups = (chunk + 1) * self.chunk_prompts - dropped_groups
-        if self.dynamic and self.max_staleness == 0:
-            # Chunks start whole, and what the batch lacks may be less than one: the last chunk starts nevertheless, and
-            # what it has too much is discarded. With staleness the chunks of later iterations fill the batch.
-            groups -= self.chunk_prompts - 1
-        return max(0, -(-groups // self.train_batch_size) - 1 - self.max_staleness)
 
 
 class PolicyStore:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import ray
 
 from pipeline import stream
+from pipeline.admission import Admission
 from pipeline.config import Config
 from pipeline.dynamic_store import DynamicStore
 from pipeline.groups import DynamicSampling
@@ -26,7 +27,7 @@ from pipeline.prompts.stage import Schedule, sources
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.weights import Shard
-from pipeline.store import Admission, PolicyStore, Ticket
+from pipeline.store import PolicyStore, Ticket
 from pipeline.train.feed import Blocks, RowsFeed
 
 RANKS = 2

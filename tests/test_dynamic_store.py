@@ -15,11 +15,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pipeline.admission import Admission
 from pipeline.dynamic_store import DynamicStore
 from pipeline.groups import DynamicSampling, Found, resume
 from pipeline.prompts.stage import LOOKAHEAD, Schedule
 from pipeline.rollout.weights import Shard
-from pipeline.store import POLICY, Admission
+from pipeline.store import POLICY
 
 LONG = 30.0
 MOST = 60

@@ -11,14 +11,14 @@ from ray.data._internal.execution import streaming_executor_state
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher, ThreadedMetadataFetcher
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
-from pipeline.executor import Prompt, _WaitsForTheFirst, answer_at_once
+from pipeline.executor import AnswersAtOnce, _WaitsForTheFirst, answer_at_once
 
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Ray Data's module after an execution has begun, and as it was afterwards."""
     monkeypatch.setattr(streaming_executor_state, "ray", ray)
-    Prompt().before_execution_starts(SimpleNamespace(_topology={}))
+    AnswersAtOnce().before_execution_starts(SimpleNamespace(_topology={}))
     return streaming_executor_state
 
 
@@ -34,7 +34,7 @@ def test_everything_but_waiting_is_rays(patched: ModuleType) -> None:
 def test_blocks_are_not_described_by_a_thread(patched: ModuleType) -> None:
     executor = StreamingExecutor(DataContext())
     assert type(executor._metadata_fetcher) is ThreadedMetadataFetcher
-    Prompt().before_execution_starts(executor)
+    AnswersAtOnce().before_execution_starts(executor)
     assert type(executor._metadata_fetcher) is InlineMetadataFetcher
 
 
@@ -42,7 +42,7 @@ def test_the_context_names_it_once() -> None:
     context = DataContext()
     for _ in range(2):
         answer_at_once(context)
-    assert context.custom_execution_callback_classes.count(Prompt) == 1
+    assert context.custom_execution_callback_classes.count(AnswersAtOnce) == 1
 
 
 def test_it_does_not_wait_where_a_block_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.tiny import build_model
+from pipeline.admission import Admission
 from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.estimators import Estimate, EstimatorInput
 from pipeline.advantage.stage import Advantage
@@ -29,7 +30,6 @@ from pipeline.plan import plan
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.rows import SCHEMA
 from pipeline.schema import keys
-from pipeline.store import Admission
 from pipeline.train import loop
 from pipeline.train.actor import Actor
 from pipeline.train.config import ActorConfig, ModelConfig

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from pipeline.config import ConfigError, load_config
 from pipeline.placement import lines, local_gpus
-from pipeline.plan import check_resources, plan, render, seats, validate
+from pipeline.plan import check_resources, plan, seats, validate
+from pipeline.plan_table import render
 
 SMALL = [
     "data.train_files=train.parquet",

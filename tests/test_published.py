@@ -5,9 +5,10 @@ import asyncio
 import pyarrow as pa
 import pytest
 
+from pipeline.admission import Admission
 from pipeline.published import POLICY, Versions
 from pipeline.rollout.weights import Shard
-from pipeline.store import Admission, PolicyStore, StoreTimeout
+from pipeline.store import PolicyStore, StoreTimeout
 
 LONG = 30.0
 

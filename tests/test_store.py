@@ -11,19 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.admission import Admission
 from pipeline.errors import FinalError
 from pipeline.mailbox import Mailbox
 from pipeline.rollout.weights import Shard, checksum
-from pipeline.store import (
-    CRITIC,
-    POLICY,
-    Admission,
-    PolicyStore,
-    StaleGeneration,
-    StoreTimeout,
-    Ticket,
-    milliseconds,
-)
+from pipeline.store import CRITIC, POLICY, PolicyStore, StaleGeneration, StoreTimeout, Ticket, milliseconds
 
 LONG = 30.0
 """Deadline of waits that must not reach it."""

@@ -136,7 +136,7 @@ class Rollout:
         """
         ticket = await self._admit(table)
         if ticket is None:
-            return rows.append(table.slice(0, 0), rows.ROLLOUT, {name: [] for name in rows.ROLLOUT.names})
+            return rows.without_rows(table, rows.ROLLOUT)
         self._admitted += 1
         self._occupancy.enter()
         try:

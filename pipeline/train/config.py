@@ -29,8 +29,8 @@ class ModelConfig:
     share_prompts: bool | None = None
     """Pass a prompt through the model once for all samples of it that share a forward pass, in training and scoring:
     the same numbers, up to rounding, for less work where prompts are long or many are sampled. It is done where it is
-    estimated to be clearly cheaper. Null does so in models that can (full attention, with `attn_implementation` sdpa or
-    eager), true refuses others, false never does. No GPU has run it yet."""
+    estimated to be clearly cheaper. Null does so in models that can (full attention, with `attn_implementation` sdpa),
+    true refuses others, false never does. No GPU has run it yet."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline import checkpoints, cluster, stream
+from pipeline.admission import Admission
 from pipeline.ask import reach
 from pipeline.config import Config, save_yaml
 from pipeline.dynamic_store import DynamicStore
@@ -30,7 +31,7 @@ from pipeline.plan import Plan
 from pipeline.prompts.stage import Schedule
 from pipeline.stages import uses_engines
 from pipeline.storage import filesystem_of
-from pipeline.store import Admission, PolicyStore, milliseconds
+from pipeline.store import PolicyStore, milliseconds
 from pipeline.track.follow import Follower
 from pipeline.track.history import read_history
 from pipeline.track.retention import Retention

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.admission import Admission
 from pipeline.advantage import filter as module
 from pipeline.advantage.filter import Filter, judge
 from pipeline.config import Config
 from pipeline.dynamic_store import DynamicStore
 from pipeline.errors import FinalError
 from pipeline.groups import DynamicSampling
-from pipeline.store import Admission
 
 CHUNK, BATCH = 2, 4
 AGREE, DIFFER = [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]

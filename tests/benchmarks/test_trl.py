@@ -78,10 +78,12 @@ def test_our_cases_are_the_experiment_and_differ_in_staleness_alone(tmp_path: Pa
 
 
 def test_further_settings_are_of_both_cases_and_those_of_ahead_of_one() -> None:
-    more = ["--ahead", "rollout.num_threads=1", "--", "rollout.chunk_prompts=16"]
+    more = ["--ahead", "rollout.num_engines=2", "--", "rollout.chunk_prompts=4"]
     strict, ahead = config_of(SYNCHRONOUS, *more), config_of(AHEAD, *more)
-    assert strict.rollout.chunk_prompts == ahead.rollout.chunk_prompts == 16
-    assert (strict.rollout.num_threads, ahead.rollout.num_threads) == (2, 1)
+    assert strict.rollout.chunk_prompts == ahead.rollout.chunk_prompts == 4
+    assert (strict.rollout.num_engines, ahead.rollout.num_engines) == (1, 2)
+    assert (strict.rollout.num_threads, strict.trainer.num_threads) == (2, 2)
+    assert (ahead.rollout.num_threads, ahead.trainer.num_threads) == (1, 1), "each side has its own core"
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from pipeline.admission import Admission
 from pipeline.dynamic_store import DynamicStore
 from pipeline.groups import DynamicSampling, Found, position
 from pipeline.prompts import stage
 from pipeline.prompts.endless import EndlessPrompts
 from pipeline.prompts.sampler import Sampler
 from pipeline.prompts.stage import Schedule
-from pipeline.store import Admission
 from tests.prompts.test_stage import WAIT, LocalActor, Run, make, shape  # noqa: F401 (a fixture)
 
 MOST = 3

@@ -15,6 +15,7 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.admission import Admission
 from pipeline.config import Config
 from pipeline.prompts import stage
 from pipeline.prompts.feedback import lag
@@ -22,7 +23,7 @@ from pipeline.prompts.generator import Generator
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.rollout.weights import Shard
 from pipeline.rows import PROMPT
-from pipeline.store import POLICY, Admission, PolicyStore
+from pipeline.store import POLICY, PolicyStore
 from tests import recordings
 from tests.prompts.recorded import record
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.admission import Admission
 from pipeline.rollout.weights import Shard
-from pipeline.store import Admission, PolicyStore
+from pipeline.store import PolicyStore
 from pipeline.train.broadcast import pack
 
 BUCKET = 20_000

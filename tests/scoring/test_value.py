@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from pipeline.admission import Admission
 from pipeline.config import Config
 from pipeline.rows import FLOATS, VALUE
 from pipeline.scoring.value import Value
-from pipeline.store import Admission, PolicyStore
+from pipeline.store import PolicyStore
 from pipeline.train.broadcast import pack
 from pipeline.train.value_model import ValueModel
 from tests.scoring.generated import assert_near, generated

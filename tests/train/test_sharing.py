@@ -225,5 +225,6 @@ def test_models_that_can() -> None:
         GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64)),
     ):
         assert obstacle(lm.eval().get_decoder()) is None
-    lm.config._attn_implementation = "flash_attention_2"
-    assert "flash_attention_2" in str(obstacle(lm.get_decoder()))
+    for other in ("eager", "flash_attention_2"):
+        lm.config._attn_implementation = other
+        assert other in str(obstacle(lm.get_decoder()))

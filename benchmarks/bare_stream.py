@@ -1,0 +1,67 @@
+"""Ray Data alone in the shape of the stream: what is left of its cost when no stage does anything.
+
+Pages, prompts, blocks cut to chunks, an asynchronous actor that waits for the policy store, one task for each chunk,
+and splits for the trainers. Rows have two columns.
+"""
+
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data import ActorPoolStrategy, DataContext, Dataset
+
+from pipeline import stream
+from pipeline.ask import ask
+from pipeline.config import Config
+from pipeline.executor import answer_at_once
+from pipeline.prompts.stage import Schedule
+from pipeline.rollout.stage import StorePolicy
+
+
+class Chunks:
+    """Stands in for the prompt source: the rows of a page, with the numbers of their chunk and iteration."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        schedule = self._schedule
+        per_page = schedule.page_iterations * schedule.chunks_per_iteration
+        first = table["id"][0].as_py() * per_page
+        last = schedule.iterations * schedule.chunks_per_iteration
+        chunks = [c for c in range(first, min(first + per_page, last)) for _ in range(schedule.chunk_prompts)]
+        iterations = [c // schedule.chunks_per_iteration + 1 for c in chunks]
+        return pa.table({"chunk": pa.array(chunks, pa.int64()), "iteration": pa.array(iterations, pa.int64())})
+
+
+class Admitted:
+    """Stands in for an engine: waits until the chunk may start, and hands it on."""
+
+    def __init__(self, policy: StorePolicy) -> None:
+        self._policy, self._version = policy, -1
+
+    async def __call__(self, table: pa.Table) -> pa.Table:
+        ticket = await self._policy.admit("train", table["chunk"][0].as_py(), 0)
+        if ticket is not None and ticket.version > self._version:
+            self._version = ticket.version
+            await self._policy.acknowledge("bare", ticket.version, 0, 0.0)
+        return table
+
+
+def build(config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: Any = None) -> Dataset:
+    """The bare stream; arguments are those of `pipeline.stream.build`."""
+    stream.set_context()
+    answer_at_once(DataContext.get_current())
+    policy = StorePolicy(store, ask(store, "new_generation"), config.trainer.deadlines.admission)
+    source = {"compute": ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1), "num_cpus": stream.SOURCE_CPUS}
+    engine = stream.several(config.rollout.in_flight(schedule.chunks_per_iteration)) | {"num_cpus": 1}
+    pages = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
+    found = pages.map_batches(Chunks, fn_constructor_args=(schedule,), **source, **stream.WHOLE)
+    found = found.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
+    found = found.map_batches(Admitted, fn_constructor_args=(policy,), **engine, **stream.WHOLE)
+    return found.map_batches(_same, num_cpus=config.reward.num_cpus, **stream.WHOLE)
+
+
+def _same(table: pa.Table) -> pa.Table:
+    return table
