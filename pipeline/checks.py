@@ -217,6 +217,9 @@ def _single_values(config: Config) -> Iterator[str]:
     for key in SHARES:
         if not 0 <= value_of(config, key) <= 1:
             yield f"{key}={value_of(config, key)} must lie between 0 and 1"
+    for key in ("rollout.temperature", "rollout.val_kwargs.temperature"):
+        if value_of(config, key) > 2:
+            yield f"{key}={value_of(config, key)} must be at most 2, the highest that vLLM samples at"
     for key in ("rollout.top_p", "rollout.val_kwargs.top_p"):
         if not 0 < value_of(config, key) <= 1:
             yield f"{key}={value_of(config, key)} must be above 0 and at most 1; 1 keeps all tokens"

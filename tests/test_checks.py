@@ -115,6 +115,8 @@ def test_defaults_with_data_and_model_pass():
             "trainer.gpus_per_worker=0.5 + 2 x rollout.num_gpus=0.4 = 1.3 GPUs; lower these, or take nixl",
         ),
         (["rollout.temperature=0"], "rollout.temperature=0"),
+        (["rollout.temperature=2.5"], "rollout.temperature=2.5 must be at most 2"),
+        (["rollout.val_kwargs.temperature=3"], "rollout.val_kwargs.temperature=3"),
         (["reward.max_error_rate=2"], "between 0 and 1"),
         (["model.path=./nowhere"], "no such folder"),
     ],
