@@ -17,6 +17,7 @@ from pipeline.config import Config
 from pipeline.executor import answer_at_once
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout.stage import StorePolicy
+from pipeline.rollout.weights import checksum
 
 
 class Chunks:
@@ -45,7 +46,7 @@ class Admitted:
         ticket = await self._policy.admit("train", table["chunk"][0].as_py(), 0)
         if ticket is not None and ticket.version > self._version:
             self._version = ticket.version
-            await self._policy.acknowledge("bare", ticket.version, 0, 0.0)
+            await self._policy.acknowledge("bare", ticket.version, checksum(ticket.shards), 0.0)
         return table
 
 

@@ -3,6 +3,7 @@
     python -m benchmarks.soak                              # strictly on-policy
     python -m benchmarks.soak --iterations 2000 algorithm.max_staleness=1
     python -m benchmarks.soak algorithm.filter_groups.enable=true
+    python -m benchmarks.soak --ranks 1 data.train_batch_size=8   # the smallest iteration: one chunk to one trainer
     python -m benchmarks.soak --bare                       # Ray Data alone, with stages that do nothing
 
 Engine and trainer are stand-ins that answer at once, so an iteration's time is what prompts, Ray Data, rewards,
@@ -32,7 +33,7 @@ from rich.table import Table
 
 from benchmarks import bare_stream
 from benchmarks.prompt_stream import byte_tokenizer, write_prompts
-from benchmarks.stand_in import InstantRollout, Sample, StandInTrainer, Watch
+from benchmarks.stand_in import RANKS, InstantRollout, Sample, StandInTrainer, Watch
 from pipeline import stream
 from pipeline.config import Config, load_config
 from pipeline.rollout.weights import Shard
@@ -110,13 +111,15 @@ def complaints(times: Sequence[float], grown: Sequence[Growth], most_ms: float, 
     return found
 
 
-def soak(config: Config, iterations: int, run_dir: str, every: float, bare: bool) -> tuple[list[float], list[Growth]]:
+def soak(
+    config: Config, iterations: int, run_dir: str, every: float, bare: bool, ranks: int
+) -> tuple[list[float], list[Growth]]:
     """Seconds of each iteration after the first, in which everything starts, and what grew."""
     start_ray(config)
     # One empty bucket: weights of no size, so that only the protocol is paid for.
     shard = Shard(0, [], [ray.put(np.zeros(1, np.uint8))], [zlib.crc32(bytes(1))])
     build = bare_stream.build if bare else stream.build
-    trainer = StandInTrainer(config, iterations, run_dir, InstantRollout, [shard], build)
+    trainer = StandInTrainer(config, iterations, run_dir, InstantRollout, [shard], build, ranks)
     chunks = trainer.schedule.chunks_per_iteration
     times: list[float] = []
     watch = Watch(lambda: len(times) * chunks, every)
@@ -147,7 +150,7 @@ def settings(folder: Path, overrides: Sequence[str]) -> Config:
             "data.max_prompt_length=512",
             "data.train_batch_size=16",
             "rollout.chunk_prompts=8",
-            "actor.ppo_mini_batch_size=16",
+            "actor.ppo_mini_batch_size=null",
             *overrides,
         ]
     )
@@ -174,12 +177,18 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks at memory and handles")
     parser.add_argument("--most-ms", type=float, default=50.0, help="milliseconds that an iteration may take")
     parser.add_argument("--most-growth", type=float, default=0.05, help="share by which anything may grow")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="trainers that share the rows (default: %(default)s)")
     parser.add_argument("--bare", action="store_true", help="Ray Data alone, in the shape of the stream")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="further settings of the run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         times, grown = soak(
-            settings(Path(folder), args.settings), args.iterations, str(Path(folder) / "run"), args.every, args.bare
+            settings(Path(folder), args.settings),
+            args.iterations,
+            str(Path(folder) / "run"),
+            args.every,
+            args.bare,
+            args.ranks,
         )
     Console().print(report(times, grown))
     found = complaints(times, grown, args.most_ms, args.most_growth)

@@ -79,6 +79,7 @@ class StandInTrainer:
         rollout: class of the rollout stage.
         shards: the weights that every version publishes.
         build: makes the stream.
+        ranks: splits that rows are read from.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class StandInTrainer:
         rollout: type[Rollout],
         shards: Sequence[Shard],
         build: Callable[..., Dataset] = stream.build,
+        ranks: int = RANKS,
     ) -> None:
         self.schedule = Schedule.of(config, iterations)
         self._shards, self._version = shards, 0
@@ -98,11 +100,11 @@ class StandInTrainer:
         self.store = kind.options(num_cpus=0, max_concurrency=10_000).remote(Admission(*sizes, dynamic))
         begun = time.perf_counter()
         dataset = build(config, self.schedule, self.store, run_dir, rollout_stage=rollout)
-        splits = dataset.streaming_split(RANKS, equal=True)
+        splits = dataset.streaming_split(ranks, equal=True)
         self.build_s = time.perf_counter() - begun
         self._generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
         self._ask("begin", 0, len(shards), (0, 0))
-        chunks = self.schedule.chunks_per_iteration // RANKS
+        chunks = self.schedule.chunks_per_iteration // ranks
         self._feeds = [
             RowsFeed(
                 Blocks(
