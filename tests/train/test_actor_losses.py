@@ -267,7 +267,7 @@ def rows_passed(actor: Actor, rows: pa.Table) -> tuple[int, dict[str, float], di
 
     def count(batch: Any, *args: Any) -> Any:
         nonlocal passed
-        passed += int((batch.lengths > 1).sum())  # without rows there is one of one pad token
+        passed += batch.sequences * bool((batch.lengths > 1).any())  # without rows there is one of one pad token
         return backward(batch, *args)
 
     actor._backward = count  # type: ignore[method-assign]

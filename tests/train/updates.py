@@ -32,6 +32,7 @@ CPU = torch.device("cpu")
 def table(seed: int = 0) -> pa.Table:
     """One iteration: 8 prompts with 2 responses of 0 to 9 tokens each, some masked; one row is masked as a whole."""
     rng = np.random.default_rng(seed)
+    prompts = [rng.integers(5, 300, rng.integers(1, 8)) for _ in range(PROMPTS)]
     rows = []
     for number in range(PROMPTS * N):
         length = 0 if number == 5 else int(rng.integers(1, 10))
@@ -39,7 +40,7 @@ def table(seed: int = 0) -> pa.Table:
             {
                 "uid": str(number // N),
                 "sample": number % N,
-                "prompt_ids": rng.integers(5, 300, rng.integers(1, 8)),
+                "prompt_ids": prompts[number // N],
                 "response_ids": rng.integers(5, 300, length),
                 "response_mask": (rng.random(length) < 0.8) & (number != 9),
                 "rollout_log_probs": rng.normal(-5.7, 0.4, length),
@@ -147,6 +148,6 @@ def assert_same_update(one: Path, other: Path) -> dict[str, float]:
     assert a["metrics"].keys() == b["metrics"].keys()
     for metric, value in a["metrics"].items():
         if not metric.startswith("timing_s/"):
-            assert b["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
+            assert b["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=2e-6), metric
     assert_same(a["state"], b["state"], tolerance=1e-4)
     return a["metrics"]
