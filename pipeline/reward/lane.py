@@ -76,7 +76,9 @@ def main(descriptor: int, parent: int) -> None:
             from pipeline.reward.lane_async import serve
 
             return serve(runner, channel, call)
-        channel.send(runner.answer(call, runner.run(call)))
+        # The answer of a row is out before the next one begins, so it is known which row this process died of.
+        for part in runner.parts(call):
+            channel.send(runner.answer(part, runner.run(part)))
 
 
 def _die_with(parent: int) -> None:
@@ -133,6 +135,12 @@ class Runner:
         self.asynchronous = [name for name, loaded in self._loaded.items() if _is_async(loaded)]
         """Names of the `async def` functions."""
         self._process = os.getpid()
+
+    def parts(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is called one after the other: the rows of a frame, or all of them where the function takes batches."""
+        if self._functions[call["function"]].batch:
+            return [call]
+        return [{**call, "rows": [row]} for row in call["rows"]]
 
     def run(self, call: dict[str, Any]) -> Any:
         """What a plain function returns for a call, or the exception it raised."""

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,8 +69,11 @@ class Lane(asyncio.Protocol):
         """Whether it has loaded the functions."""
         self.shared = shared
         """Whether it serves `async def` functions, many calls at once."""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, deque[Job]] = {}
+        """What it has not answered, by the number of its frame. It works on the first one of each."""
         self.begun_at = self.used_at = now
+        self.dead = False
+        """Whether the process was seen to have ended; what it wrote before may not have been read yet."""
         self.connecting: asyncio.Task[None] | None = None
         self._owner, self._settings = owner, settings
         self._transport: asyncio.WriteTransport | None = None

@@ -5,8 +5,9 @@
                        └──► lane (`async def` functions, all calls at once)
 
 1. A pool lives as long as its process (a Ray worker), so that modules stay loaded and clients connected between chunks.
-2. Rows are handed out one by one, so it is always known which row a lane died of. A call that takes longer than its
-   function's limit has its lane killed, with every process that lane started, and its row becomes an error.
+2. A lane is given one row at a time, of rules as many as it works on for `AHEAD_S`. It answers each before it begins
+   the next one, so it is always known which row it died of. A call that takes longer than its function's limit has its
+   lane killed, with every process that lane started, and its row becomes an error; the rows behind it go elsewhere.
 3. Others do not wait behind it: when no lane has become free for a while, another one is opened, up to
    `reward.max_processes`. Rows that hang cost a chunk one limit together, not one each.
 4. Lanes inherit no descriptors (Ray's sockets in particular), have a session of their own, and are killed by the kernel
@@ -42,6 +43,10 @@ LAG_S = 2.0
 """Seconds after its limit in which an `async def` function must have been ended by its own event loop."""
 GRACE_S = 1.0
 """Seconds without a free lane after which another one is opened; less where the limit of a call is short."""
+AHEAD_S = 0.02
+"""Seconds of work with rules that a lane is given at once, going by the rows before."""
+SOON_S = 1e-5
+"""Seconds that any row counts as taking: answers that were read together seem to take none."""
 IDLE_S = 60.0
 """Seconds after which a lane that was not needed is closed."""
 
@@ -68,6 +73,8 @@ class Pool:
         self._waiting: dict[str, deque[Job]] = {name: deque() for name in self._functions}
         self._asynchronous: frozenset[str] = frozenset()
         """Names of the `async def` functions; known once a lane has loaded them."""
+        self._pace: dict[str | None, float] = {}
+        """Seconds that a row took a rule of late, by data source."""
         self._refused: str | None = None
         """Why the functions cannot be loaded."""
         self._free_at = 0.0
@@ -150,7 +157,7 @@ class Pool:
                 lane = self._lane_for(name)
                 if lane is None:
                     break
-                self._begin(lane, queue.popleft(), now)
+                self._begin(lane, self._next(queue), now)
 
     def _may_begin(self, name: str, now: float) -> bool:
         return self._functions[name].path is None or self._limit.may_begin(now)
@@ -160,13 +167,24 @@ class Pool:
             return next((lane for lane in self._lanes if lane.shared and lane.ready), None)
         return next((lane for lane in self._lanes if lane.free), None)
 
-    def _begin(self, lane: Lane, job: Job, now: float) -> None:
-        number, call = next(self._ids), job.call
-        job.deadline = now + call.limit_s + (LAG_S if lane.shared else 0.0)
-        lane.jobs[number], lane.used_at = job, now
-        if self._functions[call.function].path is not None:
+    def _next(self, queue: deque[Job]) -> deque[Job]:
+        """What one lane is given at once: a job, or several for one rule that is soon done with them."""
+        jobs = deque([queue.popleft()])
+        source = _source(jobs[0])
+        if self._is_rule(jobs[0]):
+            most = AHEAD_S / self._pace.get(source, AHEAD_S)
+            while queue and len(jobs) < most and _source(queue[0]) == source:
+                jobs.append(queue.popleft())
+        return jobs
+
+    def _begin(self, lane: Lane, jobs: deque[Job], now: float) -> None:
+        number, call = next(self._ids), jobs[0].call
+        jobs[0].deadline = now + call.limit_s + (LAG_S if lane.shared else 0.0)
+        lane.jobs[number], lane.used_at = jobs, now
+        if not self._is_rule(jobs[0]):
             self._limit.begin(now)
-        lane.send({"id": number, "function": call.function, "rows": call.rows, "limit_s": call.limit_s})
+        rows = [row for job in jobs for row in job.call.rows]
+        lane.send({"id": number, "function": call.function, "rows": rows, "limit_s": call.limit_s})
 
     def received(self, lane: Lane, content: Any) -> None:
         """A frame from a lane: what it has loaded, or an answer.
@@ -184,27 +202,42 @@ class Pool:
             self._asynchronous = frozenset(content["asynchronous"])
             lane.ready, lane.shared = True, lane.shared or len(self._asynchronous) == len(self._functions)
         else:
-            job = lane.jobs[content["id"]]
-            answers = trusted(content["answers"], len(job.call.rows))
-            del lane.jobs[content["id"]]
+            jobs = lane.jobs[content["id"]]
+            answers = trusted(content["answers"], len(jobs[0].call.rows))
+            job = jobs.popleft()
             self._finish(job, answers)
+            if self._is_rule(job):
+                took, before = max(now - lane.used_at, SOON_S), self._pace.get(_source(job), AHEAD_S)
+                self._pace[_source(job)] = (took + before) / 2
+            lane.used_at = now
+            if jobs:
+                jobs[0].deadline = now + jobs[0].call.limit_s
+                return
+            del lane.jobs[content["id"]]
         lane.used_at = self._free_at = now
         self._hand_out()
 
+    def _is_rule(self, job: Job) -> bool:
+        return self._functions[job.call.function].path is None
+
     def _finish(self, job: Job, answers: list[Answer]) -> None:
-        if self._functions[job.call.function].path is not None:
+        if not self._is_rule(job):
             self._limit.end()
         if not job.answers.done():
             job.answers.set_result(answers)
 
     def ended(self, lane: Lane, reason: str) -> None:
-        """A lane is of no use any more; `reason` becomes the error of the rows in it."""
+        """A lane is of no use any more; `reason` becomes the error of what it worked on."""
         if lane not in self._lanes:
             return
         self._drop(lane)
-        jobs, lane.jobs = lane.jobs, {}
-        for job in jobs.values():
+        given, lane.jobs = lane.jobs, {}
+        for jobs in given.values():
+            job = jobs.popleft()
             self._finish(job, [(0.0, "{}", reason[:MAX_ERROR])] * len(job.call.rows))
+            # It has not begun those. More of them may hang: they are handed out one by one until they prove fast.
+            self._pace.pop(_source(job), None)
+            self._waiting[job.call.function].extendleft(reversed(jobs))
         if not lane.ready:
             words = lane.last_words()
             said = f"; the last that it wrote: {words}" if words else ""
@@ -248,7 +281,8 @@ class Pool:
                 self._look(time.monotonic())
                 await asyncio.sleep(TICK_S)
         except Exception as error:  # noqa: BLE001 (a caller waits, and would for ever)
-            for job in [*itertools.chain(*self._waiting.values()), *(j for n in self._lanes for j in n.jobs.values())]:
+            given = [jobs for lane in self._lanes for jobs in lane.jobs.values()]
+            for job in itertools.chain(*self._waiting.values(), *given):
                 if not job.answers.done():
                     job.answers.set_exception(RuntimeError(f"reward: {type(error).__name__}: {error}"))
             for queue in self._waiting.values():
@@ -257,7 +291,7 @@ class Pool:
     def _look(self, now: float) -> None:
         self._killed = [process for process in self._killed if process.poll() is None]
         for lane in list(self._lanes):
-            late = [job for job in lane.jobs.values() if job.deadline < now]
+            late = [jobs[0] for jobs in lane.jobs.values() if jobs[0].deadline < now]
             if late:
                 blocked = "; an async function blocked the event loop, which all rows share" if lane.shared else ""
                 self.ended(lane, f"TimeoutError: {no_score_after(late[0].call.limit_s)}{blocked}")
@@ -265,7 +299,9 @@ class Pool:
                 self.ended(lane, f"importing them took longer than {START_S:g} s")
             # A copy that the function forked may hold the connection open.
             elif (code := lane.process.poll()) is not None:
-                self.ended(lane, ending(code))
+                if lane.dead:
+                    self.ended(lane, ending(code))
+                lane.dead = True
         # A minute may have gone by for the rate limit.
         self._hand_out()
         self._open_missing(now)
@@ -288,6 +324,11 @@ class Pool:
                     for _ in range(min(len(plain), self._max_processes - len(plain))):
                         self._open()
                 return
+
+
+def _source(job: Job) -> str | None:
+    """The data source of a call's first row, by which rules are chosen."""
+    return job.call.rows[0][0]
 
 
 _POOLS: dict[str, Pool] = {}

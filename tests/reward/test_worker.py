@@ -7,13 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.reward import worker
 from pipeline.reward.config import RateLimitConfig, RewardConfig
-from pipeline.reward.process import Call, trusted
+from pipeline.reward.functions import ONLY, functions
+from pipeline.reward.limits import RateLimit
+from pipeline.reward.process import Call, Lane, trusted
 from pipeline.reward.stage import Reward
 from tests.reward.rewards import GOOD, custom, errors, parts, scores, table
 
@@ -373,6 +376,48 @@ def test_a_call_has_its_own_limit(tmp_path: Path) -> None:
         begun = time.perf_counter()
         ((answer,),) = pool.run([Call("", [["s", "text", None, None]], 0.3)])
     assert answer == (0.0, "{}", "TimeoutError: no score after 0.3 s") and time.perf_counter() - begun < 3
+
+
+def test_rows_given_to_a_lane_at_once_begin_once_and_fail_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that takes the function for a rule gives a lane many rows; those behind a bad one go elsewhere."""
+    source = f"""
+import os, time
+def compute_score(solution_str, **row):
+    with open({str(tmp_path / "log")!r}, "a") as log:
+        log.write(solution_str + "\\n")
+    if "exit" in solution_str:
+        os._exit(3)
+    if "sleep" in solution_str:
+        time.sleep(3600)
+    return float(solution_str)
+"""
+    config = custom(tmp_path, source, timeout_s=LIMIT_S)
+    (function,) = functions(config)
+    settings = {"functions": [asdict(function)], "rule_kwargs": {}, "sandbox": asdict(config.sandbox)}
+    frames: list[int] = []
+    send = Lane.send
+    monkeypatch.setattr(
+        Lane, "send", lambda lane, content: (frames.append(len(content.get("rows", []))), send(lane, content))
+    )
+    pool = worker.Pool([replace(function, path=None)], settings, 2, RateLimit(None, None))
+    responses = [str(number) for number in range(200)]
+    responses[20:22], responses[120] = ["exit a", "exit b"], "sleep"
+    try:
+        found = pool.run([Call(ONLY, [["s", response, None, None]], LIMIT_S) for response in responses])
+    finally:
+        pool.close()
+    for response, ((score, _, error),) in zip(responses, found, strict=True):
+        if "exit" in response:
+            assert error == "LaneError: the process of the reward function ended with exit code 3"
+        elif "sleep" in response:
+            assert error == "TimeoutError: no score after 1.5 s"
+        else:
+            assert error is None and score == float(response)
+    assert sorted((tmp_path / "log").read_text().splitlines()) == sorted(responses)
+    # One by one at first, and after each loss.
+    assert max(frames) > 10 and frames.count(1) >= 4 and len(frames) < 100
 
 
 def test_overhead_of_a_row_is_small() -> None:
