@@ -2,7 +2,6 @@
 
 import pyarrow as pa
 from torch import Tensor
-from transformers import AutoConfig
 
 from pipeline.config import Config
 from pipeline.rows import REFERENCE, append
@@ -50,6 +49,8 @@ def _load(config: Config) -> Policy:
     model = scoring_model(config.model, config.scoring.reference, config.actor.fsdp, path)
     if not path:
         return load_policy(model)
+    from transformers import AutoConfig
+
     reference = load_policy(model, "scoring.reference.path")
     trained = AutoConfig.from_pretrained(config.model.path or "", trust_remote_code=config.model.trust_remote_code)
     sizes = [part.get_text_config().vocab_size for part in (reference.lm.config, trained)]

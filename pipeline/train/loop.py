@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,10 @@ from pipeline import checkpoints
 from pipeline.advantage.kl import kl_controller
 from pipeline.ask import ANSWER_S, ask
 from pipeline.cluster import compute_threads
-from pipeline.config import Config
 from pipeline.errors import FinalError
 from pipeline.export.settings import ModelSettings
 from pipeline.overlap import trains_early
 from pipeline.prompts.chat import load_tokenizer
-from pipeline.prompts.stage import Schedule
 from pipeline.rollout.direct import TRANSPORTS
 from pipeline.stages import uses_critic
 from pipeline.store import CRITIC, POLICY
@@ -46,6 +43,7 @@ from pipeline.train.broadcast import Sender
 from pipeline.train.checkpoint import Saver, restore
 from pipeline.train.critic import Critic
 from pipeline.train.early import EarlyUpdate
+from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import Blocks, RowsFeed
 from pipeline.train.fsdp import save_hf, torch_dtype
 from pipeline.train.learner import Learner
@@ -57,25 +55,8 @@ TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 """How torch words that a collective operation took too long."""
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """What the driver gives every train worker."""
-
-    config: Config
-    schedule: Schedule
-    store: Any
-    run_dir: str
-    checkpoint: str | None = None
-    """Folder or URL of the checkpoint that the run begins with; null begins anew."""
-
-
 class CollectiveTimeout(TimeoutError):
     """The other train workers did not come to a collective operation."""
-
-
-def train_loop(settings: dict[str, LoopSettings]) -> dict[str, Any]:
-    """Entry point of a Ray Train worker; how training ended."""
-    return Loop(settings["settings"]).run()
 
 
 class Loop:

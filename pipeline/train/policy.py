@@ -15,8 +15,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.train.config import ModelConfig
 from pipeline.train.pretrained import Pretrained, check_complete, load_pretrained, without_dropout
@@ -126,6 +124,8 @@ class Policy(Pretrained):
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the head with the model's own on random hidden states: families scale or cap logits in many ways."""
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
         head, decoder = self.lm.get_output_embeddings(), self.decoder
         name = type(self.lm).__name__
         if not isinstance(head, nn.Linear) or decoder is self.lm:
@@ -162,6 +162,9 @@ def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True
     Raises:
         ValueError: no path, an incomplete model folder, or weights missing in the checkpoint.
     """
+    # `transformers` takes seconds to import, and every process that sees the stream imports this module.
+    from transformers import AutoModelForCausalLM
+
     lm, report = load_pretrained(AutoModelForCausalLM, config, key)
     missing = set(report["missing_keys"])
     if not with_head:

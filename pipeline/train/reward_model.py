@@ -15,8 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.train.config import ModelConfig
 from pipeline.train.pretrained import Pretrained, check_complete, load_pretrained, without_dropout
@@ -87,6 +85,8 @@ class RewardModel(Pretrained):
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the head with the model's own on random hidden states of a row that ends with no pad token."""
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
         head, decoder = self.lm.score, self.lm.base_model
         generator = torch.Generator().manual_seed(0)
         hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
@@ -113,6 +113,8 @@ def load_reward_model(model: ModelConfig, key: str = "model.path", new_head: boo
         ValueError: no path, an incomplete model folder, weights missing in the checkpoint, a head with another number
             of labels than one, no head (without `new_head`), or an unsupported model.
     """
+    from transformers import AutoModelForSequenceClassification
+
     options: dict[str, Any] = {"num_labels": 1, "ignore_mismatched_sizes": True}
     if model.attn_implementation == "sdpa":
         options["attn_implementation"] = None  # the same, but eager for models without it, as DeBERTa

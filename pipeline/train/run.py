@@ -37,9 +37,9 @@ from pipeline.track.history import read_history
 from pipeline.track.retention import Retention
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
+from pipeline.train.entry import LoopSettings, train_loop
 from pipeline.train.faults import Restarts, sentence
 from pipeline.train.follow_run import follow
-from pipeline.train.loop import LoopSettings, train_loop
 
 
 @dataclass
