@@ -4,9 +4,11 @@ A stream's executor waits for its tasks in `ray.wait`, for all of them and a ten
 waits here, an engine for the next version or the prompt source for its turn, so each of the steps that a chunk takes
 after its engine would cost that tenth. `AnswersAtOnce` has the executor wait for the first task instead, and not at all
 where blocks are ready that come from no task. It also has it fetch the description of a finished block itself: the
-thread that does so otherwise cannot end that wait, and the block would be handed on with the next one.
+thread that does so otherwise cannot end that wait, and the block would be handed on with the next one. Those who wait
+for the stream's rows look for them after each step, not every hundredth of a second.
 """
 
+import threading
 import time
 from typing import Any
 
@@ -17,7 +19,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 
 PAUSE_S = 0.002
-"""Between two looks: what is ready and may not be taken yet must not keep a core busy."""
+"""Before a look at what was ready already: what may not be taken yet must not keep a core busy."""
 
 
 class _WaitsForTheFirst:
@@ -32,9 +34,32 @@ class _WaitsForTheFirst:
     def wait(self, refs: list[Any], *, num_returns: int = 1, timeout: float | None = None, **more: Any) -> Any:
         # What a step has made ready without a task, such as the split among the trainers, is handed on by the next one.
         if not any(operator.has_next() for operator in self._executor._topology):
+            begun = time.monotonic()
             ray.wait(refs, num_returns=1, timeout=timeout, **more)
-            time.sleep(PAUSE_S)
+            if time.monotonic() - begun < PAUSE_S:
+                time.sleep(PAUSE_S)
         return ray.wait(refs, num_returns=num_returns, timeout=0, **more)
+
+
+class _SleepsForAStep:
+    """The module `time` whose `sleep` ends with a step of the executor; in it sleeps who waits for rows."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Condition()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def sleep(self, seconds: float) -> None:
+        with self._steps:
+            self._steps.wait(seconds)
+
+    def wake(self) -> None:
+        with self._steps:
+            self._steps.notify_all()
+
+
+_CLOCK = _SleepsForAStep()
 
 
 class AnswersAtOnce(ExecutionCallback):
@@ -42,7 +67,11 @@ class AnswersAtOnce(ExecutionCallback):
 
     def before_execution_starts(self, executor: Any) -> None:
         streaming_executor_state.ray = _WaitsForTheFirst(executor)  # type: ignore[assignment]
+        streaming_executor_state.time = _CLOCK  # type: ignore[assignment]
         executor._metadata_fetcher = InlineMetadataFetcher()
+
+    def on_execution_step(self, executor: Any) -> None:
+        _CLOCK.wake()
 
 
 def answer_at_once(context: DataContext) -> None:

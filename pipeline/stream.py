@@ -142,6 +142,8 @@ def set_context() -> None:
     # who take none until the whole iteration is there: both sides would wait for ever.
     context.downstream_capacity_backpressure_ratio = None
     context.execution_options.preserve_order = True
+    # A thread that looks at a task's memory costs a short task milliseconds.
+    context.memory_usage_poll_interval_s = None
 
 
 def rewarded(stream: Dataset, config: Config, together: int) -> Dataset:
