@@ -9,6 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline import blocks
+
+# A worker imports this module with the first stage that it runs.
+blocks.register()
+
 INTS = pa.list_(pa.int32())
 FLOATS = pa.list_(pa.float32())
 RUNS = pa.list_(pa.struct([("version", pa.int64()), ("tokens", pa.int32())]))
