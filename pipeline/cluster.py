@@ -24,6 +24,8 @@ LOCAL_RAY = {
     "RAY_idle_worker_killing_time_threshold_ms": "3600000",
     # What Ray remembers of finished tasks for `ray list tasks`, about 12 KiB each; its default is 100,000 of them.
     "RAY_task_events_max_num_task_in_gcs": "2000",
+    # Ray would start a worker for each CPU before it knows what for; a run's actors have environments of their own.
+    "RAY_prestart_worker_first_driver": "0",
 }
 """Environment of a Ray that is started on this machine."""
 

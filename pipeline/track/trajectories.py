@@ -67,7 +67,8 @@ class Record:
         # The bytes are complete before a file is opened: closing a half-written stream of an object store would
         # otherwise publish it.
         content = pa.BufferOutputStream()
-        pq.write_table(rows, content, compression="zstd")
+        # Dictionaries would make the file larger, and take most of the time.
+        pq.write_table(rows, content, compression="zstd", use_dictionary=False)
         aside = f"{folder}/.{uuid.uuid4().hex}.tmp"
         self._filesystem.create_dir(folder, recursive=True)
         try:

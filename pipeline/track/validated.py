@@ -26,8 +26,10 @@ class Validation:
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The rows of `table` that are not for validation."""
-        validation = table.filter(pc.equal(table["split"], "val"))
-        if len(validation):
-            self._record(validation)
-            ask(self._store, "validated", self._generation, validation.select(self.COLUMNS))
-        return table.filter(pc.not_equal(table["split"], "val"))
+        for_validation = pc.equal(table["split"], "val")
+        if not pc.any(for_validation).as_py():
+            return table
+        validation = table.filter(for_validation)
+        self._record(validation)
+        ask(self._store, "validated", self._generation, validation.select(self.COLUMNS))
+        return table.filter(pc.invert(for_validation))
