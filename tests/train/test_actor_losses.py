@@ -346,8 +346,9 @@ SPLIT: dict[str, dict[str, Any]] = {loss: {"loss": loss} for loss in LOSSES} | {
             "rollout_rs_threshold": "0.7_1.6,0.1",
         },
     },
+    # Not KL-Cov: its penalty |log r| has a gradient of either sign, by rounding, where the policy has not moved yet.
     "decoupled, sequences": {
-        "loss": "kl_cov",
+        "loss": "clip_cov",
         "old_log_probs": "recompute",
         "correction": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
     },
