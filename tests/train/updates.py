@@ -133,10 +133,16 @@ def save_update(learner: Actor | Critic, rows: pa.Table, path: str, part: Callab
         torch.save({"metrics": metrics, "state": state, "parts": [own for _, own in gathered]}, path)
 
 
+def _run(rank: int, work: Callable[..., None], args: tuple[str, ...]) -> None:
+    work(rank, *args)
+    # Now and then a thread of torch outlives its process group, and the way out through C++ aborts.
+    os._exit(0)
+
+
 def spawn(work: Callable[..., None], *args: str) -> None:
     """Run `work(rank, *args)` in two processes."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.spawn(work, args=args, nprocs=2, join=False)
+    context = mp.spawn(_run, args=(work, args), nprocs=2, join=False)
     deadline = time.monotonic() + 180
     while not context.join(timeout=1):
         assert time.monotonic() < deadline, "2 ranks did not finish within 180 s"
