@@ -164,7 +164,7 @@ class Pool:
 
     def _lane_for(self, name: str) -> Lane | None:
         if name in self._asynchronous:
-            return next((lane for lane in self._lanes if lane.shared and lane.ready), None)
+            return next((lane for lane in self._lanes if lane.shared and lane.ready and not lane.dead), None)
         return next((lane for lane in self._lanes if lane.free), None)
 
     def _next(self, queue: deque[Job]) -> deque[Job]:
@@ -209,9 +209,8 @@ class Pool:
             if self._is_rule(job):
                 took, before = max(now - lane.used_at, SOON_S), self._pace.get(_source(job), AHEAD_S)
                 self._pace[_source(job)] = (took + before) / 2
-            lane.used_at = now
             if jobs:
-                jobs[0].deadline = now + jobs[0].call.limit_s
+                lane.used_at, jobs[0].deadline = now, now + jobs[0].call.limit_s
                 return
             del lane.jobs[content["id"]]
         lane.used_at = self._free_at = now
@@ -299,7 +298,7 @@ class Pool:
                 self.ended(lane, f"importing them took longer than {START_S:g} s")
             # A copy that the function forked may hold the connection open.
             elif (code := lane.process.poll()) is not None:
-                if lane.dead:
+                if lane.dead or not lane.jobs:
                     self.ended(lane, ending(code))
                 lane.dead = True
         # A minute may have gone by for the rate limit.
