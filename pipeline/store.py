@@ -23,7 +23,7 @@ a generation), so that a slow but living run never trips it, and a dead one alwa
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.admission import Admission
@@ -270,11 +270,14 @@ class PolicyStore:
 
     # prompt positions: where a restarted source actor or a resumed run goes on
 
-    async def set_position(self, generation: int, iteration: int, position: Any) -> None:
-        """The prompts of `iteration` end at `position`."""
+    async def made(self, generation: int, prompts: Sequence[tuple[int, Any, dict[str, int]]]) -> None:
+        """The prompts of some iterations are made: of each its number, the position at which they end, and metrics of
+        them for the driver."""
         async with self._changed:
             self._check(generation)
-            self._positions[iteration] = position
+            for iteration, position, metrics in prompts:
+                self._positions[iteration] = position
+                self._mailbox.post("prompts", iteration=iteration, metrics=metrics)
             for old in [i for i in self._positions if i < self.version - 1]:
                 del self._positions[old]
 

@@ -346,7 +346,7 @@ def test_a_new_generation_fails_every_older_wait_at_once_and_forgets() -> None:
             lambda: store.admit(1, 0, LONG),
             lambda: store.weights(1, POLICY, 0, LONG),
             lambda: store.drop(1, 1),
-            lambda: store.set_position(1, 1, None),
+            lambda: store.made(1, [(1, None, {})]),
             lambda: store.position(1, 1),
             lambda: store.end(1, 1),
             lambda: store.ended(1),
@@ -472,7 +472,7 @@ def test_positions() -> None:
         store = await begun(version=3)
         assert await store.position(1, 3) == (0, 0)  # where `begin` said
         for iteration in range(4, 9):
-            await store.set_position(1, iteration, (0, iteration * 4))
+            await store.made(1, [(iteration, (0, iteration * 4), {})])
             await publish(store, iteration)
             assert await store.position(1, iteration) == (0, iteration * 4)
         assert await store.position(1, 7) == (0, 28)

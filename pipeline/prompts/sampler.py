@@ -127,6 +127,8 @@ class SolveRate(Sampler):
 
 
 SAMPLERS: dict[str, type[Sampler]] = {"uniform": Sampler, "weighted": Weighted, "solve_rate": SolveRate}
+SETTLED = ("uniform", "weighted")
+"""Those that do not look at what became of prompts."""
 
 
 def sampler_class(name: str) -> type[Sampler]:

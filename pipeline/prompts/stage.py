@@ -7,6 +7,7 @@ admitted, so the source never runs ahead of the run, however large the data. The
 in the store; a restarted actor and a resumed run go on from there.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from pipeline.prompts.generator import make_generator
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.recorded import RecordedSupply
 from pipeline.prompts.recording import Recording
-from pipeline.prompts.sampler import make_sampler
+from pipeline.prompts.sampler import SETTLED, make_sampler
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.supply import Supply
 from pipeline.rollout.sampling import RowLimits
@@ -35,7 +36,10 @@ from pipeline.stages import begun_prompts, uses_filter
 from pipeline.track.history import read_history
 
 MAX_PAGES = 256
-"""Each page costs a task at the start of the run; more iterations a page cost memory for their prompts."""
+"""Pages of a run: each of them is a block from the start."""
+PAGE_PROMPTS = 256
+"""Prompts of a page, where those of an iteration are fewer and it need not wait for what became of others: a page costs
+as much as the way of a chunk."""
 LOOKAHEAD = 1
 """Iterations whose prompts are made before they are admitted."""
 
@@ -57,6 +61,8 @@ class Schedule:
     """With dynamic sampling: batches of prompts that an iteration may take. Pages are then of batches."""
     more_prompts: int = 0
     """Prompts that a chunk begins with beyond `chunk_prompts`."""
+    page_prompts: int = 0
+    """Prompts of whole iterations that go into one page, as far as no validation stands between them."""
 
     @classmethod
     def of(cls, config: Config, iterations: int) -> "Schedule":
@@ -70,6 +76,7 @@ class Schedule:
             ahead(config),
             config.algorithm.filter_groups.max_num_gen_batches if uses_filter(config) else None,
             begun_prompts(config) - config.rollout.chunk_prompts,
+            PAGE_PROMPTS if config.data.generator is None and config.data.sampler in SETTLED else 0,
         )
 
     @property
@@ -83,7 +90,10 @@ class Schedule:
             # Validation rows stand in front of a page, and every version must generate the first batch of one.
             often = self.validation and self.test_freq > 0
             return 1 if often else -(-self.iterations * self.max_num_gen_batches // MAX_PAGES)
-        return max(1, -(-self.iterations // MAX_PAGES))
+        fitting = self.page_prompts // (self.chunks_per_iteration * self.begun_prompts)
+        if self.validation and self.test_freq > 0:
+            fitting = min(fitting, self.test_freq)
+        return max(1, fitting, -(-self.iterations // MAX_PAGES))
 
     @property
     def pages(self) -> int:
@@ -166,6 +176,10 @@ class Prompts:
             page_lag = lag(config.algorithm.max_staleness, schedule.page_iterations)
             self._supply = Supply(train, generator, epochs, run_dir, page_lag)
         self._next_page = -1
+        self._last: int | None = None
+        """The last policy version that generates rows, once the prompts have ended."""
+        self._made: list[tuple[int, Any, dict[str, int]]] = []
+        """Iterations of which the store has not been told, with the positions at which they end and their metrics."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The rows of one page; none once the data or the iterations are used up."""
@@ -173,6 +187,8 @@ class Prompts:
         schedule, deadlines = self._schedule, self._config.trainer.deadlines
         before = page * schedule.page_iterations  # iterations of this generation before the page
         base, _ = self._wait("start", deadlines.engine_start)
+        # Not merely whether the end is known: a restarted actor makes the page again in which it came.
+        self._last = self._ask("ended")
         if self._past_end(base + before):
             return PROMPT.empty_table()
         self._wait("pace", before * schedule.chunks_per_iteration, LOOKAHEAD, deadlines.admission)
@@ -182,6 +198,7 @@ class Prompts:
         made = [PROMPT.empty_table()]
         for done in range(before, before + schedule.page_iterations):
             made += self._iteration(base + done, done)
+        self._tell()
         return pa.concat_tables(made)
 
     def _iteration(self, version: int, done: int) -> Iterator[pa.Table]:
@@ -198,14 +215,22 @@ class Prompts:
             if schedule.validates(due, last and due == version):
                 yield from self._validation(due, base)
         if last:
+            self._tell()
             self._ask("end", version)
+            self._last = version
             return
         first = done * schedule.chunks_per_iteration
         for chunk in range(schedule.chunks_per_iteration):
             prompts = to_table(rows[chunk * size : (chunk + 1) * size])
             yield stamp(prompts, "train", first + chunk, version + 1)
-        self._ask("set_position", version + 1, self._supply.state)
-        self._ask("post", "prompts", {"iteration": version + 1, "metrics": self._supply.counts()})
+        # A copy: samplers and generators may go on with what they gave as their state.
+        self._made.append((version + 1, copy.deepcopy(self._supply.state), self._supply.counts()))
+
+    def _tell(self) -> None:
+        """Tell the store of the iterations that have been made."""
+        if self._made:
+            self._ask("made", self._made)
+            self._made = []
 
     def _validation(self, version: int, base: int) -> Iterator[pa.Table]:
         # What a resumed run starts from was validated before it stopped, unless the stop cut the validation off.
@@ -229,9 +254,7 @@ class Prompts:
         return False
 
     def _past_end(self, version: int) -> bool:
-        # Not merely whether the end is known: a restarted actor makes the page again in which it came.
-        ended = self._ask("ended")
-        return ended is not None and version > ended
+        return self._last is not None and version > self._last
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the store that answers at once."""

@@ -93,8 +93,9 @@ def make(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., Run]]:
-    """Makes a run: chunks of 2 prompts, 2 chunks to an iteration."""
+    """Makes a run: chunks of 2 prompts, 2 chunks to an iteration, one iteration to a page."""
     monkeypatch.setattr(stage, "load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr(stage, "PAGE_PROMPTS", 0)
     monkeypatch.setattr(ray, "get", get)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -184,9 +185,69 @@ def test_schedule_of_a_config() -> None:
     config = Config()
     config.data.train_batch_size, config.rollout.chunk_prompts = 12, 4
     config.trainer.val_before_train, config.trainer.test_freq = False, 7
-    assert Schedule.of(config, 9) == Schedule(9, 3, 4, False, False, 7)
+    assert Schedule.of(config, 9) == Schedule(9, 3, 4, False, False, 7, page_prompts=stage.PAGE_PROMPTS)
     config.data.val_files = "val.parquet"
     assert Schedule.of(config, 9).validation
+
+
+def test_small_iterations_share_a_page_as_far_as_nothing_stands_between_them() -> None:
+    def together(iterations: int = 100, page_prompts: int = 48, **more: Any) -> int:
+        given = {"validation": False, "val_before_train": False, "test_freq": -1} | more
+        return Schedule(iterations, 2, 2, page_prompts=page_prompts, **given).page_iterations
+
+    assert together() == 12 and together(page_prompts=3) == together(page_prompts=0) == 1
+    assert together(more_prompts=1) == 8, "a chunk begins with more prompts"
+    assert together(validation=True) == together(test_freq=5) == 12
+    assert together(validation=True, test_freq=5) == 5, "one validation to a page"
+    assert together(100 * stage.MAX_PAGES, validation=True, test_freq=5) == 100
+    assert together(page_prompts=0, max_num_gen_batches=1) == together(max_num_gen_batches=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "shared"),
+    [
+        ({}, True),
+        ({"sampler": "weighted"}, True),
+        ({"sampler": "solve_rate"}, False),
+        ({"sampler": "my/sampler.py:Own"}, False),
+        ({"generator": "my/generator.py:Own"}, False),
+    ],
+)
+def test_prompts_that_may_depend_on_what_became_of_others_are_made_late(data: dict[str, str], shared: bool) -> None:
+    config = Config()
+    config.data.train_batch_size = config.rollout.chunk_prompts = 4
+    for name, value in data.items():
+        setattr(config.data, name, value)
+    assert (Schedule.of(config, 9).page_iterations > 1) is shared
+
+
+def test_a_page_of_several_iterations_holds_what_pages_of_one_hold(
+    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = make(iterations=5, rows=20, val_rows=2, test_freq=3)
+    pages = []
+    for number in range(6):
+        pages.append(alone.page(number))
+        if number < 5:
+            alone.publish(number + 1)
+    single = [row for page in pages for row in page]
+    told = alone.messages()
+    monkeypatch.setattr(stage, "PAGE_PROMPTS", 1000)
+    run = make(iterations=5, rows=20, val_rows=2, test_freq=3)
+    assert (run.schedule.page_iterations, run.schedule.pages) == (3, 3)
+    found = run.page(0)
+    assert shape(found) == shape(pages[0] + pages[1] + pages[2])
+    assert [run.ask("position", iteration) for iteration in range(4)] == [(0, 0), (0, 4), (0, 8), (0, 12)]
+    for version in (1, 2, 3):
+        run.publish(version)
+    found += run.page(1)
+    for version in (4, 5):
+        run.publish(version)
+    found += run.page(2)
+    assert found == single and run.ask("ended") == 5
+    assert [one for one in run.messages() if one["kind"] == "prompts"] == [
+        one for one in told if one["kind"] == "prompts"
+    ]
 
 
 # prompts
