@@ -7,8 +7,6 @@ and splits for the trainers. Rows have two columns.
 from typing import Any
 
 import pyarrow as pa
-import ray
-import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline import stream
@@ -57,8 +55,8 @@ def build(config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_
     policy = StorePolicy(store, ask(store, "new_generation"), config.trainer.deadlines.admission)
     source = {"compute": ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1), "num_cpus": stream.SOURCE_CPUS}
     engine = stream.several(config.rollout.in_flight(schedule.chunks_per_iteration)) | {"num_cpus": 1}
-    pages = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
-    found = pages.map_batches(Chunks, fn_constructor_args=(schedule,), **source, **stream.WHOLE)
+    found = stream.numbered(schedule.pages)
+    found = found.map_batches(Chunks, fn_constructor_args=(schedule,), **source, **stream.WHOLE)
     found = found.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
     found = found.map_batches(Admitted, fn_constructor_args=(policy,), **engine, **stream.WHOLE)
     return found.map_batches(_same, num_cpus=config.reward.num_cpus, **stream.WHOLE)

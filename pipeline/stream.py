@@ -21,6 +21,7 @@ One streaming execution serves the whole run, so engines start once and stay war
 
 from typing import Any
 
+import pyarrow as pa
 import ray
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
@@ -90,7 +91,7 @@ def build(
     advantage = Advantage(config.algorithm)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
-    stream = ray.data.range(schedule.pages, override_num_blocks=schedule.pages)
+    stream = numbered(schedule.pages)
     stream = stream.map_batches(
         EndlessPrompts if uses_filter(config) else Prompts,
         fn_constructor_args=(config, schedule, store, generation, run_dir),
@@ -107,7 +108,8 @@ def build(
     stream = rewarded(stream, config, max(2, chunks))
     # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
     light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, "label_selector": placed("reward"), **WHOLE}
-    stream = stream.map_batches(Validation(run_dir, store, generation), **light)
+    if schedule.validation:
+        stream = stream.map_batches(Validation(run_dir, store, generation), **light)
     if uses_baselines(config):
         stream = stream.map_batches(Baseline(), **light)
     if uses_filter(config):
@@ -128,6 +130,11 @@ def build(
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
     return stream
+
+
+def numbered(blocks: int) -> Dataset:
+    """So many blocks, of one row each, whose `id` counts them from 0. They are there: no task makes them."""
+    return ray.data.from_arrow([pa.table({"id": [number]}) for number in range(blocks)])
 
 
 def set_context() -> None:

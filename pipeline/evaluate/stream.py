@@ -7,14 +7,13 @@ What `pipeline/stream.py` says on blocks and order holds here too. A chunk's row
 
 from typing import Any
 
-import ray.data
 from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.config import Config
 from pipeline.evaluate.prompts import EvaluationPrompts, Pages
 from pipeline.evaluate.rollout import EvaluationRollout
 from pipeline.evaluate.settings import in_flight
-from pipeline.stream import SOURCE_CPUS, WHOLE, engines, rewarded, set_context
+from pipeline.stream import SOURCE_CPUS, WHOLE, engines, numbered, rewarded, set_context
 
 
 def build(
@@ -38,7 +37,7 @@ def build(
     set_context()
     rollout, chunks = config.rollout, in_flight(config)
     size = min(rollout.num_engines, max(1, pages.chunks - len(pages.done)))
-    stream = ray.data.range(pages.count, override_num_blocks=pages.count)
+    stream = numbered(pages.count)
     stream = stream.map_batches(
         EvaluationPrompts,
         fn_constructor_args=(config, pages, iteration, pace, out),
