@@ -9,10 +9,25 @@ import pytest
 import ray
 from ray.data import DataContext
 from ray.data._internal.execution import streaming_executor_state
+from ray.data._internal.execution.callbacks.resource_allocator_prometheus_callback import (
+    ResourceAllocatorPrometheusCallback,
+)
+from ray.data._internal.execution.interfaces import PhysicalOperator
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher, ThreadedMetadataFetcher
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
-from pipeline.executor import PAUSE_S, AnswersAtOnce, _WaitsForTheFirst, answer_at_once
+from pipeline.executor import PAUSE_S, AnswersAtOnce, _seldom, _WaitsForTheFirst, answer_at_once
+
+
+def counted() -> None:
+    """What an executor counts and reports."""
+
+
+def executor_of(*operators: SimpleNamespace) -> SimpleNamespace:
+    """What the callback sees of an executor."""
+    usages = SimpleNamespace(update_usages=counted)
+    gauges = SimpleNamespace(_topology=operators, _callbacks=[ResourceAllocatorPrometheusCallback()])
+    return SimpleNamespace(**vars(gauges), _resource_manager=usages, update_metrics=counted)
 
 
 @pytest.fixture
@@ -20,7 +35,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Ray Data's module after an execution has begun, and as it was afterwards."""
     monkeypatch.setattr(streaming_executor_state, "ray", ray)
     monkeypatch.setattr(streaming_executor_state, "time", time)
-    AnswersAtOnce().before_execution_starts(SimpleNamespace(_topology={}))
+    AnswersAtOnce().before_execution_starts(executor_of())
     return streaming_executor_state
 
 
@@ -39,6 +54,7 @@ def test_everything_but_waiting_is_rays(patched: ModuleType) -> None:
 def test_blocks_are_not_described_by_a_thread(patched: ModuleType) -> None:
     executor = StreamingExecutor(DataContext())
     assert type(executor._metadata_fetcher) is ThreadedMetadataFetcher
+    executor._topology, executor._resource_manager = {}, SimpleNamespace(update_usages=counted)
     AnswersAtOnce().before_execution_starts(executor)
     assert type(executor._metadata_fetcher) is InlineMetadataFetcher
 
@@ -75,10 +91,49 @@ def test_who_waits_for_rows_looks_after_each_step(patched: ModuleType) -> None:
     waiter = threading.Thread(target=patched.time.sleep, args=(30.0,))
     waiter.start()
     while waiter.is_alive() and time.monotonic() < begun + 20:
-        AnswersAtOnce().on_execution_step(SimpleNamespace())
+        AnswersAtOnce().on_execution_step(SimpleNamespace(_output_node=(SimpleNamespace(has_next=bool), None)))
         waiter.join(0.01)
     assert not waiter.is_alive() and time.monotonic() - begun < 20
     patched.time.sleep(0.01)  # also ends without a step
+
+
+def test_what_is_counted_and_reported_is_so_now_and_then(patched: ModuleType) -> None:
+    executor = executor_of()
+    gauges = executor._callbacks[0].on_execution_step
+    AnswersAtOnce().before_execution_starts(executor)
+    for now in (executor._resource_manager.update_usages, executor.update_metrics):
+        assert now is not counted
+    assert executor._callbacks[0].on_execution_step != gauges
+    # These are the names that the executor calls, in each step.
+    loop = inspect.getsource(StreamingExecutor.run) + inspect.getsource(StreamingExecutor._scheduling_loop_step)
+    assert "self.update_metrics(" in loop and "self._resource_manager.update_usages()" in loop
+    assert "callback.on_execution_step(self)" in loop
+
+
+def test_seldom_is_at_once_and_then_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, called = SimpleNamespace(now=100.0), []
+    monkeypatch.setattr("pipeline.executor.time", SimpleNamespace(monotonic=lambda: clock.now))
+    call = _seldom(called.append, 2.0)
+    for now in (100.0, 101.9, 102.0, 103.0, 104.5):
+        clock.now = now
+        call(now)
+    assert called == [100.0, 102.0, 104.5]
+
+
+def test_tasks_leave_the_logging_of_their_process_alone(patched: ModuleType) -> None:
+    """Ray Data sets it up anew for each task of a stream whose log file has a name, which the context tells tasks."""
+    operators = [SimpleNamespace(data_context=DataContext(dataset_logger_id="stream")) for _ in range(2)]
+    AnswersAtOnce().before_execution_starts(executor_of(*operators))
+    assert [operator.data_context.dataset_logger_id for operator in operators] == [None, None]
+    assert "dataset_logger_id" in inspect.getsource(DataContext._set_current)
+    assert isinstance(PhysicalOperator.data_context, property)
+
+
+def test_what_a_step_gives_to_the_last_stage_is_handed_out_with_it(patched: ModuleType) -> None:
+    ready, out = [1, 2], []
+    last = SimpleNamespace(has_next=lambda: bool(ready), get_next=lambda: ready.pop(0))
+    AnswersAtOnce().on_execution_step(SimpleNamespace(_output_node=(last, SimpleNamespace(add_output=out.append))))
+    assert out == [1, 2] and not ready
 
 
 @pytest.mark.ray
