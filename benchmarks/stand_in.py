@@ -124,8 +124,7 @@ class StandInTrainer:
             seconds: that training takes; it is slept through.
             early: train on each chunk as it comes, for its share of the seconds; else when all are there.
         """
-        for shard in self._shards:
-            self._ask("publish", self._version, {POLICY: shard}, time.time())
+        self._publish()
         self._version += 1
         parts: list[list[pa.Table]] = [[] for _ in self._feeds]
         chunks = self._feeds[0].chunks
@@ -143,8 +142,7 @@ class StandInTrainer:
 
     def finish(self) -> None:
         """Publish the last version and read the end of the stream."""
-        for shard in self._shards:
-            self._ask("publish", self._version, {POLICY: shard}, time.time())
+        self._publish()
         for feed in self._feeds:
             feed.drain()
 
@@ -159,6 +157,12 @@ class StandInTrainer:
     def messages(self, after: int) -> tuple[int, list[dict[str, Any]]]:
         """What the stream has posted, as the driver reads it."""
         return ray.get(self.store.read.remote(after, 0.0), timeout=ANSWER_S)
+
+    def _publish(self) -> None:
+        """As the ranks of a run do: all at once."""
+        publish, now = self.store.publish.remote, time.time()
+        told = [publish(self._generation, self._version, {POLICY: shard}, now) for shard in self._shards]
+        ray.get(told, timeout=ANSWER_S)
 
     def _ask(self, method: str, *args: Any) -> Any:
         return ray.get(getattr(self.store, method).remote(self._generation, *args), timeout=ANSWER_S)

@@ -22,6 +22,8 @@ LOCAL_RAY = {
     # Ray ends workers that are idle for a second as soon as a machine has more of them than CPUs. The actors of a run
     # alone are more here, so that every iteration would start the workers of its light stages, imports and all, anew.
     "RAY_idle_worker_killing_time_threshold_ms": "3600000",
+    # Nobody asks for the numbers of a Ray without a dashboard, which every process reports.
+    "RAY_enable_metrics_collection": "0",
     # What Ray remembers of finished tasks for `ray list tasks`, about 12 KiB each; its default is 100,000 of them.
     "RAY_task_events_max_num_task_in_gcs": "2000",
     # Ray would start a worker for each CPU before it knows what for; a run's actors have environments of their own.

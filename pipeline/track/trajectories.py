@@ -46,8 +46,7 @@ class Record:
             ValueError: a row's `split` is neither `train` nor `val`.
             OSError: a file cannot be written; the message names it.
         """
-        keys = pa.table({name: table.column(name) for name in ("split", "iteration", "chunk")})
-        parts = keys.group_by(["split", "iteration", "chunk"]).aggregate([]).to_pylist()
+        parts = _parts(table)
         for part in parts:
             rows = table if len(parts) == 1 else table.filter(_mask(table, part))
             folder = _folder(self._root, part["split"], part["iteration"])
@@ -161,6 +160,14 @@ def _file_name(rows: pa.Table, chunk: int) -> str:
     # Validation chunks have no number: the first row's place keeps files in order, its group keeps them apart.
     group = hashlib.blake2b(str(rows["uid"][0]).encode(), digest_size=4).hexdigest()
     return f"chunk-{rows['offset'][0].as_py():06d}-{group}.parquet"
+
+
+def _parts(table: pa.Table) -> list[dict]:
+    """The splits, iterations and chunks that a table holds rows of."""
+    values = {name: table[name].unique() for name in ("split", "iteration", "chunk")}
+    if all(len(found) == 1 for found in values.values()):
+        return [{name: found[0].as_py() for name, found in values.items()}]
+    return table.select(list(values)).group_by(list(values)).aggregate([]).to_pylist()
 
 
 def _mask(table: pa.Table, part: dict) -> pa.ChunkedArray:
