@@ -3,13 +3,15 @@
     python -m benchmarks.soak                              # strictly on-policy
     python -m benchmarks.soak --iterations 2000 algorithm.max_staleness=1
     python -m benchmarks.soak algorithm.filter_groups.enable=true
-    python -m benchmarks.soak --ranks 1 data.train_batch_size=8   # the smallest iteration: one chunk to one trainer
+    python -m benchmarks.soak --chunks 2 --ranks 2         # more rows in an iteration, and more trainers
     python -m benchmarks.soak --bare                       # Ray Data alone, with stages that do nothing
 
 Engine and trainer are stand-ins that answer at once, so an iteration's time is what prompts, Ray Data, rewards,
-advantages, records and the policy store add to it. Memory, object store and handles (open files and threads) of every
-kind of process are watched. Their growth is the slope of a line through the second half of the run, as the median over
-all pairs of samples (Theil and Sen), so that neither the start nor a single peak decides.
+advantages, records and the policy store add to it. The smallest iteration, of one chunk for one trainer, says what an
+iteration costs; more chunks add the way of each, which a real engine hides while it generates the others. Memory,
+object store and handles (open files and threads) of every kind of process are watched. Their growth is the slope of a
+line through the second half of the run, as the median over all pairs of samples (Theil and Sen), so that neither the
+start nor a single peak decides.
 
 The exit code is 1 where an iteration costs more than `--most-ms`, or anything grows by more than `--most-growth` of
 what it was, over as many iterations as were watched.
@@ -33,12 +35,14 @@ from rich.table import Table
 
 from benchmarks import bare_stream
 from benchmarks.prompt_stream import byte_tokenizer, write_prompts
-from benchmarks.stand_in import RANKS, InstantRollout, Sample, StandInTrainer, Watch
+from benchmarks.stand_in import InstantRollout, Sample, StandInTrainer, Watch
 from pipeline import stream
 from pipeline.config import Config, load_config
 from pipeline.rollout.weights import Shard
 from pipeline.train.run import start_ray
 
+CHUNK = 8
+"""Prompts of a chunk."""
 PAIRS = 200
 """Samples at most of which all pairs are looked at."""
 
@@ -137,8 +141,8 @@ def soak(
     return times, growths(samples, chunks)
 
 
-def settings(folder: Path, overrides: Sequence[str]) -> Config:
-    """A run over prompts and with a tokenizer that are made in `folder`."""
+def settings(folder: Path, chunks: int, overrides: Sequence[str]) -> Config:
+    """A run of iterations of so many chunks, over prompts and with a tokenizer that are made in `folder`."""
     byte_tokenizer().save_pretrained(folder / "model")
     write_prompts(folder / "prompts", 20_000, 2, 10_000)
     return load_config(
@@ -148,8 +152,8 @@ def settings(folder: Path, overrides: Sequence[str]) -> Config:
             f"data.train_files={folder / 'prompts'}",
             "data.val_files=null",
             "data.max_prompt_length=512",
-            "data.train_batch_size=16",
-            "rollout.chunk_prompts=8",
+            f"data.train_batch_size={chunks * CHUNK}",
+            f"rollout.chunk_prompts={CHUNK}",
             "actor.ppo_mini_batch_size=null",
             *overrides,
         ]
@@ -177,13 +181,16 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks at memory and handles")
     parser.add_argument("--most-ms", type=float, default=50.0, help="milliseconds that an iteration may take")
     parser.add_argument("--most-growth", type=float, default=0.05, help="share by which anything may grow")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="trainers that share the rows (default: %(default)s)")
+    parser.add_argument("--chunks", type=int, default=1, help="chunks of an iteration (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="trainers that share them (default: %(default)s)")
     parser.add_argument("--bare", action="store_true", help="Ray Data alone, in the shape of the stream")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="further settings of the run")
     args = parser.parse_args()
+    if args.chunks % args.ranks:
+        parser.error(f"{args.chunks} chunks cannot be shared by {args.ranks} trainers")
     with tempfile.TemporaryDirectory() as folder:
         times, grown = soak(
-            settings(Path(folder), args.settings),
+            settings(Path(folder), args.chunks, args.settings),
             args.iterations,
             str(Path(folder) / "run"),
             args.every,
