@@ -39,9 +39,10 @@ class Recorder:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Recorder:
-    config = load_config(["data.train_files=a.parquet", "model.path=owner/model", *overrides])
+    files = ["data.train_files=a.parquet", "data.val_files=b.parquet"]
+    config = load_config([*files, "model.path=owner/model", *overrides])
     recorder = Recorder()
-    monkeypatch.setattr(stream.ray.data, "range", lambda *args, **options: recorder)
+    monkeypatch.setattr(stream, "numbered", lambda blocks: recorder)
     monkeypatch.setattr(stream.ray, "get", lambda *args, **options: 0)
     context = SimpleNamespace(execution_options=SimpleNamespace(), custom_execution_callback_classes=[])
     context.set_config = lambda name, value: None
@@ -62,6 +63,11 @@ def test_each_stage_is_given_its_labels(monkeypatch: pytest.MonkeyPatch, estimat
     expected = {name: {"at": stage} for stage, names in STAGES.items() for name in names if name != absent}
     assert placed == expected
     assert set(selectors(monkeypatch, *all_of_them).values()) == {None}
+
+
+def test_no_validation_stage_where_nothing_is_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Validation" in selectors(monkeypatch)
+    assert "Validation" not in selectors(monkeypatch, "data.val_files=null")
 
 
 def test_rate_limited_rewards_are_placed_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
