@@ -134,7 +134,7 @@ def build(
 
 def numbered(blocks: int) -> Dataset:
     """So many blocks, of one row each, whose `id` counts them from 0. They are there: no task makes them."""
-    return ray.data.from_arrow([pa.table({"id": [number]}) for number in range(blocks)])
+    return ray.data.from_blocks([pa.table({"id": [number]}) for number in range(blocks)])
 
 
 def set_context() -> None:
