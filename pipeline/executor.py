@@ -43,7 +43,7 @@ class _WaitsForTheFirst:
         return getattr(ray, name)
 
     def wait(self, refs: list[Any], *, num_returns: int = 1, timeout: float | None = None, **more: Any) -> Any:
-        # What a step has made ready without a task, such as the split among the trainers, is handed on by the next one.
+        # What a step has made ready without a task is handed on by the next one.
         if not any(operator.has_next() for operator in self._executor._topology):
             begun = time.monotonic()
             ray.wait(refs, num_returns=1, timeout=timeout, **more)

@@ -1,6 +1,6 @@
 """The stream: every stage a row passes, in order.
 
-    pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► validation ─►
+    pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► [validation] ─►
                            ▲                                   (ends here)
                            │   [baseline ─► filter ─► reference ─► value ─► policy] ─► advantage ─► record ─►
                            │                               ▲

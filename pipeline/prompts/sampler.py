@@ -127,7 +127,7 @@ class SolveRate(Sampler):
 
 
 SAMPLERS: dict[str, type[Sampler]] = {"uniform": Sampler, "weighted": Weighted, "solve_rate": SolveRate}
-SETTLED = ("uniform", "weighted")
+SETTLED = [name for name, kind in SAMPLERS.items() if kind.update is Sampler.update]
 """Those that do not look at what became of prompts."""
 
 
