@@ -1,4 +1,4 @@
-"""Dynamic sampling and oversampling, and what they cannot be together with.
+"""Dynamic sampling, oversampling and the order of groups, and what they cannot be together with.
 
 Part of `checks.py`, which reports every sentence at once.
 """
@@ -6,12 +6,18 @@ Part of `checks.py`, which reports every sentence at once.
 from collections.abc import Iterator
 
 from pipeline.config import Config
+from pipeline.overlap import chosen_otherwise
 from pipeline.stages import uses_engines
 
 
 def problems(config: Config) -> Iterator[str]:
     """One sentence per problem."""
     yield from _oversampling(config)
+    if config.stream.order == "first_come" and uses_engines(config) and (other := chosen_otherwise(config)):
+        yield (
+            f"stream.order=first_come with {other}: that chooses the groups of an iteration already; set one of them "
+            "back"
+        )
     groups, staleness = config.algorithm.filter_groups, config.algorithm.max_staleness
     if not groups.enable:
         return
@@ -38,17 +44,37 @@ def problems(config: Config) -> Iterator[str]:
 
 def _oversampling(config: Config) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
-    if not rollout.oversample or not uses_engines(config):
+    if not uses_engines(config):
+        return
+    yield from _interruption(config)
+    if not rollout.oversample:
         return
     if rollout.oversample_policy == "carry":
         on = "rollout.oversample_policy=carry: groups that are carried over go on with the weights of the next version"
         if algorithm.max_staleness == 0:
             yield f"{on}, and with algorithm.max_staleness=0 no row may be older than that; set it to 1 or more"
-        if rollout.update != "in_flight":
-            yield f"{on}, and rollout.update={rollout.update} would wait for them to end; set rollout.update=in_flight"
+        if rollout.update != "in_flight" and not rollout.partial_tokens:
+            yield (
+                f"{on}, and rollout.update={rollout.update} would wait for them to end; set rollout.update=in_flight, "
+                "or rollout.partial_tokens to interrupt them"
+            )
     if algorithm.filter_groups.enable and algorithm.filter_groups.surplus == "carry":
         yield (
             f"rollout.oversample={rollout.oversample:g} with algorithm.filter_groups.surplus=carry: which prompts the "
             "groups of a chunk belong to depends on the clock, so a resumed run could not go on behind those that are "
             "used up; set surplus=discard"
         )
+
+
+def _interruption(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if not rollout.partial_tokens:
+        return
+    on = f"rollout.partial_tokens={rollout.partial_tokens}: responses that are interrupted go on in a later iteration"
+    if not rollout.oversample or rollout.oversample_policy != "carry":
+        yield (
+            f"{on}, and others take their places, so that chunks must begin with more groups than they give; set "
+            "rollout.oversample above 0 and rollout.oversample_policy=carry"
+        )
+    if rollout.stop:
+        yield f"{on}, and a text of rollout.stop could begin before the interruption; use one of the two"

@@ -40,6 +40,7 @@ from pipeline.reward.config import RewardConfig
 from pipeline.rollout.config import RolloutConfig
 from pipeline.schema import Key, expected, is_open, keys, unknown
 from pipeline.scoring.config import ScoringConfig
+from pipeline.stream_config import StreamConfig
 from pipeline.train.config import ActorConfig, CriticConfig, ModelConfig, TrainerConfig
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
@@ -71,6 +72,9 @@ class Config:
 
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     """The pools of model replicas that score finished rows."""
+
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    """How rows come from the engines to the trainer."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """How rewards become advantages."""

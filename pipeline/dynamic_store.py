@@ -34,7 +34,9 @@ class DynamicStore(PolicyStore):
         self._groups = Groups(admission.dynamic, admission.chunk_prompts, admission.train_batch_size, version)
         await super().begin(generation, version, world_size, start)
 
-    async def admit(self, generation: int, chunk: int, timeout: float) -> Ticket | None:  # type: ignore[override]
+    async def admit(  # type: ignore[override]
+        self, generation: int, chunk: int, timeout: float, engine: str = ""
+    ) -> Ticket | None:
         """Wait until the chunk may start; None if it never will, because all iterations have their groups."""
 
         def ready() -> bool:

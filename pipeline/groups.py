@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.prompts.place import with_more, without
+
 if TYPE_CHECKING:
     from pipeline.config import Config
 
@@ -261,14 +263,11 @@ PAGES_KEPT = 1000
 
 def position(state: Any, number: int, skip: int) -> tuple[Any, ...]:
     """A place in the prompts: `skip` of them behind `state`, in the run's batch `number`. As JSON can hold it."""
-    epoch, offset, *rest = state
-    return (epoch, offset, (rest[0] if rest else {}) | {"batch": number, "skip": skip})
+    return with_more(state, batch=number, skip=skip)
 
 
 def resume(place: Sequence[Any]) -> tuple[tuple[Any, ...], int, int]:
     """The state of the source, the number of the batch and the prompts to leave out, of a place that `position` made or
     that a run without dynamic sampling left."""
-    epoch, offset, *rest = place
-    more = dict(rest[0]) if rest else {}
-    number, skip = more.pop("batch", 1), more.pop("skip", 0)
-    return ((epoch, offset, more) if more else (epoch, offset)), number, skip
+    state, own = without(place, "batch", "skip")
+    return state, own.get("batch", 1), own.get("skip", 0)

@@ -65,6 +65,19 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
             "rollout.update=in_flight with algorithm.max_staleness=0: no response runs while weights change, so it "
             "changes nothing; raise max_staleness"
         )
+    longest = config.data.max_response_length
+    if 0 < longest <= rollout.partial_tokens:
+        yield (
+            f"rollout.partial_tokens={rollout.partial_tokens} interrupts nothing: no response has more than "
+            f"data.max_response_length={longest} tokens"
+        )
+    elif 0 < 2 * rollout.partial_tokens < longest and config.algorithm.on_stale == "drop":
+        yield (
+            f"rollout.partial_tokens={rollout.partial_tokens}: two iterations, the least that "
+            f"algorithm.max_staleness={config.algorithm.max_staleness} leaves a response, have no room for "
+            f"data.max_response_length={longest} tokens, and what is not done in time is given up; raise "
+            "partial_tokens, or set algorithm.on_stale=correct"
+        )
     if memory and rollout.num_gpus == 0 and memory.engine_kv_needed > rollout.cpu_kvcache_space_gb << 30:
         yield (
             f"rollout.cpu_kvcache_space_gb={rollout.cpu_kvcache_space_gb} holds fewer than rollout.max_num_seqs="

@@ -33,6 +33,20 @@ def ahead(config: Config) -> int:
     return config.algorithm.max_staleness - carries
 
 
+def first_come(config: Config) -> bool:
+    """Whether a chunk gives the groups of its engine that are complete first, not those of its own prompts."""
+    if config.stream.order != "auto":
+        return config.stream.order == "first_come" and uses_engines(config)
+    return ahead(config) > 0 and uses_engines(config) and chosen_otherwise(config) is None
+
+
+def chosen_otherwise(config: Config) -> str | None:
+    """The setting, other than `stream.order`, that decides which groups an iteration has; None without one."""
+    if config.rollout.oversample:
+        return f"rollout.oversample={config.rollout.oversample:g}"
+    return "algorithm.filter_groups.enable=true" if config.algorithm.filter_groups.enable else None
+
+
 def rollout_correction(config: Config) -> RolloutCorrectionConfig:
     """The off-policy correction in force: with `rollout_is` as one of `token`, `sequence` and `none`."""
     settings = config.algorithm.rollout_correction
@@ -96,6 +110,8 @@ def lines(config: Config) -> Iterator[str]:
         yield f"engines generate up to {iterations} ahead of training (algorithm.max_staleness={staleness})"
     elif staleness:
         yield "engines begin an iteration when the one before is trained, and carry groups over into it"
+    if first_come(config):
+        yield "chunks give the groups of their engine that are complete first (stream.order)"
     if staleness:
         yield _correction(config)
     else:

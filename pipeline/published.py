@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import pyarrow as pa
+
 from pipeline.rollout.weights import Shard, checksum
 
 POLICY = "policy"
@@ -24,6 +26,10 @@ class Ticket:
     shards: list[Shard]
     kl_coef: float = 0.0
     """Coefficient of the KL in the reward that belongs to the version."""
+    prompts: pa.Table | None = None
+    """Of a chunk that has others than its own by now."""
+    again: bool = False
+    """Whether the chunk has been begun before."""
 
 
 @dataclass

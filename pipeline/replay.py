@@ -27,7 +27,9 @@ _READ = (
 """Keys of `data` and `rollout` that a replay reads."""
 
 UNREAD = tuple(
-    name for name in keys(Config) if name.startswith(("data.", "rollout.")) and not any(fnmatch(name, r) for r in _READ)
+    name
+    for name in keys(Config)
+    if name.startswith(("data.", "rollout.", "stream.")) and not any(fnmatch(name, r) for r in _READ)
 )
 """Keys that say how prompts are read and responses generated, which a replay does not do."""
 

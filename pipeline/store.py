@@ -205,8 +205,8 @@ class PolicyStore:
 
     # admission
 
-    async def admit(self, generation: int, chunk: int, timeout: float) -> Ticket:
-        """Wait until chunk `chunk` of this generation may start."""
+    async def admit(self, generation: int, chunk: int, timeout: float, engine: str = "") -> Ticket:
+        """Wait until chunk `chunk` of this generation may start, for an engine, or for whoever waits until one may."""
 
         def ready() -> bool:
             return self.base >= 0 and self.version >= self._needed(chunk)
@@ -291,6 +291,10 @@ class PolicyStore:
         if iteration == self.base:
             return self._start
         return self._positions[iteration]
+
+    async def checkpoint_position(self, generation: int, iteration: int) -> Any:
+        """What `begin` is given by a run that goes on behind `iteration`."""
+        return await self.position(generation, iteration)
 
     async def end(self, generation: int, version: int) -> None:
         """No prompt follows those that `version` generates."""

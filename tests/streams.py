@@ -18,16 +18,13 @@ import pyarrow as pa
 import ray
 
 from pipeline import stream
-from pipeline.admission import Admission
 from pipeline.config import Config
-from pipeline.dynamic_store import DynamicStore
-from pipeline.groups import DynamicSampling
-from pipeline.overlap import ahead
 from pipeline.prompts.stage import Schedule, sources
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.weights import Shard
-from pipeline.store import PolicyStore, Ticket
+from pipeline.store import Ticket
+from pipeline.stores import store_of
 from pipeline.train.feed import Blocks, RowsFeed
 
 RANKS = 2
@@ -101,12 +98,13 @@ class Logged:
 
     def __init__(self, policy: Policy, write: Callable[..., None]) -> None:
         self._policy, self._write = policy, write
-        self.acknowledge, self.oversampled = policy.acknowledge, policy.oversampled
+        self.acknowledge, self.counted = policy.acknowledge, policy.counted
+        self.exchanged = policy.exchanged
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
+    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket | None:
         asked = {"split": split, "chunk": chunk, "iteration": version}
         self._write(event="asked", **asked)
-        ticket = await self._policy.admit(split, chunk, version)
+        ticket = await self._policy.admit(split, chunk, version, engine)
         if ticket is not None:
             self._write(event="admitted", version=ticket.version, **asked)
         return ticket
@@ -135,10 +133,8 @@ class Run:
     """What each rank received."""
 
     def __post_init__(self) -> None:
-        dynamic = DynamicSampling.of(self.config, self.schedule.iterations)
-        admission = Admission(CHUNK, BATCH, ahead(self.config), dynamic)
-        kind = ray.remote(DynamicStore if dynamic else PolicyStore)
-        self.store = kind.options(num_cpus=0, max_concurrency=1000).remote(admission)
+        kind, admission = store_of(self.config, self.schedule.iterations)
+        self.store: Any = ray.remote(kind).options(num_cpus=0, max_concurrency=1000).remote(admission)
         dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=self.stage)
         splits = dataset.streaming_split(RANKS, equal=True)
         self._coordinator = splits[0]._coord_actor

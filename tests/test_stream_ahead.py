@@ -23,7 +23,7 @@ VALIDATED = (0, 3, 6, 9)
 def ahead(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("ahead")
     config = changed(stream_config, folder)
-    config.algorithm.max_staleness = STALENESS
+    config.algorithm.max_staleness, config.stream.order = STALENESS, "kept"
     run = Run(config, Schedule(ITERATIONS, CHUNKS, CHUNK, True, True, TEST_FREQ, STALENESS), folder)
     with closing(run):
         run.train(1, 1)

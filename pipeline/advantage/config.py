@@ -123,6 +123,7 @@ class AlgorithmConfig:
     engines generate the next iterations while one is trained on; 1 is enough to hide the shorter of the two."""
 
     on_stale: str = "drop"
-    """What becomes of a row that reaches the trainer older all the same, which admission never lets happen to a
-    response that is generated in one go: `drop` keeps it out of the loss, `correct` trains on it, with the weights that
-    correct others. Either way it is counted (`training/staleness/over`)."""
+    """What becomes of a response that takes too long for that: with `drop` nobody overtakes it any more
+    (`stream.order`), or it is given up (`rollout.oversample_policy=carry`), and a row that is older all the same is
+    kept out of the loss; with `correct` it may fall behind further and is trained on, with the weights that correct
+    others, and nobody waits for it. Rows past the bound are counted (`training/staleness/over`)."""

@@ -1,5 +1,7 @@
 """The rollout stage of an evaluation: engines that read a model from its folder, and wait for no policy version."""
 
+import pyarrow as pa
+
 from pipeline.config import Config
 from pipeline.rollout.stage import Rollout
 from pipeline.store import Ticket
@@ -11,7 +13,7 @@ class Held:
     def __init__(self, version: int) -> None:
         self._version = version
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket:
         """Every chunk may start at once."""
         return Ticket(self._version, [])
 
@@ -20,8 +22,11 @@ class Held:
     ) -> None:
         """Nobody counts: nothing is loaded."""
 
-    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
+    async def counted(self, iteration: int, metrics: dict[str, int]) -> None:
         """Nor here: validation prompts are all generated."""
+
+    async def exchanged(self, engine: str, chunks: dict[int, pa.Table]) -> None:
+        """And stay where they are."""
 
 
 class EvaluationRollout(Rollout):

@@ -62,8 +62,13 @@ class RolloutConfig:
     oversample_policy: str = "drop"
     """What becomes of groups that are cut off: `drop` them, and their prompts; `cancel` them, and begin them anew,
     once, with a chunk of a later policy version; or `carry` them over, running on as weights change, into a later chunk
-    (with `update=in_flight`; one version of `algorithm.max_staleness` is then kept for that). All but `carry` favour
-    prompts with short responses."""
+    (with `update=in_flight` or `partial_tokens`; one version of `algorithm.max_staleness` is then kept for that). All
+    but `carry` favour prompts with short responses."""
+
+    partial_tokens: int = 0
+    """Tokens after which a response is interrupted; it goes on behind them with a later iteration and that one's
+    weights. 0 interrupts none. With `oversample_policy=carry`, which then needs no `update=in_flight`, and for as many
+    groups as a chunk has too many: the others go on at once. Responses with stop strings are never interrupted."""
 
     num_engines: int = 1
     """Engines in the pool, each one Ray actor; of an elastic pool, those that it begins with."""
@@ -84,9 +89,9 @@ class RolloutConfig:
     lost engine may look for a node before an idle one makes room for it."""
 
     update: str = "between_chunks"
-    """When an engine takes new weights: `between_chunks`, once the chunks that it works on are done, so that every
-    response is of one policy version; or `in_flight`, between two tokens of running responses (with
-    `algorithm.max_staleness` above 0). Validation responses are of one version either way."""
+    """When an engine takes new weights: `between_chunks`, once what it works on is done, so that every response is of
+    one policy version (or every go of one, with `partial_tokens`); or `in_flight`, between two tokens of running
+    responses (with `algorithm.max_staleness` above 0). Validation responses are of one version either way."""
 
     update_kv: str = "recompute"
     """What an update in flight does with the KV cache of running responses: `recompute` it with the new weights, so

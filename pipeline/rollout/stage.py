@@ -9,7 +9,8 @@ chunks still run, and their responses go on with the new weights. The column `ve
 With `rollout.sleep` an engine holds GPU memory only while it has chunks to generate. It sleeps before it returns the
 last one, and the trainer computes when it has all of them: never beside an engine that is awake.
 
-With `rollout.oversample` a chunk of training prompts holds a few more than it gives groups (`oversample.py`).
+With `rollout.oversample` a chunk of training prompts holds a few more than it gives groups (`oversample.py`). With
+`stream.order=first_come` it gives the groups of its engine that are complete first (`first_come.py`).
 
 Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
 follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
@@ -20,8 +21,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -32,11 +35,14 @@ import ray
 from pipeline import rows
 from pipeline.config import Config
 from pipeline.errors import FinalError
+from pipeline.overlap import first_come
 from pipeline.rollout import vllm
 from pipeline.rollout.engine import EngineDead, EngineLoop
+from pipeline.rollout.first_come import FirstCome
+from pipeline.rollout.group import Group, prompts_of, stamped
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
-from pipeline.rollout.oversample import Complete, Oversampling
+from pipeline.rollout.oversample import Oversampling
 from pipeline.rollout.sampling import Sampling
 from pipeline.rollout.weights import checksum
 from pipeline.stages import uses_baselines
@@ -61,16 +67,20 @@ def end_process() -> NoReturn:
 class Policy(Protocol):
     """Where versions and weights come from; in a run, the policy store."""
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
-        """Permission to start; None where the run has all the rows that it needs."""
+    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket | None:
+        """Permission to start, for an engine, or for whoever waits until one may; None where the run has all the rows
+        that it needs."""
 
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         """The engine holds a version, and has spent these seconds without and with chunks since it said so last."""
 
-    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
-        """What oversampling did to a chunk of an iteration."""
+    async def counted(self, iteration: int, metrics: dict[str, int]) -> None:
+        """What is to be added to the metrics of an iteration."""
+
+    async def exchanged(self, engine: str, chunks: dict[int, pa.Table]) -> None:
+        """What chunks of the engine hold after some of their groups changed places."""
 
 
 class StorePolicy:
@@ -79,9 +89,9 @@ class StorePolicy:
     def __init__(self, store: Any, generation: int, timeout: float):
         self._store, self._generation, self._timeout = store, generation, timeout
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
+    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket | None:
         if split == "train":
-            return await self._store.admit.remote(self._generation, chunk, self._timeout)
+            return await self._store.admit.remote(self._generation, chunk, self._timeout, engine)
         return await self._store.admit_validation.remote(self._generation, version, self._timeout)
 
     async def acknowledge(
@@ -89,9 +99,12 @@ class StorePolicy:
     ) -> None:
         await self._store.acknowledge.remote(self._generation, engine, version, crc, load_s, idle_s, busy_s)
 
-    async def oversampled(self, iteration: int, metrics: dict[str, int]) -> None:
+    async def counted(self, iteration: int, metrics: dict[str, int]) -> None:
         payload = {"iteration": iteration, "metrics": metrics}
-        await self._store.post.remote(self._generation, "oversampled", payload)
+        await self._store.post.remote(self._generation, "counted", payload)
+
+    async def exchanged(self, engine: str, chunks: dict[int, pa.Table]) -> None:
+        await self._store.exchanged.remote(self._generation, engine, chunks)
 
 
 class Rollout:
@@ -123,7 +136,11 @@ class Rollout:
             config.trainer.deadlines.engine_start,
             vllm.settle,
         )
-        self._oversampling = Oversampling(config, self.engine) if config.rollout.oversample else None
+        self._oversampling = Oversampling(config, self.engine, self._holding) if config.rollout.oversample else None
+        bound = config.algorithm.max_staleness if config.algorithm.on_stale == "drop" else None
+        self._first_come = (
+            FirstCome(bound, self.engine, partial(policy.exchanged, self.name)) if first_come(config) else None
+        )
         if config.rollout.sleep:
             # An engine that joins or comes again while the trainer computes would else stay awake beside it.
             self.engine.call(vllm.sleep, when_idle=True).result(timeout=config.trainer.deadlines.publish)
@@ -137,6 +154,8 @@ class Rollout:
         ticket = await self._admit(table)
         if ticket is None:
             return rows.without_rows(table, rows.ROLLOUT)
+        if ticket.prompts is not None:
+            table = stamped(ticket.prompts, table)
         self._admitted += 1
         self._occupancy.enter()
         try:
@@ -156,7 +175,7 @@ class Rollout:
     async def _admit(self, table: pa.Table) -> Ticket | None:
         """The permission to start a chunk; None where nobody needs it any more."""
         split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
-        admitted = self._policy.admit(split, chunk, version)
+        admitted = self._policy.admit(split, chunk, version, self.name)
         return await (self._order.admitted(chunk, admitted) if split == "train" else admitted)
 
     def _start_anew(self, error: Exception) -> NoReturn:
@@ -185,7 +204,7 @@ class Rollout:
         deadline = self._config.trainer.deadlines.chunk
         try:
             async with asyncio.timeout(deadline):
-                found = await self._found(table, version)
+                groups = await self._groups(table, version, ticket.again)
         except TimeoutError:
             raise TimeoutError(
                 f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {version}, "
@@ -193,13 +212,10 @@ class Rollout:
             ) from None
         done = time.perf_counter()
         seconds = done - loaded, loaded - begun
-        if found.cut:
-            await self._policy.oversampled(table["iteration"][0].as_py(), found.cut.metrics())
 
         def finish() -> pa.Table:
-            begun_at = np.repeat(found.versions, n + greedy).tolist()
-            generations = [vllm.read(output, own) for output, own in zip(found.outputs, begun_at, strict=True)]
-            return self._rows(found.prompts, generations, n, version, *seconds, greedy)
+            generations = [generation for group in groups for generation in group.read()]
+            return self._rows(prompts_of(groups, table), generations, n, version, *seconds, greedy)
 
         # Other chunks are admitted and added meanwhile.
         return await asyncio.to_thread(finish)
@@ -226,13 +242,31 @@ class Rollout:
             greedy=greedy,
         )
 
-    async def _found(self, table: pa.Table, version: int) -> Complete:
-        """The responses to a chunk's prompts; with oversampling, to those that have theirs first."""
-        train = table["split"][0].as_py() == "train"
-        if train and self._oversampling:
-            return await self._oversampling.generate(table, version, self._requests)
-        submitted = self.engine.submit(self._requests(table, version), one_version=not train)
-        return Complete(table, await asyncio.wrap_future(submitted), [version] * len(table))
+    async def _groups(self, table: pa.Table, version: int, again: bool) -> list[Group]:
+        """Complete groups, as many as the chunk gives: those of its own prompts, or others that were complete first."""
+        if table["split"][0].as_py() != "train":
+            group = Group(table, version, self.engine.submit(self._requests(table, version), one_version=True))
+        elif self._oversampling:
+            groups, cut = await self._oversampling.generate(table, version, self._requests)
+            await self._policy.counted(table["iteration"][0].as_py(), cut.metrics())
+            return groups
+        elif self._first_come and not again:
+            groups, gained = await self._first_come.generate(table, version, self._requests)
+            if gained:
+                await self._policy.counted(table["iteration"][0].as_py(), {"rollout/overtaken": gained})
+            return groups
+        else:
+            group = Group(table, version, self.engine.submit(self._requests(table, version)))
+        await asyncio.wrap_future(group.outputs)
+        return [group]
+
+    @asynccontextmanager
+    async def _holding(self) -> AsyncIterator[int]:
+        """The version that the engine holds; none is loaded before the end of the block."""
+        async with self._loading:
+            if self._version < 0:
+                raise RuntimeError(f"engine {self.name} has no weights to go on with: those it was given did not load")
+            yield self._version
 
     async def _bring_to(self, ticket: Ticket) -> int:
         """Load the ticket's version unless a newer one is loaded; the version that the engine then holds."""

@@ -165,20 +165,24 @@ def requests(
         return own
 
     pairs = []
-    # The salt keeps a newer policy from reading prompt KV that an older one cached.
-    salt = f"v{version}"
+    own_salt = salt(version)
     for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
         for sample in range(n):
-            own_seed = _seed(seed, uid, sample) if seed is not None and chosen.temperature > 0 else None
-            pairs.append((_prompt(ids, salt), params(chosen, own_seed)))
+            own_seed = seed_of(f"{seed}/{uid}/{sample}") if seed is not None and chosen.temperature > 0 else None
+            pairs.append((_prompt(ids, own_salt), params(chosen, own_seed)))
         if greedy:
-            pairs.append((_prompt(ids, salt), params(chosen.greedy(), None)))
+            pairs.append((_prompt(ids, own_salt), params(chosen.greedy(), None)))
     return pairs
 
 
-def _prompt(ids: list[int], salt: str) -> dict[str, Any]:
+def salt(version: int) -> str:
+    """What keeps a newer policy from reading prompt KV that an older one cached."""
+    return f"v{version}"
+
+
+def _prompt(ids: list[int], own_salt: str) -> dict[str, Any]:
     """What vLLM's renderer makes of token ids, which have nothing to be rendered."""
-    return {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
+    return {"type": "token", "prompt_token_ids": ids, "cache_salt": own_salt}
 
 
 def _params(chosen: Sampling, ignore_eos: bool) -> Any:
@@ -222,6 +226,7 @@ def read(output: Any, version: int) -> Generation:
     )
 
 
-def _seed(seed: int, uid: str, sample: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{uid}/{sample}".encode(), digest_size=8).digest()
+def seed_of(text: str) -> int:
+    """A request's seed, of what tells it from others."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

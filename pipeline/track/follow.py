@@ -114,7 +114,7 @@ class Follower:
     def _prompts(self, message: dict[str, Any]) -> None:
         self._extra[message["iteration"]] |= message["metrics"]
 
-    def _oversampled(self, message: dict[str, Any]) -> None:
+    def _counted(self, message: dict[str, Any]) -> None:
         # Dynamic sampling knows the iteration of a chunk later, and may have trained the one that is named here.
         extra = self._extra[max(message["iteration"], self._taken + 1)]
         for name, count in message["metrics"].items():

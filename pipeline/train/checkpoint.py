@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from pipeline.advantage.kl import KLController
 from pipeline.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest, root
 from pipeline.config import Config, save_yaml
+from pipeline.first_come_store import resume
 from pipeline.storage import filesystem_of
 from pipeline.train.learner import Learner
 
@@ -176,10 +177,10 @@ def restore(
         OSError: the storage did not answer.
         ValueError: the newest checkpoint is damaged.
     """
-    chosen: list[str | None] = [None]
+    chosen: list[Any] = [None, True]
     if dist.get_rank() == 0:
         own = patiently(lambda: newest(root), patience, root, "read")
-        chosen = [own.place if own else begin]
+        chosen = [own.place if own else begin, own is not None]
     # One rank looks: the others might see another one.
     dist.broadcast_object_list(chosen)
     if chosen[0] is None:
@@ -206,7 +207,9 @@ def restore(
     kl.coef = progress["kl_coef"]
     for learner in learners:
         learner.restore_schedule(progress["scheduler_steps"][learner.name])
-    return progress["version"], tuple(progress["position"])
+    position = tuple(progress["position"])
+    # Its chunks are those of its own run: this one may have others, of other data.
+    return progress["version"], position if chosen[1] else resume(position)[0]
 
 
 def _rng() -> dict[str, torch.Tensor]:

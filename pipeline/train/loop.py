@@ -225,7 +225,8 @@ class Loop:
             # What a restart cut off of earlier versions' validations would not be made again.
             self._wait("reach", self.version, self.config.trainer.deadlines.rows)
             ask(self._store, "settle", self._generation, self.version, ANSWER_S, timeout=2 * ANSWER_S)
-        self.saver.save(self.learners, self.kl, self.version, self._ask("position", self.version))
+        position = self._ask("checkpoint_position", self.version) if self.rank == 0 else None
+        self.saver.save(self.learners, self.kl, self.version, position)
         self.saved = self.version
 
     def _post_saved(self, version: int) -> None:

@@ -21,17 +21,14 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline import checkpoints, cluster, stream
-from pipeline.admission import Admission
 from pipeline.ask import reach
 from pipeline.config import Config, save_yaml
-from pipeline.dynamic_store import DynamicStore
-from pipeline.groups import DynamicSampling
-from pipeline.overlap import ahead
 from pipeline.plan import Plan
 from pipeline.prompts.stage import Schedule
 from pipeline.stages import uses_engines
 from pipeline.storage import filesystem_of
-from pipeline.store import PolicyStore, milliseconds
+from pipeline.store import milliseconds
+from pipeline.stores import store_of
 from pipeline.track.follow import Follower
 from pipeline.track.history import read_history
 from pipeline.track.retention import Retention
@@ -71,12 +68,10 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     trainer, deadlines = config.trainer, config.trainer.deadlines
     save_yaml(config, run_dir / "config.yaml")
     schedule = Schedule.of(config, plan.iterations)
-    dynamic = DynamicSampling.of(config, plan.iterations)
-    sizes = config.rollout.chunk_prompts, config.data.train_batch_size, ahead(config)
-    admission = Admission(*sizes, dynamic)
+    kind, admission = store_of(config, plan.iterations)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     store: Any = (
-        ray.remote(DynamicStore if dynamic else PolicyStore)
+        ray.remote(kind)
         # Many chunks wait inside the store at the same time, each in a call of its own. It sits where the driver does,
         # whose node the run cannot lose anyway. Calls are not repeated: a new store knows nothing of the old one's.
         .options(num_cpus=0, max_concurrency=10_000, max_restarts=-1, max_task_retries=0, scheduling_strategy=here)

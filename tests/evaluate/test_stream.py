@@ -93,7 +93,7 @@ def test_every_prompt_has_its_responses(whole: Evaluation) -> None:
     rows = [row for part in found.values() for row in part]
     assert [(row["uid"], row["sample"]) for row in rows] == [(f"val-{i}", s) for i in range(7) for s in range(SAMPLES)]
     for row in rows:
-        seed = vllm._seed(whole.config.trainer.seed, row["uid"], row["sample"])
+        seed = vllm.seed_of(f"{whole.config.trainer.seed}/{row['uid']}/{row['sample']}")
         assert row["response_ids"] == answer(row["prompt_ids"], VERSION, seed), "the seeds are those of a run"
         assert (row["reward_error"] is None) == (row["offset"] % 5 != 0)
 

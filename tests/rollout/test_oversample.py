@@ -31,6 +31,13 @@ class Abortable(Slow):
     def __init__(self, permits: int) -> None:
         super().__init__(threading.Semaphore(permits))
         self.aborted: list[str] = []
+        self.bad: list[int] = []
+        """A prompt that is refused."""
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+        if prompt["prompt_token_ids"] == self.bad:
+            raise ValueError("prompt is bad")
+        super().add_request(request_id, prompt, params)
 
     def step(self) -> list[Any]:
         time.sleep(self.STEP_S)
@@ -59,10 +66,10 @@ def stage(make: Make, monkeypatch: pytest.MonkeyPatch) -> Stage:  # noqa: F811
         monkeypatch.setattr(vllm, "build", lambda *args: engine)
         told: list[tuple[int, dict[str, int]]] = []
 
-        async def oversampled(iteration: int, metrics: dict[str, int]) -> None:
+        async def counted(iteration: int, metrics: dict[str, int]) -> None:
             told.append((iteration, {name.removeprefix("oversample/"): count for name, count in metrics.items()}))
 
-        first._policy.oversampled = oversampled  # type: ignore[method-assign]
+        first._policy.counted = counted  # type: ignore[method-assign]
         rebuilt = Rollout(config, first._policy)
         rebuilt.fake, rebuilt.told = engine, told  # type: ignore[attr-defined]
         return rebuilt
@@ -101,7 +108,8 @@ def runs(table: pa.Table) -> list[list[tuple[int, int]]]:
 
 
 def counts(begun: int, taken_up: int, cut_off: int, lost: int) -> dict[str, int]:
-    return {"begun": begun, "taken_up": taken_up, "cut_off": cut_off, "lost": lost, "not_begun": taken_up}
+    told = {"begun": begun, "taken_up": taken_up, "cut_off": cut_off, "lost": lost, "not_begun": taken_up}
+    return told | {"interrupted": 0}
 
 
 def test_the_slowest_groups_are_dropped_and_nobody_waits_for_them(stage: Stage) -> None:
@@ -202,14 +210,7 @@ def test_validation_is_whole(stage: Stage) -> None:
 
 def test_a_request_that_cannot_be_added_fails_its_chunk_and_leaves_the_engine_idle(stage: Stage) -> None:
     made = stage("drop", Ticket(0, []), Ticket(1, []), permits=3)
-    add = made.fake.add_request  # type: ignore[attr-defined]
-
-    def refuse(request_id: str, prompt: dict[str, Any], params: Any) -> None:
-        if prompt["prompt_token_ids"] == [7]:
-            raise ValueError("prompt is bad")
-        add(request_id, prompt, params)
-
-    made.fake.add_request = refuse  # type: ignore[attr-defined]
+    made.fake.bad = [7]  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="prompt is bad"):
         generate(made, chunk(1, 7, LONG, LONG))
     made.fake.permits.release(1000)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ class Admitting:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket:
         self.asked.append((split, chunk, version))
         return Ticket(7, [], kl_coef=0.125)
 

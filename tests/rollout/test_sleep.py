@@ -115,9 +115,9 @@ def test_a_chunk_that_waits_for_its_version_keeps_nobody_awake(sleepy: Callable[
     published = asyncio.Event()
     first, admit = iter([True]), stage._policy.admit
 
-    async def one_version(split: str, number: int, version: int) -> Ticket:
+    async def one_version(split: str, number: int, version: int, engine: str) -> Ticket:
         if next(first, False):
-            return await admit(split, number, version)
+            return await admit(split, number, version, engine)
         await published.wait()
         return Ticket(1, [])
 

@@ -75,13 +75,19 @@ class Tickets:
         self.spent: list[tuple[float, float]] = []
         """What the engine said of its idle and busy seconds."""
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket:
         return self._tickets.pop(0)
 
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
     ) -> None:
         self.spent.append((idle_s, busy_s))
+
+    async def counted(self, iteration: int, metrics: dict[str, int]) -> None:
+        """A test listens for itself."""
+
+    async def exchanged(self, engine: str, chunks: dict[int, pa.Table]) -> None:
+        """As that."""
 
 
 Make = Callable[..., Rollout]

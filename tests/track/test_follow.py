@@ -323,7 +323,7 @@ def test_what_was_cut_off_is_summed_over_chunks() -> None:
     run = Run()
 
     def cut(iteration: int, lost: int) -> None:
-        run.follower.handle({"kind": "oversampled", "iteration": iteration, "metrics": {"oversample/lost": lost}})
+        run.follower.handle({"kind": "counted", "iteration": iteration, "metrics": {"oversample/lost": lost}})
 
     run.prompts(1)
     cut(1, 2)

@@ -176,6 +176,21 @@ def test_a_run_begins_with_a_given_checkpoint_until_it_has_its_own(tiny_model: P
     assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, (0, 12))
 
 
+def test_what_chunks_held_is_of_the_run_that_left_it(tiny_model: Path, storage: Storage) -> None:
+    learners, one = Learners(tiny_model), saver(storage)
+    position = (0, 12, {"orders": {"a": [0, 3]}, "chunks": [[4, 0, []]]})
+    one.save(learners.both, learners.kl, 3, position)
+    one.wait()
+    given = newest(str(storage.run_dir))
+    assert given is not None
+    assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir)) == (3, position)
+    other = str(storage.run_dir / "other")
+    assert checkpoint.restore(learners.both, learners.kl, other, given.place) == (
+        3,
+        (*position[:2], {"orders": {"a": [0, 3]}}),
+    )
+
+
 def test_checkpoints_may_lie_behind_a_url(
     tiny_model: Path, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
