@@ -20,21 +20,18 @@ import statistics
 import sys
 import tempfile
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import ray
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.prompt_stream import byte_tokenizer, write_prompts
-from benchmarks.stand_in import RANKS, InstantRollout, StandInTrainer
+from benchmarks.stand_in import RANKS, InstantRollout, StandInTrainer, shard
 from pipeline.config import Config, load_config
 from pipeline.rollout.stage import Policy
-from pipeline.rollout.weights import Shard
 from pipeline.train.run import start_ray
 
 CHUNKS, CHUNK_PROMPTS = 8, 2
@@ -92,7 +89,7 @@ def measure(case: Case, folder: Path, rollout: float, train: float, iterations: 
     """Seconds of each iteration after the first ones; Ray must be running."""
     config = settings(folder, case.max_staleness)
     config.rollout.engine_kwargs = {SECONDS: rollout / CHUNKS}
-    shards = [Shard(rank, [], [ray.put(np.zeros(1, np.uint8))], [zlib.crc32(bytes(1))]) for rank in range(RANKS)]
+    shards = [shard(rank) for rank in range(RANKS)]
     run_dir = tempfile.mkdtemp(dir=folder)
     trainer = StandInTrainer(config, STARTING + iterations, run_dir, TimedRollout, shards)
     ends = []

@@ -17,7 +17,6 @@ import gc
 import json
 import tempfile
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ import ray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.stand_in import InstantRollout, StandInTrainer, Watch
+from benchmarks.stand_in import InstantRollout, StandInTrainer, Watch, shard
 from pipeline.config import load_config
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.config import DataConfig
@@ -38,7 +37,6 @@ from pipeline.prompts.encode import Encoder
 from pipeline.prompts.files import resolve
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.source import Position, PromptSource
-from pipeline.rollout.weights import Shard
 from pipeline.train.run import start_ray
 
 TEMPLATE = (
@@ -149,9 +147,7 @@ def measure_stream(folder: Path, model: Path, run_dir: str, chunk_prompts: int, 
     rows = sum(file.rows for file in resolve(str(folder), "data.train_files"))
     start_ray(config)
     begin = time.perf_counter()
-    # One empty bucket: weights of no size, so that only the protocol is paid for.
-    shard = Shard(0, [], [ray.put(np.zeros(1, np.uint8))], [zlib.crc32(bytes(1))])
-    trainer = StandInTrainer(config, rows // batch, run_dir, InstantRollout, [shard])
+    trainer = StandInTrainer(config, rows // batch, run_dir, InstantRollout, [shard()])
     read, times, messages = 0, [], 0
     memory = Watch(lambda: read)
     while read < chunks:

@@ -75,7 +75,7 @@ class OneVersion:
     def __init__(self, shards: list[Shard]) -> None:
         self.version, self._shards = 0, shards
 
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket:
         return Ticket(self.version, self._shards)
 
     async def acknowledge(

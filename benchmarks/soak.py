@@ -22,23 +22,20 @@ import statistics
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import ray
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import bare_stream
 from benchmarks.prompt_stream import byte_tokenizer, write_prompts
-from benchmarks.stand_in import InstantRollout, Sample, StandInTrainer, Watch
+from benchmarks.stand_in import InstantRollout, Sample, StandInTrainer, Watch, shard
 from pipeline import stream
 from pipeline.config import Config, load_config
-from pipeline.rollout.weights import Shard
 from pipeline.train.run import start_ray
 
 CHUNK = 8
@@ -120,10 +117,8 @@ def soak(
 ) -> tuple[list[float], list[Growth]]:
     """Seconds of each iteration after the first, in which everything starts, and what grew."""
     start_ray(config)
-    # One empty bucket: weights of no size, so that only the protocol is paid for.
-    shard = Shard(0, [], [ray.put(np.zeros(1, np.uint8))], [zlib.crc32(bytes(1))])
     build = bare_stream.build if bare else stream.build
-    trainer = StandInTrainer(config, iterations, run_dir, InstantRollout, [shard], build, ranks)
+    trainer = StandInTrainer(config, iterations, run_dir, InstantRollout, [shard()], build, ranks)
     chunks = trainer.schedule.chunks_per_iteration
     times: list[float] = []
     watch = Watch(lambda: len(times) * chunks, every)
