@@ -61,19 +61,23 @@ def test_a_chunk_is_admitted_with_what_it_holds() -> None:
         # What is trained is generated no more.
         await store.publish(generation, 1, part(), 0.0)
         await store.exchanged(generation, "a", {2: prompts("2-0", "3-0"), 3: prompts("1-1", "3-1")})
+        await store.admit(generation, 4, 1.0, "a")
         assert [uids(held) for held in store._held.values()] == [["2-0", "3-0"], ["1-1", "3-1"]]
-        assert len(store._engine_of) == 2
+        assert len(store._engine_of) == 3
 
     asyncio.run(run())
 
 
-def test_of_two_engines_with_a_chunk_the_last_one_counts() -> None:
+@pytest.mark.parametrize("engine", ["a", "b"])
+def test_a_chunk_that_is_begun_again_changes_no_more(engine: str) -> None:
+    """By another engine; or by the same one, where Ray lost the answer and asked again."""
+
     async def run() -> None:
         store, generation = await running()
         # Who merely waits until an engine may begin, begins nothing.
         assert (await store.admit(generation, 1, 1.0)).again
         await store.exchanged(generation, "a", {1: prompts("1-0", "2-1"), 2: prompts("2-0", "1-1")})
-        ticket = await store.admit(generation, 2, 1.0, "b")
+        ticket = await store.admit(generation, 2, 1.0, engine)
         assert ticket.again and uids(ticket.prompts) == ["2-0", "1-1"]
         with pytest.raises(RuntimeError, match="engine a was taken for lost"):
             await store.exchanged(generation, "a", {2: prompts("2-0", "3-0"), 3: prompts("1-1", "3-1")})

@@ -57,6 +57,8 @@ class FirstCome:
         self._open: dict[int, _Chunk] = {}
         # What is told later must be heard later.
         self._telling = asyncio.Lock()
+        self._failure: BaseException | None = None
+        """Of a chunk whose groups are in others without the store's knowing."""
 
     async def generate(self, table: pa.Table, version: int, requests: Requests) -> tuple[list[Group], int]:
         """As many groups as the chunk has prompts, all complete, and how many of later chunks it got for it.
@@ -77,9 +79,13 @@ class FirstCome:
             await chunk.complete
             # Another chunk may be telling of this one.
             async with self._telling:
+                if self._failure:
+                    raise RuntimeError(f"a chunk that had changed groups with others failed: {self._failure}")
                 if chunk.untold:
                     await self._tell_of([one for one in self._open.values() if one.untold])
-        except BaseException:
+        except BaseException as error:
+            if chunk.untold:
+                self._failure = error
             self._engine.abort([group.outputs for group in chunk.groups])
             raise
         finally:
@@ -89,7 +95,12 @@ class FirstCome:
     async def _tell_of(self, chunks: list[_Chunk]) -> None:
         for chunk in chunks:
             chunk.untold = False
-        await self._tell({chunk.number: chunk.prompts() for chunk in chunks})
+        try:
+            await self._tell({chunk.number: chunk.prompts() for chunk in chunks})
+        except BaseException:
+            for chunk in chunks:
+                chunk.untold = True
+            raise
 
     def _ended(self, group: Group, outputs: asyncio.Future) -> None:
         """A group is complete, or has failed: its chunk may be complete then, or an earlier one, or fail."""
