@@ -78,3 +78,9 @@ def _interruption(config: Config) -> Iterator[str]:
         )
     if rollout.stop:
         yield f"{on}, and a text of rollout.stop could begin before the interruption; use one of the two"
+    length = config.data.max_prompt_length + config.data.max_response_length
+    if rollout.engine_kwargs.get("max_model_len", length) < length:
+        yield (
+            f"{on}, and rollout.engine_kwargs.max_model_len={rollout.engine_kwargs['max_model_len']} would end them "
+            f"before data.max_prompt_length + data.max_response_length={length} tokens; leave it out, or lower these"
+        )

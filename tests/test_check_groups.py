@@ -82,6 +82,10 @@ def test_oversampling_that_fits_passes(overrides: list[str]) -> None:
             "a text of rollout.stop could begin before the interruption",
         ),
         (["rollout.partial_tokens=-1"], "rollout.partial_tokens=-1 is too small"),
+        (
+            [CARRY, "rollout.partial_tokens=8", "algorithm.max_staleness=1", "rollout.engine_kwargs.max_model_len=8"],
+            "rollout.engine_kwargs.max_model_len=8 would end them before data.max_prompt_length",
+        ),
         (["stream.order=first_come"], "stream.order=first_come with rollout.oversample=0.25: that chooses"),
         (["rollout.oversample=1.5"], "must lie between 0 and 1"),
         (["rollout.oversample=-0.5"], "must lie between 0 and 1"),

@@ -43,7 +43,7 @@ class PartialGroup(Group):
         if not self.outputs.done() or self.outputs.exception() is not None:
             return False
         return any(
-            self._cut(output.outputs[0], self._left(place) - len(output.outputs[0].token_ids))
+            _cut(output.outputs[0], self._left(place) - len(output.outputs[0].token_ids))
             for place, output in zip(self._open(), self.outputs.result(), strict=True)
         )
 
@@ -66,12 +66,7 @@ class PartialGroup(Group):
 
     def _open(self) -> list[int]:
         """Which responses are part of the present go."""
-        return [place for place, own in enumerate(self.parts) if not own or self._cut(own[-1], self._left(place))]
-
-    def _cut(self, part: Any, left: int) -> bool:
-        """Whether a response was interrupted by the end of a go, which gave `part` and left it so many tokens."""
-        # Fewer tokens than a go has mean that the engine has no room for more.
-        return part.finish_reason == INTERRUPTED and len(part.token_ids) == self.most and left > 0
+        return [place for place, own in enumerate(self.parts) if not own or _cut(own[-1], self._left(place))]
 
     def _left(self, place: int) -> int:
         """Tokens that a response may have beyond those of earlier goes."""
@@ -92,6 +87,8 @@ class PartialGroup(Group):
             }
             params.min_tokens = max(0, params.min_tokens - len(so_far))
             params.seed = None if params.seed is None else vllm.seed_of(f"{params.seed}/{len(so_far)}")
+        # A go of fewer is refused where vLLM hands requests to other processes.
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
         return prompt, params
 
 
@@ -103,6 +100,11 @@ def begin(engine: EngineLoop, prompts: pa.Table, version: int, requests: Request
         )
         for prompt, asked in by_prompt(prompts, version, requests)
     ]
+
+
+def _cut(part: Any, left: int) -> bool:
+    """Whether a response was interrupted by the end of a go, which gave `part` and left it so many tokens."""
+    return part.finish_reason == INTERRUPTED and left > 0
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
