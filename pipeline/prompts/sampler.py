@@ -48,7 +48,8 @@ class Sampler:
         return 1.0
 
     def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
-        """What became of the prompts of an iteration. Called for every iteration in turn, some iterations late.
+        """What became of the prompts that an iteration trained. Called for every iteration in turn, some late; with
+        `stream.order=first_come` a prompt may be trained in another iteration than it was made for.
 
         Where no subclass has this method, outcomes are not read.
         """

@@ -6,7 +6,7 @@ So admitted chunks alone reach the engines of an elastic pool (`Gate`), and the 
 which the trainer waits for them (`Sizing`): the time for which engines have work and the trainer has no rows.
 
 What is generated does not depend on how many engines there are: requests are seeded by prompt and sample, and chunks
-keep their order.
+keep their order. Groups that overtake others (`first_come.py`) do so within an engine.
 """
 
 import time
