@@ -26,10 +26,11 @@ from pipeline.ask import ANSWER_S
 from pipeline.config import Config
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
+from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
 from pipeline.rollout.stage import Policy, Rollout
 from pipeline.rollout.vllm import Generation
-from pipeline.rollout.weights import Shard, checksum
+from pipeline.rollout.weights import Shard
 from pipeline.store import POLICY
 from pipeline.stores import store_of
 from pipeline.train.feed import Blocks, RowsFeed
@@ -50,7 +51,7 @@ class InstantRollout(Rollout):
         self._config, self._policy = config, policy
         self._tokenizer = load_tokenizer(config.model)
         self._random = np.random.default_rng(config.trainer.seed)
-        self._order, self._loading = InOrder(), asyncio.Lock()
+        self._order, self._occupancy, self._acknowledged = InOrder(), Occupancy(), None
         self._version, self._kl_coefs = -1, {}
         self.name = f"instant:{os.getpid()}"
 
@@ -58,18 +59,20 @@ class InstantRollout(Rollout):
         ticket = await self._admit(table)
         if ticket is None:
             return rows.without_rows(table, rows.ROLLOUT)
-        async with self._loading:
-            if ticket.version > self._version:
-                self._version = ticket.version
-                await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), 0.0)
+        if ticket.version > self._version:
+            self._version = ticket.version
+            self._acknowledged = asyncio.create_task(self._acknowledge(self._acknowledged, ticket, 0.0))
         table = table.filter(pc.not_equal(table["split"], "pad"))
         n = self._config.rollout.n
-        generations = [self._generation(length) for length in self._random.integers(SHORTEST, LONGEST, len(table) * n)]
-        return self._rows(table, generations, n, ticket.version, 0.0, 0.0)
+        generated = self._rows(table, self._generations(len(table) * n), n, ticket.version, 0.0, 0.0)
+        await self._agreed()
+        return generated
 
-    def _generation(self, length: int) -> Generation:
-        tokens = self._random.integers(0, 100, length, dtype=np.int32)
-        return Generation(tokens, -self._random.random(length, dtype=np.float32), "stop")
+    def _generations(self, count: int) -> list[Generation]:
+        ends = np.cumsum(self._random.integers(SHORTEST, LONGEST, count))
+        tokens = np.split(self._random.integers(0, 100, ends[-1], dtype=np.int32), ends[:-1])
+        log_probs = np.split(-self._random.random(ends[-1], dtype=np.float32), ends[:-1])
+        return [Generation(*one, "stop") for one in zip(tokens, log_probs, strict=True)]
 
 
 class StandInTrainer:

@@ -127,6 +127,8 @@ class Rollout:
         """By version, of the last ones."""
         # One change of the engine's memory at a time: loading, waking, going to sleep.
         self._loading = asyncio.Lock()
+        self._acknowledged: asyncio.Task[None] | None = None
+        """Done when the store has agreed to every version that was loaded."""
         self._admitted, self._done, self._asleep = 0, 0, False
         self._occupancy = Occupancy()
         self.name = f"{socket.gethostname()}:{os.getpid()}"
@@ -218,7 +220,9 @@ class Rollout:
             return self._rows(prompts_of(groups, table), generations, n, version, *seconds, greedy)
 
         # Other chunks are admitted and added meanwhile.
-        return await asyncio.to_thread(finish)
+        generated = await asyncio.to_thread(finish)
+        await self._agreed()
+        return generated
 
     def _per_prompt(self, split: str) -> tuple[int, bool]:
         """Samples of a prompt, and whether it has a greedy response more."""
@@ -286,14 +290,27 @@ class Rollout:
                     f"engine {self.name} did not load policy version {ticket.version} within {patience:.0f} s "
                     "(trainer.deadlines.chunk + trainer.deadlines.publish)"
                 ) from None
-            seconds = time.perf_counter() - begun
-            spent = self._occupancy.take()
-            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds, *spent)
+            told = self._acknowledge(self._acknowledged, ticket, time.perf_counter() - begun)
+            self._acknowledged = asyncio.create_task(told)
             self._version, self._asleep = ticket.version, False
             self._kl_coefs[ticket.version] = ticket.kl_coef
             kept = range(ticket.version - KEPT_VERSIONS, ticket.version + 1)
             self._kl_coefs = {number: coef for number, coef in self._kl_coefs.items() if number in kept}
             return self._version
+
+    async def _acknowledge(self, before: "asyncio.Task[None] | None", ticket: Ticket, seconds: float) -> None:
+        """Tell the store that the ticket's version is loaded. The engine generates meanwhile, but nothing leaves it
+        before the store has agreed to that version and those before it."""
+        spent = self._occupancy.take()
+        if before is not None:
+            await before
+        await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds, *spent)
+
+    async def _agreed(self) -> None:
+        """Wait until the store has agreed to every version that was loaded; usually it has long since."""
+        if self._acknowledged is not None:
+            # Other chunks wait for it too.
+            await asyncio.shield(self._acknowledged)
 
     def _load(self, ticket: Ticket, timeout: float) -> Future:
         """Have the engine take the ticket's weights."""

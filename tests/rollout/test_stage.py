@@ -154,6 +154,48 @@ def test_an_engine_says_how_long_it_had_no_chunk(make: Make) -> None:
     assert loading >= 0
 
 
+def test_an_engine_generates_while_the_store_looks_at_what_it_loaded_and_its_rows_wait(make: Make) -> None:
+    stage = make("grpo", Ticket(0, []), Ticket(1, []))
+
+    async def slow_store() -> None:
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def acknowledge(engine: str, version: int, *_: Any) -> None:
+            asked.set()
+            await answer.wait()
+
+        stage._policy.acknowledge = acknowledge  # type: ignore[method-assign]
+        chunks = [asyncio.ensure_future(stage(chunk())) for _ in range(2)]
+        await asked.wait()
+        while len(stage.fake.asked) < 2 * 2 * len(PROMPTS):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+        done, _ = await asyncio.wait(chunks, timeout=0.2)
+        assert not done, "rows of a version that the store has not agreed to have left the engine"
+        answer.set()
+        assert [len(table) for table in await asyncio.gather(*chunks)] == [2 * len(PROMPTS)] * 2
+
+    asyncio.run(asyncio.wait_for(slow_store(), 30.0))
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_no_rows_leave_an_engine_that_the_store_did_not_agree_with(make: Make, refused: int) -> None:
+    stage = make("grpo", Ticket(0, []), Ticket(1, []), Ticket(1, []))
+
+    async def three_chunks() -> list[Any]:
+        async def acknowledge(engine: str, version: int, *_: Any) -> None:
+            await asyncio.sleep(0.2)
+            if version == refused:
+                raise ValueError(f"version {version} has another checksum")
+
+        stage._policy.acknowledge = acknowledge  # type: ignore[method-assign]
+        return await asyncio.gather(*(stage(chunk()) for _ in range(3)), return_exceptions=True)
+
+    first, second, third = asyncio.run(asyncio.wait_for(three_chunks(), 30.0))
+    refusal = f"version {refused} has another checksum"
+    assert str(second) == refusal and str(third) == refusal
+    assert refused == 1 or str(first) == refusal, "versions behind a refused one count for nothing"
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_greedy_row_follows_the_samples_of_its_prompt(make: Make, n: int) -> None:
     stage = make("remax", n=n)
