@@ -8,9 +8,10 @@ Three cases take turns, `--rounds` times, each run in processes of its own: TRL,
 iteration ahead (`algorithm.max_staleness=1`). All train the Countdown model of `make demo` with the sizes of
 `experiment=countdown_cpu`, in float32, by the clipped loss without a KL, and score answers by the same rule. Settings
 after `--` are of both of our cases, and TRL takes batch, samples, lengths, mini-batches and learning rate from them;
-those of `--ahead` are of the second one alone. Ours has one engine and one train worker, which take turns on all cores
-where strictly on-policy, and have half of them each one iteration ahead; chunks are of 16 prompts. Puzzles, model and
-an environment with TRL are made in the folder, once, unless `--data`, `--model` and `--trl-python` name them.
+those of `--ahead` are of the second one alone. Ours has one train worker. Strictly on-policy it takes turns on all
+cores with engines of one core each; one iteration ahead it and the only engine have half of the cores each. Chunks are
+of 16 prompts. Puzzles, model and an environment with TRL are made in the folder, once, unless `--data`, `--model` and
+`--trl-python` name them.
 
 TRL runs as fast as it goes without a GPU. It cannot put new weights into a CPU build of vLLM, so it generates with
 `transformers`, all samples of an iteration at once; before the rounds the `--ways` of using the cores are tried, and
@@ -75,14 +76,20 @@ class Way:
 
 
 WAYS = {"one": Way(1), "two": Way(2), "continuous": Way(1, "continuous")}
+CHUNKS = 4
+"""Of an iteration of ours, and as many engines can share it."""
 MICRO_BATCH = 128
 """Rows of a forward pass of TRL's, all processes together; fewer were slower."""
 
 
 def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[str]:
     """Settings of one of our cases."""
-    # Engine and trainer take turns, or work side by side; threads that wait for a core others hold make both crawl.
-    threads = args.cores if case == SYNCHRONOUS else max(1, args.cores // 2)
+    # Engines and trainer take turns, or work side by side; threads that wait for a core others hold make both crawl.
+    half = max(1, args.cores // 2)
+    # An engine of two threads is no faster for so small a model than one of one.
+    engines, engine_threads, threads = min(args.cores, CHUNKS), 1, args.cores
+    if case == AHEAD:
+        engines, engine_threads, threads = 1, half, half
     return [
         "experiment=countdown_cpu",
         f"data.train_files={data.resolve() / 'train.parquet'}",
@@ -92,7 +99,8 @@ def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[s
         # Of the ways to use two cores the fastest for so small a model: fewer processes, fewer and larger chunks.
         "trainer.num_workers=1",
         f"trainer.num_threads={threads}",
-        f"rollout.num_threads={threads}",
+        f"rollout.num_engines={engines}",
+        f"rollout.num_threads={engine_threads}",
         "rollout.chunk_prompts=16",
         f"trainer.total_training_steps={args.warmup + args.steps + 1}",
         "trainer.test_freq=-1",

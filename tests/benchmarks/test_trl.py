@@ -81,8 +81,8 @@ def test_further_settings_are_of_both_cases_and_those_of_ahead_of_one() -> None:
     more = ["--ahead", "rollout.num_engines=2", "--", "rollout.chunk_prompts=4"]
     strict, ahead = config_of(SYNCHRONOUS, *more), config_of(AHEAD, *more)
     assert strict.rollout.chunk_prompts == ahead.rollout.chunk_prompts == 4
-    assert (strict.rollout.num_engines, ahead.rollout.num_engines) == (1, 2)
-    assert (strict.rollout.num_threads, strict.trainer.num_threads) == (2, 2)
+    assert (strict.rollout.num_engines, ahead.rollout.num_engines) == (2, 2)
+    assert (strict.rollout.num_threads, strict.trainer.num_threads) == (1, 2), "they take turns on both cores"
     assert (ahead.rollout.num_threads, ahead.trainer.num_threads) == (1, 1), "each side has its own core"
 
 
