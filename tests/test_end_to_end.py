@@ -174,6 +174,7 @@ def comparable(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not name.startswith(skipped)}
 
 
+@pytest.mark.long
 def test_same_seed_gives_the_same_metrics(first: Run, twin: Run) -> None:
     for iteration in (0, 1, 2):
         ours, theirs = comparable(first.records[iteration]), comparable(twin.records[iteration])
