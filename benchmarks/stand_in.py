@@ -3,7 +3,6 @@
 The stages in between, the policy store and the schedule are those of a run.
 """
 
-import asyncio
 import contextlib
 import os
 import threading
@@ -61,7 +60,7 @@ class InstantRollout(Rollout):
             return rows.without_rows(table, rows.ROLLOUT)
         if ticket.version > self._version:
             self._version = ticket.version
-            self._acknowledged = asyncio.create_task(self._acknowledge(self._acknowledged, ticket, 0.0))
+            self._acknowledge(ticket, 0.0)
         table = table.filter(pc.not_equal(table["split"], "pad"))
         n = self._config.rollout.n
         generated = self._rows(table, self._generations(len(table) * n), n, ticket.version, 0.0, 0.0)

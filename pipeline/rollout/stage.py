@@ -290,21 +290,24 @@ class Rollout:
                     f"engine {self.name} did not load policy version {ticket.version} within {patience:.0f} s "
                     "(trainer.deadlines.chunk + trainer.deadlines.publish)"
                 ) from None
-            told = self._acknowledge(self._acknowledged, ticket, time.perf_counter() - begun)
-            self._acknowledged = asyncio.create_task(told)
+            self._acknowledge(ticket, time.perf_counter() - begun)
             self._version, self._asleep = ticket.version, False
             self._kl_coefs[ticket.version] = ticket.kl_coef
             kept = range(ticket.version - KEPT_VERSIONS, ticket.version + 1)
             self._kl_coefs = {number: coef for number, coef in self._kl_coefs.items() if number in kept}
             return self._version
 
-    async def _acknowledge(self, before: "asyncio.Task[None] | None", ticket: Ticket, seconds: float) -> None:
+    def _acknowledge(self, ticket: Ticket, seconds: float) -> None:
         """Tell the store that the ticket's version is loaded. The engine generates meanwhile, but nothing leaves it
-        before the store has agreed to that version and those before it."""
-        spent = self._occupancy.take()
-        if before is not None:
-            await before
-        await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds, *spent)
+        before the store has agreed to that version and those before it (`_agreed`)."""
+        before, spent = self._acknowledged, self._occupancy.take()
+
+        async def tell() -> None:
+            if before is not None:
+                await before
+            await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds, *spent)
+
+        self._acknowledged = asyncio.create_task(tell())
 
     async def _agreed(self) -> None:
         """Wait until the store has agreed to every version that was loaded; usually it has long since."""
