@@ -23,7 +23,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY requirements requirements
 COPY configs/__init__.py configs/
 COPY jobs/__init__.py jobs/
-COPY pipeline/__init__.py pipeline/versions.py pipeline/
+COPY pipeline/__init__.py pipeline/run/versions.py pipeline/
 RUN requirements/install.sh "${ACCELERATOR}" .venv python3
 
 COPY . .

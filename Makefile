@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(ACCELERATOR)
 RUN := $(VENV)/bin/python
 
 # An environment that no longer holds the tested set is made again.
-HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.versions import check_versions; check_versions()' >/dev/null 2>&1 || rm -f $(STAMP))
+HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.run.versions import check_versions; check_versions()' >/dev/null 2>&1 || rm -f $(STAMP))
 
 # Settings of the demo.
 SEED ?= 1

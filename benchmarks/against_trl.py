@@ -2,7 +2,7 @@
 
     python -m benchmarks.against_trl --out runs/against-trl
     python -m benchmarks.against_trl --out DIR --data data/countdown-1 --model models/tiny-sft-1 --trl-python PATH
-    python -m benchmarks.against_trl --out DIR --ahead algorithm.max_staleness=2 -- model.share_prompts=false
+    python -m benchmarks.against_trl --out DIR --ahead algorithm.max_staleness=2 -- model.share_prompts=never
 
 Three cases take turns, `--rounds` times, each run in processes of its own: TRL, ours strictly on-policy, and ours one
 iteration ahead (`algorithm.max_staleness=1`). All train the Countdown model of `make demo` with the sizes of
@@ -58,7 +58,7 @@ from benchmarks.trl_report import (
 )
 from pipeline.config import Config, load_config
 from pipeline.reward.rules import countdown
-from pipeline.signals import sigterm_as_ctrl_c
+from pipeline.run.signals import sigterm_as_ctrl_c
 from pipeline.track.history import write_atomically
 
 SIDE = Path(__file__).with_name("trl_side.py")

@@ -10,12 +10,13 @@ import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline import stream
-from pipeline.ask import ask
 from pipeline.config import Config
-from pipeline.executor import answer_at_once
+from pipeline.executor import shorten_waits
 from pipeline.prompts.stage import Schedule
-from pipeline.rollout.stage import StorePolicy
-from pipeline.rollout.weights import checksum
+from pipeline.rollout.policy_source import StorePolicy
+from pipeline.store.client import StoreClient
+from pipeline.store.policy_store import PolicyStore
+from pipeline.weights.load import checksum
 
 
 class Chunks:
@@ -44,15 +45,16 @@ class Admitted:
         ticket = await self._policy.admit("train", table["chunk"][0].as_py(), 0)
         if ticket is not None and ticket.version > self._version:
             self._version = ticket.version
-            await self._policy.acknowledge("bare", ticket.version, checksum(ticket.shards), 0.0)
+            await self._policy.acknowledge("bare", ticket.version, checksum(ticket.shards), 0.0, 0.0, 0.0)
         return table
 
 
 def build(config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: Any = None) -> Dataset:
     """The bare stream; arguments are those of `pipeline.stream.build`."""
     stream.set_context()
-    answer_at_once(DataContext.get_current())
-    policy = StorePolicy(store, ask(store, "new_generation"), config.trainer.deadlines.admission)
+    shorten_waits(DataContext.get_current())
+    client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))
+    policy = StorePolicy(client, config.trainer.deadlines.admission)
     source = {"compute": ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1), "num_cpus": stream.SOURCE_CPUS}
     engine = stream.several(config.rollout.in_flight(schedule.chunks_per_iteration)) | {"num_cpus": 1}
     found = stream.numbered(schedule.pages)

@@ -31,8 +31,8 @@ from rich.table import Table
 from benchmarks.prompt_stream import byte_tokenizer, write_prompts
 from benchmarks.stand_in import RANKS, InstantRollout, StandInTrainer, shard
 from pipeline.config import Config, load_config
-from pipeline.rollout.stage import Policy
-from pipeline.train.run import start_ray
+from pipeline.rollout.policy_source import PolicySource
+from pipeline.run.driver import start_ray
 
 CHUNKS, CHUNK_PROMPTS = 8, 2
 STARTING = 3
@@ -73,7 +73,7 @@ CASES = {
 class TimedRollout(InstantRollout):
     """An engine of a fixed speed: every chunk takes the same time, one after the other."""
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(self, config: Config, policy: PolicySource):
         super().__init__(config, policy)
         self._seconds = config.rollout.engine_kwargs[SECONDS]
         self._engine = asyncio.Lock()

@@ -31,13 +31,13 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.stand_in import InstantRollout, StandInTrainer, Watch, shard
 from pipeline.config import load_config
+from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.config import DataConfig
 from pipeline.prompts.encode import Encoder
 from pipeline.prompts.files import resolve
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.source import Position, PromptSource
-from pipeline.train.run import start_ray
+from pipeline.run.driver import start_ray
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -154,7 +154,7 @@ def measure_stream(folder: Path, model: Path, run_dir: str, chunk_prompts: int, 
         trainer.iterate()
         read += trainer.schedule.chunks_per_iteration
         times.append(time.perf_counter() - begin)
-        messages, _ = trainer.messages(messages)  # as the driver of a run does, lest they pile up
+        messages, _ = trainer.events(messages)  # as the driver of a run does, lest they pile up
     samples = memory.stop()
     trainer.close()
     ray.shutdown()

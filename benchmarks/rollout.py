@@ -34,16 +34,20 @@ from jobs import tiny
 from jobs.prepare import __main__ as prepare
 from pipeline import rows
 from pipeline.config import Config, load_config
+from pipeline.models.fsdp import torch_dtype
 from pipeline.prompts.encode import stamp
 from pipeline.prompts.stage import sources
 from pipeline.rollout import vllm
-from pipeline.rollout.sampling import Sampling
-from pipeline.rollout.stage import Policy, Rollout, token_lists
-from pipeline.rollout.weights import Shard
-from pipeline.store import Ticket
-from pipeline.train.broadcast import pack
-from pipeline.train.fsdp import torch_dtype
-from pipeline.train.run import start_ray
+from pipeline.rollout.policy_source import PolicySource
+from pipeline.rollout.stage import Rollout, token_lists
+from pipeline.run.driver import start_ray
+from pipeline.sampling import Sampling
+from pipeline.store.client import StoreClient
+from pipeline.store.events import PromptsMade
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.versions import Ticket
+from pipeline.weights.load import Shard
+from pipeline.weights.publish import pack
 
 CPU = " by CPU"
 STOP_IDS = [2, *range(100, 107)]
@@ -69,17 +73,21 @@ def clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
+BARE = -1
+"""Iteration under which the probe posts its numbers."""
+
+
 class OneVersion:
     """A policy whose newest version is whatever `version` says, always with the same weights."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.version, self._shards = 0, shards
 
-    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
         return Ticket(self.version, self._shards)
 
     async def acknowledge(
-        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         pass
 
@@ -87,7 +95,7 @@ class OneVersion:
 class Probe(Rollout):
     """The rollout stage of the stream, whose engine generates each version's requests bare before the stage does."""
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(self, config: Config, policy: PolicySource):
         super().__init__(config, policy)
         self._chunks = config.data.train_batch_size // config.rollout.chunk_prompts
         self._tables: list[pa.Table] = []
@@ -101,8 +109,8 @@ class Probe(Rollout):
         released = self._released
         if len(self._tables) == self._chunks:
             found = bare(self, requests(self._config, self._tables, -1 - ticket.version))
-            store, generation = self._policy._store, self._policy._generation  # type: ignore[attr-defined]
-            await store.post.remote(generation, "bare", found._asdict())
+            store: StoreClient = self._policy._store  # type: ignore[attr-defined]
+            await store.awaited(PolicyStore.post, PromptsMade(BARE, found._asdict()))
             self._tables, self._released = [], asyncio.Event()
             released.set()
         await released.wait()
@@ -210,8 +218,8 @@ def in_ray(config: Config, repeats: int, run_dir: str) -> dict[str, list[float]]
         begun = time.perf_counter()
         tokens = sum(map(response_tokens, trainer.iterate()))
         seconds = time.perf_counter() - begun
-        read, messages = trainer.messages(read)
-        probe = next(message for message in messages if message["kind"] == "bare")
+        read, events = trainer.events(read)
+        probe = next(event.metrics for event in events if isinstance(event, PromptsMade) and event.iteration == BARE)
         if repeat:  # in the first one the engine starts
             rates["bare"].append(probe["tokens"] / probe["seconds"])
             rates["stream"].append(tokens / (seconds - probe["seconds"]))

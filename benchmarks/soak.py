@@ -36,7 +36,7 @@ from benchmarks.prompt_stream import byte_tokenizer, write_prompts
 from benchmarks.stand_in import InstantRollout, Sample, StandInTrainer, Watch, shard
 from pipeline import stream
 from pipeline.config import Config, load_config
-from pipeline.train.run import start_ray
+from pipeline.run.driver import start_ray
 
 CHUNK = 8
 """Prompts of a chunk."""
@@ -127,7 +127,7 @@ def soak(
         begun = time.perf_counter()
         trainer.iterate()
         seconds = time.perf_counter() - begun
-        read, _ = trainer.messages(read)  # as the driver of a run does, lest they pile up
+        read, _ = trainer.events(read)  # as the driver of a run does, lest they pile up
         if number:
             times.append(seconds)
     samples = watch.stop()
@@ -174,7 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks at memory and handles")
-    parser.add_argument("--most-ms", type=float, default=50.0, help="milliseconds that an iteration may take")
+    parser.add_argument("--most-ms", type=float, default=100.0, help="milliseconds that an iteration may take")
     parser.add_argument("--most-growth", type=float, default=0.05, help="share by which anything may grow")
     parser.add_argument("--chunks", type=int, default=1, help="chunks of an iteration (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="trainers that share them (default: %(default)s)")

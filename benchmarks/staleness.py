@@ -39,7 +39,7 @@ from rich.console import Console
 from benchmarks.command import call
 from benchmarks.staleness_report import Case, Outcome, as_json, complaints, notes, read_run, save, summaries, table
 from pipeline.config import load_config
-from pipeline.signals import sigterm_as_ctrl_c
+from pipeline.run.signals import sigterm_as_ctrl_c
 from pipeline.track.history import write_atomically
 
 PUZZLES = "--template short --numbers 3 --max-number 30 --min-target 1 --max-target 60 --train 10000 --test 1000"

@@ -21,18 +21,24 @@ import ray
 from ray.data import Dataset
 
 from pipeline import rows, stream
-from pipeline.ask import ANSWER_S
 from pipeline.config import Config
+from pipeline.derived import uses_filter
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
-from pipeline.rollout.stage import Policy, Rollout
+from pipeline.rollout.policy_source import PolicySource
+from pipeline.rollout.stage import Rollout
 from pipeline.rollout.vllm import Generation
-from pipeline.rollout.weights import Shard
-from pipeline.store import POLICY
-from pipeline.stores import store_of
-from pipeline.train.feed import Blocks, RowsFeed
+from pipeline.store.admission import Admission
+from pipeline.store.client import ANSWER_S, StoreClient
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.events import Event
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.status import TrainerState
+from pipeline.store.versions import POLICY
+from pipeline.train.feed import RowsFeed, TimedIterator
+from pipeline.weights.load import Shard
 
 RANKS = 2
 SHORTEST, LONGEST = 4, 32
@@ -46,12 +52,12 @@ def shard(rank: int = 0) -> Shard:
 class InstantRollout(Rollout):
     """The rollout stage without an engine: random responses of 4 to 32 tokens, at once."""
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(self, config: Config, policy: PolicySource):
         self._config, self._policy = config, policy
         self._tokenizer = load_tokenizer(config.model)
         self._random = np.random.default_rng(config.trainer.seed)
         self._order, self._occupancy, self._acknowledged = InOrder(), Occupancy(), None
-        self._version, self._kl_coefs = -1, {}
+        self._version = -1
         self.name = f"instant:{os.getpid()}"
 
     async def __call__(self, table: pa.Table) -> pa.Table:
@@ -64,7 +70,7 @@ class InstantRollout(Rollout):
         table = table.filter(pc.not_equal(table["split"], "pad"))
         n = self._config.rollout.n
         generated = self._rows(table, self._generations(len(table) * n), n, ticket.version, 0.0, 0.0)
-        await self._agreed()
+        await self._wait_acknowledged()
         return generated
 
     def _generations(self, count: int) -> list[Generation]:
@@ -99,22 +105,24 @@ class StandInTrainer:
     ) -> None:
         self.schedule = Schedule.of(config, iterations)
         self._shards, self._version = shards, 0
-        kind, admission = store_of(config, iterations)
-        self.store = ray.remote(kind).options(num_cpus=0, max_concurrency=10_000).remote(admission)
+        sizes = config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
+        admission = Admission(*sizes, iterations if uses_filter(config) else None)
+        self.actor: Any = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=10_000).remote(admission)
         begun = time.perf_counter()
-        dataset = build(config, self.schedule, self.store, run_dir, rollout_stage=rollout)
+        dataset = build(config, self.schedule, self.actor, run_dir, rollout_stage=rollout)
         splits = dataset.streaming_split(ranks, equal=True)
         self.build_s = time.perf_counter() - begun
-        self._generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
-        self._ask("begin", 0, len(shards), (0, 0))
+        self.store = StoreClient(self.actor, StoreClient(self.actor).ask(PolicyStore.current_attempt))
+        self.store.call(PolicyStore.register_trainer, TrainerState(0, PromptCursor(), False), len(shards))
         chunks = self.schedule.chunks_per_iteration // ranks
         self._feeds = [
             RowsFeed(
-                Blocks(
+                TimedIterator(
                     iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)),
                     config.trainer.deadlines.rows,
-                    lambda: str(ray.get(self.store.status.remote(), timeout=ANSWER_S)),
+                    lambda: str(self.store.ask(PolicyStore.status)),
                 ),
+                chunks,
                 chunks,
             )
             for split in splits
@@ -130,10 +138,10 @@ class StandInTrainer:
         self._publish()
         self._version += 1
         parts: list[list[pa.Table]] = [[] for _ in self._feeds]
-        chunks = self._feeds[0].chunks
+        chunks = self._feeds[0].parts
         for number in range(chunks):
             for own, feed in zip(parts, self._feeds, strict=True):
-                table = feed.chunk(self._version, number)
+                table = feed.next(self._version, number)
                 if table is None:
                     raise RuntimeError(f"the stream ended before iteration {self._version}")
                 own.append(table)
@@ -150,25 +158,22 @@ class StandInTrainer:
             feed.drain()
 
     def close(self) -> None:
-        """End the stream: whatever waits in the store belongs to an older generation now, and fails."""
-        ray.get(self.store.new_generation.remote(), timeout=ANSWER_S)
+        """End the stream: whatever waits in the store belongs to an older attempt now, and fails."""
+        self.store.ask(PolicyStore.new_attempt)
         for feed in self._feeds:
             with contextlib.suppress(ray.exceptions.RayError):
                 while feed.next(self._version + 1) is not None:
                     pass
 
-    def messages(self, after: int) -> tuple[int, list[dict[str, Any]]]:
+    def events(self, after: int) -> tuple[int, list[Event]]:
         """What the stream has posted, as the driver reads it."""
-        return ray.get(self.store.read.remote(after, 0.0), timeout=ANSWER_S)
+        return self.store.ask(PolicyStore.read_events, after, 0.0)
 
     def _publish(self) -> None:
         """As the ranks of a run do: all at once."""
-        publish, now = self.store.publish.remote, time.time()
-        told = [publish(self._generation, self._version, {POLICY: shard}, now) for shard in self._shards]
+        publish, now = self.actor.publish.remote, time.time()
+        told = [publish(self.store.attempt, self._version, {POLICY: shard}, now) for shard in self._shards]
         ray.get(told, timeout=ANSWER_S)
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        return ray.get(getattr(self.store, method).remote(self._generation, *args), timeout=ANSWER_S)
 
 
 @dataclass

@@ -37,11 +37,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.prompt_stream import byte_tokenizer
 from pipeline.config import Config, load_config
-from pipeline.rollout.delta import Held, apply, encode, pieces_of
-from pipeline.rollout.weights import Shard, parameters
-from pipeline.train.broadcast import pack
-from pipeline.train.fsdp import torch_dtype
-from pipeline.train.run import start_ray
+from pipeline.models.fsdp import torch_dtype
+from pipeline.run.driver import start_ray
+from pipeline.weights.delta import Held, apply, encode, pieces_of
+from pipeline.weights.load import Shard, parameters
+from pipeline.weights.publish import pack
 
 WAIT_S = 600.0
 MIB = 2**20

@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
 from jobs.train import complain
+from pipeline.config.paths import local_path
 from pipeline.track.compare import read_runs, save, table
 
 
@@ -14,10 +14,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 drawn, 2 bad arguments or runs, 1 the picture cannot be written)."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.compare",
-        description="Draw validation accuracy and training reward of several runs into one figure, and print a table.",
+        description="Draw the validation accuracy and training reward of several runs, and print a table of them.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, such as runs/NAME")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.png", help="the figure")
+    parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's folder, such as runs/NAME")
+    parser.add_argument("--out", type=local_path, required=True, metavar="FILE.png", help="the figure")
     parser.add_argument("--labels", metavar="A,B,...", help="what to call the runs (default: by their folders)")
     options = parser.parse_args(arguments)
     try:

@@ -1,6 +1,6 @@
 """Write `docs/configuration.md` from the dataclasses: `python -m jobs.docs_configuration [--check]`.
 
-The docstring under each field is the only description of a key, so the page cannot say anything else than the code.
+The docstring under each field is the only description of a key, so the page and the code cannot disagree.
 """
 
 import argparse
@@ -13,11 +13,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pipeline.check_algorithm import COMPARE_IN_GROUP, NEED_NO_GROUP, POLICY_LOSSES
-from pipeline.checks import CHOICES
-from pipeline.config import CONFIG_DIR, Config
+from pipeline.config import Config
+from pipeline.config.bounds import bounds_of
+from pipeline.config.schema import Key, keys
+from pipeline.plan.check_algorithm import COMPARE_IN_GROUP, NEED_NO_GROUP, POLICY_LOSSES
 from pipeline.prompts.sampler import SAMPLERS
-from pipeline.schema import Key, keys
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -25,21 +25,16 @@ HEAD = """# Configuration
 
 <!-- Written by `make docs` from the dataclasses; edit the docstrings there. -->
 
-Settings are read in this order, later ones winning: the defaults below, `configs/train.yaml`, the chosen experiment
-(`experiment=countdown_cpu` takes `configs/experiment/countdown_cpu.yaml`), the chosen algorithm (`algorithm=dapo` takes
-`configs/algorithm/dapo.yaml`), then arguments such as `actor.optim.lr=1e-5`. A list is written
-`trainer.logger=[console,mlflow]`, a value with special characters in quotes: `'model.path="/models/a=b"'`. Keys whose
-type is a mapping take any name inside: `rollout.engine_kwargs.max_model_len=2048`.
+Later settings win: the defaults below, `configs/train.yaml`, the experiment (`experiment=countdown_cpu` takes
+`configs/experiment/countdown_cpu.yaml`), the algorithm (`algorithm=dapo` takes `configs/algorithm/dapo.yaml`), then
+arguments such as `actor.optim.lr=1e-5`. A list is written `trainer.logger=[console,mlflow]`, a value with special
+characters in quotes: `'model.path="/models/a=b"'`. Keys with the default `{}` take any name inside:
+`rollout.engine_kwargs.max_model_len=2048`.
 
-An unknown key is refused with the nearest valid one, an impossible combination with the arithmetic.
-`python -m jobs.train --dry-run ...` prints what the settings amount to and exits. Experiments and algorithms of your
-own live in any folder: `--config-dir DIR` searches `DIR/experiment/` and `DIR/algorithm/` besides the packaged ones.
-
-## Algorithms
-
-`algorithm=NAME` sets the estimator, the loss and what belongs to them, and leaves the other keys alone; one can be laid
-on top of another, `algorithm=[dapo,tis]`. An experiment names the one it begins from with
-`defaults: [/algorithm/dapo, _self_]`.
+An unknown key is refused with the nearest valid one, an impossible combination with the arithmetic. `slipstream train
+--dry-run ...` prints the plan and exits. `--config-dir DIR` also finds your own files in `DIR/experiment/` and
+`DIR/algorithm/`. Algorithms can be laid on top of each other: `algorithm=[dapo,tis]` ([all of them](algorithms.md)).
+An experiment names the algorithm that it begins from with `defaults: [/algorithm/dapo, _self_]`.
 """
 
 BUILT_IN = {
@@ -47,7 +42,7 @@ BUILT_IN = {
     "actor.policy_loss.loss_mode": POLICY_LOSSES,
     "data.sampler": tuple(SAMPLERS),
 }
-"""Keys that take a name or an import path: the names there are."""
+"""Keys that take a name or an import path, with the built-in names."""
 
 
 def descriptions(schema: type) -> dict[str, str]:
@@ -56,80 +51,87 @@ def descriptions(schema: type) -> dict[str, str]:
     Raises:
         ValueError: a field has none.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for part in reversed(schema.__mro__[:-1]):
-        found |= _own_descriptions(part)
-    missing = [name for name, text in found.items() if not text]
+        texts |= _own_descriptions(part)
+    missing = [name for name, text in texts.items() if not text]
     if missing:
         raise ValueError(f"{schema.__name__}: no docstring under {', '.join(missing)}")
-    return found
+    return texts
 
 
 def _own_descriptions(schema: type) -> dict[str, str]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     name = None
     for node in typing.cast(ast.ClassDef, body).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
-            found[name] = ""
+            texts[name] = ""
         elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            found[name] = " ".join(str(node.value.value).split())
+            texts[name] = " ".join(str(node.value.value).split())
             name = None
-    return found
-
-
-def algorithms() -> list[str]:
-    """One row for each file of `configs/algorithm`: its name and the comment it begins with."""
-    rows = ["| name | what it is |", "|---|---|"]
-    for path in sorted(CONFIG_DIR.glob("algorithm/*.yaml")):
-        comment = []
-        for line in path.read_text(encoding="utf-8").splitlines()[1:]:
-            if not line.startswith("#"):
-                break
-            comment.append(line.removeprefix("#").strip())
-        rows.append(f"| `{path.stem}` | {' '.join(comment)} |")
-    return rows
-
-
-def type_name(kind: Any) -> str:
-    """The type as it is written in Python: `int | None`."""
-    if isinstance(kind, types.GenericAlias | types.UnionType):
-        return str(kind).replace("typing.", "")
-    return "any" if kind is Any else kind.__name__
+    return texts
 
 
 def default(key: Key) -> str:
-    """The default as it is written in YAML."""
+    """The default as it is written in YAML, which shows the key's type; beside null stands the type of other values."""
     value = key.default
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(str(entry) for entry in value)}]"
-    return f"{value:g}" if isinstance(value, float) and value < 1e-3 else str(value)
+    if value is None:
+        others = [kind for kind in typing.get_args(key.type) if kind is not types.NoneType]
+        return f"`null` ({', '.join(type_name(kind) for kind in others)})" if others else "`null`"
+    if isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, tuple | list):
+        text = f"[{', '.join(str(entry) for entry in value)}]"
+    elif isinstance(value, float) and 0 < value < 1e-3:
+        text = f"{value:g}"
+    else:
+        text = str(float(value) if key.type is float else value)
+    return f"`{text}`"
+
+
+def type_name(kind: Any) -> str:
+    """The type as it is written in Python: `list[str]`."""
+    return str(kind).replace("typing.", "") if isinstance(kind, types.GenericAlias) else kind.__name__
 
 
 def page() -> str:
-    """The whole page as Markdown, one table per section."""
+    """The whole page as Markdown, one table per section; sections of one dataclass share a table."""
     sections: dict[str, list[Key]] = {}
     for key in keys(Config).values():
         sections.setdefault(key.name.rpartition(".")[0], []).append(key)
-    lines = [HEAD, *algorithms()]
+    alike: dict[type, list[str]] = {}
     for section, members in sections.items():
-        lines += [f"\n## `{section}`\n", f"{inspect.getdoc(members[0].owner)}\n", "| key | type | default | meaning |"]
-        lines += ["|---|---|---|---|", *map(_row, members)]
+        alike.setdefault(members[0].owner, []).append(section)
+    lines = [HEAD]
+    for owner, names in alike.items():
+        title = ", ".join(f"`{name}`" for name in names)
+        lines += [
+            f"\n## {title}\n",
+            f"{inspect.getdoc(owner)}\n",
+            "| key | default | meaning |",
+            "|---|---|---|",
+        ]
+        for rows in zip(*(sections[name] for name in names), strict=True):
+            lines.append(_row(rows))
     return "\n".join(lines) + "\n"
 
 
-def _row(key: Key) -> str:
+def _row(same: tuple[Key, ...]) -> str:
+    """One key; where several sections have it, its last part, and its default in each section where they differ."""
+    key = same[0]
     text = descriptions(key.owner)[key.name.rpartition(".")[2]]
     names = BUILT_IN.get(key.name, ())
-    if names:
+    if names and not all(f"`{name}`" in text for name in names):
         text += f" Built in are {', '.join(f'`{name}`' for name in names)}."
-    if key.name in CHOICES and not all(f"`{choice}`" in text for choice in CHOICES[key.name] if choice):
-        listed = ", ".join("null" if choice is None else f"`{choice}`" for choice in CHOICES[key.name])
+    choices = bounds_of(key.owner, key.name.rpartition(".")[2]).choices
+    if not all(f"`{choice}`" in text for choice in choices if choice):
+        listed = ", ".join("null" if choice is None else f"`{choice}`" for choice in choices)
         text += f" One of {listed}."
-    cells = (f"`{key.name}`", f"`{type_name(key.type)}`", f"`{default(key)}`", text)
+    name = key.name if len(same) == 1 else key.name.rpartition(".")[2]
+    defaults = list(dict.fromkeys(default(each) for each in same))
+    cells = (f"`{name}`", " / ".join(defaults), text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -10,21 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
 from jobs.train import complain, name_from_root
 from pipeline.config import load_config
-from pipeline.versions import VersionError, check_versions
+from pipeline.config.paths import local_path
+from pipeline.run.versions import VersionError, check_versions
 
 if TYPE_CHECKING:
     from pipeline.evaluate.prepare import Evaluation
-    from pipeline.evaluate.run import Speed
 
 EPILOG = """\
 settings:
-  key=value pairs as for jobs.train (docs/configuration.md). Those that count are data.val_files and other data.* keys,
-  model.path, rollout.val_kwargs.{n,temperature,top_p,top_k}, further rollout.* keys of the engines, and reward.*; with
-  --run they are laid over the settings of the run. Training prompts are not needed. docs/evaluate.md says more.
+  key=value pairs as for jobs.train (docs/configuration.md). An evaluation reads data.val_files and other data.* keys,
+  model.path, rollout.val_kwargs.{n,temperature,top_p,top_k}, the rollout.* keys of the engines, and reward.*. With
+  --run they are laid over the settings of the run. Training prompts are not needed. See docs/evaluate.md.
 
 examples:
   python -m jobs.evaluate --run runs/countdown-cpu
@@ -44,16 +43,20 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--run", type=Path, metavar="DIR", help="take settings and last model of this run (runs/NAME)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the result (default: DIR/evaluations/...)")
+    parser.add_argument(
+        "--run", type=local_path, metavar="DIR", help="take settings and last model of this run (runs/NAME)"
+    )
+    parser.add_argument(
+        "--out", type=local_path, metavar="DIR", help="folder of the result (default: DIR/evaluations/...)"
+    )
     parser.add_argument("--k", metavar="1,4,8", help="k of pass@k and maj@k (default: powers of two up to n, and n)")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, without starting Ray")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan of the evaluation, without starting Ray")
     parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see above")
     # Settings and options may be mixed in any order.
     options = parser.parse_intermixed_args(arguments)
-    given = arguments if arguments is not None else sys.argv[1:]
-    # A thread that still reads rows when Ray has been shut down would start another one.
+    words = arguments if arguments is not None else sys.argv[1:]
+    # Without this, a thread that still reads rows after Ray was shut down would start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         check_versions()
@@ -63,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             Console().print(render(evaluation))
             return 0
-        return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *given])
+        return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
     except (ValueError, OSError, ImportError, VersionError) as error:
         complain(str(error))
         return 2
@@ -97,34 +100,33 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
         ValueError, OSError, ImportError: the tracker, the folder or the cluster cannot be used.
     """
     from pipeline.evaluate.report import print_table, result, rows, tracked
-    from pipeline.evaluate.run import Speed
     from pipeline.evaluate.summary import Summary
     from pipeline.evaluate.tracking import Trackers
+    from pipeline.track.console import RunConsole
     from pipeline.track.loggers import shown
 
-    folder, summary, speed = evaluation.folder, evaluation.summary, Speed()
-    trackers = Trackers(evaluation.config, evaluation.home, folder.path, evaluation.name)
-    earlier, status, error = folder.result(), "finished", None
+    folder, summary = evaluation.folder, evaluation.summary
+    trackers = Trackers(evaluation.config, evaluation.run_dir, folder.path, evaluation.name)
+    status, error = "finished", None
     folder.begin(evaluation.description)
     if evaluation.complete:
         trackers.start()
     else:
-        status, error = _generate(evaluation, speed, trackers.start)
+        status, error = _generate(evaluation, trackers.start)
     if status != "finished":
-        # A chunk may have been written and not counted when it was broken off.
+        # A chunk may have been written and not counted when the work broke off.
         evaluation.summary = summary = Summary(summary.ks)
         folder.read(summary)
     files: list[Path] = []
     places: dict[str, str] = {}
     if summary.prompts:
-        made = result(evaluation, status == "finished", speed.tokens_per_s or earlier.get("tokens_per_s"))
-        files = folder.report(made, rows(summary))
+        files = folder.report(result(evaluation, status == "finished"), rows(summary))
         places = {"responses": shown(folder.responses), "metrics": shown(files[0])}
         print_table(summary, Console())
     problems = trackers.finish(status, evaluation.iteration, tracked(summary), files)
     if status != "finished":
         places["to continue"] = shlex.join(command)
-    _print_end(f"{evaluation.name}: {status}", places | trackers.where(), problems)
+    RunConsole(evaluation.name, None).summary(status, [], places | trackers.where(), problems)
     if status == "finished":
         error = _too_many_errors(evaluation)
     if error is not None:
@@ -132,39 +134,40 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
     return {"finished": 1 if error else 0, "interrupted": 130}.get(status, 1)
 
 
-def _generate(evaluation: "Evaluation", speed: "Speed", begin: Callable[[], None]) -> tuple[str, str | None]:
-    """Start Ray, then `begin`, and generate what is missing.
+def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str, str | None]:
+    """Start Ray, then call `begin`, and generate what is missing.
 
     Returns:
         `finished`, `interrupted` or `failed`, and why it failed.
     """
     import ray
 
-    from pipeline import cluster
-    from pipeline.evaluate.report import Board
     from pipeline.evaluate.run import generate
-    from pipeline.plan import check_resources
-    from pipeline.train.run import sentence
+    from pipeline.plan.placement import check_resources
+    from pipeline.run.driver import sentence, start_ray
+    from pipeline.track.console import RunConsole
 
     for name in ("ray", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    trainer, summary = evaluation.config.trainer, evaluation.summary
-    board = Board(evaluation.name, evaluation.prompts, summary.prompts, quiet="console" not in trainer.logger)
-    started = cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
+    quiet = "console" not in evaluation.config.trainer.logger
+    printed = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    console = RunConsole(evaluation.name, evaluation.pages.chunks, printed, unit="chunk")
+    started = start_ray(evaluation.config)
     try:
         if os.environ.get("RAY_ADDRESS"):
-            check_resources(evaluation.plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            check_resources(evaluation.plan.stages, None, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         begin()
-        board.start()
+        console.start()
+        console.status("starting the engines")
         try:
-            generate(evaluation, speed, lambda: board.update(summary, speed.seconds, speed.tokens))
+            generate(evaluation, console)
         except KeyboardInterrupt:
             return "interrupted", None
-        except Exception as error:  # noqa: BLE001 (whatever a stage raised is told in a sentence)
+        except Exception as error:  # noqa: BLE001 (the reason is printed as a sentence, whatever a stage raised)
             return "failed", sentence(error)
         return "finished", None
     finally:
-        board.stop()
+        console.stop()
         if started:
             ray.shutdown()
 
@@ -177,16 +180,6 @@ def _too_many_errors(evaluation: "Evaluation") -> str | None:
         f"the reward failed for {rate:.1%} of the responses, more than reward.max_error_rate={limit:g}, and the "
         f"numbers leave them out. The first reason: {evaluation.summary.first_error}"
     )
-
-
-def _print_end(title: str, places: dict[str, str], problems: Sequence[str]) -> None:
-    console, width = Console(highlight=False), max(map(len, places), default=0)
-    lines = [Text(title, style="bold")]
-    lines += [Text.assemble((f"  {label:<{width}}  ", "bold"), text) for label, text in places.items()]
-    lines += [Text(f"  warning: {problem}", style="yellow") for problem in problems]
-    for line in lines:
-        # Commands and paths stay on one line however narrow the terminal, so that they can be copied.
-        console.print(line, soft_wrap=True)
 
 
 if __name__ == "__main__":

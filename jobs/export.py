@@ -4,9 +4,9 @@ import argparse
 import logging
 import os
 import sys
-from pathlib import Path
 
 from jobs.train import complain
+from pipeline.config.paths import local_path
 
 EPILOG = """\
 examples:
@@ -20,48 +20,39 @@ neither a GPU nor Ray is needed; the memory needed is that of the weights in the
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of `python -m jobs.export`."""
-    own = argparse.ArgumentParser(
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options in `arguments`."""
+    parser = argparse.ArgumentParser(
         prog="python -m jobs.export",
         description="Write the policy of a checkpoint as a Hugging Face folder with tokenizer, chat template and model "
         "card, and register it in MLflow.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = own.add_argument
-    add("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder, such as runs/NAME, or one of its "
-        "checkpoints")  # fmt: skip
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for the model; new or empty")
-    which = own.add_argument_group("which checkpoint", "the newest whole one, unless one of these is given")
-    choice(which)
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="type of the weights (default: as they were trained)",
-    )
-    add(
-        "--critic",
-        action="store_true",
-        help="the critic instead of the policy, for token classification with one label",
-    )
-    add("--base", metavar="MODEL", help="the model that the run began with, if it lies elsewhere now")
+    add = parser.add_argument
+    add("run", type=local_path, metavar="RUN_OR_CHECKPOINT", help="folder of a run or of one of its checkpoints")
+    add("--out", type=local_path, required=True, metavar="DIR", help="folder for the model; new or empty")
+    add_choice(parser)
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights (default: as trained)")
+    add("--critic", action="store_true", help="export the critic, for token classification with one label")
+    add("--base", metavar="MODEL", help="the model that the run started from, if it has moved since")
     add("--register", metavar="NAME", help="make it a new version of this registered model in the run's MLflow")
     add("--alias", metavar="ALIAS", help="alias of the new version, such as champion; needs --register")
-    return own
+    return parser.parse_args(arguments)
 
 
-def choice(group: argparse._ArgumentGroup) -> None:
-    """The options that say which checkpoint of a run is meant."""
-    group.add_argument("--iteration", type=int, metavar="N", help="the one of iteration N")
-    group.add_argument("--best", metavar="METRIC", help="the one with the highest METRIC of metrics.jsonl, such as "
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a checkpoint of a run."""
+    add = parser.add_argument_group("which checkpoint of a run (default: the newest complete one)").add_argument
+    add("--iteration", type=int, metavar="N", help="the one of iteration N")
+    add("--best", metavar="METRIC", help="the one with the highest METRIC of metrics.jsonl, such as "
         "val-core/countdown/acc/mean@1")  # fmt: skip
-    group.add_argument("--lowest", action="store_true", help="with --best: the one with the lowest")
+    add("--lowest", action="store_true", help="with --best: the one with the lowest")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 written, 2 bad arguments or input, 130 interrupted, 1 failed)."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
@@ -83,26 +74,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Choose, write, register."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from pipeline.export.choice import choose
-    from pipeline.export.folder import export
+    """Choose a checkpoint, export it, and register it if asked to."""
+    from pipeline.export.choose import choose
     from pipeline.export.registry import connect, register
 
-    disable_progress_bar()
     checkpoint, notes = choose(options.run, options.iteration, options.best, options.lowest)
     for note in notes:
         print(note)
     if options.register:
-        # Before the long part: a tracker that is away is known now.
+        # A missing tracker is noticed before the export, which takes long.
         connect(checkpoint)
+    # Torch and transformers take seconds to import, after all that can be refused without them.
+    from pipeline.export.export import export
+
     export(checkpoint, options.out, options.dtype, critic=options.critic, base=options.base)
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.run_dir}")
     if options.register:
-        version, place = register(checkpoint, options.out, options.register, options.alias)
+        version, tracker = register(checkpoint, options.out, options.register, options.alias)
         alias = f", alias {options.alias}" if options.alias else ""
-        print(f"registered as {options.register}, version {version}{alias}, in {place}")
+        print(f"registered as {options.register}, version {version}{alias}, in {tracker}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
     python -m jobs.from_verl run_qwen2_7b.sh --out configs/experiment/qwen2_7b.yaml
     python -m jobs.train --dry-run experiment=qwen2_7b
 
-The script is read, never run. See docs/from_verl.md, and `jobs/verl/` for what is converted and how.
+The script is read, not run, unless `--run` is given. See docs/from_verl.md.
 """
 
 import argparse
+import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -17,29 +19,34 @@ from typing import Any
 import yaml
 
 from jobs.verl.convert import convert
-from jobs.verl.script import Argument, Script
-from jobs.verl.settings import Settings
+from jobs.verl.launch import Settings, launch, refusal
+from jobs.verl.recorder import record
+from jobs.verl.script import Script
 from jobs.verl.state import Conversion
-from jobs.verl.words import ScriptError
-from pipeline.checks import check
+from jobs.verl.tokens import ScriptError
 from pipeline.config import ConfigError, load_config
+from pipeline.plan.checks import check
 
 EPILOG = """\
 examples:
   python -m jobs.from_verl run_qwen2_7b.sh --out configs/experiment/qwen2_7b.yaml
-  python -m jobs.from_verl env.sh run.sh trainer.total_epochs=3     scripts as if they were one, later settings win
+  python -m jobs.from_verl NNODES=2 run.sh trainer.total_epochs=3       variables before, settings behind the script
   python -m jobs.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8
 
-The experiment goes to FILE or to standard output; what was not converted, and what means something else here, to
-standard error and into the experiment's comments.
+The experiment goes to FILE or to standard output, and the report to standard error and into the experiment's comments.
+exit codes:
+  0  converted, and the run means the same
+  2  refused: no PPO training, or not to be read for certain; nothing is written
+  3  converted, but what stands under "cannot be done here" is missing
 """
+REFUSED, PARTLY = 2, 3
 
-ARGUMENTS = "the arguments"
-WIDTH = 118
+_VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
+_WIDTH = 118
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 converted, 2 nothing that could be)."""
+    """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.from_verl",
         description="Convert a verl launch script into an experiment.",
@@ -49,12 +56,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("sources", nargs="+", metavar="SCRIPT_OR_OVERRIDES", help="bash scripts and key=value of verl")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the experiment here: DIR/experiment/NAME.yaml")
     parser.add_argument("--name", help="name of the run (trainer.experiment_name); default: verl's")
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="let bash run the script, with recorders in place of python3, ray, torchrun, uv and most other programs",
+    )
     options = parser.parse_intermixed_args(arguments)
     try:
-        settings = read(options.sources)
+        settings = read(options.sources, options.run)
         conversion = convert(settings.settings, options.name)
+        conversion.cannot += settings.cannot
         conversion.notes[:0] = settings.notes
-        names = ", ".join(Path(source).name for source in options.sources if Path(source).is_file()) or ARGUMENTS
+        names = ", ".join(Path(source).name for source in options.sources if Path(source).is_file()) or "the arguments"
         conversion.notes += problems(render(conversion, names))
         text = render(conversion, names, options.out)
         if options.out:
@@ -62,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.out.write_text(text, encoding="utf-8")
     except (OSError, ScriptError) as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)
-        return 2
+        return REFUSED
     if not options.out:
         print(text, end="")
     for line in report(conversion):
@@ -71,21 +84,23 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"written: {options.out}", file=sys.stderr)
         if options.out.parent.name != "experiment":
             print("move it into a folder DIR/experiment to use it as --config-dir DIR", file=sys.stderr)
-    return 0 if conversion.converted else 2
+    return PARTLY if any(left.cannot for left in conversion.left) or conversion.cannot else 0
 
 
-def read(sources: list[str]) -> Settings:
-    """All settings of scripts and `key=value` arguments, in their order.
+def read(sources: list[str], run: bool = False) -> Settings:
+    """All settings of scripts and `key=value` arguments, in their order; an upper-case key is a variable.
 
     Raises:
         OSError: a script does not exist or cannot be read.
-        ScriptError: a script cannot be understood, or nothing of verl's is set anywhere.
+        ScriptError: a script cannot be read for certain, or does not start PPO training.
     """
-    script, settings = Script(), Settings()
+    variables = {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
+    variables |= {match[1]: match[2] for match in map(_VARIABLE.fullmatch, sources) if match}
+    script, settings = Script(variables), Settings()
     for source in sources:
         path = Path(source)
         if "=" in source and not path.is_file():
-            settings.add([Argument(source, 1, ARGUMENTS)])
+            settings.add([] if _VARIABLE.fullmatch(source) else [source])
             continue
         if not path.is_file():
             raise OSError(f"there is no script {source}; give a file, or settings of verl as key=value")
@@ -93,20 +108,22 @@ def read(sources: list[str]) -> Settings:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ScriptError(f"{source} is not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
-        before = len(script.launches)
-        script.read(text, path.name)
-        launches = script.launches[before:]
-        if len(launches) > 1:
-            others = ", ".join(str(launch.line) for launch in launches[1:])
-            settings.notes.append(
-                f"{path.name} starts verl more than once; the command of line {launches[0].line} is converted, not "
-                f"that of line {others}"
-            )
-        for launch in launches[:1]:
-            settings.add(launch.arguments)
-            settings.notes += launch.notes
-    settings.notes += script.notes
+        before = len(script.commands)
+        try:
+            if run:
+                script.commands += record(path, variables)
+            else:
+                script.read(text, str(path.resolve()))
+        except ScriptError as error:
+            raise ScriptError(
+                f"{path.name}, {error}{'' if run else '; --run lets bash decide (see --help)'}"
+            ) from error
+        launch(script.commands[before:], path.name, settings, script)
+    settings.cannot += script.notes
     if not settings.settings:
+        for source in filter(os.path.isfile, sources):
+            if named := re.search(r"(?m)^[^#]*-m\s+(verl\.[\w.]+)", Path(source).read_text(encoding="utf-8")):
+                raise ScriptError(f"{source} ends before it starts {named[1]}{refusal(named[1])}")
         raise ScriptError(
             f"no settings of verl found in {', '.join(sources)}; expected a command such as "
             "`python3 -m verl.trainer.main_ppo data.train_files=...`, or key=value arguments"
@@ -115,73 +132,43 @@ def read(sources: list[str]) -> Settings:
 
 
 def render(conversion: Conversion, source: str, out: Path | None = None) -> str:
-    """The experiment as YAML, with what was not converted and what differs as comments."""
+    """The experiment as YAML, with the report as comments."""
     name = out.stem if out else "NAME"
-    lines = [
-        "# @package _global_",
-        *_comment(f"Converted by python -m jobs.from_verl from {source}; as DIR/experiment/{name}.yaml it is run by"),
-        *_comment(f"  python -m jobs.train --config-dir DIR experiment={name}"),
-    ]
-    if conversion.left:
-        lines += ["#", "# Not converted:"]
-        lines += [line for left in conversion.left for line in _comment(f"{left.key}={left.text}: {left.reason}", "- ")]
-    if conversion.notes:
-        lines += ["#", "# Different here:"]
-        lines += [line for note in conversion.notes for line in _comment(note, "- ")]
-    return "\n".join([*lines, *_body(conversion)]) + "\n"
-
-
-def _body(conversion: Conversion) -> Iterator[str]:
-    """Nested keys, one a line."""
-    above: list[str] = []
+    lines = [f"Converted by python -m jobs.from_verl from {source}. As DIR/experiment/{name}.yaml it is run by"]
+    lines += [f"  python -m jobs.train --config-dir DIR experiment={name}", *report(conversion)]
+    if conversion.defaults:
+        lines.append(f"verl's defaults, which differ from ours: {', '.join(sorted(conversion.defaults))}")
+    text = "# @package _global_\n" + "".join(f"{part}\n" for line in lines for part in _comment(line))
+    tree: dict[str, Any] = {}
     for key, value in conversion.values.items():
         *sections, last = key.split(".")
-        for depth, section in enumerate(sections):
-            if above[: depth + 1] != sections[: depth + 1]:
-                if not depth:
-                    yield ""
-                yield f"{'  ' * depth}{section}:"
-                above = sections[: depth + 1]
-        above = sections
-        mark = "  # verl's default" if key in conversion.defaults else ""
-        yield f"{'  ' * len(sections)}{last}: {_scalar(value)}{mark}"
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return text + yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=float("inf"), allow_unicode=True)
 
 
-class _OneLine(yaml.SafeDumper):
-    """Writes values in one line each, and text so that it is read as text."""
+class _Dumper(yaml.SafeDumper):
+    """Writes text so that it is read as text."""
 
 
-def _text(dumper: _OneLine, text: str) -> yaml.ScalarNode:
-    # OmegaConf reads more as a number than PyYAML, and a value in several lines would not stay in its place.
-    style = '"' if not text.isprintable() or _number(text) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # OmegaConf reads more as a number than PyYAML does, and a line may end in letters that are not printed.
+    quoted = not text.isprintable() or re.fullmatch(r"[-+.\d_einfaINFA]+", text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if quoted else None)
 
 
-_OneLine.add_representer(str, _text)
+_Dumper.add_representer(str, _text)
 
 
-def _scalar(value: Any) -> str:
-    """A value in one line of YAML."""
-    text: str = yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=float("inf"), allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _comment(text: str, bullet: str = "") -> list[str]:
-    first, further = f"# {bullet}", f"# {' ' * len(bullet)}"
-    indent = text[: len(text) - len(text.lstrip(" "))]
+def _comment(text: str) -> list[str]:
+    indent = "# " + text[: len(text) - len(text.lstrip(" "))]
     return textwrap.wrap(
         plain(text),
-        WIDTH,
-        initial_indent=first + indent,
-        subsequent_indent=further + indent,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -208,16 +195,20 @@ def problems(text: str) -> list[str]:
 
 
 def report(conversion: Conversion) -> Iterator[str]:
-    """What was converted, what was not and what differs, line by line."""
-    yield (
-        f"converted {len(conversion.converted)} keys of verl, and wrote out {len(conversion.defaults)} of verl's "
-        "defaults that differ from ours"
-    )
-    if conversion.left:
-        yield f"not converted ({len(conversion.left)}):"
-        yield from (f"  {plain(f'{left.key}={left.text}: {left.reason}')}" for left in conversion.left)
+    """What cannot be done, what is lost without harm, and what differs, line by line."""
+    yield f"converted: {len(conversion.converted)} keys of verl"
+    for title, cannot in (("cannot be done here", True), ("lost, but no result changes", False)):
+        reasons: dict[str, list[str]] = {}
+        for left in conversion.left:
+            if left.cannot is cannot:
+                reasons.setdefault(left.reason, []).append(f"{left.key}={left.text}")
+        lines = [f"  {reason}: {', '.join(settings)}" for reason, settings in reasons.items()]
+        lines += [f"  {line}" for line in conversion.cannot] if cannot else []
+        if lines:
+            yield f"{title} ({len(lines)}):"
+            yield from (f"  {plain(line)}" for line in lines)
     if conversion.notes:
-        yield f"different here ({len(conversion.notes)}):"
+        yield f"different here ({len(conversion.notes)}; see docs/from_verl.md):"
         yield from (f"  {plain(note)}" for note in conversion.notes)
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from jobs.train import complain, train
 from pipeline.config import Config, ConfigError, load_config
+from pipeline.config.paths import local_path
+from pipeline.plan.check_replay import recorded_config, replay_of
 from pipeline.prompts.recording import whole_iterations
-from pipeline.replay import recorded_config, replay_of
-from pipeline.versions import VersionError, check_versions
+from pipeline.run.versions import VersionError, check_versions
 
 EPILOG = """\
 settings:
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run that was recorded")
+    parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of the run that was recorded")
     parser.add_argument(
         "--iterations", metavar="FIRST-LAST", help="iterations of the recording, 3-10 or 3 (default: all whole ones)"
     )

@@ -10,23 +10,11 @@ a language model, which gets a new head, or a reward model that is trained furth
 import sys
 
 from jobs.supervised import Job
-from pipeline.train.preference import MEASURED, PreferenceLoop
-from pipeline.train.preference_config import PreferenceConfig
-
-
-def problems(config: PreferenceConfig) -> list[str]:
-    """Sentences about settings that cannot work."""
-    length, budget = config.data.max_length, config.trainer.max_token_len_per_gpu
-    if 2 * length <= budget:
-        return []
-    return [
-        f"two conversations of data.max_length={length}, the sides of a pair, are {2 * length} tokens, more than "
-        f"trainer.max_token_len_per_gpu={budget}; both run in one forward pass, so raise the latter."
-    ]
-
+from pipeline.config.supervised import PreferenceConfig
+from pipeline.supervised.preference import MEASURED, PreferenceLoop
 
 SHOWN = (*MEASURED, "val_loss", "val_accuracy", "val_margin")
-JOB = Job("reward_model", __doc__ or "", PreferenceConfig, PreferenceLoop, problems, SHOWN)
+JOB = Job("reward_model", __doc__ or "", PreferenceConfig, PreferenceLoop, SHOWN, rows_per_pass=2)
 check, run, main = JOB.check, JOB.run, JOB.main
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
 """A tiny policy made here: `python -m jobs.tiny --out DIR --data FILES...`.
 
 1. The model is a Qwen3 of about two million parameters with random weights; heads have 32 dimensions, the smallest that
-   vLLM's CPU attention takes. Warm-start it with `jobs.sft`. (A Qwen2 would not do: `AutoTokenizer` gives every model
-   of that type the original's pre-tokenizer and normaliser, whatever the folder says.)
+   vLLM's CPU attention takes. (`AutoTokenizer` gives a Qwen2 the original's pre-tokenizer, whatever the folder says.)
 2. The tokenizer is a byte-level BPE trained on the task's text. All 256 bytes are in its alphabet, so there is no
    unknown token. A piece ends at a digit or after a newline, and nowhere else: digits are single tokens, which
-   arithmetic needs, and the constant wording between them merges into a few tokens, which keeps CPU runs fast.
+   arithmetic needs, and the constant wording between them merges into few tokens, which keeps CPU runs fast.
 3. The chat template is ChatML. Newlines end pieces, so `assistant\\n` and the answer after it never merge: a prompt
    gives the same tokens alone and in front of an answer.
-
-    python -m jobs.prepare countdown --out data/countdown --template short --sft 40000
-    python -m jobs.tiny --out models/tiny --data data/countdown/sft_train.parquet
 """
 
 import argparse
@@ -19,7 +15,6 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,7 +24,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from jobs.prepare import countdown
+from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
+from pipeline.config.paths import local_path
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention, which has the fewest
 MIN_VOCAB = 256 + 3
@@ -43,7 +40,6 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-COLUMNS = ("prompt", "messages")
 BATCH_ROWS = 1024
 
 
@@ -51,33 +47,23 @@ def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
     """Contents of all chat messages in the `prompt` and `messages` columns of parquet files, `rows` rows per file.
 
     Raises:
-        ValueError: a file cannot be read or has neither column.
+        ValueError: A file cannot be read, has neither column, or holds no chat messages.
     """
     for file in files:
         try:
             with pq.ParquetFile(file) as parquet:
-                columns = [name for name in COLUMNS if name in parquet.schema_arrow.names]
+                names = parquet.schema_arrow.names
+                columns = [name for name in ("prompt", "messages") if name in names]
                 if not columns:
-                    found = ", ".join(parquet.schema_arrow.names)
-                    raise ValueError(f"{file} has neither a `prompt` nor a `messages` column, but {found}")
-                left = rows
-                for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
-                    yield from _contents(batch.slice(0, left), file)
-                    left -= len(batch)
-                    if left <= 0:
-                        break
+                    raise ValueError(f"{file} has neither a `prompt` nor a `messages` column, but {', '.join(names)}")
+                batches = parquet.iter_batches(BATCH_ROWS, columns=columns)
+                some = itertools.islice((row for batch in batches for row in batch.to_pylist()), rows)
+                for messages in (row[column] for row in some for column in columns):
+                    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+                        raise ValueError(f"{file} holds no chat messages {{role, content}}, but {messages!r:.80}")
+                    yield from (message["content"] for message in messages if message.get("content"))
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{file} cannot be read as parquet: {error}") from error
-
-
-def _contents(batch: pa.RecordBatch, file: str | Path) -> Iterator[str]:
-    for row in batch.to_pylist():
-        for column, messages in row.items():
-            if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-                raise ValueError(
-                    f"{file}: column {column!r} holds no chat messages {{role, content}}, but {messages!r}"
-                )
-            yield from (message["content"] for message in messages if message.get("content"))
 
 
 def countdown_texts(count: int, seed: int) -> Iterator[str]:
@@ -161,37 +147,12 @@ def build_model(
     return Qwen3ForCausalLM(config)
 
 
-class Parser(argparse.ArgumentParser):
-    """Answers a bad option with a sentence instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options of `python -m jobs.tiny`."""
-    own = Parser(prog="python -m jobs.tiny", description="Make a tiny language model and its tokenizer.")
-    add = own.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for model and tokenizer; must not hold a model")
-    add("--data", nargs="+", default=[], metavar="FILE", help="parquet files whose messages the tokenizer is trained "
-        "on (default: Countdown puzzles made on the spot)")  # fmt: skip
-    add("--rows", type=int, default=4096, metavar="N", help="rows read of each file (default: %(default)s)")
-    add("--vocab", type=int, default=512, metavar="N", help="most tokens (default: %(default)s)")
-    add("--hidden", type=int, default=192, metavar="N", help="width (default: %(default)s)")
-    add("--layers", type=int, default=4, metavar="N", help="layers (default: %(default)s)")
-    add("--heads", type=int, metavar="N", help="attention heads (default: width / 32)")
-    add("--kv-heads", type=int, metavar="N", help="key and value heads (default: as --heads)")
-    add("--tie", action=argparse.BooleanOptionalAction, default=True, help="share embedding and head (default: yes)")
-    add("--seed", type=int, default=0, metavar="S", help="seed of the weights (default: %(default)s)")
-    return own
-
-
-def make(args: argparse.Namespace) -> dict[str, Any]:
-    """Write model and tokenizer; returns their sizes.
+def make(args: argparse.Namespace) -> str:
+    """Write model and tokenizer; returns their sizes in words.
 
     Raises:
-        ValueError: an option or a file cannot be used.
-        OSError: the folder cannot be written.
+        ValueError: An option or a file cannot be used.
+        OSError: The folder cannot be written.
     """
     if (args.out / "config.json").exists():
         raise ValueError(f"--out {args.out} already holds a model; choose another folder or remove it")
@@ -203,23 +164,38 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     disable_progress_bar()
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    return {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
+    return f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
-    own = parser()
-    args = own.parse_args(argv)
+    """Runs the command; returns the exit code (0 done, 2 bad option or input, 1 not writable)."""
+    parser = Parser(prog="python -m jobs.tiny", description="Make a tiny language model and its tokenizer.")
+    add = parser.add_argument
+    data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"
+    add(
+        "--out",
+        type=local_path,
+        required=True,
+        metavar="DIR",
+        help="folder for model and tokenizer; must not hold a model",
+    )
+    add("--data", nargs="+", default=[], metavar="FILE", help=data_help)
+    add("--rows", type=int, default=4096, metavar="N", help="rows read of each file (default: %(default)s)")
+    add("--vocab", type=int, default=512, metavar="N", help="most tokens (default: %(default)s)")
+    add("--hidden", type=int, default=192, metavar="N", help="width (default: %(default)s)")
+    add("--layers", type=int, default=4, metavar="N", help="layers (default: %(default)s)")
+    add("--heads", type=int, metavar="N", help="attention heads (default: width / 32)")
+    add("--kv-heads", type=int, metavar="N", help="key and value heads (default: as --heads)")
+    add("--tie", action=argparse.BooleanOptionalAction, default=True, help="share embedding and head (default: yes)")
+    add("--seed", type=int, default=0, metavar="S", help="seed of the weights (default: %(default)s)")
+    args = parser.parse_args(argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        sizes = make(args)
-    except ValueError as error:
-        print(f"{own.prog}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{own.prog}: cannot write {args.out}: {error}", file=sys.stderr)
-        return 1
-    print(f"{args.out}: {sizes['parameters']:,} parameters, {sizes['vocabulary']} tokens")
+        print(f"{args.out}: {make(args)}")
+    except (ValueError, OSError) as error:
+        problem = f"cannot write {args.out}: " if isinstance(error, OSError) else ""
+        print(f"{parser.prog}: {problem}{error}", file=sys.stderr)
+        return 1 if problem else 2
     return 0
 
 

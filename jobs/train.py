@@ -7,13 +7,19 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
-from pipeline.config import Config, load_config, to_flat
-from pipeline.submitted import check_cluster
-from pipeline.versions import VersionError, check_versions
+from pipeline.config import Config, ConfigError, load_config, to_flat
+from pipeline.run.submitted import check_cluster
+from pipeline.run.versions import VersionError, check_versions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pipeline.plan.plan import Plan
 
 EPILOG = """\
 settings:
@@ -63,7 +69,7 @@ def complain(error: str) -> None:
 
 def name_from_root(config: Config) -> None:
     """Make local paths absolute: workers have another working directory than this command."""
-    from pipeline.cluster import absolute, absolute_files
+    from pipeline.run.cluster import absolute, absolute_files
 
     config.model.path = absolute(config.model.path)
     config.model.tokenizer_path = absolute(config.model.tokenizer_path)
@@ -82,7 +88,7 @@ def name_from_root(config: Config) -> None:
 
 def _absolute_file(path: str | None) -> str | None:
     """A Python file named from the root; the name of a module stays, also where a folder here has it."""
-    from pipeline.cluster import absolute
+    from pipeline.run.cluster import absolute
 
     return absolute(path) if path and path.endswith(".py") else path
 
@@ -95,28 +101,54 @@ def _command(command: list[str], iterations: int | None) -> str:
     return shlex.join(command)
 
 
-def _check_prompts(config: Config) -> int | None:
-    """Reads the first prompts and tries the reward on them; the number of training prompts, where it is known.
+def _check_prompts(config: Config) -> tuple[int | None, list[tuple[str, str]]]:
+    """Read the first prompts and try the reward on them.
+
+    Returns:
+        the number of training prompts, None where it is not known; and lines for `--dry-run` as (name, text): the first
+        prompt as the model reads it, and the reward of a made-up response to it.
 
     Raises:
         ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used, or the reward cannot.
     """
+    from pipeline.derived import reward_parts
     from pipeline.prompts.encode import to_table
     from pipeline.prompts.files import data_sources
     from pipeline.prompts.stage import first_generated, sources
-    from pipeline.reward.dry import check_sources, dry_call
-    from pipeline.stages import reward_parts
+    from pipeline.reward.dry import RESPONSE, check_sources, dry_call
 
     training, validation = sources(config)
     parts = reward_parts(config)
+    first: pa.Table | None = None
+    scores: dict[str, float | None] = {}
     for source, read in ((training, parts), (validation, [])):
         if source is not None:
             check_sources(data_sources(source.files, config.data.max_bad_rows > 0), config.reward)
-            dry_call(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS), config.reward, read)
+            tables = list(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS))
+            scores = dry_call(tables, config.reward, read) | scores
+            first = tables[0] if first is None and tables else first
     if generated := first_generated(config, training):
         check_sources(sorted({row["data_source"] for row in generated}), config.reward)
-        dry_call([to_table(generated)], config.reward, parts)
-    return training.len_estimate or None
+        first = to_table(generated)
+        scores = dry_call([first], config.reward, parts) | scores
+    lines = []
+    if first is not None:
+        ids, source_name = first["prompt_ids"][0].as_py(), first["data_source"][0].as_py()
+        lines.append(("first prompt", str(training.encoder.chat.tokenizer.decode(ids))))
+        score = scores.get(source_name)
+        shown = "the reward failed" if score is None else f"{score:g}"
+        lines.append(("reward of a made-up response", f"{shown} for {RESPONSE!r} (data_source {source_name})"))
+    return training.len_estimate or None, lines
+
+
+def _say_whether_it_fits(resolved: "Plan") -> None:
+    """Print why this machine cannot hold the run, if so: a plan is often made on another machine than the run's."""
+    from pipeline.plan.placement import check_resources
+
+    try:
+        check_resources(resolved.stages, resolved.config.trainer.ray_num_cpus)
+    except ConfigError as error:
+        Console().print(f"[yellow]this machine cannot run it:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
 def train(config: Config, dry_run: bool, command: list[str]) -> int:
@@ -130,49 +162,57 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     Raises:
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
     """
-    from pipeline import replay
-    from pipeline.plan import check_resources, plan, seats
-    from pipeline.plan_table import render
-    from pipeline.run_folder import check_run_folder, reached, recover, starting_point
-    from pipeline.stages import uses_engines
+    from pipeline.derived import uses_engines
+    from pipeline.plan import check_replay
+    from pipeline.plan.placement import check_resources, local_node, place
+    from pipeline.plan.plan import plan
+    from pipeline.plan.table import render
+    from pipeline.storage.run_folder import check_run_folder, reached, recover, starting_point
 
     plan(config)
     name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
-    replay.check_folder(config, run_dir)
+    check_replay.check_folder(config, run_dir)
     check_cluster(run_dir)
     resume = check_run_folder(run_dir, config, config.trainer.resume)
     begin = starting_point(run_dir, config)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if uses_engines(config):
-        prompts = _check_prompts(config)
+        prompts, preview = _check_prompts(config)
     else:
-        from pipeline.check_recording import check_recording
+        from pipeline.plan.check_recording import check_recording
 
-        prompts = check_recording(config)
+        prompts, preview = check_recording(config), []
     resolved = plan(config, prompts)
-    if not os.environ.get("RAY_ADDRESS"):
-        check_resources(resolved)
+    # The nodes of a cluster are known once the run has joined it.
+    on_this_machine = not os.environ.get("RAY_ADDRESS")
     if dry_run:
-        # The nodes of a cluster are known once the run has joined it.
-        Console().print(render(resolved, () if os.environ.get("RAY_ADDRESS") else seats(resolved)))
+        local = [local_node(config.trainer.ray_num_cpus)]
+        table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
+        for name, text in [("run folder", str(run_dir)), *preview]:
+            table.add_row(name, escape(text))
+        Console().print(table)
+        if on_this_machine:
+            _say_whether_it_fits(resolved)
         return 0
+    if on_this_machine:
+        check_resources(resolved.stages, config.trainer.ray_num_cpus)
     assert resolved.iterations is not None
     if resume and reached(run_dir, config) >= resolved.iterations:
         print(f"{run_dir} has reached iteration {resolved.iterations}; nothing is left to do.")
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
-    for note in replay.notes(config):
+    for note in check_replay.notes(config):
         print(f"note: {note}")
 
     import ray
 
-    from pipeline.signals import sigterm_as_ctrl_c
+    from pipeline.run.driver import run, start_ray
+    from pipeline.run.signals import sigterm_as_ctrl_c
     from pipeline.track.loggers import shown
     from pipeline.track.tracker import Tracker
-    from pipeline.train.run import run, start_ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -190,7 +230,9 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     started = start_ray(config)
     if os.environ.get("RAY_ADDRESS"):
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        check_resources(resolved, [node["Resources"] for node in nodes], [node["Labels"] for node in nodes])
+        check_resources(
+            resolved.stages, None, [node["Resources"] for node in nodes], [node["Labels"] for node in nodes]
+        )
     tracker.start()
     status, places, error = "failed", {}, None
     try:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import blocks
+from pipeline import arrow_serializer as blocks
 
 # A worker imports this module with the first stage that it runs.
 blocks.register()
@@ -39,7 +39,7 @@ PROMPT = pa.schema(
             pa.int64(),
             "prompts",
             "all",
-            "train: the iteration that trains on the row (from 1); val: the policy version that is validated",
+            "train: the iteration that trains the row, from 1 (null before the filter); val: the policy version",
         ),
         _column("uid", pa.string(), "prompts", "advantage", "group: the same for all samples of one prompt visit"),
         _column("epoch", pa.int64(), "prompts", "resume", "pass over the data, from 0"),
@@ -68,7 +68,7 @@ ROLLOUT = pa.schema(
             pa.list_(pa.int8()),
             "rollout",
             "advantage, train",
-            "1 where the policy chose the token and trains on it, same length as response_ids",
+            "1 where the policy wrote the token, else 0 (tools, environments), same length as response_ids",
         ),
         _column("rollout_log_probs", FLOATS, "rollout", "train", "log-prob the engine sampled each token with"),
         _column("response", pa.string(), "rollout", "reward, track", "decoded response, special tokens left out"),
@@ -84,7 +84,6 @@ ROLLOUT = pa.schema(
         _column("engine", pa.string(), "rollout", "metrics", "which engine: node and process"),
         _column("generate_s", pa.float32(), "rollout", "metrics", "seconds from loaded weights to the last token"),
         _column("load_s", pa.float32(), "rollout", "metrics", "seconds from admission to loaded weights"),
-        _column("kl_coef", pa.float32(), "rollout", "advantage", "coefficient of the KL in the reward at that version"),
     ]
 )
 
@@ -147,16 +146,30 @@ POLICY = pa.schema(
 )
 """Only where the estimator reads sum_pi_squared."""
 
+KL_COEF = pa.schema(
+    [_column("kl_coef", pa.float32(), "advantage", "metrics", "coefficient of the KL in the reward at that version")]
+)
+"""Only with a KL in the reward."""
+
 ADVANTAGE = pa.schema(
     [
-        _column("advantages", FLOATS, "advantage", "train", "one per response token, 0 where the mask is 0"),
+        _column("advantages", FLOATS, "advantage", "train", "one per response token, 0 where the token does not train"),
         _column("returns", FLOATS, "advantage", "train", "one per response token"),
         _column("reward", pa.float32(), "advantage", "metrics", "the score less the KL penalties of its tokens"),
         _column("kl", pa.float32(), "advantage", "train, metrics", "mean KL of the penalised tokens, null without"),
+        _column(
+            "drop_reason",
+            pa.string(),
+            "advantage",
+            "train, metrics",
+            "why the row does not train (`reward_error`: its reward failed); null in rows that train",
+        ),
     ]
 )
 
-SCHEMA = pa.schema([*PROMPT, *ROLLOUT, *REWARD_MODEL, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *ADVANTAGE])
+SCHEMA = pa.schema(
+    [*PROMPT, *ROLLOUT, *REWARD_MODEL, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *KL_COEF, *ADVANTAGE]
+)
 
 
 def append(table: pa.Table, columns: pa.Schema, values: dict) -> pa.Table:
@@ -195,6 +208,19 @@ def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     offsets = np.zeros(len(array) + 1, dtype=np.int64)
     np.cumsum(pc.list_value_length(array).to_numpy(zero_copy_only=False), out=offsets[1:])
     return array.flatten().to_numpy(zero_copy_only=False), offsets
+
+
+def loss_mask(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that train: `response_mask`, with zeros in rows that have a `drop_reason`.
+
+    Returns:
+        mask [N], one row after the other, and the offsets [R + 1] of the rows in it, as from `flat`.
+    """
+    mask, offsets = flat(table, "response_mask")
+    if "drop_reason" not in table.column_names:
+        return mask, offsets
+    trains = pc.is_null(table["drop_reason"]).to_numpy()
+    return np.where(np.repeat(trains, np.diff(offsets)), mask, 0), offsets
 
 
 def ragged(values: np.ndarray, offsets: np.ndarray, type: pa.DataType) -> pa.Array:

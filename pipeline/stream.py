@@ -6,7 +6,7 @@
                            │                               ▲
                            └──────── policy store ◄────────┴─────── train workers
 
-Stages in brackets exist only where something reads what they write (`pipeline/stages.py`).
+Stages in brackets exist only where something reads what they write (`pipeline/derived.py`).
 
 One streaming execution serves the whole run, so engines start once and stay warm. Three rules keep it exact:
 
@@ -27,26 +27,10 @@ import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline.advantage.baseline import Baseline
-from pipeline.advantage.filter import Filter
 from pipeline.advantage.stage import Advantage
-from pipeline.ask import ask
-from pipeline.cluster import compute_threads
 from pipeline.config import Config
-from pipeline.executor import answer_at_once
-from pipeline.prompts.endless import EndlessPrompts
-from pipeline.prompts.stage import Prompts, Schedule
-from pipeline.replay import REPLAY_CPUS
-from pipeline.reward.stage import Reward, SingleReward
-from pipeline.rollout import tensor_parallel
-from pipeline.rollout.elastic import Gate, watch
-from pipeline.rollout.replay import Replay
-from pipeline.rollout.stage import Rollout, StorePolicy
-from pipeline.scoring.config import ScorerConfig
-from pipeline.scoring.policy import PolicyScore
-from pipeline.scoring.reference import Reference
-from pipeline.scoring.reward_model import RewardModelScore
-from pipeline.scoring.value import Value
-from pipeline.stages import (
+from pipeline.config.scoring import ScorerConfig
+from pipeline.derived import (
     uses_baselines,
     uses_critic,
     uses_engines,
@@ -55,6 +39,24 @@ from pipeline.stages import (
     uses_reference,
     uses_reward_model,
 )
+from pipeline.dynamic_sampling.filter import Filter
+from pipeline.dynamic_sampling.ledger import FilterRules
+from pipeline.executor import shorten_waits
+from pipeline.plan.check_replay import REPLAY_CPUS
+from pipeline.prompts.stage import Prompts, Schedule
+from pipeline.reward.stage import Reward, SingleReward
+from pipeline.rollout import tensor_parallel
+from pipeline.rollout.elastic import Gate, set_autoscaling
+from pipeline.rollout.policy_source import StorePolicy
+from pipeline.rollout.replay import Replay
+from pipeline.rollout.stage import Rollout
+from pipeline.scoring.policy import PolicyScore
+from pipeline.scoring.reference import Reference
+from pipeline.scoring.reward_model import RewardModelScore
+from pipeline.scoring.value import Value
+from pipeline.store.client import StoreClient
+from pipeline.store.policy_store import PolicyStore
+from pipeline.threads import compute_threads
 from pipeline.track.trajectories import Record
 from pipeline.track.validated import Validation
 
@@ -67,7 +69,7 @@ WHOLE: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_co
 def build(
     config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout | Replay] = Rollout
 ) -> Dataset:
-    """The stream of one generation. Ray Train calls this anew whenever its workers restart.
+    """The stream of one attempt. Ray Train calls this anew whenever its workers restart.
 
     Args:
         config: the run's configuration.
@@ -78,29 +80,29 @@ def build(
     """
     # Ray Train builds the stream in its controller, which the driver's context does not reach.
     set_context()
-    watch(DataContext.get_current(), config.rollout)
-    answer_at_once(DataContext.get_current())
-    generation = ask(store, "new_generation")
-    policy = StorePolicy(store, generation, config.trainer.deadlines.admission)
+    set_autoscaling(DataContext.get_current(), config.rollout.elastic)
+    shorten_waits(DataContext.get_current())
+    client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))
+    policy = StorePolicy(client, config.trainer.deadlines.admission)
     rollout, chunks = config.rollout, schedule.chunks_per_iteration
     generate = engines(config, rollout.num_engines, rollout.in_flight(chunks), (rollout.fewest, rollout.most))
     if not uses_engines(config):
         rollout_stage, generate = Replay, several(rollout.in_flight(chunks)) | {"num_cpus": REPLAY_CPUS}
 
-    placed, scored_by = config.trainer.placed, (config, store, generation)
-    advantage = Advantage(config.algorithm)
+    placed, scored_by = config.trainer.placed, (config, client)
+    advantage = Advantage(config.algorithm, client)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
     stream = numbered(schedule.pages)
     stream = stream.map_batches(
-        EndlessPrompts if uses_filter(config) else Prompts,
-        fn_constructor_args=(config, schedule, store, generation, run_dir),
+        Prompts,
+        fn_constructor_args=(config, schedule, client, run_dir),
         compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
         num_cpus=SOURCE_CPUS,
         label_selector=placed("prompts"),
         **WHOLE,
     )
-    stream = stream.repartition(target_num_rows_per_block=schedule.begun_prompts, strict=True)
+    stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
     if rollout.elastic and uses_engines(config):
         gate = several(max(2, chunks)) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
         stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
@@ -109,13 +111,15 @@ def build(
     # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
     light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, "label_selector": placed("reward"), **WHOLE}
     if schedule.validation:
-        stream = stream.map_batches(Validation(run_dir, store, generation), **light)
+        stream = stream.map_batches(Validation(run_dir, client), **light)
     if uses_baselines(config):
         stream = stream.map_batches(Baseline(), **light)
     if uses_filter(config):
         # One after the other, as they come: the number of a group depends on those before it.
         alone = several(1) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
-        stream = stream.map_batches(Filter, fn_constructor_args=scored_by, **alone, **WHOLE)
+        rules = FilterRules.of(config, schedule.iterations)
+        args = (rules, client, config.trainer.deadlines.engine_start)
+        stream = stream.map_batches(Filter, fn_constructor_args=args, **alone, **WHOLE)
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
     if uses_reference(config):
         stream = stream.map_batches(Reference, fn_constructor_args=(config,), **pool(config, "reference"), **WHOLE)

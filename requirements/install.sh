@@ -54,6 +54,6 @@ fi
 say "installing $(grep -c == "$lock") pinned packages of requirements/$accelerator.lock (minutes the first time)"
 pip install --no-deps -r "$lock"
 pip install --no-deps --no-build-isolation --editable "$here/.."
-"$venv/bin/python" -c 'from pipeline.versions import check_versions; check_versions()'
+"$venv/bin/python" -c 'from pipeline.run.versions import check_versions; check_versions()'
 touch "$stamp"
 say "done; activate it with: . $venv/bin/activate"

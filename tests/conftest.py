@@ -39,7 +39,7 @@ def ray_session() -> Iterator[None]:
     """One local Ray for all tests that need it, told of more CPUs than the machine has: test stages mostly wait."""
     import ray
 
-    from pipeline.cluster import LOCAL_RAY
+    from pipeline.run.cluster import LOCAL_RAY
 
     os.environ.update(LOCAL_RAY)
     ray.init(

@@ -1,13 +1,15 @@
 """What the settings of dynamic sampling make of a few groups: for tests of the keys."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
-from pipeline.advantage.filter import judge
 from pipeline.config import Config
-from pipeline.groups import DynamicSampling, Groups
+from pipeline.derived import uses_filter
+from pipeline.dynamic_sampling.filter import judge
+from pipeline.dynamic_sampling.ledger import FilterRules, Ledger
 
 CHUNKS, CHUNK, BATCH = 12, 2, 3
 
@@ -26,12 +28,12 @@ def chunk(number: int) -> pa.Table:
 
 def filtered(config: Config) -> list[Any]:
     """For each chunk: which iteration trains its first kept group, how many go on, and whether the run ends there."""
-    sampling = DynamicSampling.of(config, 100)
-    if sampling is None:
+    if not uses_filter(config):
         return []
-    groups = Groups(sampling, CHUNK, BATCH, 0)
-    verdicts = []
+    rules = replace(FilterRules.of(config, 100), batch=BATCH, chunk_prompts=CHUNK)
+    ledger = Ledger(rules, 0)
+    decisions = []
     for number in range(CHUNKS):
         _, found = judge(chunk(number), config.algorithm.filter_groups.metric)
-        verdicts.append(groups.settle(number, found))
-    return [(verdict.iteration, verdict.first, verdict.taken, verdict.exhausted) for verdict in verdicts]
+        decisions.append(ledger.decide(number, found))
+    return [(decision.iteration, decision.first, decision.taken, decision.exhausted) for decision in decisions]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -19,14 +19,22 @@ import ray
 
 from pipeline import stream
 from pipeline.config import Config
+from pipeline.derived import uses_filter
 from pipeline.prompts.stage import Schedule, sources
 from pipeline.rollout import vllm
-from pipeline.rollout.stage import Policy, Rollout
-from pipeline.rollout.weights import Shard
-from pipeline.store import Ticket
-from pipeline.stores import store_of
-from pipeline.train.feed import Blocks, RowsFeed
+from pipeline.rollout.policy_source import PolicySource
+from pipeline.rollout.stage import Rollout
+from pipeline.store.admission import Admission
+from pipeline.store.client import StoreClient
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.events import Event
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.status import TrainerState
+from pipeline.store.versions import Ticket
+from pipeline.train.feed import RowsFeed, TimedIterator
+from pipeline.weights.load import Shard
 
+E = TypeVar("E", bound=Event)
 RANKS = 2
 CHUNK, CHUNKS, SAMPLES = 2, 4, 3
 BATCH = CHUNK * CHUNKS
@@ -78,7 +86,7 @@ class StandIn(Rollout):
 
     answers: type[Answers] = Answers
 
-    def __init__(self, config: Config, policy: Policy) -> None:
+    def __init__(self, config: Config, policy: PolicySource) -> None:
         # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
         kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
         modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
@@ -96,15 +104,14 @@ class StandIn(Rollout):
 class Logged:
     """The policy store as the stage sees it, with a log of every admission."""
 
-    def __init__(self, policy: Policy, write: Callable[..., None]) -> None:
+    def __init__(self, policy: PolicySource, write: Callable[..., None]) -> None:
         self._policy, self._write = policy, write
-        self.acknowledge, self.counted = policy.acknowledge, policy.counted
-        self.exchanged = policy.exchanged
+        self.acknowledge = policy.acknowledge
 
-    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket | None:
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
         asked = {"split": split, "chunk": chunk, "iteration": version}
         self._write(event="asked", **asked)
-        ticket = await self._policy.admit(split, chunk, version, engine)
+        ticket = await self._policy.admit(split, chunk, version)
         if ticket is not None:
             self._write(event="admitted", version=ticket.version, **asked)
         return ticket
@@ -122,7 +129,7 @@ class Run:
     schedule: Schedule
     folder: Path
     base: int = 0
-    start: tuple[int, int] = (0, 0)
+    start: PromptCursor = PromptCursor()
     weights: Callable[[int], dict[str, Shard]] = no_weights
     """What is published of a version."""
     kl_coef: Callable[[int], float] = float
@@ -133,32 +140,36 @@ class Run:
     """What each rank received."""
 
     def __post_init__(self) -> None:
-        kind, admission = store_of(self.config, self.schedule.iterations)
-        self.store: Any = ray.remote(kind).options(num_cpus=0, max_concurrency=1000).remote(admission)
-        dataset = stream.build(self.config, self.schedule, self.store, str(self.folder), rollout_stage=self.stage)
+        config = self.config
+        last = self.schedule.iterations if uses_filter(config) else None
+        sizes = config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
+        admission = Admission(*sizes, last)
+        self.actor: Any = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=1000).remote(admission)
+        dataset = stream.build(self.config, self.schedule, self.actor, str(self.folder), rollout_stage=self.stage)
         splits = dataset.streaming_split(RANKS, equal=True)
         self._coordinator = splits[0]._coord_actor
-        self.generation = ray.get(self.store.current.remote(), timeout=ANSWER_S)
-        self.ask("begin", self.base, 1, self.start)
+        client = StoreClient(self.actor)
+        self.store = StoreClient(self.actor, client.ask(PolicyStore.current_attempt))
+        self.store.call(PolicyStore.register_trainer, TrainerState(self.base, self.start, True), 1)
         self.feeds = [
-            RowsFeed(Blocks(blocks, WAIT_S, self.describe), CHUNKS // RANKS)
+            RowsFeed(TimedIterator(blocks, WAIT_S, self.describe), CHUNKS // RANKS)
             for blocks in (
                 iter(split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
                 for split in splits
             )
         ]
 
-    def ask(self, method: str, *args: Any) -> Any:
-        return ray.get(getattr(self.store, method).remote(self.generation, *args), timeout=ANSWER_S)
+    def end_of(self, iteration: int) -> PromptCursor:
+        return self.store.call(PolicyStore.end_of_iteration, iteration)
 
     def describe(self) -> str:
-        return str(ray.get(self.store.status.remote(), timeout=ANSWER_S))
+        return str(self.store.ask(PolicyStore.status))
 
     def publish(self, version: int) -> None:
         weights = self.weights(version)
         self.published[version] = time.time()
         validates = self.schedule.validates(version, False)
-        self.ask("publish", version, weights, time.time(), self.kl_coef(version), validates)
+        self.store.call(PolicyStore.publish, version, weights, time.time(), self.kl_coef(version), validates)
 
     def train(self, first: int, last: int) -> None:
         """Iterations `first` to `last`, the version that generates `first` included."""
@@ -176,7 +187,7 @@ class Run:
 
     def close(self) -> None:
         """End what may still wait after a failure."""
-        ray.get(self.store.new_generation.remote(), timeout=ANSWER_S)
+        self.store.ask(PolicyStore.new_attempt)
         for feed in self.feeds:
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError, TimeoutError):
                 feed.drain()
@@ -185,9 +196,10 @@ class Run:
         """End a stream that may never end by itself, with all its actors."""
         ray.kill(self._coordinator)
 
-    def messages(self, kind: str) -> list[dict[str, Any]]:
-        _, found = ray.get(self.store.read.remote(0, 0.0), timeout=ANSWER_S)
-        return [message for message in found if message["kind"] == kind]
+    def told(self, kind: type[E]) -> list[E]:
+        """Events of a kind that the driver would read."""
+        _, events = self.store.ask(PolicyStore.read_events, 0, 0.0)
+        return [event for event in events if isinstance(event, kind)]
 
     def events(self, event: str) -> list[dict[str, Any]]:
         """What all stand-ins logged of a kind, in time."""

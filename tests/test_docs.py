@@ -8,8 +8,8 @@ import pytest
 
 import pipeline.advantage.estimators  # noqa: F401 (fills the registry)
 from pipeline.advantage import registry as estimators
-from pipeline.train.losses import AGG_MODES
-from pipeline.train.losses import registry as losses
+from pipeline.losses import AGG_MODES
+from pipeline.losses import registry as losses
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = {path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml")}
@@ -37,13 +37,8 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_algorithm_has_its_row_and_its_run() -> None:
+def test_every_algorithm_has_its_row() -> None:
     assert first_cells(section("docs/algorithms.md", "All of them")) == ALGORITHMS
-    assert first_cells(section("docs/algorithms.md", "Countdown, side by side")) == ALGORITHMS
-
-
-def test_the_readme_names_every_algorithm() -> None:
-    assert set(re.findall(r"`(\w+)`", section("README.md", "Algorithms"))) >= ALGORITHMS
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,12 @@ def continued(start: Start, first: Run, final_model: Any, mlflow_run: Any) -> Ru
 def from_mlflow(run: Run) -> dict[str, Any]:
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{run.folder / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{run.folder.parent / 'mlflow.db'}")
     found = client.get_run(run.mlflow_run_id)
     history = client.get_metric_history(run.mlflow_run_id, "critic/score/mean")
     return {
         "status": found.info.status,
+        "inputs": sorted(each.dataset.name for each in found.inputs.dataset_inputs),
         "params": found.data.params,
         "metrics": found.data.metrics,
         "score": {point.step: point.value for point in history},
@@ -221,6 +222,7 @@ def test_continued_run_is_the_same_mlflow_run(first: Run, continued: Run) -> Non
     assert continued.mlflow_run_id == first.mlflow_run_id
     found = from_mlflow(continued)
     assert sorted(found["score"]) == [1, 2, 3] and found["status"] == "FINISHED"
+    assert found["inputs"] == ["train.parquet", "val.parquet"]
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.models.policy import Policy
+from pipeline.models.value import ValueModel
 from pipeline.rows import flat
 from pipeline.track.trajectories import read_trajectories
-from pipeline.train.policy import Policy
-from pipeline.train.value_model import ValueModel
 from tests.runs import BATCH, REWARD, SAMPLES, TWO, Run, Start, score, starter, tiny_settings
 from tests.scoring.generated import assert_near
 from tests.scoring.test_policy import sums

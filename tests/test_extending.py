@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.registry import EstimatorInput, get_adv_estimator
 from pipeline.config import load_config
-from pipeline.train.config import ActorConfig
-from pipeline.train.losses import LossInput, get_policy_loss
+from pipeline.config.algorithm import AlgorithmConfig
+from pipeline.config.learner import ActorConfig
+from pipeline.losses import LossInput, get_policy_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import checkpoints
+from pipeline.storage import checkpoints
 from pipeline.track.history import read_history
 from pipeline.track.trajectories import read_trajectories
 from tests.chaos.checks import comparable, differing

@@ -19,6 +19,9 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.prompts.stage import LOOKAHEAD, Schedule, sources
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.events import PromptsMade, ValidationAnnounced, ValidationScored, VersionLoaded
+from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import read_trajectories
 from tests.streams import (
     ANSWER_S,
@@ -70,7 +73,7 @@ def whole(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> It
 def known(run: Run, iteration: int) -> bool:
     """Whether the prompts of an iteration have been made."""
     try:
-        run.ask("position", iteration)
+        run.end_of(iteration)
     except KeyError:
         return False
     return True
@@ -124,9 +127,9 @@ def test_failed_rewards_keep_their_place(whole: Run) -> None:
             if json.loads(row["extra_info"])["index"] % 5 == 0:
                 failed += 1
                 assert row["reward_error"].startswith("ArithmeticError: no score for")
-                assert row["response_mask"] == [0] * length and row["advantages"] == [0.0] * length
+                assert row["drop_reason"] == "reward_error" and row["advantages"] == [0.0] * length
             else:
-                assert row["reward_error"] is None and row["response_mask"] == [1] * length
+                assert row["reward_error"] is row["drop_reason"] is None
                 assert row["score"] == len(row["response"]) % 3
     # Two whole epochs have eight such prompts each.
     assert failed >= 2 * 8 * SAMPLES
@@ -136,12 +139,11 @@ def test_failed_rewards_keep_their_place(whole: Run) -> None:
 
 def test_validation_rows_leave_before_the_trainer(whole: Run, prompt_files: Any) -> None:
     versions = [0, 4, 8, ITERATIONS]
-    assert [message["version"] for message in whole.messages("validation")] == versions
-    assert {message["prompts"] for message in whole.messages("validation")} == {prompt_files.val_rows}
+    assert [event.version for event in whole.told(ValidationAnnounced)] == versions
+    assert {event.prompts for event in whole.told(ValidationAnnounced)} == {prompt_files.val_rows}
     reported: dict[int, list[str]] = {version: [] for version in versions}
-    for message in whole.messages("validated"):
-        for row in message["rows"].to_pylist():
-            reported[row["iteration"]].append(row["uid"])
+    for scored in whole.told(ValidationScored):
+        reported[scored.version] += [prompt.uid for prompt in scored.prompts]
     prompts = sorted(f"val-{i}" for i in range(prompt_files.val_rows))
     for version in versions:
         assert sorted(reported[version]) == prompts
@@ -161,7 +163,7 @@ def test_every_row_is_recorded_as_the_trainer_got_it(whole: Run) -> None:
 
 def test_one_engine_serves_the_whole_run(whole: Run) -> None:
     assert len(whole.events("start")) == 1
-    assert [message["version"] for message in whole.messages("loaded")] == list(range(ITERATIONS + 1))
+    assert [event.version for event in whole.told(VersionLoaded)] == list(range(ITERATIONS + 1))
 
 
 # The end of the data.
@@ -185,11 +187,10 @@ def test_stream_ends_with_the_epochs_and_validates_the_last_version(
         run.train(1, 3)
         run.publish(3)
         assert [feed.next(4) for feed in run.feeds] == [None, None]
-        assert run.ask("ended") == 3
-        assert [message["version"] for message in run.messages("validation")] == [3]
-        rows = sum(len(message["rows"]) for message in run.messages("validated"))
-        assert rows == prompt_files.val_rows
-        counts = [message["metrics"]["prompts/filtered_overlong"] for message in run.messages("prompts")]
+        assert run.store.call(PolicyStore.last_version) == 3
+        assert [event.version for event in run.told(ValidationAnnounced)] == [3]
+        assert sum(len(scored.prompts) for scored in run.told(ValidationScored)) == prompt_files.val_rows
+        counts = [event.metrics["prompts/filtered_overlong"] for event in run.told(PromptsMade)]
         assert counts == sorted(counts) and 0 < counts[-1] <= 10
         seen = [uid for iteration in (1, 2, 3) for uid in run.uids(iteration)]
         assert len(set(seen)) == 3 * BATCH
@@ -202,7 +203,7 @@ def test_resumed_stream_goes_on_behind_the_checkpoint(stream_config: Config, tmp
     own, base, last = changed(stream_config, tmp_path), 4, 9
     source, _ = sources(own)
     _, position = source.draw(BATCH * base)
-    start = position[:2]
+    start = PromptCursor(*position[:2])
     schedule = Paged(last, CHUNKS, CHUNK, True, True, 2)
     assert schedule.pages == 6
     run = Run(own, schedule, tmp_path, base, start)
@@ -213,7 +214,7 @@ def test_resumed_stream_goes_on_behind_the_checkpoint(stream_config: Config, tmp
         for iteration, tables in run.iterations.items():
             assert {v for table in tables for v in table["policy_version"].to_pylist()} == {iteration - 1}
         # Version 4 was validated before the interruption.
-        assert [message["version"] for message in run.messages("validation")] == [6, 8, 9]
+        assert [event.version for event in run.told(ValidationAnnounced)] == [6, 8, 9]
 
 
 # Processes that die.

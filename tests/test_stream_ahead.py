@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.prompts.stage import Schedule
+from pipeline.store.events import ValidationAnnounced
 from pipeline.track.trajectories import read_trajectories
 from tests.streams import BATCH, CHUNK, CHUNKS, RANKS, SAMPLES, Run, changed, closing, expected_prompts
 
@@ -23,7 +24,7 @@ VALIDATED = (0, 3, 6, 9)
 def ahead(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("ahead")
     config = changed(stream_config, folder)
-    config.algorithm.max_staleness, config.stream.order = STALENESS, "kept"
+    config.algorithm.max_staleness = STALENESS
     run = Run(config, Schedule(ITERATIONS, CHUNKS, CHUNK, True, True, TEST_FREQ, STALENESS), folder)
     with closing(run):
         run.train(1, 1)
@@ -64,7 +65,7 @@ def test_rows_keep_their_order_and_ranks_get_equally_many(ahead: Run) -> None:
 
 def test_every_validation_is_of_the_version_it_names(ahead: Run, prompt_files: Any) -> None:
     prompts = sorted(f"val-{i}" for i in range(prompt_files.val_rows))
-    assert [message["version"] for message in ahead.messages("validation")] == list(VALIDATED)
+    assert [event.version for event in ahead.told(ValidationAnnounced)] == list(VALIDATED)
     for version in VALIDATED:
         recorded = read_trajectories(str(ahead.folder), version, "val")
         assert sorted(recorded["uid"].to_pylist()) == prompts

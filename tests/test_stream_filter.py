@@ -11,6 +11,7 @@ import pytest
 from pipeline.config import Config
 from pipeline.errors import FinalError
 from pipeline.prompts.stage import Schedule
+from pipeline.store.events import PromptsMade
 from pipeline.track.trajectories import read_trajectories
 from tests.streams import BATCH, CHUNK, CHUNKS, RANKS, SAMPLES, Answers, Run, StandIn, changed, closing
 
@@ -83,7 +84,7 @@ def check(run: Run, last: int = LAST) -> None:
 
 
 def counted(run: Run) -> list[dict[str, Any]]:
-    found = {message["iteration"]: message["metrics"] for message in run.messages("prompts")}
+    found = {event.iteration: event.metrics for event in run.told(PromptsMade)}
     return [found[iteration] for iteration in sorted(found)]
 
 
@@ -129,8 +130,8 @@ def test_a_resumed_run_trains_what_the_other_would_have(make: Make) -> None:
     whole = make("whole", agrees="extra_info['index'] % 4")
     with closing(whole):
         whole.train(1, LAST)
-        position = whole.ask("position", 1)
-    resumed = make("resumed", agrees="extra_info['index'] % 4", base=1, start=position)
+        cursor = whole.end_of(1)
+    resumed = make("resumed", agrees="extra_info['index'] % 4", base=1, start=cursor)
     with closing(resumed):
         resumed.train(2, LAST)
         resumed.finish(LAST)

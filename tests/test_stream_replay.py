@@ -10,6 +10,9 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.prompts.stage import Schedule
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.events import PromptsMade, VersionLoaded
+from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import read_trajectories
 from tests import recordings
 from tests.streams import BATCH, CHUNK, CHUNKS, RANKS, SAMPLES, Run, changed, closing
@@ -70,7 +73,6 @@ def test_rows_are_dealt_and_numbered_as_in_any_run(whole: tuple[Run, list[dict[s
             assert table["chunk"].to_pylist() == [chunk for chunk in chunks for _ in range(CHUNK * SAMPLES)]
             # Strictly on-policy, as far as the store is concerned.
             assert set(table["policy_version"].to_pylist()) == {iteration - 1}
-            assert set(table["kl_coef"].to_pylist()) == {float(iteration - 1)}
 
 
 def test_rewards_and_advantages_are_made_anew(whole: tuple[Run, list[dict[str, Any]]]) -> None:
@@ -95,16 +97,16 @@ def test_a_replay_records_its_own_rows_and_leaves_the_recording_alone(whole: tup
     assert run.config.data.recorded_run is not None
     again = read_trajectories(run.config.data.recorded_run, RECORDED).to_pylist()
     assert [row["score"] for row in again] == [row["score"] for row in recorded[-len(again) :]]
-    assert run.ask("ended") == LAST
-    counts = [message["metrics"]["prompts/recorded_iteration"] for message in run.messages("prompts")]
+    assert run.store.call(PolicyStore.last_version) == LAST
+    counts = [event.metrics["prompts/recorded_iteration"] for event in run.told(PromptsMade)]
     assert counts == [2, 4, 6] * PASSES
-    assert run.messages("loaded") == [] and run.events("start") == []
+    assert run.told(VersionLoaded) == [] and run.events("start") == []
 
 
 def test_recorded_baselines_in_a_resumed_replay(stream_config: Config, tmp_path: Path) -> None:
     own, recorded = replaying(stream_config, tmp_path, baseline=0.75)
     own.algorithm.adv_estimator, base, last = "remax", 2, 4
-    run = Run(own, Schedule(last, CHUNKS, CHUNK, False, True, -1), tmp_path, base, (0, base * BATCH))
+    run = Run(own, Schedule(last, CHUNKS, CHUNK, False, True, -1), tmp_path, base, PromptCursor(0, base * BATCH))
     with closing(run):
         run.train(base + 1, last)
         run.finish(last)

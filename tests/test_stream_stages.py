@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.advantage.estimators import Estimate, register_adv_est
 from pipeline.config import Config
+from pipeline.models.policy import Policy
+from pipeline.models.value import ValueModel
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
-from pipeline.rollout.weights import Shard
 from pipeline.rows import BASELINE, POLICY, REFERENCE, REWARD_MODEL, SCHEMA, VALUE, flat
 from pipeline.track.trajectories import read_trajectories
-from pipeline.train.broadcast import pack
-from pipeline.train.policy import Policy
-from pipeline.train.value_model import ValueModel
+from pipeline.weights.load import Shard
+from pipeline.weights.publish import pack
 from tests.scoring.generated import assert_near
 from tests.scoring.test_policy import sums, variant
 from tests.scoring.test_reference import chosen

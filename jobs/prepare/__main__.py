@@ -1,16 +1,22 @@
 """Prepares prompts as parquet in verl's format: `python -m jobs.prepare DATASET --out DIR ...`.
 
-One module per data set, with `HELP`, `add_arguments(parser)` and `prepare(args)`; a new one is a line in `DATASETS`.
-A value that cannot be gives one sentence and exit code 2, a file that cannot be written one sentence and exit code 1.
+Each data set is a module with `HELP`, `add_arguments(parser)` and `prepare(args)`; a new one is a line in `DATASETS`.
 """
 
 import argparse
 import sys
 from typing import NoReturn
 
-from jobs.prepare import countdown, gsm8k, hellaswag, hh_rlhf, math
+from jobs.prepare import convert, countdown, gsm8k, hellaswag, hh_rlhf, math
 
-DATASETS = {"countdown": countdown, "gsm8k": gsm8k, "hellaswag": hellaswag, "hh_rlhf": hh_rlhf, "math": math}
+DATASETS = {
+    "countdown": countdown,
+    "gsm8k": gsm8k,
+    "hellaswag": hellaswag,
+    "hh_rlhf": hh_rlhf,
+    "json": convert,
+    "math": math,
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,12 +27,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs the command; returns the exit code (0 done, 2 bad option or input, 1 not writable, 130 interrupted)."""
     parser = Parser(prog="python -m jobs.prepare", description="Prepare a data set of prompts as parquet.")
     datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
     for name, module in DATASETS.items():
-        own = datasets.add_parser(name, help=module.HELP, description=f"{name}: {module.HELP}")
-        module.add_arguments(own)
+        module.add_arguments(datasets.add_parser(name, help=module.HELP, description=f"{name}: {module.HELP}"))
     args = parser.parse_args(argv)
     try:
         DATASETS[args.dataset].prepare(args)

@@ -1,49 +1,40 @@
-"""HH-RLHF prompts, and files for SFT and reward models, from the data set's own `train.jsonl.gz` and `test.jsonl.gz`.
+"""HH-RLHF prompts, and files for SFT and reward models.
 
-A line has two dialogues, `chosen` and `rejected`, as text with `Human:` and `Assistant:`. Of each split are written
+A row has two dialogues, `chosen` and `rejected`, as text with `Human:` and `Assistant:`. Of each split are written
 
-- `train.parquet`: the prompt, which is what both have in common up to a human's words, in verl's format. There is no
-  rule for its data source: a reward model or a function of your own scores it. The ground truth is the chosen response.
+- `train.parquet`: the prompt, which is the common beginning of both up to a human's words, in verl's format. There is
+  no rule for its data source: a reward model or a function of your own scores it. The ground truth is the chosen
+  response.
 - `sft_train.parquet`: the chosen dialogue as `messages`.
-- `rm_train.parquet`: `prompt`, and `chosen` and `rejected` with the messages behind it.
+- `rm_train.parquet`: `prompt`, and the messages behind it in `chosen` and in `rejected`.
 
 Templates of the prompt: `chat` has a message for each turn; `verl` has the text of the dialogue so far in one message,
-as verl's files have.
-
-The data set itself has dialogues that prefer nothing: those without a response on one side, without a common beginning,
-or with two equal sides are left out, and counted.
+as verl's files have. Rows that prefer nothing are left out and counted: those without a response on one side, without
+a common beginning, or with two equal sides.
 """
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterator
-from itertools import takewhile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from jobs.prepare import jsonl, parquet
+from jobs.prepare import parquet
+from jobs.prepare.hub import HubData, Placed
 
-HELP = "dialogues with a preferred and a rejected answer, also as SFT and reward-model files"
-
-DATA_SOURCE = "Dahoas/full-hh-rlhf"
 TEMPLATES = ("chat", "verl")
-SPLITS = ("train", "test")
-NAMES = {f"{split}{ending}": split for split in SPLITS for ending in (".jsonl.gz", ".jsonl")}
 ROLES = {"Human": "user", "Assistant": "assistant"}
-
-SCHEMA = parquet.prompt_schema(ground_truth=pa.string(), extra_info=[])
+SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [])
 PAIRS = pa.schema([("prompt", parquet.MESSAGES), ("chosen", parquet.MESSAGES), ("rejected", parquet.MESSAGES)])
 
 Message = dict[str, str]
-
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 class Pair(NamedTuple):
-    """A prompt, which ends with the human's words, and two ways to go on."""
+    """A prompt, which ends with the human's words, and two continuations."""
 
     prompt: list[Message]
     chosen: list[Message]
@@ -52,95 +43,53 @@ class Pair(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m jobs.prepare hh_rlhf`."""
-    add = parser.add_argument
-    add("--input", type=Path, nargs="+", required=True, metavar="PATH", help="the data set's files, train.jsonl.gz and "
-        "test.jsonl.gz (or .jsonl), or folders that hold them, such as the data set's own with helpful-base and "
-        "the like in it")  # fmt: skip
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for train.parquet, sft_train.parquet, "
-        "rm_train.parquet and the same of test (replaced)")  # fmt: skip
-    add("--template", choices=TEMPLATES, default=TEMPLATES[0], help="chat: a message for each turn; verl: the dialogue "
-        "as the text of one message (default: %(default)s)")  # fmt: skip
+    DATA.add_arguments(parser)
+    meaning = "chat: a message for each turn; verl: the dialogue as the text of one message (default: %(default)s)"
+    parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=meaning)
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Writes three parquet files for each split there is.
-
-    Raises:
-        ValueError: the input is missing or not HH-RLHF's; files that were there before are untouched.
-        OSError: the folder cannot be written; files that were there before are untouched.
-    """
-    files = find(args.input)
-    counts: dict[str, int] = {}
-    left_out: dict[str, int] = {}
-    with parquet.together(args.out) as folder:
-        for split, some in files.items():
-            parquet.write(folder / f"{split}.parquet", SCHEMA, rows(some, split, args.template))
-            parquet.write(folder / f"sft_{split}.parquet", parquet.SFT, _sft(some))
-            parquet.write(folder / f"rm_{split}.parquet", PAIRS, (pair._asdict() for pair in pairs(some) if pair))
-            counts[split] = pq.read_metadata(folder / f"rm_{split}.parquet").num_rows
-            left_out[split] = sum(1 for pair in pairs(some) if pair is None)
-            if not counts[split]:
-                raise ValueError(f"{', '.join(map(str, some))}: no dialogues with two different responses")
-    for split, count in counts.items():
-        note = f" ({left_out[split]:,} without two different responses to one prompt left out)"
-        for name in (split, f"sft_{split}", f"rm_{split}"):
-            print(f"{args.out / name}.parquet: {count:,} dialogues{note if left_out[split] else ''}")
-
-
-def find(inputs: list[Path]) -> dict[str, list[Path]]:
-    """The files of each split.
-
-    Raises:
-        ValueError: a path does not exist or is named otherwise, or a folder and its folders hold no such file.
-    """
-    found: dict[str, list[Path]] = {}
-    for given in inputs:
-        folders = [given, *sorted(path for path in given.iterdir() if path.is_dir())] if given.is_dir() else []
-        inside = [folder for folder in folders if any((folder / name).is_file() for name in NAMES)]
-        for place in inside or [given]:
-            for split, file in jsonl.find([place], NAMES).items():
-                if file not in found.setdefault(split, []):
-                    found[split].append(file)
-    return found
-
-
-def rows(files: list[Path], split: str, template: str) -> Iterator[dict[str, Any]]:
-    """Prompts in verl's format.
-
-    Raises:
-        ValueError: a file cannot be read, or a line is no pair of dialogues; the sentence names file and line.
-    """
-    for index, pair in enumerate(pair for pair in pairs(files) if pair):
-        prompt = pair.prompt if template == "chat" else [{"role": "user", "content": as_text(pair.prompt)}]
+def prompts(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """Prompts in verl's format."""
+    count = itertools.count()
+    for pair in pairs(dialogues):
+        if pair is None:
+            yield None
+            continue
+        prompt = pair.prompt if args.template == "chat" else [{"role": "user", "content": as_text(pair.prompt)}]
         yield {
-            "data_source": DATA_SOURCE,
+            "data_source": "Dahoas/full-hh-rlhf",
             "prompt": prompt,
             "ability": "alignment",
             "reward_model": {"style": "model", "ground_truth": pair.chosen[-1]["content"]},
-            "extra_info": {"split": split, "index": index},
+            "extra_info": {"split": split, "index": next(count)},
         }
 
 
-def _sft(files: list[Path]) -> Iterator[dict[str, list[Message]]]:
-    return ({"messages": [*pair.prompt, *pair.chosen]} for pair in pairs(files) if pair)
+def conversations(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """Chosen dialogues for SFT."""
+    return (pair and {"messages": [*pair.prompt, *pair.chosen]} for pair in pairs(dialogues))
 
 
-def pairs(files: list[Path]) -> Iterator[Pair | None]:
-    """A pair for each line that is not blank, None where the two dialogues prefer nothing.
+def preferences(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """Pairs for reward models."""
+    return (pair and pair._asdict() for pair in pairs(dialogues))
+
+
+def pairs(dialogues: Placed) -> Iterator[Pair | None]:
+    """A pair for each row, None for a row whose two dialogues prefer nothing.
 
     Raises:
-        ValueError: a file cannot be read, or a line is no pair of dialogues; the sentence names file and line.
+        ValueError: A row is no pair of dialogues; the sentence names its place.
     """
-    for file in files:
-        for where, line in jsonl.objects(file, ("chosen", "rejected")):
-            yield pair_of(*(dialogue(line[key], f"{where}: {key!r}") for key in ("chosen", "rejected")))
+    for where, row in dialogues:
+        yield pair_of(*(dialogue(row[key], f"{where}: {key!r}") for key in ("chosen", "rejected")))
 
 
 def dialogue(text: str, where: str) -> list[Message]:
-    """The messages of a dialogue; turns of one speaker after the other are one message.
+    """The messages of a dialogue; successive turns of one speaker are one message.
 
     Raises:
-        ValueError: the text does not begin with the human.
+        ValueError: The text does not begin with the human.
     """
     parts = _TURN.split(text.strip())
     if parts[0] or len(parts) < 3 or parts[1] != "Human":
@@ -155,8 +104,8 @@ def dialogue(text: str, where: str) -> list[Message]:
 
 
 def pair_of(chosen: list[Message], rejected: list[Message]) -> Pair | None:
-    """Prompt and responses of two dialogues, None where they do not differ in responses to one prompt."""
-    same = len(list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
+    """Prompt and responses of two dialogues, None if they are not two different responses to one prompt."""
+    same = len(list(itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
     while same and chosen[same - 1]["role"] != "user":
         same -= 1
     pair = Pair(chosen[:same], chosen[same:], rejected[same:])
@@ -169,4 +118,15 @@ def pair_of(chosen: list[Message], rejected: list[Message]) -> Pair | None:
 def as_text(prompt: list[Message]) -> str:
     """A prompt as the data set writes dialogues, up to the assistant's turn."""
     names = {role: speaker for speaker, role in ROLES.items()}
-    return "".join(f"\n\n{names[one['role']]}: {one['content']}" for one in prompt) + "\n\nAssistant:"
+    return "".join(f"\n\n{names[turn['role']]}: {turn['content']}" for turn in prompt) + "\n\nAssistant:"
+
+
+DATA = HubData(
+    help="dialogues with a preferred and a rejected answer, also as SFT and reward-model files",
+    origin="Anthropic/hh-rlhf",
+    keys=("chosen", "rejected"),
+    outputs={"": (SCHEMA, prompts), "sft_": (parquet.SFT, conversations), "rm_": (PAIRS, preferences)},
+    noun="dialogues",
+    many_folders=True,
+)
+HELP, prepare = DATA.help, DATA.prepare

@@ -1,11 +1,9 @@
-"""Countdown puzzles: an endless-looking, duplicate-free stream in constant memory.
+"""Countdown puzzles: a long stream without duplicates, in constant memory.
 
-Chosen:
-1. The sets of numbers are not drawn at random but walked in a seeded random order (a Feistel permutation of their
-   ranks), one target from each. When all have been visited, the next round takes a second target from each, and so on.
-   No puzzle can come twice, nothing has to be remembered, and the stream ends exactly when the ranges are used up.
-2. All expressions over a batch of sets are computed at once with NumPy, so a target is drawn evenly from those that
-   can be reached, and its solutions are at hand.
+1. The sets of numbers are visited in a seeded random order (a Feistel permutation of their ranks), with one target
+   from each. The next round takes a second target from each, and so on. So no puzzle comes twice, nothing has to be
+   remembered, and the stream ends when the ranges are used up.
+2. NumPy computes all expressions over a batch of sets at once, so targets are drawn evenly from those in reach.
 3. As in the television game, every step of a solution gives a positive whole number. A policy may do otherwise.
 """
 
@@ -23,9 +21,6 @@ MAX_DRY_SETS = 300_000  # sets in a row without a puzzle after which a stream co
 BATCH = 512  # sets computed at once
 BATCH_VALUES = 2**20  # most values computed at once
 
-# (left operand's set, right operand's set, values of the left, values of the right), sets as bit masks of places.
-Split = tuple[int, int, int, int]
-
 
 @dataclass(frozen=True)
 class Ranges:
@@ -38,19 +33,13 @@ class Ranges:
 
     def check(self, counts: tuple[int, ...]) -> None:
         """Raises ValueError, naming the option, for ranges that cannot hold a puzzle."""
-        if not 1 <= self.min_number <= self.max_number:
-            raise ValueError(
-                f"--min-number {self.min_number} and --max-number {self.max_number} must satisfy 1 <= min <= max"
-            )
-        if not 1 <= self.min_target <= self.max_target:
-            raise ValueError(
-                f"--min-target {self.min_target} and --max-target {self.max_target} must satisfy 1 <= min <= max"
-            )
-        for count in counts:
-            if self.max_number**count >= 2**63:
-                raise ValueError(
-                    f"--max-number {self.max_number} is too large for {count} numbers: a product must fit int64"
-                )
+        pairs = {"number": (self.min_number, self.max_number), "target": (self.min_target, self.max_target)}
+        for name, (low, high) in pairs.items():
+            if not 1 <= low <= high:
+                raise ValueError(f"--min-{name} {low} and --max-{name} {high} must satisfy 1 <= min <= max")
+        count = max(counts)
+        if self.max_number**count >= 2**63:
+            raise ValueError(f"--max-number {self.max_number} is too large: a product of {count} must fit int64")
 
 
 class Puzzle(NamedTuple):
@@ -63,6 +52,8 @@ class Puzzle(NamedTuple):
 
 
 class Expression(NamedTuple):
+    """An expression with its outermost operator ("" for a number) and its steps."""
+
     text: str
     value: int
     operator: str
@@ -75,7 +66,8 @@ class Expressions:
     def __init__(self, count: int) -> None:
         self.count = count
         self.all = 2**count - 1
-        self.splits: dict[int, list[Split]] = {}
+        self.splits: dict[int, list[tuple[int, int, int, int]]] = {}
+        """By set (a bit mask of places): left part, right part, number of values of each."""
         self.sizes: dict[int, int] = {1 << place: 1 for place in range(count)}
         for mask in sorted(range(1, self.all + 1), key=int.bit_count):
             if mask in self.sizes:
@@ -85,15 +77,12 @@ class Expressions:
             lefts = [part for part in range(1, mask) if part & mask == part and part & lowest]
             self.splits[mask] = [(part, mask ^ part, self.sizes[part], self.sizes[mask ^ part]) for part in lefts]
             self.sizes[mask] = sum(len(OPERATORS) * a * b for _, _, a, b in self.splits[mask])
-
-    @property
-    def size(self) -> int:
-        return self.sizes[self.all]
+        self.size = self.sizes[self.all]
 
     def values(self, numbers: np.ndarray) -> np.ndarray:
-        """Values of all expressions, int64 [sets, size]; 0 where a step gives no positive whole number.
+        """int64 [sets, size] values of all expressions over `numbers`, int64 [sets, count].
 
-        `numbers` is int64 [sets, count].
+        A value is 0 where a step gives no positive whole number.
         """
         known = {1 << place: numbers[:, place : place + 1] for place in range(self.count)}
         for mask, splits in self.splits.items():
@@ -171,7 +160,7 @@ def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
     keys = [seeded.getrandbits(64) for _ in range(4)]
     for round_number in range(ranges.max_target):
         dry = 0
-        found = False
+        any_left = False
         for first in range(0, sets, batch):
             ranks = [permute(i, sets, keys) for i in range(first, min(first + batch, sets))]
             members = [number_set(rank, count, ranges.min_number, ranges.max_number) for rank in ranks]
@@ -182,7 +171,7 @@ def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
                 if round_number >= len(targets):
                     dry += 1
                     continue
-                dry, found = 0, True
+                dry, any_left = 0, True
                 draw = random.Random(f"{seed} {count} {rank}")
                 # A shuffle cut short: its first places are the same in every round.
                 for i in range(round_number + 1):
@@ -195,7 +184,7 @@ def puzzles_of(count: int, ranges: Ranges, seed: int) -> Iterator[Puzzle]:
                 yield Puzzle(shown, target, solution.text, ", ".join(solution.steps))
             if dry >= MAX_DRY_SETS:
                 return
-        if not found:
+        if not any_left:
             return
 
 
@@ -206,17 +195,15 @@ def puzzles(counts: tuple[int, ...], shares: tuple[float, ...], ranges: Ranges, 
         ValueError: the ranges hold no more puzzles of a size that was drawn.
     """
     streams = {count: puzzles_of(count, ranges, seed) for count in counts}
-    given = dict.fromkeys(counts, 0)
+    made = dict.fromkeys(counts, 0)
     draw = random.Random(f"mix {seed}")
     while True:
         count = draw.choices(counts, shares)[0]
         puzzle = next(streams[count], None)
         if puzzle is None:
             raise ValueError(
-                f"only {given[count]:,} distinct puzzles of {count} numbers from {ranges.min_number} to "
-                f"{ranges.max_number} with targets from {ranges.min_target} to {ranges.max_target} were found, and "
-                "more are asked for; ask for fewer (--train, --test, --sft), widen --max-number or --max-target, or "
-                "change --numbers or --mix"
+                f"only {made[count]:,} distinct puzzles of {count} numbers were found in these ranges; ask for fewer "
+                "(--train, --test, --sft), widen --max-number or --max-target, or change --numbers or --mix"
             )
-        given[count] += 1
+        made[count] += 1
         yield puzzle

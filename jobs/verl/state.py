@@ -7,16 +7,18 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from jobs.verl.settings import Setting
-from pipeline.config import Config, expected, keys
-from pipeline.scoring.config import ScorerConfig
-from pipeline.stages import scorers
+from jobs.verl.launch import Setting
+from pipeline.config import Config
+from pipeline.config.schema import expected, keys
+from pipeline.config.scoring import ScorerConfig
+from pipeline.config.verl_keys import RENAMED
+from pipeline.derived import scorers
 
 OURS = keys(Config)
 """Our keys."""
 
-GPUS_PER_NODE, NODES = 8, 1
-"""verl's defaults."""
+_TARGETS = dict(RENAMED)
+_NAMES = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Left:
     key: str
     text: str
     reason: str
+    cannot: bool = False
+    """Whether the run means something else without it; else nothing but speed, memory or a name is lost."""
 
 
 @dataclass
@@ -40,12 +44,14 @@ class Conversion:
     """verl's keys that were converted."""
     left: list[Left] = field(default_factory=list)
     """verl's keys that were not."""
+    cannot: list[str] = field(default_factory=list)
+    """What is lost besides keys."""
     notes: list[str] = field(default_factory=list)
     """What means something else here."""
 
 
 class State:
-    """What the rules read and write."""
+    """A conversion on its way: what verl is given, and what has become of it."""
 
     def __init__(self, settings: Mapping[str, Setting]) -> None:
         self.settings = settings
@@ -55,8 +61,12 @@ class State:
         """Our keys so far."""
         self.defaults: set[str] = set()
         self.notes: list[str] = []
-        self.reasons = {key: setting.problem for key, setting in settings.items() if setting.problem}
-        """Why keys of verl are not converted."""
+        self.reasons: dict[str, tuple[str, bool]] = {}
+        """Why keys of verl are not converted, and whether that changes what the run means."""
+        for key, setting in settings.items():
+            if setting.problem:
+                advice = f"; give {_TARGETS[key]}" if key in _TARGETS else ""
+                self.reasons[key] = setting.problem + advice, key not in _NAMES
         self._schema = OmegaConf.structured(Config)
 
     def get(self, ours: str) -> Any:
@@ -69,44 +79,32 @@ class State:
             self.values[ours] = value
             self.defaults.discard(ours)
 
-    def drop(self, ours: str) -> None:
-        """Leave one of our keys at its default."""
-        self.values.pop(ours, None)
-        self.defaults.discard(ours)
+    def drop(self, *names: str) -> None:
+        """Leave our keys at their defaults."""
+        for ours in names:
+            self.values.pop(ours, None)
+            self.defaults.discard(ours)
 
-    def note(self, text: str) -> None:
-        """Say what means something else here."""
-        self.notes.append(text)
-
-    def leave(self, key: str, reason: str) -> None:
+    def leave(self, key: str, reason: str, cannot: bool = False) -> None:
         """Say why a key of verl is not converted, if it is given."""
         if key in self.given:
-            self.reasons[key] = reason
+            self.reasons[key] = reason, cannot
 
-    def whole(self, key: str, default: int | None = None) -> int | None:
+    def whole(self, key: str, default: int) -> int:
         """The whole number from 0 on that verl is given for `key`, or `default`."""
         value = self.given.get(key)
-        if value is None:
-            return default
-        if type(value) is not int or value < 0:
-            self.leave(key, "its value is not a whole number")
-            return default
-        return value
+        if value is None or (type(value) is int and value >= 0):
+            return default if value is None else value
+        self.leave(key, f"its value is not a whole number; {default} is assumed", cannot=True)
+        return default
 
     def take(self, key: str, ours: str, value: Any) -> None:
         """Give our key the value of verl's `key` if it has the right type; else the key is left."""
-        kind = OURS[ours].type
         try:
-            if "${" in str(value):
-                # An environment variable, which is text, and is looked up where the run starts.
-                if kind not in (str, str | None, Any):
-                    raise OmegaConfBaseException
-                self.values[ours] = value
-                return
             OmegaConf.update(self._schema, ours, value, merge=False)
             fitted = OmegaConf.select(self._schema, ours)
         except OmegaConfBaseException:
-            self.leave(key, f"its value does not fit {ours}: expected {expected(kind)}")
+            self.leave(key, f"its value does not fit {ours}: expected {expected(OURS[ours].type)}", cannot=True)
             return
         self.values[ours] = OmegaConf.to_container(fitted) if OmegaConf.is_config(fitted) else fitted
 
@@ -122,26 +120,3 @@ class State:
             return scorers(config)
         except ValueError:
             return {}
-
-    @property
-    def uses_critic(self) -> bool:
-        """Whether a critic is trained."""
-        return "value" in self.scorers
-
-    @property
-    def gpus(self) -> int:
-        """verl's GPUs on all nodes."""
-        per_node = self.whole("trainer.n_gpus_per_node", GPUS_PER_NODE)
-        nodes = self.whole("trainer.nnodes", NODES)
-        return (per_node or 0) * (nodes or 0)
-
-    @property
-    def steps_per_iteration(self) -> dict[str, int]:
-        """Optimiser steps that actor and critic make in one iteration."""
-        steps = {}
-        batch = self.get("data.train_batch_size")
-        for learner in ("actor", "critic"):
-            mini = self.get(f"{learner}.ppo_mini_batch_size") or self.get("actor.ppo_mini_batch_size") or batch
-            epochs = self.get(f"{learner}.ppo_epochs") or self.get("actor.ppo_epochs")
-            steps[learner] = max(1, batch // max(mini, 1)) * epochs
-        return steps

@@ -2,7 +2,7 @@
 
     reward of token t = score (on the last token) - coef * KL_t
 
-The coefficient is published with every policy version and travels in the rows (`kl_coef`), so that all rows of a
+The coefficient is published with every policy version and looked up by the advantage stage, so that all rows of a
 version are penalised alike, whenever they are scored. After an iteration the controller sees the mean KL of its rows
 and gives the coefficient of the next version.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.advantage.config import KLControlConfig
-from pipeline.kl import NAMES, estimate
+from pipeline.config.algorithm import KLControlConfig
+from pipeline.kl_estimate import NAMES, estimate
 
 MAX_ERROR = 0.2
 """Largest relative distance from the target that a step of the adaptive controller answers to."""
@@ -22,12 +22,12 @@ MIN_FACTOR = 0.1
 
 
 def kl_penalty(log_probs: np.ndarray, ref_log_probs: np.ndarray, kind: str) -> np.ndarray:
-    """[N] float64, estimate of KL(policy || reference) at each token, in nats (`pipeline/kl.py`).
+    """[N] float64, estimate of KL(policy || reference) at each token, in nats (`pipeline/kl_estimate.py`).
 
     Args:
         log_probs: [N] log-probs that the tokens were sampled with.
         ref_log_probs: [N] log-probs of the same tokens under the reference policy.
-        kind: a key of `pipeline.kl.NAMES` (`algorithm.kl_penalty`).
+        kind: a key of `pipeline.kl_estimate.NAMES` (`algorithm.kl_penalty`).
 
     Raises:
         ValueError: unknown kind.

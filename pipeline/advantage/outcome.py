@@ -10,10 +10,10 @@ advantages, and its reward still counts in its group. Returns equal the advantag
 
 import numpy as np
 
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
 from pipeline.advantage.sequences import trained_offsets
 from pipeline.advantage.statistics import STD_EPS, deviations, group_sizes, group_std, normalised, whiten
+from pipeline.config.algorithm import AlgorithmConfig
 
 
 @register_adv_est("grpo", scope="group")

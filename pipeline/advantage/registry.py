@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.advantage.config import AlgorithmConfig
-from pipeline.named import look_up
+from pipeline.config.algorithm import AlgorithmConfig
+from pipeline.registry import look_up
 
 
 @dataclass(frozen=True)

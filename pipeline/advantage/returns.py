@@ -9,10 +9,10 @@ its length limit is taken to be finished.
 
 import numpy as np
 
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
 from pipeline.advantage.sequences import discounted, trained_offsets
 from pipeline.advantage.statistics import whiten
+from pipeline.config.algorithm import AlgorithmConfig
 
 
 @register_adv_est("gae", scope="batch", needs=("values",))

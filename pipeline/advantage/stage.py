@@ -2,7 +2,7 @@
 
 A row whose reward failed keeps its place in the stream but takes no part: it is left out of its group's statistics (a
 group of n with one failure is a group of n - 1; GRPO gives 0 to the one row that is left alone), and leaves with
-advantages 0 and a response mask of zeros, so that it trains nothing. Validation rows get advantages 0.
+advantages 0 and a `drop_reason`, so that it trains nothing. Validation rows get advantages 0.
 
 With `algorithm.use_kl_in_reward` each token that trains pays the KL to the reference policy, and a row's reward is its
 score less all it pays. Tokens of tools and environments are not the policy's doing and cost nothing.
@@ -15,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.estimators import Estimate, EstimatorInput, get_adv_estimator
 from pipeline.advantage.kl import check_kind, kl_penalty
-from pipeline.rows import ADVANTAGE, FLOATS, ROLLOUT, SCHEMA, append, flat, ragged
+from pipeline.config.algorithm import AlgorithmConfig
+from pipeline.rows import ADVANTAGE, FLOATS, KL_COEF, SCHEMA, append, flat, ragged
+from pipeline.store.client import StoreClient
+from pipeline.store.policy_store import PolicyStore
 
 NEED_COLUMNS = {
     "values": "values",
@@ -39,8 +41,14 @@ class Advantage:
         ValueError: `algorithm.adv_estimator` or `algorithm.kl_penalty` is unknown.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.config = config
+    def __init__(self, config: AlgorithmConfig, store: StoreClient | None = None) -> None:
+        """
+        Args:
+            config: settings of the algorithm.
+            store: the policy store, which knows the coefficient of the KL in the reward that belongs to a policy
+                version; without it the rows must have the column `kl_coef` where it is needed.
+        """
+        self.config, self._store = config, store
         self.estimator = get_adv_estimator(config.adv_estimator)
         # Column to who reads it.
         self._reads = dict.fromkeys(("uid", "score", "rollout_log_probs"), "the advantage stage reads")
@@ -60,7 +68,7 @@ class Advantage:
         return self.estimator.needs
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with the columns `ADVANTAGE` added (float32) and the response mask of failed rows set to 0.
+        """`table` with the columns `ADVANTAGE` added.
 
         Raises:
             ValueError: a column that is needed is missing or has not one entry per response token; a row without
@@ -68,16 +76,14 @@ class Advantage:
                 is not finite, or lacks a part of `algorithm.gdpo_reward_keys` where the estimator needs parts; or the
                 estimator returned another number of tokens or a number that is not finite.
         """
+        if self.config.use_kl_in_reward and self._store is not None:
+            versions = table["policy_version"].to_pylist()
+            coefs = {version: self._store.call(PolicyStore.kl_coef, version) for version in set(versions)}
+            table = append(table, KL_COEF, {"kl_coef": [coefs[version] for version in versions]})
         mask, offsets = flat(table, "response_mask")
         lengths = np.diff(offsets)
         train = pc.not_equal(table["split"], "val").to_numpy()
         failed = train & pc.is_valid(table["reward_error"]).to_numpy()
-        if failed.any():
-            mask = np.where(np.repeat(failed, lengths), 0, mask).astype(np.int8)
-            field = ROLLOUT.field("response_mask")
-            table = table.set_column(
-                table.column_names.index("response_mask"), field, ragged(mask, offsets, field.type)
-            )
         advantages = np.zeros(len(mask))
         returns = np.zeros(len(mask))
         reward = table["score"].to_numpy().astype(np.float64)
@@ -100,6 +106,7 @@ class Advantage:
                 "returns": ragged(returns.astype(np.float32), offsets, FLOATS),
                 "reward": pa.array(reward.astype(np.float32), from_pandas=True),
                 "kl": pa.array(kl.astype(np.float32), from_pandas=True),
+                "drop_reason": pc.if_else(pa.array(failed), "reward_error", pa.scalar(None, pa.string())),
             },
         )
 
@@ -156,7 +163,7 @@ class _Used:
 
     def penalise(self, kind: str) -> None:
         """Take the KL `kind` to the reference, times the row's coefficient, from the rewards of trained tokens."""
-        coef = self._numbers("kl_coef", "has kl_coef {}; the rollout stage writes the number of the policy's version")
+        coef = self._numbers("kl_coef", "has kl_coef {}; the number published with its policy version was expected")
         per_token = np.zeros(len(self.mask))
         reference = self._tokens("ref_log_probs")
         per_token[self.mask] = kl_penalty(self.log_probs[self.mask], reference[self.mask], kind)

@@ -24,9 +24,9 @@ The returns are G_t; both are 0 where the mask is false.
 
 import numpy as np
 
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
 from pipeline.advantage.sequences import cumulative, discounted, trained_offsets
+from pipeline.config.algorithm import AlgorithmConfig
 
 
 @register_adv_est("optimal_token_baseline", scope="group", needs=("sum_pi_squared",))

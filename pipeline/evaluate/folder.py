@@ -1,12 +1,12 @@
 """The folder of an evaluation.
 
-    OUT/evaluation.json            what was evaluated: settings, and size and date of every local file that counts
+    OUT/evaluation.json                 what is evaluated: settings, and size and date of every local file that counts
     OUT/responses/part-NNNNNN.parquet   all responses to the prompts of one chunk
     OUT/metrics.json, OUT/table.csv     the result
 
-A part is named after its chunk and written aside first, so that an evaluation that was interrupted goes on with the
-chunks that are missing. It does so only where the same thing is evaluated: other settings, another model under the
-same path or changed prompt files are refused.
+A part is named after its chunk and is complete as soon as it has that name, so an interrupted evaluation is continued
+with the chunks that are missing. Other settings, another model under the same path and changed prompt files are
+refused.
 """
 
 import csv
@@ -41,22 +41,23 @@ def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
         config: what `settings.used` returned.
         files: the prompt files.
     """
-    files = list(files)
-    own = [config.reward.custom_reward_function.path, *(f.get("path") for f in config.reward.functions.values())]
-    named = [*files, *(path for path in own if path)]
+    prompt_files = list(files)
+    functions = [config.reward.custom_reward_function.path]
+    functions += [settings.get("path") for settings in config.reward.functions.values()]
+    names = [*prompt_files, *(path for path in functions if path)]
     for folder in (config.model.path, config.model.tokenizer_path, config.reward.model.path):
         if folder and Path(folder).is_dir():
-            named += [str(path) for pattern in MODEL_FILES for path in sorted(Path(folder).glob(pattern))]
-    made = {
-        "prompt_files": files,
+            names += [str(path) for pattern in MODEL_FILES for path in sorted(Path(folder).glob(pattern))]
+    description = {
+        "prompt_files": prompt_files,
         "settings": result_settings(config),
-        "files": {name: _stamp(name) for name in named if os.path.isfile(name)},
+        "files": {name: _stamp(name) for name in names if os.path.isfile(name)},
     }
-    return json.loads(json.dumps(made, default=str))
+    return json.loads(json.dumps(description, default=str))
 
 
 def digest(description: Mapping[str, Any]) -> str:
-    """Eight letters that stand for a description."""
+    """Eight hexadecimal digits that identify a description."""
     return hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
@@ -71,20 +72,21 @@ class Folder:
         """Refuse a folder in which this evaluation may not write.
 
         Raises:
-            ConfigError: it cannot be written, holds something else, or another evaluation.
+            ConfigError: it cannot be written, holds something else, or holds another evaluation.
         """
-        place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            reason = "is not writable" if place.is_dir() else "is a file"
-            raise ConfigError(f"the evaluation cannot be kept in {self.path}: {place} {reason}; choose another --out")
+        nearest = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            reason = "is not writable" if nearest.is_dir() else "is a file"
+            raise ConfigError(f"the evaluation cannot be kept in {self.path}: {nearest} {reason}; choose another --out")
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
         if not (self.path / DESCRIPTION).is_file():
             raise ConfigError(f"{self.path} is not empty and holds no {DESCRIPTION}; choose another --out")
         known = json.loads((self.path / DESCRIPTION).read_text(encoding="utf-8"))
-        if changed := list(_differences(known, description)):
+        if differences := list(_differences(known, description)):
             raise ConfigError(
-                f"{self.path} already holds another evaluation: {', '.join(changed)}; choose another --out or delete it"
+                f"{self.path} already holds another evaluation: {', '.join(differences)}; choose another --out or "
+                "delete it"
             )
 
     def begin(self, description: Mapping[str, Any]) -> None:
@@ -94,18 +96,18 @@ class Folder:
 
     def parts(self) -> dict[int, Path]:
         """Files of the chunks that are done, by the chunk's number, in order."""
-        found = sorted(self.responses.glob("part-*.parquet"))
-        return {int(path.stem.removeprefix("part-")): path for path in found}
+        paths = sorted(self.responses.glob("part-*.parquet"))
+        return {int(path.stem.removeprefix("part-")): path for path in paths}
 
     def read(self, summary: Summary) -> frozenset[int]:
-        """Add the responses that are there to `summary`; the numbers of their chunks."""
+        """Add the responses that are there to `summary`; returns the numbers of their chunks."""
         parts = self.parts()
         for path in parts.values():
             summary.add(pq.read_table(path, columns=list(COLUMNS), partitioning=None))
         return frozenset(parts)
 
     def result(self) -> dict[str, Any]:
-        """What `metrics.json` holds; nothing where there is none, or where parts have come or gone since."""
+        """The content of `metrics.json`; empty if there is none, or if parts have come or gone since."""
         path = self.path / "metrics.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         return known if known.get("parts") == len(self.parts()) else {}
@@ -113,14 +115,13 @@ class Folder:
     def add(self, chunk: int, rows: pa.Table) -> None:
         """Keep the responses of a chunk."""
         path = self.responses / f"part-{chunk:06d}.parquet"
-        aside = path.with_name(f".{path.name}.tmp")
-        pq.write_table(
-            rows.drop_columns([name for name in LEFT_OUT if name in rows.column_names]), aside, compression="zstd"
-        )
-        aside.replace(path)
+        unfinished = path.with_name(f".{path.name}.tmp")
+        kept = rows.drop_columns([name for name in LEFT_OUT if name in rows.column_names])
+        pq.write_table(kept, unfinished, compression="zstd")
+        unfinished.replace(path)
 
     def report(self, metrics: Mapping[str, Any], table: Iterable[Mapping[str, Any]]) -> list[Path]:
-        """Write the result, and return its files."""
+        """Write the result; returns its files."""
         rows = list(table)
         names = list(dict.fromkeys(name for row in rows for name in row))
         self._write("metrics.json", json.dumps(metrics, indent=2) + "\n")
@@ -131,9 +132,9 @@ class Folder:
         return [self.path / "metrics.json", self.path / "table.csv"]
 
     def _write(self, name: str, text: str) -> None:
-        aside = self.path / f".{name}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(self.path / name)
+        unfinished = self.path / f".{name}.tmp"
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(self.path / name)
 
 
 def _stamp(path: str) -> str:

@@ -1,4 +1,4 @@
-"""What can be known of an evaluation before engines start: settings, prompts, reward, resources, and what is done."""
+"""The checks of an evaluation before engines start: settings, prompts, reward, resources and chunks that are done."""
 
 import itertools
 import os
@@ -10,10 +10,12 @@ from rich.table import Table
 
 from pipeline.config import Config
 from pipeline.evaluate.folder import Folder, described, digest
-from pipeline.evaluate.prompts import Pages
 from pipeline.evaluate.settings import checked, chosen_ks, in_flight
+from pipeline.evaluate.stream import Pages
 from pipeline.evaluate.summary import Summary
-from pipeline.plan import Plan, check_resources
+from pipeline.plan.placement import check_resources
+from pipeline.plan.plan import Plan
+from pipeline.plan.table import stage_resources
 from pipeline.prompts.files import data_sources
 from pipeline.prompts.stage import sources
 from pipeline.reward.dry import check_sources, dry_call
@@ -23,7 +25,7 @@ CHECKED_PROMPTS = 256
 """Prompts that are made before anything starts; the others are checked as they are read."""
 
 EVALUATIONS = "evaluations"
-"""Folder of evaluations: below a run, or else below the current one."""
+"""Folder of evaluations: in the run's folder, or without a run in the current one."""
 
 
 @dataclass
@@ -31,20 +33,22 @@ class Evaluation:
     """An evaluation that has been checked and can begin."""
 
     config: Config
-    """What `settings.used` returned."""
+    """The settings, as `settings.used` returned them."""
     plan: Plan
     folder: Folder
     pages: Pages
     name: str
-    home: Path
-    """Folder of MLflow's embedded store: the run's, or else the evaluation's own."""
+    run_dir: Path
+    """The run that is evaluated, whose MLflow store tracks the evaluation; without a run, the result's folder."""
     iteration: int
-    """What the model has reached in its run; 0 without one."""
+    """The iteration of its run that the model has reached; 0 without a run."""
     prompts: int
-    """Prompts in all; those included that will be left out as too long or unusable."""
+    """Rows of the prompt files, with those that will be left out as too long or unusable."""
     description: dict[str, Any]
     summary: Summary = field(repr=False)
     """Of the responses that are there already."""
+    tokens_per_s: float | None = None
+    """Response tokens per second, since the first engine began to generate; of the last time that anything was."""
 
     @property
     def complete(self) -> bool:
@@ -59,7 +63,7 @@ def prepare(
 
     Args:
         config: what `settings.used` returned, all paths absolute.
-        iteration: what the model has reached in its run.
+        iteration: the iteration of its run that the model has reached.
         run_dir: the run that is evaluated.
         out: folder of the result; None chooses one from what is evaluated.
         k: the option `--k`.
@@ -75,14 +79,14 @@ def prepare(
     check_sources(data_sources(source.files, config.data.max_bad_rows > 0), config.reward)
     dry_call(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS), config.reward)
     if not os.environ.get("RAY_ADDRESS"):
-        check_resources(plan)
+        check_resources(plan.stages, config.trainer.ray_num_cpus)
 
     description = described(config, [file.name for file in source.files])
-    subject = run_dir.resolve().name if run_dir else Path(config.model.path or "").name
-    what = Path(source.files[0].name).stem + (f"+{len(source.files) - 1}" if len(source.files) > 1 else "")
+    model = run_dir.resolve().name if run_dir else Path(config.model.path or "").name
+    files = Path(source.files[0].name).stem + (f"+{len(source.files) - 1}" if len(source.files) > 1 else "")
     if out is None:
-        parent = run_dir / EVALUATIONS if run_dir else Path(EVALUATIONS) / subject
-        out = parent / f"{what}-{digest(description)}"
+        parent = run_dir / EVALUATIONS if run_dir else Path(EVALUATIONS) / model
+        out = parent / f"{files}-{digest(description)}"
     folder, summary = Folder(out.absolute()), Summary(ks)
     folder.check(description)
     done = folder.read(summary)
@@ -92,17 +96,18 @@ def prepare(
         plan=plan,
         folder=folder,
         pages=Pages(chunks, done),
-        name=f"{subject} on {what}",
-        home=(run_dir or folder.path).absolute(),
+        name=f"{model} on {files}",
+        run_dir=(run_dir or folder.path).absolute(),
         iteration=iteration,
         prompts=source.len_estimate,
         description=description,
         summary=summary,
+        tokens_per_s=folder.result().get("tokens_per_s"),
     )
 
 
 def render(evaluation: Evaluation) -> Table:
-    """What would be done, for the terminal."""
+    """The evaluation as a table for the terminal."""
     config, pages = evaluation.config, evaluation.pages
     rollout, sampling = config.rollout, config.rollout.val_kwargs
     table = Table(title=f"Evaluation of {evaluation.name}", title_justify="left", show_header=False)
@@ -111,8 +116,8 @@ def render(evaluation: Evaluation) -> Table:
     reached = f" (iteration {evaluation.iteration})" if evaluation.iteration else ""
     table.add_row("model", f"{config.model.path}{reached}")
     table.add_row("prompts", f"{evaluation.prompts:,} of {', '.join(evaluation.description['prompt_files'])}")
-    top = f", top_p {sampling.top_p:g}, top_k {sampling.top_k}" if sampling.temperature else ""
-    how = f"temperature {sampling.temperature:g}{top}" if sampling.temperature else "greedy"
+    sampled = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+    how = sampled if sampling.temperature else "greedy"
     table.add_row("responses", f"{sampling.n} to each prompt, {how}, at most {config.data.max_response_length} tokens")
     table.add_row("k", ", ".join(map(str, evaluation.summary.ks)))
     table.add_row(
@@ -122,10 +127,7 @@ def render(evaluation: Evaluation) -> Table:
         end_section=True,
     )
     for stage in evaluation.plan.stages:
-        many = f"{'at least ' if stage.at_least else ''}{stage.count} x {stage.cpus:g} CPU"
-        table.add_row(
-            "reward" if stage.at_least else stage.name, many + (f" + {stage.gpus:g} GPU" if stage.gpus else "")
-        )
+        table.add_row(stage.name, stage_resources(stage))
     table.add_row("in all", f"{evaluation.plan.cpus:g} CPUs, {evaluation.plan.gpus:g} GPUs", end_section=True)
     table.add_row("result", shown(evaluation.folder.path))
     return table

@@ -1,8 +1,7 @@
-"""Which settings of a training run an evaluation reads, and what they amount to.
+"""The settings of a training run that an evaluation reads, and what they amount to.
 
-The settings are those of training, so that both see the same prompts, samples and rewards. Everything that an
-evaluation does not read is put back to its default (`used`): it then cannot matter, and no key of the trainer has to
-make sense for a model to be evaluated.
+Prompts, samples and rewards are those of training because the settings are. Every setting that an evaluation does not
+read is put back to its default (`used`), so no key of the trainer has to make sense for a model to be evaluated.
 """
 
 import copy
@@ -11,97 +10,63 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, load_config, load_yaml
-from pipeline.evaluate.majority import MOST_RESPONSES
-from pipeline.plan import Plan, plan
-from pipeline.run_folder import CONFIG_FILE, reached
-from pipeline.schema import keys, value_of
+from pipeline.config.schema import keys, value_of
+from pipeline.plan.plan import Plan
+from pipeline.plan.plan import plan as make_plan
+from pipeline.storage.run_folder import CONFIG_FILE, reached
+from pipeline.track.passk import MAX_RESPONSES
 
 RESULT = (
-    "data.val_files",
-    "data.prompt_key",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "data.filter_overlong_prompts",
-    "data.truncation",
-    "data.val_max_samples",
-    "data.apply_chat_template_kwargs",
-    "model.path",
-    "model.tokenizer_path",
-    "model.trust_remote_code",
-    "rollout.val_kwargs.",
-    "rollout.stop",
-    "rollout.min_tokens",
-    "rollout.ignore_eos",
-    "rollout.chunk_prompts",
-    "rollout.dtype",
-    "rollout.seed_per_request",
-    "rollout.engine_kwargs",
-    "reward.custom_reward_function.",
-    "reward.functions",
-    "reward.model.",
-    "reward.rule_kwargs",
-    "reward.sandbox.",
+    *(f"data.{key}" for key in ("val_files", "val_max_samples", "prompt_key", "apply_chat_template_kwargs")),
+    *(f"data.{key}" for key in ("max_prompt_length", "max_response_length", "filter_overlong_prompts", "truncation")),
+    *(f"model.{key}" for key in ("path", "tokenizer_path", "trust_remote_code")),
+    *(f"rollout.{key}" for key in ("val_kwargs.", "stop", "min_tokens", "ignore_eos", "chunk_prompts")),
+    *(f"rollout.{key}" for key in ("dtype", "seed_per_request", "engine_kwargs")),
+    *(f"reward.{key}" for key in ("custom_reward_function.", "functions", "model.", "rule_kwargs", "sandbox.")),
     "trainer.seed",
 )
-"""Settings that responses and scores follow from; a name that ends in a dot stands for its section."""
+"""Settings that change responses or scores; a name that ends in a dot stands for its section."""
 
 LAYOUT = (
     "data.max_bad_rows",
-    "model.dtype",
-    "model.attn_implementation",
-    "rollout.num_engines",
-    "rollout.chunks_in_flight",
-    "rollout.num_cpus",
-    "rollout.num_gpus",
-    "rollout.tensor_parallel_size",
-    "rollout.num_threads",
-    "rollout.gpu_memory_utilization",
-    "rollout.cpu_kvcache_space_gb",
-    "rollout.max_num_seqs",
-    "rollout.max_num_batched_tokens",
-    "rollout.enable_prefix_caching",
-    "rollout.enforce_eager",
-    "reward.timeout_s",
-    "reward.max_processes",
-    "reward.num_cpus",
-    "reward.max_error_rate",
-    "reward.rate_limit.",
-    "scoring.reward_model.",
-    "actor.fsdp.param_dtype",
-    "trainer.project_name",
-    "trainer.ray_num_cpus",
-    "trainer.object_store_gb",
-    "trainer.logger",
-    "trainer.deadlines.",
-    "trainer.env_vars",
+    *(f"model.{key}" for key in ("dtype", "attn_implementation")),
+    *(f"rollout.{key}" for key in ("num_engines", "chunks_in_flight", "num_cpus", "num_gpus", "num_threads")),
+    *(f"rollout.{key}" for key in ("tensor_parallel_size", "gpu_memory_utilization", "cpu_kvcache_space_gb")),
+    *(f"rollout.{key}" for key in ("max_num_seqs", "max_num_batched_tokens")),
+    *(f"rollout.{key}" for key in ("enable_prefix_caching", "enforce_eager")),
+    *(f"reward.{key}" for key in ("timeout_s", "max_processes", "worker_memory_mb", "num_cpus")),
+    *(f"reward.{key}" for key in ("max_error_rate", "rate_limit.")),
+    *("scoring.reward_model.", "actor.fsdp.param_dtype"),
+    *(f"trainer.{key}" for key in ("project_name", "logger", "ray_num_cpus", "object_store_gb")),
+    *(f"trainer.{key}" for key in ("deadlines.", "env_vars")),
 )
-"""Settings that say how the work is done and what is reported."""
+"""Settings of how the work is done and reported."""
 
 
 def used(config: Config) -> Config:
-    """A config with what an evaluation reads of `config`, and everything else at its default."""
-    own = Config()
+    """A config with the settings of `config` that an evaluation reads, and all others at their defaults."""
+    result = Config()
     for key in keys(Config):
         if _among(key, (*RESULT, *LAYOUT)):
-            *sections, last = key.split(".")
-            setattr(value_of(own, ".".join(sections)), last, copy.deepcopy(value_of(config, key)))
-    own.rollout.n = own.rollout.val_kwargs.n
-    own.data.train_batch_size = own.rollout.chunk_prompts
+            section, _, name = key.rpartition(".")
+            setattr(value_of(result, section), name, copy.deepcopy(value_of(config, key)))
+    result.rollout.n = result.rollout.val_kwargs.n
+    result.data.train_batch_size = result.rollout.chunk_prompts
     # In a run weights come from the trainer; here the engine reads them itself.
-    own.rollout.engine_kwargs.setdefault("load_format", "auto")
-    return own
+    result.rollout.engine_kwargs.setdefault("load_format", "auto")
+    return result
 
 
 def result_settings(config: Config) -> dict[str, object]:
-    """The settings that responses and scores follow from, by name."""
+    """The settings that change responses or scores, by name."""
     return {key: value_of(config, key) for key in keys(Config) if _among(key, RESULT)}
 
 
 def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = None) -> tuple[Config, int]:
-    """The settings of a run with `overrides` on top, which evaluate its last model.
+    """The settings of a run with `overrides` laid over them, to evaluate its last model.
 
     Returns:
-        the settings, and the iteration that the model has reached (0 where `overrides` name another model).
+        the settings, and the iteration that the model has reached (0 if `overrides` name another model).
 
     Raises:
         ConfigError: the folder holds no run, or a run that has not saved a model yet, or an override does not fit.
@@ -110,12 +75,12 @@ def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = Non
         raise ConfigError(
             f"--run {run_dir} holds no {CONFIG_FILE}, so it is not a run; give a folder such as runs/NAME"
         )
-    stored, model = load_yaml(run_dir / CONFIG_FILE, Config), str(run_dir / "model")
-    stored.model.path = model
+    stored, model = load_yaml(run_dir / CONFIG_FILE, Config), run_dir / "model"
+    stored.model.path = str(model)
     config = load_config(overrides, config_dir=config_dir, base=stored)
-    if config.model.path != model:
+    if config.model.path != str(model):
         return config, 0
-    if not (run_dir / "model" / "config.json").is_file():
+    if not (model / "config.json").is_file():
         raise ConfigError(
             f"{run_dir} has no model yet: {model} is written when the run ends or is interrupted; finish it, or name a "
             "model with model.path"
@@ -124,7 +89,7 @@ def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = Non
 
 
 def checked(config: Config) -> Plan:
-    """What the settings amount to, as the plan of a run without its trainer.
+    """The plan of a run with these settings, without its trainer.
 
     Args:
         config: what `used` returned.
@@ -135,24 +100,22 @@ def checked(config: Config) -> Plan:
     sampling = config.rollout.val_kwargs
     if not config.data.val_files:
         raise ConfigError("data.val_files is not set; give the prompt files to evaluate on: data.val_files=FILES")
-    if sampling.n > MOST_RESPONSES:
-        raise ConfigError(f"rollout.val_kwargs.n={sampling.n} is too large; the largest value is {MOST_RESPONSES}")
+    if sampling.n > MAX_RESPONSES:
+        raise ConfigError(f"rollout.val_kwargs.n={sampling.n} is too large; the largest value is {MAX_RESPONSES}")
     if sampling.n > 1 and sampling.temperature == 0:
         raise ConfigError(
             f"rollout.val_kwargs.n={sampling.n} asks for several responses and rollout.val_kwargs.temperature=0 makes "
             "them all the same; set rollout.val_kwargs.temperature=1, or n=1"
         )
-    asked = copy.deepcopy(config)
-    # What the checks of a run want of its training part.
-    asked.data.train_files, asked.rollout.n = config.data.val_files, max(2, sampling.n)
-    resolved = plan(asked)
-    return dataclasses.replace(
-        resolved, config=config, stages=tuple(stage for stage in resolved.stages if stage.name != "train")
-    )
+    of_a_run = copy.deepcopy(config)
+    # The checks of a run want training prompts and several samples.
+    of_a_run.data.train_files, of_a_run.rollout.n = config.data.val_files, max(2, sampling.n)
+    plan = make_plan(of_a_run)
+    return dataclasses.replace(plan, config=config, stages=tuple(s for s in plan.stages if s.name != "train"))
 
 
 def chosen_ks(text: str | None, n: int) -> tuple[int, ...]:
-    """For which k pass@k and maj@k are worked out: those of `--k`, else the powers of two up to `n`, and `n`.
+    """The k for which pass@k and maj@k are computed: those of `--k`, else the powers of two up to `n`, and `n`.
 
     Raises:
         ConfigError: `text` is no list of numbers from 1 to `n`.
@@ -171,7 +134,7 @@ def chosen_ks(text: str | None, n: int) -> tuple[int, ...]:
 
 
 def in_flight(config: Config) -> int:
-    """Chunks one engine works on at a time: twice what fills it, so that it stays full while chunks end."""
+    """Chunks that one engine works on at a time: twice what fills it, so that it stays full while chunks end."""
     rollout = config.rollout
     return rollout.in_flight(2 * rollout.in_flight(1) * rollout.num_engines)
 

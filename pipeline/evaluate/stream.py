@@ -2,25 +2,116 @@
 
     pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► driver
 
-What `pipeline/stream.py` says on blocks and order holds here too. A chunk's rows come to the driver as one block.
+Blocks and their order are as in `pipeline/stream.py`. The rows of a chunk come to the driver as one block. Prompts are
+tokenised ahead of the engines and wait in Ray's object store, as those of a validation do.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
 from pipeline.config import Config
-from pipeline.evaluate.prompts import EvaluationPrompts, Pages
-from pipeline.evaluate.rollout import EvaluationRollout
 from pipeline.evaluate.settings import in_flight
+from pipeline.prompts.encode import stamp
+from pipeline.prompts.stage import MAX_PAGES, sources
+from pipeline.rollout.stage import Rollout
+from pipeline.rows import PROMPT
+from pipeline.store.versions import Ticket
 from pipeline.stream import SOURCE_CPUS, WHOLE, engines, numbered, rewarded, set_context
+
+
+@dataclass(frozen=True)
+class Pages:
+    """How the chunks of the prompt files are laid into pages, of which Ray Data can hold only so many."""
+
+    chunks: int
+    """Chunks of all prompts; there are fewer if prompts are left out."""
+    done: frozenset[int] = frozenset()
+    """Numbers of the chunks that are evaluated already."""
+
+    @property
+    def page_chunks(self) -> int:
+        return max(1, -(-self.chunks // MAX_PAGES))
+
+    @property
+    def count(self) -> int:
+        return -(-self.chunks // self.page_chunks)
+
+
+class EvaluationPrompts:
+    """The one actor of the prompt stage.
+
+    Args:
+        config: the settings.
+        pages: which chunks there are.
+        iteration: the policy version that is evaluated.
+        out: folder in which unusable rows are set aside.
+    """
+
+    def __init__(self, config: Config, pages: Pages, iteration: int, out: str) -> None:
+        self._config, self._pages, self._iteration, self._out = config, pages, iteration, out
+        self._chunks: Iterator[pa.Table] = iter(())
+        self._next = -1
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The rows of the chunks of one page that are not done; none after the last prompt."""
+        size = self._pages.page_chunks
+        first = table["id"][0].as_py() * size
+        self._seek(first)
+        rows = [PROMPT.empty_table()]
+        for chunk in range(first, first + size):
+            prompts = next(self._chunks, None)
+            if prompts is not None and chunk not in self._pages.done:
+                rows.append(stamp(prompts, "val", chunk, self._iteration))
+        self._next = first + size
+        return pa.concat_tables(rows)
+
+    def _seek(self, first: int) -> None:
+        """Go to chunk `first`; an actor that was restarted reads the files once more up to there."""
+        if first == self._next:
+            return
+        _, source = sources(self._config, self._out)
+        assert source is not None
+        self._chunks = source.validation_rows(self._config.rollout.chunk_prompts)
+        for _ in range(first):
+            next(self._chunks, None)
+
+
+class FixedPolicy:
+    """The policy of an engine that reads its weights from the model's folder: every chunk may start at once."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
+        return Ticket(self._version, [])
+
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
+    ) -> None:
+        """Never called: no weights are published."""
+
+
+class EvaluationRollout(Rollout):
+    """One engine of the pool, with the weights of `model.path`.
+
+    Args:
+        config: the settings; `rollout.engine_kwargs.load_format` says how the engine reads the weights.
+        version: number of the policy version that they are.
+    """
+
+    def __init__(self, config: Config, version: int) -> None:
+        super().__init__(config, FixedPolicy(version))
+        # The engine holds the version of every ticket, so nothing is ever loaded.
+        self._version = version
 
 
 def build(
     config: Config,
     pages: Pages,
     iteration: int,
-    pace: Any,
     out: str,
     rollout_stage: type[EvaluationRollout] = EvaluationRollout,
 ) -> Dataset:
@@ -30,22 +121,21 @@ def build(
         config: what `settings.used` returned.
         pages: which chunks there are, and which of them are done.
         iteration: the policy version that is evaluated.
-        pace: handle of `Pace`.
-        out: where unusable prompts are set aside.
+        out: folder in which unusable prompts are set aside.
         rollout_stage: class of the rollout stage; tests put a stand-in here.
     """
     set_context()
     rollout, chunks = config.rollout, in_flight(config)
-    size = min(rollout.num_engines, max(1, pages.chunks - len(pages.done)))
+    num_engines = min(rollout.num_engines, max(1, pages.chunks - len(pages.done)))
     stream = numbered(pages.count)
     stream = stream.map_batches(
         EvaluationPrompts,
-        fn_constructor_args=(config, pages, iteration, pace, out),
+        fn_constructor_args=(config, pages, iteration, out),
         compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
         num_cpus=SOURCE_CPUS,
         **WHOLE,
     )
     stream = stream.repartition(target_num_rows_per_block=rollout.chunk_prompts, strict=True)
-    args = (config, iteration)
-    stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **engines(config, size, chunks), **WHOLE)
-    return rewarded(stream, config, chunks * size)
+    resources = engines(config, num_engines, chunks)
+    stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, iteration), **resources, **WHOLE)
+    return rewarded(stream, config, chunks * num_engines)

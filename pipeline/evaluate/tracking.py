@@ -1,7 +1,7 @@
 """An evaluation at the trackers of `trainer.logger`.
 
-It is a run of its own, in the experiment that the training run belongs to: with MLflow's embedded store, in the file of
-the training run, so that both stand side by side. An evaluation that goes on later goes on there, too.
+It is a run of its own in the experiment of the training run, and with MLflow's embedded store in the store of the
+training run, so that both stand side by side. An evaluation that is continued later continues its tracker runs too.
 """
 
 import logging
@@ -9,60 +9,34 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipeline.config import Config, to_flat
-from pipeline.track.loggers import Logger, TensorBoardLogger, WandbLogger, check_loggers
-from pipeline.track.mlflow_logger import MlflowLogger
+from pipeline.track.loggers import check_loggers
 from pipeline.track.sender import Sender
+from pipeline.track.tracker import make_loggers
 
 log = logging.getLogger(__name__)
 
 FLUSH_S = 30.0
 
 
-class EvaluationMlflow(MlflowLogger):
-    """One MLflow run.
-
-    Args:
-        home: folder whose `mlflow.db` is used where no server is named.
-        out: the evaluation's folder, which keeps the run's id.
-        config: settings that become parameters.
-        project: the experiment.
-        name: of the run.
-    """
-
-    def __init__(self, home: Path, out: Path, config: Mapping[str, Any], project: str, name: str) -> None:
-        super().__init__(home, config, project, name, resume=True)
-        self._id_file = out / "mlflow_run_id"
-
-    def attach(self, file: Path) -> None:
-        """Keep a copy of `file` with the run."""
-        self._client().log_artifact(self._run_id, str(file))
-
-
 class Trackers:
-    """All trackers of one evaluation; what is slow or down costs a warning and at most `FLUSH_S` at the end.
+    """All trackers of one evaluation. One that is slow or down costs a warning and at most `FLUSH_S` at the end.
 
     Args:
         config: the settings.
-        home, out: as of `EvaluationMlflow`.
+        run_dir: folder whose MLflow store is used without a server: that of the training run.
+        out: the evaluation's folder, which keeps the ids of the tracker runs.
         name: of the evaluation.
 
     Raises:
         ValueError, ImportError: as `check_loggers`.
     """
 
-    def __init__(self, config: Config, home: Path, out: Path, name: str) -> None:
-        names, settings, project = config.trainer.logger, to_flat(config), config.trainer.project_name
-        check_loggers(names)
-        self._loggers: dict[str, Logger] = {}
-        if "mlflow" in names:
-            self._loggers["mlflow"] = EvaluationMlflow(home, out, settings, project, name)
-        if "wandb" in names:
-            self._loggers["wandb"] = WandbLogger(out, settings, project, name, resume=True)
-        if "tensorboard" in names:
-            self._loggers["tensorboard"] = TensorBoardLogger(out, settings, resume=True)
+    def __init__(self, config: Config, run_dir: Path, out: Path, name: str) -> None:
+        trainer = config.trainer
+        check_loggers(trainer.logger)
+        self._loggers = make_loggers(trainer.logger, out, to_flat(config), trainer.project_name, name, True, run_dir)
         self._senders = {name: Sender(name) for name in self._loggers}
 
     def start(self) -> None:
@@ -80,7 +54,7 @@ class Trackers:
             status: `finished`, `interrupted` or `failed`.
             iteration: step of the metrics.
             metrics: by name; may be empty.
-            files: what MLflow keeps with the run.
+            files: files that MLflow keeps with the run.
 
         Returns:
             Sentences on what could not be sent.
@@ -89,15 +63,14 @@ class Trackers:
             logger = self._loggers[name]
             if metrics:
                 sender.put("the metrics", partial(logger.log, iteration, time.time(), metrics))
-            if isinstance(logger, EvaluationMlflow):
-                for file in files:
-                    sender.put(f"the file {file.name}", partial(logger.attach, file))
+            for file in files if name == "mlflow" else ():
+                sender.put(f"the file {file.name}", partial(logger.image, file))
             sender.put("the end of the evaluation", partial(logger.finish, status), keep=True)
         deadline = time.monotonic() + FLUSH_S
-        lacking = [problem for sender in self._senders.values() if (problem := sender.close(deadline))]
-        for problem in lacking:
+        problems = [problem for sender in self._senders.values() if (problem := sender.close(deadline))]
+        for problem in problems:
             log.warning("%s", problem)
-        return lacking
+        return problems
 
     def where(self) -> dict[str, str]:
         """How a person looks at each tracker."""

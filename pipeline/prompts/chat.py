@@ -4,13 +4,13 @@ The template is rendered and tokenised as `apply_chat_template` does it, many pr
 `data.max_prompt_length` are filtered, truncated or refused exactly as the config says; nothing is cut silently.
 """
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.prompts.config import DataConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.paths import named_folder
 from pipeline.prompts.prompt_file import Place, reason
-from pipeline.train.config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,17 +53,14 @@ def load_tokenizer(
     path = model.tokenizer_path or model.path
     if not path:
         raise ValueError("model.path is not set; give it a model folder or a hub name")
-    path = os.path.expanduser(path)
-    if os.path.isdir(path):
-        if not any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES):
+    folder = named_folder(path, key)
+    if folder is not None:
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise ValueError(
                 f"{key}: folder {path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save the tokenizer "
                 "there, or name another folder with model.tokenizer_path"
             )
-    # A hub name is `name` or `owner/name`; anything else can only be a path.
-    elif path.startswith((".", "/")) or path.count("/") > 1 or os.path.exists(path):
-        what = "is a file, not a model folder" if os.path.exists(path) else "does not exist"
-        raise ValueError(f"{key}: {path} {what}; give it a model folder or a hub name")
+        path = str(folder)
 
     from transformers import AutoTokenizer
 

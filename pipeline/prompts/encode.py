@@ -12,11 +12,15 @@ import pyarrow as pa
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.prompt_file import Place
 from pipeline.prompts.quarantine import Quarantine
-from pipeline.rollout.sampling import RowLimits
 from pipeline.rows import PROMPT
+from pipeline.sampling import RowLimits
 
 # Columns that depend on the run and not on the prompt; `stamp` adds them.
 STAMPED = ("split", "chunk", "iteration")
+MEDIA = ("images", "videos", "audios")
+"""Columns of verl's format that hold what a text model cannot read."""
+PLACEHOLDERS = ("<image>", "<video>", "<audio>")
+"""Marks in a prompt that stand for an entry of those columns."""
 COLUMNS = pa.schema([field for field in PROMPT if field.name not in STAMPED])
 
 
@@ -67,6 +71,7 @@ class Encoder:
             together = None
         for number, prompt in enumerate(prompts):
             try:
+                check_text_only(prompt.values, self.prompt_key, prompt.place)
                 ids = together[number] if together is not None else self._tokens([prompt])[0]
                 row = self._row(prompt, ids)
             except ValueError as error:
@@ -103,6 +108,32 @@ class Encoder:
         return row | {"prompt_ids": fitted}
 
 
+def check_text_only(values: dict[str, Any], prompt_key: str, place: Place) -> None:
+    """Refuse a row with images, videos or sound: training on them is not supported.
+
+    Args:
+        values: the row as read.
+        prompt_key: name of the column with the messages.
+        place: file and row, for the message.
+
+    Raises:
+        ValueError: a media column has content, or the prompt holds a placeholder such as `<image>`.
+    """
+    for name in MEDIA:
+        if values.get(name) is not None and len(values[name]) > 0:
+            raise ValueError(
+                f"{place}: the column `{name}` has content, and only text can be trained; leave the row out"
+            )
+    messages = values.get(prompt_key)
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        for placeholder in PLACEHOLDERS:
+            if isinstance(content, str) and placeholder in content:
+                raise ValueError(
+                    f"{place}: `{prompt_key}` holds {placeholder}, and only text can be trained; leave the row out"
+                )
+
+
 def data_source(values: dict[str, Any], place: Place) -> str:
     """The `data_source` of a row.
 
@@ -137,8 +168,11 @@ def to_table(rows: list[dict[str, Any]]) -> pa.Table:
     )
 
 
-def stamp(table: pa.Table, split: str, chunk: int, iteration: int) -> pa.Table:
-    """A chunk with all columns of `rows.PROMPT`: split, chunk and iteration are the same in every row."""
+def stamp(table: pa.Table, split: str, chunk: int, iteration: int | None) -> pa.Table:
+    """A chunk with all columns of `rows.PROMPT`: split, chunk and iteration are the same in every row.
+
+    With dynamic sampling `iteration` is null until the filter stage knows it.
+    """
     stamps = {
         "split": pa.repeat(pa.scalar(split), len(table)),
         "chunk": pa.repeat(pa.scalar(chunk, pa.int64()), len(table)),

@@ -1,12 +1,10 @@
 """Prompt files: from what `data.train_files` names to files known to be usable.
 
 1. A path, folder or glob, local or behind any URL that pyarrow or fsspec opens, becomes an ordered list of files.
-2. Each is opened once, in threads, by the format that its name says: JSON (`json_rows.py`), Arrow as `datasets` saves
-   it, or else parquet (`columnar.py`).
+2. The footer of each is read once, in threads. Other formats are refused by name: `jobs.prepare json` converts them.
 3. Everything refused is refused with a sentence that names config key, file, column and remedy.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -20,12 +18,12 @@ import pyarrow.fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.prompts import columnar, json_rows
-from pipeline.prompts.columnar import nearest
-from pipeline.prompts.prompt_file import PromptFile, Slice, reason
+from pipeline.prompts.prompt_file import PromptFile, Slice, nearest, open_parquet, reason
 
 # Opened by pyarrow itself, so that no further package is needed; every other scheme goes to fsspec.
 ARROW_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+CONVERTIBLE = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz", ".arrow")
+"""Endings of files that `jobs.prepare json` turns into parquet."""
 FOOTER_THREADS = 16
 GCS_RETRY_SECONDS = 60
 
@@ -67,12 +65,10 @@ def data_sources(files: list[PromptFile], allow_missing: bool = False) -> list[s
     seen: set[str] = set()
     for file in files:
         for part, batch in _every(file):
-            column = file.data_sources(batch)
+            column = batch.column("data_source")
             if column.null_count and not allow_missing:
                 number = pc.index(column.is_null(), True).as_py()
                 place = file.place(part.row_group, part.start + number)
-                # What stands there may be no row at all, which says more.
-                file.row(batch, number, place)
                 raise ValueError(f"{file.key}: {place}: `data_source` is null or no text; every row needs one")
             seen.update(column.drop_null().unique().to_pylist())
     return sorted(seen)
@@ -86,7 +82,7 @@ def data_sources_by_row_group(file: PromptFile) -> list[set[str | None]]:
     """
     found: list[set[str | None]] = [set() for _ in file.row_groups]
     for part, batch in _every(file):
-        found[part.row_group].update(file.data_sources(batch).unique().to_pylist())
+        found[part.row_group].update(batch.column("data_source").unique().to_pylist())
     return found
 
 
@@ -96,11 +92,11 @@ def _every(file: PromptFile) -> Iterator[tuple[Slice, pa.RecordBatch]]:
 
 def _opened(file: tuple[str, pyarrow.fs.FileSystem, str], key: str, prompt_key: str) -> PromptFile:
     name, filesystem, path = file
-    if path.endswith(json_rows.ENDINGS):
-        return json_rows.open_json(name, filesystem, path, key)
-    if path.endswith(".arrow"):
-        return columnar.open_arrow(name, filesystem, path, key, prompt_key)
-    return columnar.open_parquet(name, filesystem, path, key, prompt_key)
+    if path.endswith(CONVERTIBLE):
+        raise ValueError(
+            f"{key}: {name} is not parquet; convert it once: python -m jobs.prepare json --input {name} --out DIR"
+        )
+    return open_parquet(name, filesystem, path, key, prompt_key)
 
 
 def _find(path: str, key: str) -> list[tuple[str, pyarrow.fs.FileSystem, str]]:
@@ -179,22 +175,11 @@ def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[l
 
 
 def _folder(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[list[str], str]:
-    """What `datasets` saved there; else the parquet files at any depth; else the JSON files."""
-    saved = {"dataset_dict.json": "splits", "state.json": "_data_files"}
-    for name, entry in saved.items():
-        if listing.isfile(f"{place}/{name}"):
-            found = json.loads(listing.cat_file(f"{place}/{name}")).get(entry)
-            if found and entry == "splits":
-                return [], (
-                    f"folder {path} holds a DatasetDict with the splits {', '.join(found)}; name the folder of one, "
-                    f"such as {path.rstrip('/')}/{found[0]}"
-                )
-            if found:
-                return [f"{place}/{file['filename']}" for file in found], ""
+    """The parquet files of a folder at any depth, or else its files to convert, which are refused by name."""
     files = sorted(file for file in listing.find(place) if _visible(file, place))
     chosen = [file for file in files if file.endswith(".parquet")]
-    chosen = chosen or [file for file in files if file.endswith(json_rows.ENDINGS)]
-    return chosen, f"folder {path} holds no .parquet or .json file; name the files or another folder"
+    chosen = chosen or [file for file in files if file.endswith(CONVERTIBLE) and not file.endswith(".json")]
+    return chosen, f"folder {path} holds no .parquet file; name the files or another folder"
 
 
 def _visible(file: str, folder: str) -> bool:

@@ -64,7 +64,7 @@ class Found(NamedTuple):
         Raises:
             ValueError: it is no row.
         """
-        return self.file.row(self.batch, self.number, self.place)
+        return self.batch.slice(self.number, 1).to_pylist()[0]
 
 
 def units(files: list[PromptFile], window_rows: int, limit: int) -> list[Unit]:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from pipeline.named import look_up
-from pipeline.prompts.config import DataConfig
+from pipeline.config.data import DataConfig
+from pipeline.registry import look_up
 
 T = TypeVar("T")
 

@@ -1,35 +1,37 @@
-"""A file of prompts, whatever its format: rows in row groups, read a batch at a time, each with its place.
+"""A parquet file of prompts: rows in row groups, read a batch at a time, each with its place.
 
-The order of any number of rows is planned from `row_groups` alone; what a format must add is how its row groups are
-found when it is opened (`columnar.py`, `json_rows.py`), read, and turned into rows.
+Only the footer is read when a file is opened: row counts and column types are enough to plan an order of any number of
+rows and to refuse a wrong file before an engine starts.
 """
 
+import difflib
 import functools
 import itertools
 import textwrap
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs
+import pyarrow.parquet as pq
+
+READ_BYTES = 4 << 20
+"""One read of a column: small beside a window of rows, large beside a network round trip."""
+READ_ROWS = 4096
+"""Rows of one decoded batch."""
 
 
 class Place(NamedTuple):
-    """Where a row stands, for error messages."""
+    """The position of a row, for error messages."""
 
     file: str
     row_group: int
     row: int
     """Number of the row in its file, from 0."""
-    line: int | None = None
-    """Number of its line, from 1, where rows are lines."""
 
     def __str__(self) -> str:
-        if self.line is not None:
-            return f"{self.file}, line {self.line} (row {self.row}, row group {self.row_group})"
         return f"{self.file}, row {self.row} (row group {self.row_group})"
 
 
@@ -42,8 +44,8 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PromptFile(ABC):
-    """One file of prompts that has been opened once, and whose columns have been checked where it declares any."""
+class PromptFile:
+    """One parquet file that has been opened once, and whose columns have been checked."""
 
     name: str
     """Path or URL for people."""
@@ -60,6 +62,9 @@ class PromptFile(ABC):
     row_groups: tuple[int, ...]
     """Rows of each row group."""
 
+    columns: tuple[str, ...]
+    """Columns of the file."""
+
     @property
     def rows(self) -> int:
         return sum(self.row_groups)
@@ -69,10 +74,9 @@ class PromptFile(ABC):
         return Place(self.name, row_group, self._first_rows[row_group] + row)
 
     def read(self, slices: list[Slice], columns: list[str]) -> Iterator[tuple[Slice, pa.RecordBatch]]:
-        """Rows of the slices, by place in the file, in batches of bounded size; each with where it stands.
+        """Rows of the slices, by place in the file, in batches of at most `READ_ROWS` rows; each with its slice.
 
-        A slice inside a row group costs decoding the row group up to it. What a batch looks like is the format's own
-        business: `row` and `data_sources` understand it.
+        A slice inside a row group costs decoding the row group up to it.
 
         Args:
             slices: which rows.
@@ -82,13 +86,14 @@ class PromptFile(ABC):
             OSError: the file has gone, is damaged, or is not the one that was opened at the start.
         """
         row_group = min(slices).row_group
+        wanted_columns = [name for name in columns if name.partition(".")[0] in self.columns]
         try:
             with self._opened() as reader:
                 for row_group, wanted in itertools.groupby(sorted(slices), key=lambda s: s.row_group):
                     parts = list(wanted)
                     end = max(part.stop for part in parts)
                     row = 0
-                    for batch in self._batches(reader, row_group, columns):
+                    for batch in reader.iter_batches(READ_ROWS, row_groups=[row_group], columns=wanted_columns):
                         for part in parts:
                             start, stop = max(part.start, row), min(part.stop, row + len(batch))
                             if start < stop:
@@ -103,35 +108,97 @@ class PromptFile(ABC):
                 f"started: {reason(error)}. Put the file back as it was and start the same command again."
             ) from error
 
-    @abstractmethod
-    def row(self, batch: pa.RecordBatch, number: int, place: Place) -> dict[str, Any]:
-        """Row `number` of a batch that `read` gave; `place` is where it stands, for messages.
-
-        Raises:
-            ValueError: it is no row.
-        """
-
-    @abstractmethod
-    def data_sources(self, batch: pa.RecordBatch) -> pa.Array:
-        """The `data_source` of each row of a batch that `read` gave; null where there is none."""
-
-    @abstractmethod
-    def _opened(self) -> AbstractContextManager[Any]:
-        """What `_batches` reads from.
-
-        Raises:
-            OSError: the file is not the one that was opened at the start.
-        """
-
-    @abstractmethod
-    def _batches(self, reader: Any, row_group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """The rows of one row group, in order; called with rising row groups."""
+    @contextmanager
+    def _opened(self) -> Iterator[pq.ParquetFile]:
+        handle = self.filesystem.open_input_file(self.path)
+        # Without these two, pyarrow holds a row group's raw columns in memory, however large it is.
+        with pq.ParquetFile(handle, pre_buffer=False, buffer_size=READ_BYTES) as file:
+            if (found := _row_groups(file)) != self.row_groups:
+                raise OSError(f"the file now has {sum(found)} rows in {len(found)} row groups")
+            yield file
 
     @functools.cached_property
     def _first_rows(self) -> list[int]:
         return [0, *itertools.accumulate(self.row_groups)]
 
 
+def open_parquet(name: str, filesystem: pyarrow.fs.FileSystem, path: str, key: str, prompt_key: str) -> PromptFile:
+    """The parquet file at `path`, after a look at its footer.
+
+    Raises:
+        ValueError: it is not parquet, has no rows, or lacks a column.
+    """
+    try:
+        with filesystem.open_input_file(path) as handle:
+            if handle.size() == 0:
+                raise ValueError("it is empty (0 bytes)")
+            with pq.ParquetFile(handle) as file:
+                row_groups, schema = _row_groups(file), file.schema_arrow
+    # As in `PromptFile.read`: the exceptions depend on the filesystem package.
+    except Exception as error:
+        raise ValueError(
+            f"{key}: {name} cannot be read as parquet: {reason(error)}. Write the file again, or leave it out."
+        ) from error
+    _check(schema, sum(row_groups), f"{key}: {name}", prompt_key)
+    return PromptFile(name, key, filesystem, path, row_groups, tuple(schema.names))
+
+
 def reason(error: Exception) -> str:
     """What an exception of another library says, on one line and without its endless tail."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """` (the nearest is 'x')` where one of `names` is close to `name`, else nothing."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" (the nearest is {close[0]!r})" if close else ""
+
+
+def _row_groups(file: pq.ParquetFile) -> tuple[int, ...]:
+    return tuple(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
+
+
+def _check(schema: pa.Schema, rows: int, where: str, prompt_key: str) -> None:
+    if not rows:
+        raise ValueError(f"{where} has no rows; write prompts into it, or leave it out")
+    for column, remedy in (
+        (prompt_key, "name the column of chat messages with data.prompt_key"),
+        ("data_source", "add it: it chooses the reward rule"),
+        ("reward_model", "add it: a struct whose field `ground_truth` holds the answer"),
+    ):
+        if column not in schema.names:
+            raise ValueError(
+                f"{where} has no column {column!r}{nearest(column, schema.names)}; {remedy}. "
+                f"Its columns are {', '.join(schema.names) or 'none'}."
+            )
+    prompt = schema.field(prompt_key).type
+    message = prompt.value_type if hasattr(prompt, "value_type") and not pa.types.is_dictionary(prompt) else None
+    if message is None or not pa.types.is_struct(message) or not {"role", "content"} <= {f.name for f in message}:
+        raise ValueError(
+            f"{where}: column {prompt_key!r} (data.prompt_key) is of type {prompt} where chat messages are needed: a "
+            'list of structs {role, content}, as in [{"role": "user", "content": "..."}]. Wrap plain text like this.'
+        )
+    for name in ("role", "content"):
+        if not _is_text(message.field(name).type):
+            raise ValueError(
+                f"{where}: `{name}` in column {prompt_key!r} (data.prompt_key) is of type {message.field(name).type} "
+                "where text is needed; write it as a string"
+            )
+    if not _is_text(schema.field("data_source").type):
+        raise ValueError(
+            f"{where}: column 'data_source' is of type {schema.field('data_source').type} where text is needed; "
+            "write it as a string"
+        )
+    reward_model = schema.field("reward_model").type
+    fields = [f.name for f in reward_model] if pa.types.is_struct(reward_model) else []
+    if "ground_truth" not in fields:
+        raise ValueError(
+            f"{where}: column 'reward_model' is of type {reward_model} where a struct with the field `ground_truth` "
+            f"is needed{nearest('ground_truth', fields)}; write the answer there"
+        )
+
+
+def _is_text(type: pa.DataType) -> bool:
+    if pa.types.is_dictionary(type):
+        type = type.value_type
+    return bool(pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_string_view(type))

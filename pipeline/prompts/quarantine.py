@@ -1,6 +1,6 @@
 """Rows that cannot be used: set aside in `RUN/quarantine`, and counted, up to `data.max_bad_rows`.
 
-Each is one small parquet file of one row (`file`, `row_group`, `row`, `line`, `reason`, `content` as JSON), named after
+Each is one small parquet file of one row (`file`, `row_group`, `row`, `reason`, `content` as JSON), named after
 its place: a row that is met again, in a later epoch or after a restart, is counted once.
 """
 
@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from pipeline.prompts.json_rows import NotARow
 from pipeline.prompts.prompt_file import Place
 
 FOLDER = "quarantine"
@@ -21,7 +20,6 @@ SCHEMA = pa.schema(
         ("file", pa.string()),
         ("row_group", pa.int64()),
         ("row", pa.int64()),
-        ("line", pa.int64()),
         ("reason", pa.string()),
         ("content", pa.string()),
     ]
@@ -87,12 +85,11 @@ class Quarantine:
         return {info.base_name for info in self._filesystem.get_file_info(selector) if info.extension == "parquet"}
 
     def _write(self, name: str, place: Place, row: Any, error: ValueError) -> None:
-        content = error.content if isinstance(error, NotARow) else row
         values = {
             **place._asdict(),
             "reason": str(error),
             # The row may be bad because it does not fit JSON.
-            "content": json.dumps(content, default=repr),
+            "content": json.dumps(row, default=repr),
         }
         table = pa.Table.from_pylist([values], SCHEMA)
         self._filesystem.create_dir(self._folder, recursive=True)

@@ -4,10 +4,10 @@ Prompts come in the order in which the recording trained on them, across the bor
 over it. `epoch` is the pass and `offset` the number of the group, by which the replay stage finds the responses.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from pipeline.prompts.recording import Recording
+from pipeline.store.cursor import PromptCursor
 
 
 class RecordedSupply:
@@ -24,13 +24,13 @@ class RecordedSupply:
         self._last = 0
 
     @property
-    def state(self) -> tuple[int, int]:
-        """What `load` needs to go on from here: epoch and offset."""
-        return self._epoch, self._offset
+    def cursor(self) -> PromptCursor:
+        """What `load` needs to go on from here."""
+        return PromptCursor(self._epoch, self._offset)
 
-    def load(self, state: Sequence[int]) -> None:
-        """Go on from `state`."""
-        self._epoch, self._offset = state
+    def load(self, cursor: PromptCursor) -> None:
+        """Go on from `cursor`."""
+        self._epoch, self._offset = cursor.epoch, cursor.offset
 
     def iteration(self, number: int, count: int) -> list[dict[str, Any]]:
         """The prompts of iteration `number`, as rows of `encode.COLUMNS`: `count`, or fewer where they end.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.prompts.config import DataConfig
+from pipeline.config.data import DataConfig
 from pipeline.prompts.feedback import Outcome
 from pipeline.prompts.plugin import find_class, make
 
@@ -48,8 +48,7 @@ class Sampler:
         return 1.0
 
     def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
-        """What became of the prompts that an iteration trained. Called for every iteration in turn, some late; with
-        `stream.order=first_come` a prompt may be trained in another iteration than it was made for.
+        """What became of the prompts that an iteration trained. Called for every iteration in turn, some late.
 
         Where no subclass has this method, outcomes are not read.
         """

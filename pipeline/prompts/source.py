@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pipeline.prompts.config import DataConfig
-from pipeline.prompts.encode import Encoder, Prompt, data_source, to_table
+from pipeline.config.data import DataConfig
+from pipeline.prompts.encode import MEDIA, Encoder, Prompt, data_source, to_table
 from pipeline.prompts.files import data_sources_by_row_group
 from pipeline.prompts.order import Chances, Found, Order, units
 from pipeline.prompts.prompt_file import PromptFile
@@ -191,7 +191,7 @@ class PromptSource:
         return orders
 
     def _columns(self) -> list[str]:
-        return [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info"]
+        return [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info", *MEDIA]
 
     def _sampler_key(self) -> str:
         return "data.source_weights" if self.data.sampler == "weighted" else f"data.sampler={self.data.sampler}"

@@ -9,16 +9,13 @@ in the store; a restarted actor and a resumed run go on from there.
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
-import ray
 
-from pipeline.ask import ask
 from pipeline.config import Config
-from pipeline.overlap import ahead
+from pipeline.derived import uses_filter
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
 from pipeline.prompts.encode import Encoder, stamp, to_table
@@ -30,10 +27,13 @@ from pipeline.prompts.recording import Recording
 from pipeline.prompts.sampler import SETTLED, make_sampler
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.supply import Supply
-from pipeline.rollout.sampling import RowLimits
 from pipeline.rows import PROMPT
-from pipeline.stages import begun_prompts, uses_filter
-from pipeline.track.history import read_history
+from pipeline.sampling import RowLimits
+from pipeline.store.client import StoreClient
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.prompt_ledger import PromptBatch
+from pipeline.store.status import TrainerState
 
 MAX_PAGES = 256
 """Pages of a run: each of them is a block from the start."""
@@ -59,8 +59,6 @@ class Schedule:
     """Versions that engines may be ahead."""
     max_num_gen_batches: int | None = None
     """With dynamic sampling: batches of prompts that an iteration may take. Pages are then of batches."""
-    more_prompts: int = 0
-    """Prompts that a chunk begins with beyond `chunk_prompts`."""
     page_prompts: int = 0
     """Prompts of whole iterations that go into one page, as far as no validation stands between them."""
 
@@ -73,16 +71,10 @@ class Schedule:
             bool(config.data.val_files),
             config.trainer.val_before_train,
             config.trainer.test_freq,
-            ahead(config),
+            config.algorithm.max_staleness,
             config.algorithm.filter_groups.max_num_gen_batches if uses_filter(config) else None,
-            begun_prompts(config) - config.rollout.chunk_prompts,
             PAGE_PROMPTS if config.data.generator is None and config.data.sampler in SETTLED else 0,
         )
-
-    @property
-    def begun_prompts(self) -> int:
-        """Prompts that a chunk begins with."""
-        return self.chunk_prompts + self.more_prompts
 
     @property
     def page_iterations(self) -> int:
@@ -90,7 +82,7 @@ class Schedule:
             # Validation rows stand in front of a page, and every version must generate the first batch of one.
             often = self.validation and self.test_freq > 0
             return 1 if often else -(-self.iterations * self.max_num_gen_batches // MAX_PAGES)
-        fitting = self.page_prompts // (self.chunks_per_iteration * self.begun_prompts)
+        fitting = self.page_prompts // (self.chunks_per_iteration * self.chunk_prompts)
         if self.validation and self.test_freq > 0:
             fitting = min(fitting, self.test_freq)
         return max(1, fitting, -(-self.iterations // MAX_PAGES))
@@ -112,7 +104,7 @@ class Schedule:
         return last or (self.test_freq > 0 and version % self.test_freq == 0)
 
     def reached(self, base: int, done: int) -> int:
-        """The version that the prompts of the iteration after `done` iterations of a generation need, which began with
+        """The version that the prompts of the iteration after `done` iterations of an attempt need, which began with
         version `base`; `base - 1` before the first one."""
         return base + max(0, done - self.max_staleness) if done >= 0 else base - 1
 
@@ -134,10 +126,11 @@ def sources(config: Config, run_dir: str | None = None) -> tuple[PromptSource, P
         ValueError, FileNotFoundError, OSError: a file, the tokenizer or the sampler cannot be used.
     """
     data, seed = config.data, config.trainer.seed
-    chat = ChatTokenizer(load_tokenizer(config.model), data)
-    quarantine = Quarantine(data.max_bad_rows, run_dir)
     train = files.resolve(data.train_files, "data.train_files", data.prompt_key) if data.train_files else []
     val = files.resolve(data.val_files, "data.val_files", data.prompt_key) if data.val_files else None
+    # A wrong file is refused before the seconds that importing transformers takes.
+    chat = ChatTokenizer(load_tokenizer(config.model), data)
+    quarantine = Quarantine(data.max_bad_rows, run_dir)
     for_train, for_val = (Encoder(chat, quarantine, RowLimits.of(config, split)) for split in ("train", "val"))
     return (
         PromptSource(train, data, for_train, seed, sampler=make_sampler(data, seed)),
@@ -157,15 +150,31 @@ def first_generated(config: Config, source: PromptSource) -> list[dict[str, Any]
 
 
 class Prompts:
-    """The one actor of the prompt stage."""
+    """The one actor of the prompt stage.
 
-    def __init__(
-        self, config: Config, schedule: Schedule, store: Any, generation: int, run_dir: str, endless: bool = False
-    ):
-        self._config, self._schedule = config, schedule
-        self._store, self._generation, self._run_dir = store, generation, run_dir
+    Without dynamic sampling a page is so many iterations. With it, how many prompts an iteration takes is known when it
+    is full. A page is then so many **batches** of prompts, each as large as an iteration. The stage goes through the
+    data as often as that takes, and ends when the last iteration is trained. Prompts that are made and not needed are
+    never generated (`PolicyStore.admit`).
+
+    With dynamic sampling the validation rows of a version stand in front of the first page that is made at that
+    version. It stays current until they are recorded, and generates at least one batch, so there is such a page.
+
+    Args:
+        config: the run's configuration.
+        schedule: which iterations and validations there are.
+        store: the policy store, for this attempt.
+        run_dir: the run's folder.
+
+    Raises:
+        ValueError: with dynamic sampling, a sampler or generator learns from iterations.
+    """
+
+    def __init__(self, config: Config, schedule: Schedule, store: StoreClient, run_dir: str):
+        self._schedule, self._store, self._deadlines = schedule, store, config.trainer.deadlines
         data, trainer = config.data, config.trainer
-        epochs = None if trainer.total_training_steps or endless else trainer.total_epochs
+        self._endless = schedule.max_num_gen_batches is not None
+        epochs = None if trainer.total_training_steps or self._endless else trainer.total_epochs
         self._supply: Supply | RecordedSupply
         if data.recorded_run is not None:
             self._val = None
@@ -175,91 +184,122 @@ class Prompts:
             generator = make_generator(data, trainer.seed)
             page_lag = lag(config.algorithm.max_staleness, schedule.page_iterations)
             self._supply = Supply(train, generator, epochs, run_dir, page_lag)
+            if self._endless and self._supply.learns:
+                raise ValueError(
+                    f"data.sampler={data.sampler} learns from what became of earlier prompts, and with "
+                    "algorithm.filter_groups.enable=true those that were dropped are not recorded; use one that does "
+                    "not"
+                )
         self._next_page = -1
         self._last: int | None = None
         """The last policy version that generates rows, once the prompts have ended."""
-        self._made: list[tuple[int, Any, dict[str, int]]] = []
-        """Iterations of which the store has not been told, with the positions at which they end and their metrics."""
+        self._made: list[PromptBatch] = []
+        """Batches of which the store has not been told."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The rows of one page; none once the data or the iterations are used up."""
         page = table["id"][0].as_py()
-        schedule, deadlines = self._schedule, self._config.trainer.deadlines
-        before = page * schedule.page_iterations  # iterations of this generation before the page
-        base, _ = self._wait("start", deadlines.engine_start)
-        # Not merely whether the end is known: a restarted actor makes the page again in which it came.
-        self._last = self._ask("ended")
-        if self._past_end(base + before):
-            return PROMPT.empty_table()
-        self._wait("pace", before * schedule.chunks_per_iteration, LOOKAHEAD, deadlines.admission)
-        if page != self._next_page:
-            self._supply.load(self._ask("position", base + before))
-        self._next_page = page + 1
-        made = [PROMPT.empty_table()]
-        for done in range(before, before + schedule.page_iterations):
-            made += self._iteration(base + done, done)
-        self._tell()
-        return pa.concat_tables(made)
+        trainer = self._store.wait(PolicyStore.trainer_state, self._deadlines.engine_start)
+        made = self._batches(page, trainer) if self._endless else self._iterations(page, trainer)
+        return pa.concat_tables([PROMPT.empty_table(), *made])
 
-    def _iteration(self, version: int, done: int) -> Iterator[pa.Table]:
-        """Rows of iteration `version + 1`, `done` iterations into this generation, behind the validations of versions
+    def _iterations(self, page: int, trainer: TrainerState) -> Iterator[pa.Table]:
+        """A page of iterations."""
+        schedule, base = self._schedule, trainer.version
+        before = page * schedule.page_iterations  # iterations of this attempt before the page
+        # A restarted actor may make the page again in which the prompts ended, so the version matters.
+        self._last = self._store.call(PolicyStore.last_version)
+        if self._past_end(base + before):
+            return
+        chunk = before * schedule.chunks_per_iteration
+        self._store.wait(PolicyStore.wait_prompts_due, chunk, LOOKAHEAD, self._deadlines.admission)
+        if page != self._next_page:
+            self._supply.load(self._store.call(PolicyStore.begin_of_batch, before))
+        self._next_page = page + 1
+        for done in range(before, before + schedule.page_iterations):
+            yield from self._iteration(base + done, done, trainer)
+        self._report()
+
+    def _iteration(self, version: int, done: int, trainer: TrainerState) -> Iterator[pa.Table]:
+        """Rows of iteration `version + 1`, `done` iterations into this attempt, behind the validations of versions
         that they are the first to need; where the prompts have ended, all validations that are left."""
-        schedule, base = self._schedule, version - done
+        schedule, base = self._schedule, trainer.version
         if self._past_end(version):
             return
-        batch, size = schedule.chunks_per_iteration * schedule.begun_prompts, schedule.begun_prompts
+        batch = schedule.chunks_per_iteration * schedule.chunk_prompts
         rows = self._supply.iteration(version + 1, batch) if version < schedule.iterations else []
         last = len(rows) < batch
         until = version if last else schedule.reached(base, done)
         for due in range(schedule.reached(base, done - 1) + 1, until + 1):
             if schedule.validates(due, last and due == version):
-                yield from self._validation(due, base)
+                yield from self._validation(due, trainer)
         if last:
-            self._tell()
-            self._ask("end", version)
+            self._report()
+            self._store.call(PolicyStore.end_prompts, version)
             self._last = version
             return
-        first = done * schedule.chunks_per_iteration
-        for chunk in range(schedule.chunks_per_iteration):
-            prompts = to_table(rows[chunk * size : (chunk + 1) * size])
-            yield stamp(prompts, "train", first + chunk, version + 1)
-        # A copy: samplers and generators may go on with what they gave as their state.
-        self._made.append((version + 1, copy.deepcopy(self._supply.state), self._supply.counts()))
+        yield from self._chunks(rows, done, version + 1)
+        self._made.append(PromptBatch(done + 1, self._cursor(version + 2), self._supply.counts(), version + 1))
 
-    def _tell(self) -> None:
-        """Tell the store of the iterations that have been made."""
+    def _batches(self, page: int, trainer: TrainerState) -> Iterator[pa.Table]:
+        """A page of batches; none once the last iteration is trained."""
+        schedule = self._schedule
+        first = page * schedule.page_iterations
+        # The last one of the first batch: validation rows of a version stand behind the pages made before it, and none
+        # of their chunks may need the version after it, which waits for the validation.
+        chunk = (first + 1) * schedule.chunks_per_iteration - 1
+        grant = self._store.wait(PolicyStore.grant_page, page, chunk, LOOKAHEAD, self._deadlines.admission)
+        if grant.first and schedule.validates(grant.version, grant.over):
+            yield from self._validation(grant.version, trainer)
+        if grant.over:
+            self._store.call(PolicyStore.end_prompts, grant.version)
+            return
+        if page != self._next_page:
+            cursor = self._store.call(PolicyStore.begin_of_batch, first)
+            self._supply.load(cursor)
+            if cursor.skip:
+                # Trained, or dropped, before the run stopped.
+                self._supply.iteration(cursor.batch, cursor.skip)
+        self._next_page = page + 1
+        for batch in range(first, first + schedule.page_iterations):
+            number = trainer.cursor.batch + batch
+            self._made.append(PromptBatch(batch, self._cursor(number), self._supply.counts()))
+            self._report()
+            rows = self._supply.iteration(number, schedule.chunks_per_iteration * schedule.chunk_prompts)
+            # The filter stage knows which iteration trains a row.
+            yield from self._chunks(rows, batch, None)
+
+    def _chunks(self, rows: list[dict[str, Any]], batch: int, iteration: int | None) -> Iterator[pa.Table]:
+        """The chunks of a batch of the attempt."""
+        chunks, size = self._schedule.chunks_per_iteration, self._schedule.chunk_prompts
+        for chunk in range(chunks):
+            prompts = to_table(rows[chunk * size : (chunk + 1) * size])
+            yield stamp(prompts, "train", batch * chunks + chunk, iteration)
+
+    def _cursor(self, number: int) -> PromptCursor:
+        """Where the run's batch `number` begins, which comes next."""
+        # A copy: samplers and generators may go on with what they gave as their state.
+        return replace(copy.deepcopy(self._supply.cursor), batch=number)
+
+    def _report(self) -> None:
+        """Tell the store of the batches that have been made."""
         if self._made:
-            self._ask("made", self._made)
+            self._store.call(PolicyStore.report_prompts, self._made)
             self._made = []
 
-    def _validation(self, version: int, base: int) -> Iterator[pa.Table]:
-        # What a resumed run starts from was validated before it stopped, unless the stop cut the validation off.
-        if version == base and version > 0 and not self._cut_off(version):
-            self._ask("validation", version, 0)
+    def _validation(self, version: int, trainer: TrainerState) -> Iterator[pa.Table]:
+        # What a resumed run starts from was validated before it stopped, unless it was asked to stop.
+        if version == trainer.version and version > 0 and trainer.validated:
+            self._store.call(PolicyStore.announce_validation, version, 0)
             return
         assert self._val is not None
-        size, rows = self._schedule.begun_prompts, 0
+        size, rows = self._schedule.chunk_prompts, 0
         for prompts in self._val.validation_rows(size):
             rows += len(prompts)
             yield stamp(prompts, "val", -1, version)
             # Every chunk has the same number of rows; what fills up the last one is neither generated nor recorded.
             yield from [stamp(prompts.slice(0, 1), "pad", -1, version)] * (size - len(prompts))
-        self._ask("validation", version, rows)
-
-    def _cut_off(self, version: int) -> bool:
-        """Whether the iteration is recorded, and its validation is not."""
-        for record in reversed(read_history(Path(self._run_dir) / "metrics.jsonl")):
-            if record["iteration"] == version:
-                return not any(name.startswith("val-") for name in record)
-        return False
+        self._store.call(PolicyStore.announce_validation, version, rows)
 
     def _past_end(self, version: int) -> bool:
         return self._last is not None and version > self._last
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the store that answers at once."""
-        return ask(self._store, method, self._generation, *args)
-
-    def _wait(self, method: str, *args: Any) -> Any:
-        """Call a method of the store that waits; its last argument is its deadline, which a living run extends."""
-        return ray.get(getattr(self._store, method).remote(self._generation, *args), timeout=None)

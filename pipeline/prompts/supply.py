@@ -1,9 +1,9 @@
 """The training prompts of one iteration after the other: those of the generator first, then those of the files.
 
-`state` says all that the next iteration depends on; a run that continues from it makes the same prompts.
+`cursor` says all that the next iteration depends on; a run that continues from it makes the same prompts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pipeline.prompts.encode import Prompt
@@ -13,6 +13,7 @@ from pipeline.prompts.plugin import state_of
 from pipeline.prompts.prompt_file import Place
 from pipeline.prompts.sampler import Sampler
 from pipeline.prompts.source import START, Position, PromptSource
+from pipeline.store.cursor import PromptCursor
 
 MAX_CALLS = 100
 """Times a generator is asked for the prompts of one iteration."""
@@ -48,29 +49,27 @@ class Supply:
         return bool(self._learners)
 
     @property
-    def state(self) -> tuple[Any, ...]:
-        """What `load` needs to go on from here, as JSON can hold it: epoch, offset, and what else there is.
+    def cursor(self) -> PromptCursor:
+        """What `load` needs to go on from here.
 
         Raises:
             ValueError: JSON cannot hold the state of the sampler or the generator.
         """
-        epoch, offset, orders = self._position
-        more: dict[str, Any] = {"orders": orders} if orders else {}
-        for name, owner in (("sampler", self.source.sampler), ("generator", self.generator)):
-            if owner is not None and (state := state_of(f"data.{name}", owner)):
-                more[name] = state
-        if self._learners:
-            more["learnt"] = self._learnt
-        return (epoch, offset, more) if more else (epoch, offset)
+        sampler, generator = self.source.sampler, self.generator
+        return PromptCursor(
+            *self._position,
+            sampler=state_of("data.sampler", sampler) if sampler is not None else {},
+            generator=state_of("data.generator", generator) if generator is not None else {},
+            learnt=self._learnt,
+        )
 
-    def load(self, state: Sequence[Any]) -> None:
-        """Go on from `state`."""
-        epoch, offset, *rest = state
-        more = rest[0] if rest else {}
-        self._position, self._learnt = Position(epoch, offset, more.get("orders", {})), more.get("learnt", 0)
-        for name, owner in (("sampler", self.source.sampler), ("generator", self.generator)):
-            if owner is not None:
-                owner.load_state_dict(more.get(name, {}))
+    def load(self, cursor: PromptCursor) -> None:
+        """Go on from `cursor`."""
+        self._position, self._learnt = Position(cursor.epoch, cursor.offset, cursor.orders), cursor.learnt
+        if self.source.sampler is not None:
+            self.source.sampler.load_state_dict(cursor.sampler)
+        if self.generator is not None:
+            self.generator.load_state_dict(cursor.generator)
 
     def iteration(self, number: int, count: int) -> list[dict[str, Any]]:
         """The prompts of iteration `number`, as rows of `encode.COLUMNS`: `count`, or fewer where they end.

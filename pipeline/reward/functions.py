@@ -1,7 +1,7 @@
-"""Which functions score a row: the rule of its `data_source`, one of the user's own, or several with weights.
+"""Which functions score a row: the rule of its `data_source`, a function of the user, or several with weights.
 
-The settings become a list of `Function`s, which is all that the reward stage and its processes know of them. User code
-is loaded by `load` and nowhere else, and only in the processes of `lane.py`.
+`functions` makes a list of `Function`s from the settings; the reward stage and its workers read nothing else of them.
+User code is imported by `load` alone, and only in reward workers (`program.py`).
 """
 
 import dataclasses
@@ -17,7 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.reward.config import FunctionConfig, RewardConfig
+from pipeline.config.reward import FunctionConfig, RewardConfig
+from pipeline.reward.rules import rule_of
+from pipeline.reward.rules.budget import Budget, budget_of
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -29,22 +31,22 @@ ONLY = ""
 """Name of the function where there is just one."""
 
 SANDBOX_LAG_S = 45.0
-"""Seconds a sandbox may need beyond its own limit, to start and to end."""
+"""Seconds that a sandbox may need beyond its limit, to start and to end."""
 
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True)
 class Function:
-    """Something that is called for every row."""
+    """A rule or a function of the user, as the settings describe it."""
 
     name: str
-    """Under `reward.functions`; `ONLY` otherwise."""
+    """The name under `reward.functions`; `ONLY` without that section."""
     key: str
-    """The setting that sentences name."""
+    """The key that errors name."""
     timeout_s: float
     path: str | None = None
-    """None is the rule of the row's `data_source`."""
+    """File or module of the function; None is the rule of the row's `data_source`."""
     attribute: str = "compute_score"
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     kwargs_key: str = "kwargs"
@@ -53,31 +55,39 @@ class Function:
 
 
 def functions(config: RewardConfig) -> tuple[Function, ...]:
-    """What is called for every row, in the order of `reward.functions`; nothing where a reward model scores alone.
+    """The functions that score every row, in the order of `reward.functions`; none if a reward model scores alone.
 
     Raises:
-        ValueError: an entry of `reward.functions` has a key that there is not, or a value of another type.
+        ValueError: an entry of `reward.functions` has an unknown key, or a value of a wrong type.
     """
-    own = config.custom_reward_function
+    if config.functions:
+        return tuple(_function(name, settings, config.timeout_s) for name, settings in config.functions.items())
+    custom = config.custom_reward_function
+    if custom.path is None and config.model.path is not None:
+        return ()
     key = "reward.custom_reward_function"
-    if not config.functions:
-        if own.path is None and config.model.path is not None:
-            return ()
-        return (Function(ONLY, key, config.timeout_s, own.path, own.name, own.reward_kwargs, "reward_kwargs"),)
-    found = []
-    for name, settings in config.functions.items():
-        one = function_config(name, settings)
-        limit = config.timeout_s if one.timeout_s is None else one.timeout_s
-        key = f"reward.functions.{name}"
-        found.append(Function(name, key, limit, one.path, one.name, one.kwargs, "kwargs", one.weight, one.batch))
-    return tuple(found)
+    return (Function(ONLY, key, config.timeout_s, custom.path, custom.name, custom.reward_kwargs, "reward_kwargs"),)
+
+
+def _function(name: str, settings: Any, timeout_s: float) -> Function:
+    config = function_config(name, settings)
+    return Function(
+        name,
+        key=f"reward.functions.{name}",
+        timeout_s=timeout_s if config.timeout_s is None else config.timeout_s,
+        path=config.path,
+        attribute=config.name,
+        kwargs=config.kwargs,
+        weight=config.weight,
+        batch=config.batch,
+    )
 
 
 def function_config(name: str, settings: Any) -> FunctionConfig:
-    """`reward.functions.<name>` with its defaults.
+    """The section `reward.functions.<name>` with its defaults.
 
     Raises:
-        ValueError: a key that there is not, or a value of another type.
+        ValueError: the section has an unknown key, or a value of a wrong type.
     """
     key = f"reward.functions.{name}"
     fields = {field.name: field for field in dataclasses.fields(FunctionConfig)}
@@ -109,6 +119,17 @@ def limit_of(function: Function, data_source: str, config: RewardConfig) -> floa
     return (sandbox.total_timeout_s if sandbox.url is None else sandbox.url_timeout_s) + SANDBOX_LAG_S
 
 
+def budget_for(function: Function, data_source: str) -> Budget | None:
+    """The budget of the rule that `function` calls for a row of `data_source`, if it has one."""
+    if function.path is not None or data_source in DATA_SOURCES:
+        return None
+    try:
+        return budget_of(rule_of(data_source))
+    except ValueError:
+        # The row's error says that there is no such rule.
+        return None
+
+
 def load(function: Function) -> Callable[..., Any]:
     """The user's function.
 
@@ -118,28 +139,28 @@ def load(function: Function) -> Callable[..., Any]:
     """
     assert function.path is not None
     key, kwargs_key = function.key, f"{function.key}.{function.kwargs_key}"
-    given = (TABLE, *BATCH_KEYWORDS) if function.batch else KEYWORDS
-    taken = sorted(set(function.kwargs) & set(given))
+    reserved = (TABLE, *BATCH_KEYWORDS) if function.batch else KEYWORDS
+    taken = sorted(set(function.kwargs) & set(reserved))
     if taken:
-        raise ValueError(f"{kwargs_key} may not hold {', '.join(taken)}: each row brings its own")
+        raise ValueError(f"{kwargs_key} may not hold {', '.join(taken)}: the rows fill these parameters")
     module = _module(function)
-    found = getattr(module, function.attribute, None)
-    if not callable(found):
+    loaded = getattr(module, function.attribute, None)
+    if not callable(loaded):
         names = sorted(name for name, value in vars(module).items() if inspect.isfunction(value)) or ["none"]
         raise ValueError(
             f"{key}.name is {function.attribute!r}, but {function.path} has no such function "
             f"(it has: {', '.join(names)})"
         )
-    keywords = keywords_of(found, function.batch)
+    keywords = keywords_of(loaded, function.batch)
     try:
-        inspect.signature(found).bind(**dict.fromkeys(keywords), **function.kwargs)
+        inspect.signature(loaded).bind(**dict.fromkeys(keywords), **function.kwargs)
     except TypeError as error:
         call = f"{function.attribute}({', '.join([*keywords, *function.kwargs])})"
         raise ValueError(
             f"{key}: {function.attribute} in {function.path} cannot be called as {call}: {error}; change its "
             f"parameters or {kwargs_key}"
         ) from error
-    return found
+    return loaded
 
 
 def keywords_of(function: Callable[..., Any], batch: bool) -> tuple[str, ...]:

@@ -1,15 +1,18 @@
-"""A language model as judge: a reward function that asks any server with OpenAI's chat API.
+"""A reward function that asks a language model as judge, on any server with OpenAI's chat API.
 
     reward.custom_reward_function.path=pipeline.reward.judge
     'reward.custom_reward_function.reward_kwargs={base_url: "http://host:8000/v1", model: my-judge}'
 
-A judge that cannot be reached, or whose reply holds no score, is an error of the row and not a 0.
+A judge that cannot be reached, or whose reply has no score, is an error of the row and not a 0. The response may try to
+make the judge repeat a score of its choice: a number outside the bounds, or several numbers of which none ends the
+reply, count as the lowest score.
 """
 
 import functools
 import json
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -27,12 +30,17 @@ Answer:
 How good is the answer, from 0 (wrong or useless) to 10 (as good as the reference)? Give your reasons in a few
 sentences, then end with one line of the form "Score: N"."""
 
-PARSE = r"(?i)score\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
+PARSE = r"(?i)\bscore\*{0,3}\s{0,9}[:=]\s{0,9}\*{0,3}\s{0,9}(-?\d+(?:\.\d+)?)"
+BOUNDS = (0.0, 10.0)
+"""Lowest and highest number that `PROMPT` asks for."""
 MAX_REPLY = 20_000
 """Characters of a reply that are searched, from its end."""
 MAX_KEPT = 2_000
 """Characters of a reply that are recorded, from its end."""
 
+_BEFORE = re.compile(r"\W*+(?:(?i:final|overall)\W*+)?")
+_AFTER = re.compile(r"[^\w/]*+(?:/\s?\d+[^\w/]*+)?")
+"""What may stand beside the score in the last line of a reply."""
 _FIELD = re.compile(r"\{(data_source|response|ground_truth|extra_info(?:\.(\w+))?)\}")
 
 
@@ -46,6 +54,7 @@ async def compute_score(
     model: str,
     prompt: str = PROMPT,
     parse: str = PARSE,
+    bounds: Sequence[float] | None = None,
     scale: float = 0.1,
     api_key_env: str | None = None,
     timeout: float = 20.0,
@@ -58,9 +67,10 @@ async def compute_score(
     Args:
         base_url: address of the server, up to and with `/v1`.
         model: the judge's name there.
-        prompt: what the judge is asked; `{response}`, `{ground_truth}`, `{data_source}`, `{extra_info}` and
+        prompt: the request to the judge; `{response}`, `{ground_truth}`, `{data_source}`, `{extra_info}` and
             `{extra_info.KEY}` are filled in, other braces stay.
-        parse: regular expression with one group, which holds the number; the last match in the reply counts.
+        parse: regular expression with one group, which holds the number.
+        bounds: lowest and highest number that the prompt asks for; a prompt of your own needs them.
         scale: factor of the number.
         api_key_env: environment variable with the key of the service; None where it wants none.
         timeout: seconds of one attempt; `reward.timeout_s` bounds all of them together.
@@ -68,7 +78,8 @@ async def compute_score(
         temperature, max_tokens: of the judge's reply.
 
     Returns:
-        score, `judge` (the number as it was given) and `judge_reply` (the end of the reply).
+        score, `judge` (the number), `judge_valid` (0 where the lowest number replaces what the reply says, see
+        `read_score`, else 1) and `judge_reply` (the end of the reply).
 
     Raises:
         ValueError: a setting does not fit, the prompt names a key that extra_info lacks, or the reply has no score.
@@ -77,6 +88,9 @@ async def compute_score(
     pattern = re.compile(parse)
     if pattern.groups != 1:
         raise ValueError(f"parse has {pattern.groups} groups; it must have one, around the number")
+    if bounds is None and prompt != PROMPT:
+        raise ValueError("prompt is not the default one, so bounds must be set: [lowest, highest] score it asks for")
+    low, high = BOUNDS if bounds is None else bounds
     values = {"data_source": data_source, "response": solution_str, "ground_truth": _text(ground_truth)}
     text = fill(prompt, values, extra_info)
     completion = await _client(base_url, api_key_env, timeout, max_retries).chat.completions.create(
@@ -86,11 +100,30 @@ async def compute_score(
         max_tokens=max_tokens,
     )
     reply = (completion.choices[0].message.content if completion.choices else None) or ""
-    found = pattern.findall(reply[-MAX_REPLY:])
-    if not found:
+    number = read_score(reply[-MAX_REPLY:], pattern)
+    valid = number is not None and low <= number <= high
+    judged = number if number is not None and valid else float(low)
+    return {"score": judged * scale, "judge": judged, "judge_valid": int(valid), "judge_reply": reply[-MAX_KEPT:]}
+
+
+def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
+    """The number in a judge's reply; None where it holds several and none of them is alone in the last line.
+
+    A reply that quotes the response may hold scores that the response asked for.
+
+    Raises:
+        ValueError: the reply holds none, or one that is no number.
+    """
+    matches = list(pattern.finditer(reply))
+    if not matches:
         raise ValueError(f"the judge's reply holds no score that `parse` finds: {reply[-200:]!r}")
-    number = float(found[-1])
-    return {"score": number * scale, "judge": number, "judge_reply": reply[-MAX_KEPT:]}
+    last = matches[-1]
+    number = float(last[1])
+    if all(float(match[1]) == number for match in matches):
+        return number
+    line = reply.rfind("\n", 0, last.start()) + 1
+    alone = _BEFORE.fullmatch(reply, line, last.start()) and _AFTER.fullmatch(reply, last.end())
+    return number if alone else None
 
 
 def fill(prompt: str, values: dict[str, str], extra_info: dict[str, Any]) -> str:
@@ -119,7 +152,7 @@ def _text(value: Any) -> str:
 
 @functools.cache
 def _client(base_url: str, api_key_env: str | None, timeout: float, max_retries: int) -> AsyncOpenAI:
-    """The client of this process, which keeps its connections."""
+    """The client of this process, which keeps its connections open."""
     key = "none" if api_key_env is None else os.environ.get(api_key_env)
     if not key:
         raise ValueError(f"the environment variable {api_key_env} (api_key_env) is not set where rewards run")

@@ -1,4 +1,4 @@
-"""What becomes of a score before it trains: scale, normalisation, penalties, bounds.
+"""How scores of training rows are shaped: scale, normalisation, penalties, bounds.
 
 In this order, each step only where it is set:
 
@@ -6,12 +6,11 @@ In this order, each step only where it is set:
     * source_scale[data_source]
     (score - mean) / std                         normalize[data_source]
     - overlong, length and repetition penalty
-    within clip                                  so the bounds hold for what the advantages see
+    within clip                                  so the bounds hold for the scores that advantages are made of
 
-Validation rows are not shaped: what they are judged by stays the same from run to run. There is no running mean or
-standard deviation: chunks are scored in parallel and in no fixed order, so such a number would differ from run to run
-and after a resume, and would move the target of a critic. Comparing within a group or a batch is what the advantage
-estimators do, exactly.
+Validation rows are not shaped, so their scores mean the same in every run. There is no running mean or standard
+deviation: chunks are scored in parallel and in no fixed order, so such a number would differ from run to run and after
+a resume, and would move the target of a critic. The advantage estimators compare within a group or a batch.
 """
 
 import math
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.reward.config import OverlongBufferConfig, RewardConfig
+from pipeline.config.reward import OverlongBufferConfig, RewardConfig
 
 
 def overlong_penalty(lengths: np.ndarray, max_response_length: int, config: OverlongBufferConfig) -> np.ndarray:
@@ -42,7 +41,7 @@ def length_penalty(lengths: np.ndarray, max_response_length: int, factor: float)
 
 
 def repeated_share(tokens: np.ndarray, ngram: int) -> float:
-    """Share of the n-grams of a response that stood in it before: 1 - distinct / all; 0 for less than two n-grams.
+    """Share of the n-grams of a response that are repeats: 1 - distinct / all; 0 for fewer than two n-grams.
 
     Args:
         tokens: [L] token ids.
@@ -58,7 +57,7 @@ def repeated_share(tokens: np.ndarray, ngram: int) -> float:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Scores [R] of training rows, and what each step took or gave, by the name of its part."""
+    """Shaped scores [R] of training rows, and by name the raw score [R] and each penalty [R]."""
 
     score: np.ndarray
     parts: dict[str, np.ndarray]

@@ -1,12 +1,12 @@
-"""The reward stage: one score per row, from the rule of its `data_source`, the user's own function, several of them, or
-a reward model, whose numbers the stage before has put beside the rows.
+"""The reward stage: one score per row, from the rule of its `data_source`, functions of the user, or a reward model,
+whose numbers the stage before has put beside the rows.
 
-A reward that fails is not a 0. The row keeps its place in the stream (blocks must stay equal), its score column holds 0
-and `reward_error` says why; the advantage stage masks such rows, and the run stops when `reward.max_error_rate` of an
-iteration's rows fail. Scores that are not finite float32 numbers count as failures too.
+A reward that fails is an error and not a 0. The row keeps its place in the stream (blocks must stay equal), its score
+column holds 0 and `reward_error` says why. The advantage stage masks such rows, and the run stops when
+`reward.max_error_rate` of an iteration's rows fail. A score that is not a finite float32 number is an error too.
 
-Rules and functions run in processes of their own (`worker.py`), which no row can hold up for longer than
-`reward.timeout_s`. Scores of training rows are then shaped (`shaping.py`).
+Rules and functions run in worker processes (`pool.py`), and a row holds them up for `reward.timeout_s` at most. Scores
+of training rows are then shaped (`shaping.py`).
 """
 
 import asyncio
@@ -20,17 +20,17 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import rows
-from pipeline.reward.config import RewardConfig
+from pipeline.config.reward import RewardConfig
 from pipeline.reward.functions import ONLY, Function, functions, limit_of
-from pipeline.reward.lane import FLOAT32_MAX, Answer
-from pipeline.reward.process import Call
+from pipeline.reward.pool import Pool, pool_for
+from pipeline.reward.result import FLOAT32_MAX, Answer
 from pipeline.reward.shaping import Shaping
-from pipeline.reward.worker import Pool, using
+from pipeline.reward.worker import Call
 
 INPUTS = ("data_source", "response", "ground_truth", "extra_info")
 
 CARRIED = ("acc", "pred")
-"""Parts that validation looks for; of several rewards, the first one that has them gives them."""
+"""Parts that validation reads; with several rewards they come from the first reward that has them."""
 
 
 class Reward:
@@ -54,8 +54,7 @@ class Reward:
         start = time.perf_counter()
         by_function: dict[str, list[Answer]] = {}
         if self._functions:
-            with using(self.config) as pool:
-                by_function = self._answers(pool, table)
+            by_function = self._answers(pool_for(self.config), table)
         columns: dict[str, Any] = {}
         if self.config.functions:
             for function in self._functions:
@@ -84,7 +83,7 @@ class Reward:
         return table
 
     def _answers(self, pool: Pool, table: pa.Table) -> dict[str, list[Answer]]:
-        """What each function made of each row, by its name."""
+        """The answers of each function for each row, by the function's name."""
         inputs = [list(row) for row in zip(*(table[name].to_pylist() for name in INPUTS), strict=True)]
         calls = []
         for function in self._functions:
@@ -92,25 +91,25 @@ class Reward:
             if function.batch:
                 parts = [inputs] if inputs else []
             calls += [Call(function.name, part, limit_of(function, part[0][0], self.config)) for part in parts]
-        found: dict[str, list[Answer]] = {function.name: [] for function in self._functions}
-        for call, answer in zip(calls, pool.run(calls) if calls else [], strict=True):
-            found[call.function] += answer
-        return found
+        by_function: dict[str, list[Answer]] = {function.name: [] for function in self._functions}
+        for call, answers in zip(calls, pool.run(calls), strict=True):
+            by_function[call.function] += answers
+        return by_function
 
     def _with_model(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:
-        """The reward model's numbers added to what functions gave."""
-        found: list[Answer] = []
-        for (score, parts, error), number, own_error in zip(
-            answered, table["rm_score"].to_pylist(), table["rm_error"].to_pylist(), strict=True
-        ):
-            if error is None and own_error is not None:
-                found.append((0.0, "{}", f"reward model: {own_error}"))
-            elif error is not None:
-                found.append((score, parts, error))
+        """The answers with the reward model's numbers added."""
+        numbers, model_errors = table["rm_score"].to_pylist(), table["rm_error"].to_pylist()
+        summed: list[Answer] = []
+        for answer, number, model_error in zip(answered, numbers, model_errors, strict=True):
+            score, parts, error = answer
+            if error is not None:
+                summed.append(answer)
+            elif model_error is not None:
+                summed.append((0.0, "{}", f"reward model: {model_error}"))
             else:
                 with_number = json.loads(parts) | {"rm_score": number}
-                found.append(_bounded(score + self.config.model.weight * number, json.dumps(with_number)))
-        return found
+                summed.append(_bounded(score + self.config.model.weight * number, json.dumps(with_number)))
+        return summed
 
     def _shaped(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:
         split = table["split"].to_pylist()
@@ -132,7 +131,7 @@ class SingleReward:
 
     Args:
         config, max_response_length: as of `Reward`.
-        chunks: tables that are worked on at the same time.
+        chunks: how many tables are scored at the same time.
     """
 
     def __init__(self, config: RewardConfig, max_response_length: int, chunks: int) -> None:
@@ -146,12 +145,12 @@ class SingleReward:
 def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:
     """One answer from those of several functions; the row fails where one of them does."""
     total, parts = 0.0, {}
-    for function, (score, own, error) in zip(called, row, strict=True):
+    for function, (score, inner, error) in zip(called, row, strict=True):
         if error is not None:
             return 0.0, "{}", f"{function.name}: {error}"
         total += function.weight * score
         parts[function.name] = score
-        for key, value in json.loads(own).items():
+        for key, value in json.loads(inner).items():
             parts[f"{function.name}/{key}"] = value
             if key in CARRIED:
                 parts.setdefault(key, value)
@@ -159,7 +158,7 @@ def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:
 
 
 def _bounded(score: float, parts: str) -> Answer:
-    """An answer of our own arithmetic, which may leave the range of the column."""
+    """The answer with this score, or an error if weights and penalties have moved it out of the column's range."""
     if not abs(score) <= FLOAT32_MAX:
         return 0.0, "{}", f"ValueError: weights, scale and penalties make a score of {score}, not a finite float32"
     return score, parts, None

@@ -1,374 +1,198 @@
-"""Calls of rules and reward functions in processes that can be killed: the lanes.
+"""One reward worker: a process that makes calls of rules and reward functions, so that a call that hangs can be killed.
 
-    reward stage ─► pool ─► lane (plain functions, one call at a time)
-                       ├──► lane (another one, where the first is stuck)
-                       └──► lane (`async def` functions, all calls at once)
-
-1. A pool lives as long as its process (a Ray worker), so that modules stay loaded and clients connected between chunks.
-2. A lane is given one row at a time, of rules as many as it works on for `AHEAD_S`. It answers each before it begins
-   the next one, so it is always known which row it died of. A call that takes longer than its function's limit has its
-   lane killed, with every process that lane started, and its row becomes an error; the rows behind it go elsewhere.
-3. Others do not wait behind it: when no lane has become free for a while, another one is opened, up to
-   `reward.max_processes`. Rows that hang cost a chunk one limit together, not one each.
-4. Lanes inherit no descriptors (Ray's sockets in particular), have a session of their own, and are killed by the kernel
-   when the thread that started them ends: it is one thread, which ends with the process.
-
-One thread runs all of this on an event loop. Everything with a time in it is looked at by `_watch`, every `TICK_S`.
+The process runs `program.py`. It is started by `subprocess` and not by `multiprocessing.Process`, whose child would
+import the `__main__` of a Ray worker. It has a session of its own, so a kill reaches its children too, and it inherits
+no descriptor but its end of a `multiprocessing` connection.
 """
 
-import asyncio
-import atexit
-import concurrent.futures
-import contextlib
-import dataclasses
-import itertools
 import json
+import math
+import os
+import resource
+import signal
+import socket
+import struct
 import subprocess
-import threading
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing import Pipe
 from typing import Any
 
-from pipeline.reward.config import RewardConfig
-from pipeline.reward.functions import Function, functions
-from pipeline.reward.lane import MAX_ERROR, Answer, no_score_after
-from pipeline.reward.limits import RateLimit
-from pipeline.reward.process import Call, Job, Lane, ending, trusted
+from pipeline.config.reward import RewardConfig
+from pipeline.reward.functions import Function
+from pipeline.reward.program import send
+from pipeline.reward.result import MAX_ERROR, Answer
 
-TICK_S = 0.05
-START_S = 120.0
-"""Seconds in which a lane must have loaded the functions."""
-LAG_S = 2.0
-"""Seconds after its limit in which an `async def` function must have been ended by its own event loop."""
-GRACE_S = 1.0
-"""Seconds without a free lane after which another one is opened; less where the limit of a call is short."""
-AHEAD_S = 0.02
-"""Seconds of work with rules that a lane is given at once, going by the rows before."""
-SOON_S = 1e-5
-"""Seconds that any row counts as taking: answers that were read together seem to take none."""
-IDLE_S = 60.0
-"""Seconds after which a lane that was not needed is closed."""
+SEND_S = 10
+"""Seconds in which a worker must read what it is sent."""
+LOOK_S = 0.05
+"""Seconds between two looks at a worker's memory."""
+EXIT_S = 0.2
+"""Seconds that a process whose connection has ended may take to end itself."""
+
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from pipeline.reward.program import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
 
 
-class Pool:
-    """The lanes of this process for one set of functions; `run` may be called from several threads.
+@dataclass(eq=False)
+class Call:
+    """One call of a function: for one row, or for all rows of a chunk where the function takes batches."""
 
-    Args:
-        called: what can be called.
-        settings: what each lane loads.
-        max_processes: most lanes for plain functions.
-        limit: of calls of the user's own functions.
-    """
+    function: str
+    rows: list[list[str | None]]
+    """data_source, response, and as JSON or None ground_truth and extra_info, of each row."""
+    limit_s: float
+    """Seconds on the clock that the call may take."""
+    answers: "Future[list[Answer]]" = field(default_factory=Future)
+    deadline: float = math.inf
+    """When it must be answered; set when it begins."""
+    alone: bool = False
+    """Whether a worker is given nothing else at the same time."""
 
-    def __init__(self, called: Sequence[Function], settings: Any, max_processes: int, limit: RateLimit) -> None:
-        self.users = 0
-        """Callers that hold it; see `using`."""
-        self._functions = {function.name: function for function in called}
-        self._settings, self._max_processes, self._limit = settings, max_processes, limit
-        self._grace = min(GRACE_S, min(function.timeout_s for function in called) / 10)
-        self._ids = itertools.count()
-        self._lanes: list[Lane] = []
-        self._killed: list[subprocess.Popen[bytes]] = []
-        self._waiting: dict[str, deque[Job]] = {name: deque() for name in self._functions}
-        self._asynchronous: frozenset[str] = frozenset()
-        """Names of the `async def` functions; known once a lane has loaded them."""
-        self._pace: dict[str | None, float] = {}
-        """Seconds that a row took a rule of late, by data source."""
-        self._refused: str | None = None
-        """Why the functions cannot be loaded."""
-        self._free_at = 0.0
-        """When a lane was last free, or nobody waited for one."""
-        self._watcher: asyncio.Task[None] | None = None
-        # Ray's workers make loops of uvloop, whose transports are no `asyncio.Transport`.
-        self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="reward", daemon=True)
-        self._thread.start()
 
-    def run(self, calls: Sequence[Call]) -> list[list[Answer]]:
-        """What became of each row of each call.
+class WorkerLost(Exception):
+    """A worker ended, or has to be ended; the message is the error of the rows under way."""
 
-        Raises:
-            ValueError: the functions cannot be loaded; the sentence names the setting and the reason.
-            RuntimeError: the thread of the pool has ended.
-        """
-        return self._wait(asyncio.run_coroutine_threadsafe(self._run(calls), self._loop))
+    def __init__(self, message: str, exhausted: bool = False) -> None:
+        super().__init__(message)
+        self.exhausted = exhausted
+        """Whether it spent the CPU time of a rule's budget, or held too much memory."""
 
-    def start(self) -> None:
-        """Load the functions, if that has not been done. Raises as `run`."""
-        self._wait(asyncio.run_coroutine_threadsafe(self._start(), self._loop))
 
-    def close(self) -> None:
-        """End all lanes and the thread."""
-        with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(timeout=10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
-        for process in self._killed:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=1)
+class RewardWorker:
+    """A worker process as its thread in the pool sees it."""
 
-    def _wait(self, future: "concurrent.futures.Future[Any]") -> Any:
-        # Every call has its deadline in the thread; here it is enough to see that the thread lives.
-        while True:
-            try:
-                return future.result(timeout=10)
-            except TimeoutError:
-                if future.done():
-                    return future.result()
-                if not self._thread.is_alive():
-                    raise RuntimeError("reward: the thread that calls the reward functions has ended") from None
+    def __init__(self) -> None:
+        self.asynchronous: list[str] | None = None
+        """Names of the `async def` functions; None until it has loaded the functions."""
+        self.calls: dict[int, Call] = {}
+        """Calls that it has not answered, by their ids, in order."""
+        self.began_at = 0.0
+        """When it was last given calls, and how many."""
+        self.given = 0
 
-    # Everything below runs in the pool's thread.
+    def start(self, functions: Iterable[Function], config: RewardConfig) -> None:
+        """Start the process and tell it what to load."""
+        self._memory_mb, self._looked_at = config.worker_memory_mb, 0.0
+        # It takes what goes wrong before the functions are loaded.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        self._connection, theirs = Pipe()
+        # Without a time limit, a worker that does not read would hold up its thread for ever.
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, path, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        settings = {
+            "functions": [asdict(function) for function in functions],
+            "rule_kwargs": config.rule_kwargs,
+            "sandbox": asdict(config.sandbox),
+        }
+        self._send(settings)
 
-    async def _close(self) -> None:
-        for lane in list(self._lanes):
-            self.ended(lane, "the pool was closed")
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-
-    async def _run(self, calls: Sequence[Call]) -> list[list[Answer]]:
-        now = time.monotonic()
-        self._close_unused(now)
-        if not any(self._waiting.values()):
-            self._free_at = now
-        jobs = [Job(call, self._loop.create_future()) for call in calls]
-        for job in jobs:
-            self._waiting[job.call.function].append(job)
-        self._hand_out()
-        self._watch_on()
-        return await asyncio.gather(*(job.answers for job in jobs))
-
-    async def _start(self) -> None:
-        if not self._lanes:
-            self._open()
-        self._watch_on()
-        while not any(lane.ready for lane in self._lanes):
-            if self._refused:
-                raise ValueError(self._refused)
-            await asyncio.sleep(TICK_S / 5)
-
-    def _hand_out(self) -> None:
-        """Give waiting jobs to lanes while there are both."""
-        now = time.monotonic()
-        for name, queue in self._waiting.items():
-            while queue and self._may_begin(name, now):
-                lane = self._lane_for(name)
-                if lane is None:
-                    break
-                self._begin(lane, self._next(queue), now)
-
-    def _may_begin(self, name: str, now: float) -> bool:
-        return self._functions[name].path is None or self._limit.may_begin(now)
-
-    def _lane_for(self, name: str) -> Lane | None:
-        if name in self._asynchronous:
-            return next((lane for lane in self._lanes if lane.shared and lane.ready and not lane.dead), None)
-        return next((lane for lane in self._lanes if lane.free), None)
-
-    def _next(self, queue: deque[Job]) -> deque[Job]:
-        """What one lane is given at once: a job, or several for one rule that is soon done with them."""
-        jobs = deque([queue.popleft()])
-        source = _source(jobs[0])
-        if self._is_rule(jobs[0]):
-            most = AHEAD_S / self._pace.get(source, AHEAD_S)
-            while queue and len(jobs) < most and _source(queue[0]) == source:
-                jobs.append(queue.popleft())
-        return jobs
-
-    def _begin(self, lane: Lane, jobs: deque[Job], now: float) -> None:
-        number, call = next(self._ids), jobs[0].call
-        jobs[0].deadline = now + call.limit_s + (LAG_S if lane.shared else 0.0)
-        lane.jobs[number], lane.used_at = jobs, now
-        if not self._is_rule(jobs[0]):
-            self._limit.begin(now)
-        rows = [row for job in jobs for row in job.call.rows]
-        lane.send({"id": number, "function": call.function, "rows": rows, "limit_s": call.limit_s})
-
-    def received(self, lane: Lane, content: Any) -> None:
-        """A frame from a lane: what it has loaded, or an answer.
+    def begin(self, calls: dict[int, Call]) -> None:
+        """Hand over calls with their ids.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none.
+            WorkerLost: the process has ended, or does not read.
         """
-        if lane not in self._lanes:
-            return
-        now = time.monotonic()
-        if not lane.ready:
-            if "refused" in content:
-                self._drop(lane)
-                return self._refuse(str(content["refused"]))
-            self._asynchronous = frozenset(content["asynchronous"])
-            lane.ready, lane.shared = True, lane.shared or len(self._asynchronous) == len(self._functions)
-        else:
-            jobs = lane.jobs[content["id"]]
-            answers = trusted(content["answers"], len(jobs[0].call.rows))
-            job = jobs.popleft()
-            self._finish(job, answers)
-            if self._is_rule(job):
-                took, before = max(now - lane.used_at, SOON_S), self._pace.get(_source(job), AHEAD_S)
-                self._pace[_source(job)] = (took + before) / 2
-            if jobs:
-                lane.used_at, jobs[0].deadline = now, now + jobs[0].call.limit_s
-                return
-            del lane.jobs[content["id"]]
-        lane.used_at = self._free_at = now
-        self._hand_out()
+        self.calls |= calls
+        messages = []
+        for number, call in calls.items():
+            messages.append({"id": number, "function": call.function, "rows": call.rows, "limit_s": call.limit_s})
+        self._send(messages)
 
-    def _is_rule(self, job: Job) -> bool:
-        return self._functions[job.call.function].path is None
-
-    def _finish(self, job: Job, answers: list[Answer]) -> None:
-        if not self._is_rule(job):
-            self._limit.end()
-        if not job.answers.done():
-            job.answers.set_result(answers)
-
-    def ended(self, lane: Lane, reason: str) -> None:
-        """A lane is of no use any more; `reason` becomes the error of what it worked on."""
-        if lane not in self._lanes:
-            return
-        self._drop(lane)
-        given, lane.jobs = lane.jobs, {}
-        for jobs in given.values():
-            job = jobs.popleft()
-            self._finish(job, [(0.0, "{}", reason[:MAX_ERROR])] * len(job.call.rows))
-            # It has not begun those. More of them may hang: they are handed out one by one until they prove fast.
-            self._pace.pop(_source(job), None)
-            self._waiting[job.call.function].extendleft(reversed(jobs))
-        if not lane.ready:
-            words = lane.last_words()
-            said = f"; the last that it wrote: {words}" if words else ""
-            self._refuse(f"the process of the reward functions did not load them: {reason}{said}")
-
-    def _drop(self, lane: Lane) -> None:
-        self._lanes.remove(lane)
-        lane.kill()
-        self._killed.append(lane.process)
-
-    def _refuse(self, sentence: str) -> None:
-        """The functions cannot be loaded: all that waits fails."""
-        self._refused = sentence
-        for queue in self._waiting.values():
-            while queue:
-                job = queue.popleft()
-                if not job.answers.done():
-                    job.answers.set_exception(ValueError(sentence))
-
-    def _open(self, shared: bool = False) -> None:
-        """Start another lane; it reports when it has loaded the functions."""
-        self._refused = None
-        lane = Lane(self, self._settings, shared, time.monotonic())
-        self._lanes.append(lane)
-        lane.connecting = self._loop.create_task(lane.connect())
-
-    def _close_unused(self, now: float) -> None:
-        free = [lane for lane in self._lanes if lane.free]
-        for lane in free[1:]:
-            if now - lane.used_at > IDLE_S:
-                self.ended(lane, "not needed")
-
-    def _watch_on(self) -> None:
-        if self._watcher is None or self._watcher.done():
-            self._watcher = self._loop.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        """While anything is under way: end what is late, see what has died, open a lane where one is missing."""
+    def _send(self, content: Any) -> None:
         try:
-            while any(self._waiting.values()) or any(lane.jobs or not lane.ready for lane in self._lanes):
-                self._look(time.monotonic())
-                await asyncio.sleep(TICK_S)
-        except Exception as error:  # noqa: BLE001 (a caller waits, and would for ever)
-            given = [jobs for lane in self._lanes for jobs in lane.jobs.values()]
-            for job in itertools.chain(*self._waiting.values(), *given):
-                if not job.answers.done():
-                    job.answers.set_exception(RuntimeError(f"reward: {type(error).__name__}: {error}"))
-            for queue in self._waiting.values():
-                queue.clear()
+            send(self._connection, content)
+        except OSError:
+            raise self.lost() from None
 
-    def _look(self, now: float) -> None:
-        self._killed = [process for process in self._killed if process.poll() is None]
-        for lane in list(self._lanes):
-            late = [jobs[0] for jobs in lane.jobs.values() if jobs[0].deadline < now]
-            if late:
-                blocked = "; an async function blocked the event loop, which all rows share" if lane.shared else ""
-                self.ended(lane, f"TimeoutError: {no_score_after(late[0].call.limit_s)}{blocked}")
-            elif not lane.ready and now > lane.begun_at + START_S:
-                self.ended(lane, f"importing them took longer than {START_S:g} s")
-            # A copy that the function forked may hold the connection open.
-            elif (code := lane.process.poll()) is not None:
-                if lane.dead or not lane.jobs:
-                    self.ended(lane, ending(code))
-                lane.dead = True
-        # A minute may have gone by for the rate limit.
-        self._hand_out()
-        self._open_missing(now)
+    def receive(self, timeout_s: float) -> list[tuple[int, list[Answer]]]:
+        """The ids and answers of the calls that it has answered; none if there are none within `timeout_s` seconds.
 
-    def _open_missing(self, now: float) -> None:
-        """Open the lanes that what waits now cannot do without."""
-        plain = [lane for lane in self._lanes if not lane.shared]
-        for name, queue in self._waiting.items():
-            if not queue or not self._may_begin(name, now):
-                continue
-            if name in self._asynchronous:
-                if len(plain) == len(self._lanes):
-                    self._open(shared=True)
-            elif not plain:
-                return self._open()
-            elif len(plain) < self._max_processes and now - self._free_at >= self._grace:
-                # One that is still loading, or free by now, comes first. Twice as many, then twice as many again:
-                # where some rows hang, each new lane soon meets another one.
-                if all(lane.jobs for lane in plain):
-                    for _ in range(min(len(plain), self._max_processes - len(plain))):
-                        self._open()
-                return
+        Raises:
+            WorkerLost: the process has ended.
+            ValueError: it cannot load the functions.
+        """
+        answered: list[tuple[int, list[Answer]]] = []
+        try:
+            while self._connection.poll(0 if answered else timeout_s):
+                message = json.loads(self._connection.recv_bytes())
+                if "refused" in message:
+                    raise ValueError(message["refused"])
+                if "asynchronous" in message:
+                    self.asynchronous = message["asynchronous"]
+                    return []
+                answered.append((message["id"], [(score, parts, error) for score, parts, error in message["answers"]]))
+        except (EOFError, OSError):
+            # What it answered before comes first; the next call meets the end again.
+            if not answered:
+                raise self.lost() from None
+        # A copy that the function forked may hold the connection open.
+        if not answered and self.dead and not self._connection.poll():
+            raise self.lost()
+        return answered
+
+    @property
+    def dead(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def check_memory(self, now: float) -> None:
+        """Raise `WorkerLost` if the process holds too much memory; looks every `LOOK_S` at most."""
+        if now < self._looked_at + LOOK_S:
+            return
+        self._looked_at = now
+        held = _resident_mb(self._process.pid)
+        if held > self._memory_mb:
+            limit = f"reward.worker_memory_mb={self._memory_mb}"
+            raise WorkerLost(f"MemoryError: the reward worker holds {held:,.0f} MB, more than {limit}", exhausted=True)
+
+    def lost(self) -> WorkerLost:
+        """The error that says how the process ended."""
+        try:
+            code = self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            return WorkerLost("WorkerError: the process of the reward function closed its connection or does not read")
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        # SIGPROF comes from the timer of a rule's budget.
+        spent = code == -signal.SIGPROF
+        return WorkerLost(f"WorkerError: the process of the reward function ended with {how}", exhausted=spent)
+
+    def last_line(self) -> str:
+        """A clause with the last line on standard error before the functions were loaded, if there is one."""
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - MAX_ERROR))
+        lines = self._stderr.read().decode(errors="replace").strip().split("\n")
+        return f"; the last line that it wrote: {lines[-1]}" if lines[-1] else ""
+
+    def kill(self) -> None:
+        """Kill the process and all that it started, except what left its process group."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        self._connection.close()
 
 
-def _source(job: Job) -> str | None:
-    """The data source of a call's first row, by which rules are chosen."""
-    return job.call.rows[0][0]
-
-
-_POOLS: dict[str, Pool] = {}
-_LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def using(config: RewardConfig) -> Iterator[Pool]:
-    """This process's pool for the functions of `config`, made where there is none; pools of others are closed.
-
-    Raises:
-        ValueError: as `functions`.
-    """
-    called = functions(config)
-    settings = {
-        "functions": [dataclasses.asdict(function) for function in called],
-        "rule_kwargs": config.rule_kwargs,
-        "sandbox": dataclasses.asdict(config.sandbox),
-    }
-    limits = config.rate_limit
-    key = json.dumps([settings, config.max_processes, dataclasses.asdict(limits)])
-    with _LOCK:
-        for other in [name for name, pool in _POOLS.items() if name != key and not pool.users]:
-            _POOLS.pop(other).close()
-        if key not in _POOLS:
-            limit = RateLimit(limits.max_concurrent, limits.max_per_minute)
-            _POOLS[key] = Pool(called, settings, config.max_processes, limit)
-        pool = _POOLS[key]
-        pool.users += 1
+def _resident_mb(pid: int) -> float:
+    """Memory of a process without that of files (mapped weights, libraries), in MB; 0 where there is no /proc."""
     try:
-        yield pool
-    finally:
-        with _LOCK:
-            pool.users -= 1
-
-
-def close() -> None:
-    """End all lanes of this process that nobody uses."""
-    with _LOCK:
-        for key in [key for key, pool in _POOLS.items() if not pool.users]:
-            _POOLS.pop(key).close()
-
-
-atexit.register(close)
+        with open(f"/proc/{pid}/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0.0
+    return (resident - shared) * resource.getpagesize() / 2**20

@@ -3,7 +3,7 @@
 The thread owns the engine. Callers hand it commands, which run between steps in the order they came: adding a chunk's
 requests, or loading weights. A command marked `when_idle` waits until no request is running, and the commands behind it
 wait for it; that is how weights change between chunks and never inside one. An `update` changes them inside chunks: it
-waits for those alone that were submitted with `one_version`. Giving requests up (`abort`) waits for nothing. Finished
+waits for those alone that were submitted with `one_version`. Finished
 requests are collected by chunk, and a chunk's future is set when its last request is done, so chunks overlap freely and
 the engine's batch stays full.
 """
@@ -18,10 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Aborted(RuntimeError):
-    """The requests were given up."""
-
-
 class EngineDead(RuntimeError):
     """The engine's thread ended with an error; nothing more can be generated with it."""
 
@@ -32,7 +28,6 @@ class _Command:
     future: Future
     when_idle: bool = False
     updates: bool = False
-    at_once: bool = False
 
 
 @dataclass
@@ -54,7 +49,7 @@ class EngineLoop:
     Args:
         build: makes the engine; called in the loop's own thread.
         start_timeout: seconds the engine may take to start.
-        settle: finishes the steps that the engine has begun ahead and returns their outputs.
+        drain: finishes the steps that the engine has begun ahead and returns their outputs.
 
     Raises:
         TimeoutError: the engine did not start in time.
@@ -65,9 +60,9 @@ class EngineLoop:
         self,
         build: Callable[[], Any],
         start_timeout: float,
-        settle: Callable[[Any], list[Any]] = _nothing_begun,
+        drain: Callable[[Any], list[Any]] = _nothing_begun,
     ):
-        self._settle = settle
+        self._drain = drain
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._waiting: deque[_Command] = deque()
         self._chunk_of: dict[str, _Chunk] = {}
@@ -94,7 +89,7 @@ class EngineLoop:
     def update(self, run: Callable[[Any], Any]) -> Future:
         """Run `run(engine)`, which changes the weights, between two steps, with no step half done.
 
-        Where it fails, so do the chunks that are running: nobody knows which weights the engine has then.
+        Where it fails, the chunks that are running fail too, because it is not known which weights the engine has then.
         """
         return self._put(_Command(run, Future(), updates=True))
 
@@ -106,16 +101,13 @@ class EngineLoop:
             one_version: let no `update` run before the chunk is done.
         """
         chunk = _Chunk(Future(), [], one_version)
-        # A running future cannot be cancelled, so nobody settles it while the loop is about to.
+        # A running future cannot be cancelled, so no caller sets its result while the loop is about to.
         chunk.future.set_running_or_notify_cancel()
         if not requests:
             chunk.future.set_result([])
             return chunk.future
 
         def add(engine: Any) -> None:
-            if chunk.future.done():
-                # Given up before.
-                return
             for prompt, params in requests:
                 request_id = str(self._next_id)
                 self._next_id += 1
@@ -132,24 +124,8 @@ class EngineLoop:
         self.call(add).add_done_callback(failed)
         return chunk.future
 
-    def abort(self, futures: Sequence[Future]) -> None:
-        """Give up what was submitted, as far as it is not done; whoever waits for it gets `Aborted`."""
-        given_up = {id(future) for future in futures}
-
-        def drop(engine: Any) -> None:
-            running = [name for name, chunk in self._chunk_of.items() if id(chunk.future) in given_up]
-            for name in running:
-                self._one_version -= self._chunk_of.pop(name).one_version
-            for future in futures:
-                if not future.done():
-                    future.set_exception(Aborted("the requests were given up"))
-            if running:
-                engine.abort_request(running)
-
-        self._put(_Command(drop, Future(), at_once=True))
-
     def close(self, timeout: float = 30.0) -> None:
-        """Stop the thread; running requests are dropped, and whoever waits for them gets `EngineDead`."""
+        """Stop the thread; running requests are dropped, and their futures raise `EngineDead`."""
         self._commands.put(_Command(None, Future()))
         self._thread.join(timeout)
 
@@ -179,11 +155,7 @@ class EngineLoop:
         waiting = self._waiting
         while True:
             while not self._commands.empty() or not (self._chunk_of or waiting):
-                command = self._commands.get()
-                if command.at_once:
-                    self._run(engine, command)
-                else:
-                    waiting.append(command)
+                waiting.append(self._commands.get())
             while waiting and not self._must_wait(waiting[0]):
                 self._run(engine, waiting.popleft())
             if self._chunk_of:
@@ -203,7 +175,7 @@ class EngineLoop:
             return
         try:
             if command.updates:
-                self._take(self._settle(engine))
+                self._take(self._drain(engine))
             command.future.set_result(command.run(engine))
         except BaseException as error:  # noqa: BLE001 (handed to the caller)
             if command.updates:

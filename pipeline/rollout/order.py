@@ -20,7 +20,7 @@ class InOrder:
     async def admitted(self, chunk: int, answer: Awaitable[Answer]) -> Answer:
         """What `answer` gives, once every chunk before this one that has asked is through.
 
-        Where a chunk may start, those before it may, so nobody waits for what is not on its way.
+        Where a chunk may start, those before it may, so each wait ends.
         """
         own = chunk, asyncio.get_running_loop().create_future()
         self._asking.append(own)

@@ -9,14 +9,13 @@ import asyncio
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipeline import rows
 from pipeline.config import Config
+from pipeline.derived import uses_baselines
 from pipeline.prompts.recording import Recording
-from pipeline.rollout.stage import Policy
-from pipeline.stages import uses_baselines
-from pipeline.store import Ticket
+from pipeline.rollout.policy_source import PolicySource
+from pipeline.store.versions import Ticket
 
 
 class Replay:
@@ -27,7 +26,7 @@ class Replay:
         policy: admits chunks.
     """
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(self, config: Config, policy: PolicySource):
         data = config.data
         assert data.recorded_run is not None
         self._recording = Recording(data.recorded_run, data.recorded_iterations)
@@ -61,10 +60,8 @@ class Replay:
         count = len(prompts)
         tokens = np.diff(rows.flat(recorded, "response_ids")[1])
         stamped = {
-            "response_mask": _mask(recorded),
             "policy_version": np.full(count, ticket.version),
             "version_runs": rows.version_runs(np.full(count, ticket.version), tokens, np.arange(count + 1)),
-            "kl_coef": np.full(count, ticket.kl_coef, np.float32),
             # Nothing is generated, nothing loaded.
             "generate_s": pa.nulls(count, pa.float32()),
             "load_s": pa.nulls(count, pa.float32()),
@@ -72,14 +69,3 @@ class Replay:
         kept = {name: recorded[name] for name in rows.ROLLOUT.names if name not in stamped}
         table = rows.append(prompts, rows.ROLLOUT, kept | stamped)
         return rows.append(table, rows.BASELINE, {"baseline": recorded["baseline"]}) if self._baselines else table
-
-
-def _mask(recorded: pa.Table) -> pa.Array:
-    """`response_mask` as it was before the advantage stage emptied that of rows whose reward failed.
-
-    The policy chose every token of a response, so there it was 1 throughout.
-    """
-    mask, offsets = rows.flat(recorded, "response_mask")
-    failed = pc.is_valid(recorded["reward_error"]).to_numpy()
-    mask = np.where(np.repeat(failed, np.diff(offsets)), 1, mask).astype(np.int8)
-    return rows.ragged(mask, offsets, rows.ROLLOUT.field("response_mask").type)

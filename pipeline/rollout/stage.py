@@ -4,13 +4,11 @@ The stage asks the policy store for admission, brings its engine to the admitted
 asynchronous, so one engine works on many chunks at a time; the engine loop keeps them in one batch.
 
 With `rollout.update=in_flight` the first chunk that is admitted to a newer version brings the engine to it while older
-chunks still run, and their responses go on with the new weights. The column `version_runs` says which tokens are whose.
+chunks still run, and their responses go on with the new weights. The column `version_runs` names the version of each
+token.
 
 With `rollout.sleep` an engine holds GPU memory only while it has chunks to generate. It sleeps before it returns the
-last one, and the trainer computes when it has all of them: never beside an engine that is awake.
-
-With `rollout.oversample` a chunk of training prompts holds a few more than it gives groups (`oversample.py`). With
-`stream.order=first_come` it gives the groups of its engine that are complete first (`first_come.py`).
+last one. The trainer computes when it has all of them, so it never computes beside an engine that is awake.
 
 Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
 follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
@@ -21,11 +19,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -34,24 +30,19 @@ import ray
 
 from pipeline import rows
 from pipeline.config import Config
+from pipeline.derived import uses_baselines
 from pipeline.errors import FinalError
-from pipeline.overlap import first_come
 from pipeline.rollout import vllm
 from pipeline.rollout.engine import EngineDead, EngineLoop
-from pipeline.rollout.first_come import FirstCome
-from pipeline.rollout.group import Group, prompts_of, stamped
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
-from pipeline.rollout.oversample import Oversampling
-from pipeline.rollout.sampling import Sampling
-from pipeline.rollout.weights import checksum
-from pipeline.stages import uses_baselines
-from pipeline.store import Ticket
+from pipeline.rollout.policy_source import PolicySource
+from pipeline.sampling import Sampling
+from pipeline.store.versions import Ticket
+from pipeline.weights.load import checksum
 
 OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
-"""Errors, torch's among them, after which an engine is of no use, though its thread goes on."""
-KEPT_VERSIONS = 1000
-"""No response is as many versions old when it ends."""
+"""Names of errors after which an engine cannot generate any more, although its thread goes on."""
 
 
 def restarted() -> bool:
@@ -60,51 +51,8 @@ def restarted() -> bool:
 
 
 def end_process() -> NoReturn:
-    """End at once, as if killed: Ray restarts the actor and repeats its calls, which it would not after an error."""
+    """End the process at once: Ray then restarts the actor and repeats its calls, which an error would prevent."""
     os._exit(1)
-
-
-class Policy(Protocol):
-    """Where versions and weights come from; in a run, the policy store."""
-
-    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket | None:
-        """Permission to start, for an engine, or for whoever waits until one may; None where the run has all the rows
-        that it needs."""
-
-    async def acknowledge(
-        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
-    ) -> None:
-        """The engine holds a version, and has spent these seconds without and with chunks since it said so last."""
-
-    async def counted(self, iteration: int, metrics: dict[str, int]) -> None:
-        """What is to be added to the metrics of an iteration."""
-
-    async def exchanged(self, engine: str, chunks: dict[int, pa.Table]) -> None:
-        """What chunks of the engine hold after some of their groups changed places."""
-
-
-class StorePolicy:
-    """The policy store as one generation of the stream sees it."""
-
-    def __init__(self, store: Any, generation: int, timeout: float):
-        self._store, self._generation, self._timeout = store, generation, timeout
-
-    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket | None:
-        if split == "train":
-            return await self._store.admit.remote(self._generation, chunk, self._timeout, engine)
-        return await self._store.admit_validation.remote(self._generation, version, self._timeout)
-
-    async def acknowledge(
-        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
-    ) -> None:
-        await self._store.acknowledge.remote(self._generation, engine, version, crc, load_s, idle_s, busy_s)
-
-    async def counted(self, iteration: int, metrics: dict[str, int]) -> None:
-        payload = {"iteration": iteration, "metrics": metrics}
-        await self._store.post.remote(self._generation, "counted", payload)
-
-    async def exchanged(self, engine: str, chunks: dict[int, pa.Table]) -> None:
-        await self._store.exchanged.remote(self._generation, engine, chunks)
 
 
 class Rollout:
@@ -115,7 +63,7 @@ class Rollout:
         policy: admits chunks and hands out weights.
     """
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(self, config: Config, policy: PolicySource):
         from pipeline.prompts.chat import load_tokenizer
 
         self._config = config
@@ -123,8 +71,6 @@ class Rollout:
         self._tokenizer = load_tokenizer(config.model)
         self._version = -1
         self._order = InOrder()
-        self._kl_coefs: dict[int, float] = {}
-        """By version, of the last ones."""
         # One change of the engine's memory at a time: loading, waking, going to sleep.
         self._loading = asyncio.Lock()
         self._acknowledged: asyncio.Task[None] | None = None
@@ -136,12 +82,7 @@ class Rollout:
         self.engine = EngineLoop(
             lambda: vllm.build(config.model, config.rollout, length, config.trainer.seed),
             config.trainer.deadlines.engine_start,
-            vllm.settle,
-        )
-        self._oversampling = Oversampling(config, self.engine, self._holding) if config.rollout.oversample else None
-        bound = config.algorithm.max_staleness if config.algorithm.on_stale == "drop" else None
-        self._first_come = (
-            FirstCome(bound, self.engine, partial(policy.exchanged, self.name)) if first_come(config) else None
+            vllm.drain,
         )
         if config.rollout.sleep:
             # An engine that joins or comes again while the trainer computes would else stay awake beside it.
@@ -156,8 +97,6 @@ class Rollout:
         ticket = await self._admit(table)
         if ticket is None:
             return rows.without_rows(table, rows.ROLLOUT)
-        if ticket.prompts is not None:
-            table = stamped(ticket.prompts, table)
         self._admitted += 1
         self._occupancy.enter()
         try:
@@ -165,26 +104,26 @@ class Rollout:
         except Exception as error:
             if not isinstance(error, EngineDead) and type(error).__name__ not in OUT_OF_MEMORY:
                 raise
-            self._start_anew(error)
+            self._restart(error)
         finally:
             self._admitted -= 1
             self._occupancy.leave()
         self._done += 1
         if self._config.rollout.sleep:
-            await self._rest()
+            await self._sleep_when_idle()
         return generated
 
     async def _admit(self, table: pa.Table) -> Ticket | None:
-        """The permission to start a chunk; None where nobody needs it any more."""
+        """The permission to start a chunk; None where its rows are not needed any more."""
         split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
-        admitted = self._policy.admit(split, chunk, version, self.name)
+        admitted = self._policy.admit(split, chunk, version)
         return await (self._order.admitted(chunk, admitted) if split == "train" else admitted)
 
-    def _start_anew(self, error: Exception) -> NoReturn:
-        """End this process, so that Ray starts another engine in its place, which generates the chunks again.
+    def _restart(self, error: Exception) -> NoReturn:
+        """End this process. Ray starts another engine in its place, which generates the chunks again.
 
         Raises:
-            FinalError: this engine was started so itself, and has not finished one chunk.
+            FinalError: this engine was itself started in the place of another one, and has not finished one chunk.
         """
         if self._done == 0 and restarted():
             raise FinalError(
@@ -197,8 +136,8 @@ class Rollout:
         """The rows of an admitted chunk."""
         split, chunk = table["split"][0].as_py(), table["chunk"][0].as_py()
         begun = time.perf_counter()
-        # What the engine holds, which may be newer than the ticket where chunks overtake each other. Nothing may be
-        # awaited from here until the requests are handed over: they carry its number.
+        # The engine may hold a newer version than the ticket's, because a later chunk may be admitted first. Nothing
+        # may be awaited from here until the requests are submitted: they carry the version's number.
         version = await self._bring_to(ticket)
         loaded = time.perf_counter()
         n, greedy = self._per_prompt(split)
@@ -206,7 +145,9 @@ class Rollout:
         deadline = self._config.trainer.deadlines.chunk
         try:
             async with asyncio.timeout(deadline):
-                groups = await self._groups(table, version, ticket.again)
+                one_version = split != "train"
+                submitted = self.engine.submit(self._requests(table, version), one_version)
+                outputs = await asyncio.wrap_future(submitted)
         except TimeoutError:
             raise TimeoutError(
                 f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {version}, "
@@ -216,12 +157,12 @@ class Rollout:
         seconds = done - loaded, loaded - begun
 
         def finish() -> pa.Table:
-            generations = [generation for group in groups for generation in group.read()]
-            return self._rows(prompts_of(groups, table), generations, n, version, *seconds, greedy)
+            generations = [vllm.read(output, version) for output in outputs]
+            return self._rows(table, generations, n, version, *seconds, greedy)
 
         # Other chunks are admitted and added meanwhile.
         generated = await asyncio.to_thread(finish)
-        await self._agreed()
+        await self._wait_acknowledged()
         return generated
 
     def _per_prompt(self, split: str) -> tuple[int, bool]:
@@ -231,7 +172,7 @@ class Rollout:
         return self._config.rollout.n, uses_baselines(self._config)
 
     def _requests(self, table: pa.Table, version: int) -> list[tuple[Any, Any]]:
-        """What the engine is asked for the prompts of a table."""
+        """The engine's requests for the prompts of a table."""
         config, rollout, split = self._config, self._config.rollout, table["split"][0].as_py()
         n, greedy = self._per_prompt(split)
         own = Sampling.of(config, split)
@@ -245,32 +186,6 @@ class Rollout:
             ignore_eos=rollout.ignore_eos,
             greedy=greedy,
         )
-
-    async def _groups(self, table: pa.Table, version: int, again: bool) -> list[Group]:
-        """Complete groups, as many as the chunk gives: those of its own prompts, or others that were complete first."""
-        if table["split"][0].as_py() != "train":
-            group = Group(table, version, self.engine.submit(self._requests(table, version), one_version=True))
-        elif self._oversampling:
-            groups, cut = await self._oversampling.generate(table, version, self._requests)
-            await self._policy.counted(table["iteration"][0].as_py(), cut.metrics())
-            return groups
-        elif self._first_come and not again:
-            groups, gained = await self._first_come.generate(table, version, self._requests)
-            if gained:
-                await self._policy.counted(table["iteration"][0].as_py(), {"rollout/overtaken": gained})
-            return groups
-        else:
-            group = Group(table, version, self.engine.submit(self._requests(table, version)))
-        await asyncio.wrap_future(group.outputs)
-        return [group]
-
-    @asynccontextmanager
-    async def _holding(self) -> AsyncIterator[int]:
-        """The version that the engine holds; none is loaded before the end of the block."""
-        async with self._loading:
-            if self._version < 0:
-                raise RuntimeError(f"engine {self.name} has no weights to go on with: those it was given did not load")
-            yield self._version
 
     async def _bring_to(self, ticket: Ticket) -> int:
         """Load the ticket's version unless a newer one is loaded; the version that the engine then holds."""
@@ -292,14 +207,11 @@ class Rollout:
                 ) from None
             self._acknowledge(ticket, time.perf_counter() - begun)
             self._version, self._asleep = ticket.version, False
-            self._kl_coefs[ticket.version] = ticket.kl_coef
-            kept = range(ticket.version - KEPT_VERSIONS, ticket.version + 1)
-            self._kl_coefs = {number: coef for number, coef in self._kl_coefs.items() if number in kept}
             return self._version
 
     def _acknowledge(self, ticket: Ticket, seconds: float) -> None:
-        """Tell the store that the ticket's version is loaded. The engine generates meanwhile, but nothing leaves it
-        before the store has agreed to that version and those before it (`_agreed`)."""
+        """Tell the store that the ticket's version is loaded. The engine generates meanwhile, but no rows leave it
+        before the store has accepted that version and those before it (`_wait_acknowledged`)."""
         before, spent = self._acknowledged, self._occupancy.take()
 
         async def tell() -> None:
@@ -309,8 +221,8 @@ class Rollout:
 
         self._acknowledged = asyncio.create_task(tell())
 
-    async def _agreed(self) -> None:
-        """Wait until the store has agreed to every version that was loaded; usually it has long since."""
+    async def _wait_acknowledged(self) -> None:
+        """Wait until the store has accepted every version that was loaded; usually it has by then."""
         if self._acknowledged is not None:
             # Other chunks wait for it too.
             await asyncio.shield(self._acknowledged)
@@ -325,7 +237,7 @@ class Rollout:
             return self.engine.update(lambda engine: vllm.update(engine, shards, timeout, version, recompute))
         return self.engine.call(lambda engine: vllm.load(engine, shards, timeout, version), when_idle=True)
 
-    async def _rest(self) -> None:
+    async def _sleep_when_idle(self) -> None:
         """Let the engine sleep if no admitted chunk is left."""
         async with self._loading:
             if self._admitted or self._asleep:
@@ -391,7 +303,6 @@ class Rollout:
                 "engine": pa.repeat(pa.scalar(self.name), count),
                 "generate_s": np.full(count, generate_s, np.float32),
                 "load_s": np.full(count, load_s, np.float32),
-                "kl_coef": np.array([self._kl_coefs.get(number, 0.0) for number in oldest], np.float32),
             },
         )
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.rollout.config import RolloutConfig
-from pipeline.rollout.sampling import Sampling
+from pipeline.config.model import ModelConfig
+from pipeline.config.rollout import RolloutConfig
 from pipeline.rollout.tensor_parallel import engine_args
-from pipeline.rollout.weights import BACKEND, Shard, register
-from pipeline.train.config import ModelConfig
+from pipeline.sampling import Sampling
+from pipeline.weights.load import BACKEND, Shard, register
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> 
     engine.set_weight_version(str(version))
 
 
-def settle(engine: Any) -> list[Any]:
+def drain(engine: Any) -> list[Any]:
     """Outputs of the steps that the engine has begun and not handed out.
 
     A GPU engine computes one step ahead. Weights that were replaced meanwhile would be named for tokens that the old
@@ -98,7 +98,7 @@ def update(engine: Any, shards: Sequence[Shard], timeout: float, version: int, r
     """Replace the engine's weights while requests run, between two of their tokens.
 
     Args:
-        engine: settled.
+        engine: drained.
         shards: the weights.
         timeout: seconds that they may take to arrive.
         version: their number.

@@ -4,10 +4,10 @@ import pyarrow as pa
 from torch import Tensor
 
 from pipeline.config import Config
+from pipeline.models.packing import ModelInputs
+from pipeline.models.policy import Policy, load_policy
 from pipeline.rows import REFERENCE, append
 from pipeline.scoring.replica import Replica, scoring_model
-from pipeline.train.packing import Inputs
-from pipeline.train.policy import Policy, load_policy
 
 
 class Reference:
@@ -32,15 +32,15 @@ class Reference:
         """
         return append(table, REFERENCE, {"ref_log_probs": self._replica.score(table, self._log_probs)})
 
-    def _log_probs(self, policy: Policy, batch: Inputs) -> Tensor:
+    def _log_probs(self, policy: Policy, batch: ModelInputs) -> Tensor:
         return policy(
             batch.input_ids,
-            batch.select,
+            batch.logit_index,
             batch.targets,
             self._temperature,
             self._chunk_tokens,
             positions=batch.positions,
-            owners=batch.owners,
+            segment_ids=batch.segment_ids,
         )[0]
 
 

@@ -3,11 +3,11 @@
 A stage makes one `Replica`, hands it the forward pass that it wants and gets a list column back:
 
     replica = Replica(lambda: load_value_model(config), config.scoring.value, "value")
-    weights = StoreWeights(replica.module, store, generation, CRITIC, timeout)   # not where the model is frozen
+    weights = StoreWeights(replica.module, store, CRITIC, timeout)   # not where the model is frozen
     version = weights.bring_to_rows(table)
     column = replica.score(table, lambda module, batch: ...)
 
-Rows run in the micro-batches of the trainer (`pipeline/train/packing.py`): grouped by length and padded on the right,
+Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`): grouped by length and padded on the right,
 some behind one copy of their prompt. A token's number depends on its own row alone.
 """
 
@@ -18,20 +18,22 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray
-import ray.exceptions
 import torch
 from torch import Tensor, nn
 
-from pipeline.ask import ANSWER_S
-from pipeline.cluster import compute_threads
-from pipeline.rollout.weights import fetch, parameters
+from pipeline.config.learner import FSDPConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.scoring import ScorerConfig
+from pipeline.models.batch import TokenBatch
+from pipeline.models.micro_batches import split_micro_batches
+from pipeline.models.packing import ModelInputs, pack
+from pipeline.models.sharing import share_prefixes, shared_size
 from pipeline.rows import FLOATS, ragged
-from pipeline.scoring.config import ScorerConfig
-from pipeline.store import Ticket
-from pipeline.train.config import FSDPConfig, ModelConfig
-from pipeline.train.packing import Inputs, Sequences, lay_out, split_micro_batches
-from pipeline.train.sharing import bundles, shared_size
+from pipeline.store.client import StoreClient
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.versions import Ticket
+from pipeline.threads import compute_threads
+from pipeline.weights.load import fetch, parameters
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,16 +70,16 @@ class Replica(Generic[M]):
         share_prompts: `model.share_prompts`, for modules with a `decoder`.
     """
 
-    def __init__(self, load: Callable[[], M], scorer: ScorerConfig, name: str, share_prompts: bool | None = False):
+    def __init__(self, load: Callable[[], M], scorer: ScorerConfig, name: str, share_prompts: str = "never"):
         self.name, self.max_token_len = name, scorer.max_token_len
         self.device = torch.device("cuda" if scorer.num_gpus else "cpu")
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(scorer.num_threads, scorer.num_cpus))
         self.module = load().to(self.device).eval().requires_grad_(False)
-        self._shared_size = shared_size(share_prompts, self.module)
+        self._shared_size = shared_size(share_prompts, self.module, self.device)
 
     @torch.no_grad()
-    def score(self, table: pa.Table, forward: Callable[[M, Inputs], Tensor]) -> pa.Array:
+    def score(self, table: pa.Table, forward: Callable[[M, ModelInputs], Tensor]) -> pa.Array:
         """One number for each response token.
 
         Args:
@@ -90,7 +92,7 @@ class Replica(Generic[M]):
         Raises:
             ValueError: a row is longer than a forward pass may be, or has a response after an empty prompt.
         """
-        rows = Sequences.from_table(table)
+        rows = TokenBatch.from_table(table)
         lengths = rows.lengths
         if lengths and max(lengths) > self.max_token_len:
             raise ValueError(
@@ -99,10 +101,10 @@ class Replica(Generic[M]):
                 f"{max(lengths)}"
             )
         numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
-        taken = bundles(rows, range(len(rows)), self.max_token_len, self._shared_size)
-        for part in split_micro_batches(rows.bundle_lengths(taken), self.max_token_len):
-            batch = lay_out(rows, [taken[i] for i in part]).to(self.device)
-            numbers[batch.flat] = forward(self.module, batch).float().cpu().numpy()
+        packs = share_prefixes(rows, range(len(rows)), self.max_token_len, self._shared_size)
+        for part in split_micro_batches(rows.pack_lengths(packs), self.max_token_len):
+            batch = pack(rows, [packs[i] for i in part]).to(self.device)
+            numbers[batch.token_index] = forward(self.module, batch).float().cpu().numpy()
         return ragged(numbers, rows.response_offsets, FLOATS)
 
 
@@ -111,8 +113,7 @@ class StoreWeights:
 
     Args:
         module: loaded in place.
-        store: handle of the policy store.
-        generation: of the stream.
+        store: the policy store, for this attempt.
         model: which of the published models, `POLICY` or `CRITIC`.
         timeout: seconds that publication and transfer may take (`trainer.deadlines.publish`).
         published_name: turns a parameter's name in `module` into the one it was published under.
@@ -121,13 +122,12 @@ class StoreWeights:
     def __init__(
         self,
         module: nn.Module,
-        store: Any,
-        generation: int,
+        store: StoreClient,
         model: str,
         timeout: float,
         published_name: Callable[[str], str] = str,
     ):
-        self._store, self._generation, self._model, self._timeout = store, generation, model, timeout
+        self._store, self._model, self._timeout = store, model, timeout
         self._parameters = {published_name(name): parameter for name, parameter in module.named_parameters()}
         self.version = -1
         """What the module holds; -1 before the first load."""
@@ -143,29 +143,18 @@ class StoreWeights:
         """Load the store's current weights unless the module holds `version` or a newer one; the version it then holds.
 
         Raises:
-            StaleGeneration: the train workers have restarted.
+            StaleAttempt: the train workers have restarted.
             StoreTimeout: the train workers did not publish the version in time.
             TimeoutError: the store did not answer, or a rank's weights did not arrive, in time.
             ValueError: the published weights are not those of the module, or arrived damaged.
         """
         if version > self.version:
-            ticket = self._ask(version)
+            ticket = self._store.wait(PolicyStore.weights, self._model, version, self._timeout)
             # A load that fails leaves the module between two versions.
             self.version = -1
             self._load(ticket)
             self.version = ticket.version
         return self.version
-
-    def _ask(self, version: int) -> Ticket:
-        asked = self._store.weights.remote(self._generation, self._model, version, self._timeout)
-        try:
-            # The store keeps the deadline and knows whom it waits for; this one is for a store that does not answer.
-            return ray.get(asked, timeout=self._timeout + ANSWER_S)
-        except ray.exceptions.GetTimeoutError:
-            raise TimeoutError(
-                f"{self._model} weights: the policy store gave no answer about version {version} within "
-                f"{self._timeout + ANSWER_S:.0f} s (trainer.deadlines.publish and {ANSWER_S:.0f} s)"
-            ) from None
 
     @torch.no_grad()
     def _load(self, ticket: Ticket) -> None:

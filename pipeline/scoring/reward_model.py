@@ -15,12 +15,12 @@ import pyarrow as pa
 import torch
 
 from pipeline.config import Config
+from pipeline.models.micro_batches import split_micro_batches
+from pipeline.models.reward_model import load_reward_model
 from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.prompt_file import reason
 from pipeline.rows import REWARD_MODEL, append
 from pipeline.scoring.replica import Replica, scoring_model
-from pipeline.train.packing import split_micro_batches
-from pipeline.train.reward_model import load_reward_model
 
 
 class RewardModelScore:

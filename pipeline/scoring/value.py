@@ -4,19 +4,17 @@ Values come from a replica of the critic at the version of the policy that gener
 the trainer is ahead; both are published together, so rows and weights of a version are there at the same time.
 """
 
-import dataclasses
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
 from pipeline.config import Config
+from pipeline.models.packing import ModelInputs
+from pipeline.models.value import ValueModel, load_value_model
 from pipeline.rows import VALUE, append
 from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
-from pipeline.store import CRITIC
-from pipeline.train.packing import Inputs
-from pipeline.train.value_model import ValueModel, load_value_model
+from pipeline.store.client import StoreClient
+from pipeline.store.versions import CRITIC
 
 
 class Value:
@@ -24,19 +22,20 @@ class Value:
 
     Args:
         config: the run's configuration.
-        store: handle of the policy store.
-        generation: of the stream.
+        store: the policy store, for this attempt.
 
     Raises:
         ValueError: the model cannot be loaded, or cannot become a critic.
     """
 
-    def __init__(self, config: Config, store: Any, generation: int):
+    def __init__(self, config: Config, store: StoreClient):
         scorer = config.scoring.value
-        own = dataclasses.replace(config, model=scoring_model(config.model, scorer, config.critic.fsdp))
-        self._replica = Replica(lambda: load_value_model(own), scorer, "value", config.model.share_prompts)
+        model = scoring_model(config.model, scorer, config.critic.fsdp)
+        self._replica = Replica(
+            lambda: load_value_model(model, config.critic.path), scorer, "value", model.share_prompts
+        )
         timeout = config.trainer.deadlines.publish
-        self._weights = StoreWeights(self._replica.module, store, generation, CRITIC, timeout)
+        self._weights = StoreWeights(self._replica.module, store, CRITIC, timeout)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with the columns `VALUE` added.
@@ -49,5 +48,5 @@ class Value:
         return append(table, VALUE, {"values": values, "value_version": np.full(len(table), version)})
 
 
-def _values(module: ValueModel, batch: Inputs) -> Tensor:
-    return module(batch.input_ids, batch.select, batch.positions, batch.owners)
+def _values(module: ValueModel, batch: ModelInputs) -> Tensor:
+    return module(batch.input_ids, batch.logit_index, batch.positions, batch.segment_ids)

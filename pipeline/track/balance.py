@@ -38,7 +38,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
     if rollout >= MATTERS and train >= MATTERS:
         return (
             f"{idle}: they wait for each other; raise algorithm.max_staleness to let engines generate ahead, or see "
-            "whether trainer.early can begin before an iteration is complete"
+            "whether trainer.stream_gradients can begin before an iteration is complete"
         )
     if train >= MATTERS:
         return (

@@ -1,8 +1,9 @@
-"""Several runs in one picture and one table, made from their `metrics.jsonl` alone.
+"""Several runs in one figure and one table, made from their `metrics.jsonl` files.
 
-Left the validation accuracy, right the training reward (faint as measured, thick smoothed), both over iterations. A run
-has its own colour, marker and dash, so that the picture can be read without seeing colours. Runs that were validated on
-different data, or judged by different numbers, are refused: their curves would stand side by side and mean nothing.
+The left panel shows the validation accuracy, the right one the training reward (faint as measured, thick smoothed),
+both over iterations. Each run has its own colour, marker and dash, so the figure can be read without colours. A run
+without validation has no curve on the left. Runs that were validated on different data, or by different numbers, are
+refused, because their curves cannot be compared.
 """
 
 import io
@@ -37,31 +38,26 @@ class Run:
 
     label: str
     judged_by: dict[str, str]
-    """Data source to what its responses are judged by: `acc`, or `reward` where the reward function gives no `acc`."""
+    """By data source, the number that is compared: `acc`, or `reward` if the reward function gives no `acc`. Empty
+    without validation."""
     validation: tuple[list[int], list[float]]
-    """Iterations, and the validation score there: the mean over the data sources."""
+    """Iterations, and the validation score there (the mean over the data sources); both empty without validation."""
     reward: tuple[list[int], list[float]]
     """Iterations, and the mean score of the training responses."""
     seconds: float | None
     """Median seconds of an iteration; None before the first has ended."""
-
-    @property
-    def best(self) -> tuple[int, float]:
-        """Iteration and score of the best validation, the earliest of equally good ones."""
-        iteration, score = max(zip(*self.validation, strict=True), key=lambda point: (point[1], -point[0]))
-        return iteration, score
 
 
 def read_runs(folders: Sequence[Path], labels: Sequence[str] | None = None) -> list[Run]:
     """The runs in these folders.
 
     Args:
-        folders: runs' folders, at least one.
-        labels: what to call them, in the same order; None calls them by their folders.
+        folders: Folders of runs, at least one.
+        labels: Names of the runs, in the same order; None names them by their folders.
 
     Raises:
-        ValueError: as many labels as folders are wanted; two labels are equal; a folder is not there, holds no run, or
-            its run has no validation; the runs were not validated alike; a `metrics.jsonl` is damaged.
+        ValueError: There are more or fewer labels than folders; two labels are equal; a folder is missing or holds no
+            run; runs were validated differently; a `metrics.jsonl` is damaged.
     """
     if labels is None:
         names = [folder.absolute().name for folder in folders]
@@ -74,17 +70,18 @@ def read_runs(folders: Sequence[Path], labels: Sequence[str] | None = None) -> l
     if repeated := [label for place, label in enumerate(labels) if label in labels[:place]]:
         raise ValueError(f"two runs are called {repeated[0]!r}; give each run once, and a label of its own")
     runs = [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
-    for run in runs[1:]:
-        if run.judged_by != runs[0].judged_by:
+    validated = [run for run in runs if run.judged_by]
+    for run in validated[1:]:
+        if run.judged_by != validated[0].judged_by:
             raise ValueError(
-                f"{runs[0].label} was validated by {_sources(runs[0])}, but {run.label} by {_sources(run)}; only runs "
-                "with the same data.val_files and reward can be compared"
+                f"{validated[0].label} was validated by {_sources(validated[0])}, but {run.label} by {_sources(run)}; "
+                "only runs with the same data.val_files and reward can be compared"
             )
     return runs
 
 
 def draw(runs: Sequence[Run]) -> "Figure":
-    """The figure of `runs`, which were validated alike."""
+    """The figure of `runs`, as `read_runs` returns them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
@@ -96,9 +93,9 @@ def draw(runs: Sequence[Run]) -> "Figure":
         iterations, rewards = run.reward
         right.plot(iterations, rewards, color=colour, linewidth=0.6, alpha=0.25, gid=f"{run.label} raw")
         right.plot(iterations, smoothed(rewards), **line, gid=f"{run.label} smoothed")
-    judged_by = runs[0].judged_by
+    judged_by = next((run.judged_by for run in runs if run.judged_by), {})
     what = "accuracy" if set(judged_by.values()) == {"acc"} else "score"
-    left.set_title(f"validation {what}", fontsize=12, loc="left")
+    left.set_title(f"validation {what}" if judged_by else "no validation", fontsize=12, loc="left")
     left.set_ylabel(f"{what} ({', '.join(judged_by)})", fontsize=11)
     right.set_title("training reward (smoothed; faint as measured)", fontsize=12, loc="left")
     right.set_ylabel("mean score", fontsize=11)
@@ -112,7 +109,7 @@ def draw(runs: Sequence[Run]) -> "Figure":
 
 
 def save(runs: Sequence[Run], out: Path) -> None:
-    """Draws `runs` into the PNG `out`, replacing an older one in one step.
+    """Write the figure of `runs` to the PNG file `out`, replacing an older one in one step.
 
     Raises:
         OSError: `out` cannot be written.
@@ -131,8 +128,11 @@ def table(runs: Sequence[Run]) -> Table:
         result.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         points = list(zip(*run.validation, strict=True))
-        shown = [f"{score:.3f} ({iteration})" for iteration, score in (points[0], points[-1], run.best)]
-        result.add_row(run.label, *shown, "-" if run.seconds is None else f"{run.seconds:.2f}")
+        cells = ["-"] * 3
+        if points:
+            best = max(points, key=lambda point: (point[1], -point[0]))
+            cells = [f"{score:.3f} ({iteration})" for iteration, score in (points[0], points[-1], best)]
+        result.add_row(run.label, *cells, "-" if run.seconds is None else f"{run.seconds:.2f}")
     return result
 
 
@@ -143,16 +143,11 @@ def _read(folder: Path, label: str) -> Run:
     if not records:
         missing = "an empty" if (folder / "metrics.jsonl").exists() else "no"
         raise ValueError(f"{folder} holds {missing} metrics.jsonl, so it has no run, or one before its first iteration")
-    found = [match for record in records for match in map(VALIDATION.match, record) if match]
-    judged_by = {match["source"]: match["variable"] for match in sorted(found, key=lambda match: match["source"])}
+    matches = [match for record in records for match in map(VALIDATION.match, record) if match]
+    judged_by = {match["source"]: match["variable"] for match in sorted(matches, key=lambda match: match["source"])}
     scores = {record["iteration"]: validation_scores(record) for record in records}
     # An iteration that lacks a source (all of its rewards failed) would be a mean over others than its neighbours.
     validated = {iteration: known for iteration, known in scores.items() if known and known.keys() == judged_by.keys()}
-    if not validated:
-        raise ValueError(
-            f"the run in {folder} has no validation yet (no metric val-core/.../mean@N in its metrics.jsonl); give it "
-            "data.val_files, or leave it out"
-        )
     seconds = column(records, STEP)[1]
     return Run(
         label=label,

@@ -1,5 +1,7 @@
 """The run on the terminal: a live bar on a terminal, one plain line per iteration in a log, a table at the end.
 
+Progress lines fit 80 columns, and every line is also appended to `console.log` in the run's folder.
+
 On a terminal the bar shares the screen with whatever else prints (Ray's worker output, warnings): rich catches
 `sys.stdout` and `sys.stderr` while the bar is alive and puts foreign lines above it. Elsewhere (CI, `ray job submit`)
 nothing is redrawn; the phases are printed until the first iteration, as engine start-up is the longest silence.
@@ -9,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -23,18 +26,31 @@ from pipeline.track.history import EXPLAINED, REWARD, column, validation_scores
 THROUGHPUT = "perf/throughput"
 STEP = "timing_s/step"
 RECENT = 0.8
+WIDTH = 80
+"""Columns of a progress line."""
 
 
 class RunConsole:
     """Progress of one run; methods may be called from several threads."""
 
-    def __init__(self, name: str, total_iterations: int | None, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        total_iterations: int | None,
+        console: Console | None = None,
+        log: Path | None = None,
+        unit: str = "it",
+    ) -> None:
         """
         Args:
             name: the run's name.
             total_iterations: iterations in all, None when unknown.
             console: where to print; standard output if None.
+            log: file to which every line is appended; None keeps none.
+            unit: short word for what is counted as an iteration.
         """
+        self._unit = unit
+        self._log = log
         self._name = name
         self._total = total_iterations
         self._console = console or Console(highlight=False, soft_wrap=True)
@@ -58,17 +74,15 @@ class RunConsole:
         """What the run does or waits for now."""
         with self._lock:
             changed, self._status = text != self._status, text
-            plain = changed and self._live is None and self._first is None
-        if plain:
+            early = changed and self._first is None
+        if early:
             self._print(f"{self._name}: {text}")
 
     def notice(self, text: str) -> None:
         """What has to be seen in a log, too, whatever the run does."""
         with self._lock:
             self._status = text
-            plain = self._live is None
-        if plain:
-            self._print(f"{self._name}: {text}")
+        self._print(f"{self._name}: {text}")
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Takes over one iteration's metrics."""
@@ -86,13 +100,12 @@ class RunConsole:
                 self._reward = f"reward {metrics[REWARD]:.3f}"
             scores = validation_scores(metrics)
             if scores:
-                self._validation = f"validation {sum(scores.values()) / len(scores):.3f} (iteration {iteration})"
+                self._validation = f"val {sum(scores.values()) / len(scores):.3f} ({iteration})"
             if THROUGHPUT in metrics:
-                self._throughput = f"{_number(metrics[THROUGHPUT])} tokens/s"
+                self._throughput = f"{_number(metrics[THROUGHPUT])} tok/s"
             self._idle = figure(metrics) or self._idle
-            line = "  ".join([f"iteration {self._counter()}", *self._figures(), *self._times(now)])
-        if self._live is None:
-            self._print(line)
+            line = self._line(now)
+        self._print(line)
 
     def stop(self) -> None:
         """Takes the bar away; safe to call twice."""
@@ -123,6 +136,7 @@ class RunConsole:
         for line in lines:
             # Commands and paths stay on one line however narrow the terminal, so that they can be copied.
             self._console.print(line, soft_wrap=True)
+            self._keep(line.plain)
 
     def _render(self) -> Group:
         with self._lock:
@@ -141,18 +155,36 @@ class RunConsole:
         return Group(*parts, Text(status, style="dim", overflow="ellipsis", no_wrap=True))
 
     def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
-        self._console.file.flush()
+        """Print a line where no bar is alive, and keep it in the file."""
+        if self._live is None:
+            self._console.print(Text(text), soft_wrap=True)
+            self._console.file.flush()
+        self._keep(text)
+
+    def _keep(self, text: str) -> None:
+        if self._log is not None:
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    def _line(self, now: float) -> str:
+        """One iteration in at most `WIDTH` columns; figures are left out from the end of `_figures` on."""
+        figures = self._figures()
+        while True:
+            line = "  ".join([self._counter(), *figures, *self._times(now)])
+            if len(line) <= WIDTH or not figures:
+                return line
+            figures.pop()
 
     def _counter(self) -> str:
         return f"{self._iteration}/{self._total}" if self._total is not None else str(self._iteration)
 
     def _figures(self) -> list[str]:
-        pace = f"{self._step_s:.1f} s/iteration" if self._step_s is not None else ""
-        return [text for text in (self._reward, self._validation, self._throughput, pace, self._idle) if text]
+        """The figures of the last iteration, the most important first."""
+        pace = f"{self._step_s:.1f} s/{self._unit}" if self._step_s is not None else ""
+        return [text for text in (self._reward, self._validation, pace, self._throughput, self._idle) if text]
 
     def _times(self, now: float) -> list[str]:
-        times = [f"elapsed {clock(now - self._began)}"]
+        times = [clock(now - self._began)]
         if self._total is not None and self._step_s is not None:
             left = (self._total - self._iteration) * self._step_s - (now - self._last_at)
             times.append(f"left {clock(max(0.0, left))}")

@@ -1,22 +1,34 @@
-"""From the run's messages to its record: the driver reads the policy store's mailbox and tells the tracker.
+"""From the run's events to its record: the driver reads the policy store's event log and tells the tracker.
 
 An iteration's metrics come from several parties: the train workers, the engines (when they loaded a version), the
 prompt source, the validation stage. `Follower` puts them together, one record per iteration, and nothing of Ray is in
-it: messages go in, calls of the tracker come out.
+it: events go in, calls of the tracker come out.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from pipeline.prompts.stage import Schedule
-from pipeline.track.metrics import reduce
+from pipeline.stats import reduce
+from pipeline.store.events import (
+    AttemptBegun,
+    AttemptFailed,
+    CheckpointBegun,
+    CheckpointSaved,
+    Event,
+    IterationTrained,
+    PromptsMade,
+    TrainingEnded,
+    ValidationAnnounced,
+    ValidationScored,
+    VersionLoaded,
+)
 from pipeline.track.validation import validation_metrics
 
 SAMPLES_EVERY = 10
+
+if TYPE_CHECKING:
+    from pipeline.prompts.stage import Schedule
 
 
 class Record(Protocol):
@@ -46,7 +58,7 @@ class Keeper(Protocol):
 
 
 class Follower:
-    """Turns messages into records.
+    """Turns events into records.
 
     Args:
         tracker: where records go.
@@ -54,20 +66,20 @@ class Follower:
         schedule: which versions are validated.
         val_n: responses per validation prompt.
         log_samples: rows of a table of samples.
-        train_samples: `(iteration, count)` to sample trajectories of an iteration.
+        samples: `(split, iteration, count)` to that many recorded rows.
     """
 
     def __init__(
         self,
         tracker: Record,
         keeper: Keeper,
-        schedule: Schedule,
+        schedule: "Schedule",
         val_n: int,
         log_samples: int,
-        train_samples: Callable[[int, int], list[dict[str, Any]]],
+        samples: Callable[[str, int, int], list[dict[str, Any]]],
     ):
         self._tracker, self._keeper, self._schedule = tracker, keeper, schedule
-        self._val_n, self._log_samples, self._train_samples = val_n, log_samples, train_samples
+        self._val_n, self._log_samples, self._samples = val_n, log_samples, samples
         self._records: dict[int, dict[str, float]] = {}
         self._extra: dict[int, dict[str, float]] = defaultdict(dict)
         self._spent: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
@@ -76,69 +88,81 @@ class Follower:
         self._validated_early: dict[int, dict[str, float]] = {}
         self._validated_versions: set[int] = set()
         self._logged = self._taken = -1
-        self._chunks: dict[int, dict[str, pa.Table]] = defaultdict(dict)
-        self._generations = 0
+        self._scored: dict[int, dict[str, ValidationScored]] = defaultdict(dict)
+        """Parts of a validation by the first prompt of each."""
+        self._attempts = 0
         self._reason: str | None = None
         self.training = False
         """Whether the train workers have begun, and have not failed since."""
-        self.done: dict[str, Any] | None = None
+        self.done: TrainingEnded | None = None
 
-    def handle(self, message: dict[str, Any]) -> None:
-        """Take one message of the policy store."""
-        getattr(self, f"_{message['kind']}")(message)
+    def handle(self, event: Event) -> None:
+        """Take one event of the policy store."""
+        match event:
+            case AttemptFailed():
+                self._failed(event)
+            case AttemptBegun():
+                self._begun(event)
+            case PromptsMade():
+                self._extra[event.iteration] |= event.metrics
+            case VersionLoaded():
+                self._loaded(event)
+            case IterationTrained():
+                self._iteration(event)
+            case ValidationAnnounced():
+                self._announced(event)
+            case ValidationScored():
+                self._validated(event)
+            case CheckpointBegun():
+                self._saving(event)
+            case CheckpointSaved():
+                self._keeper.saved(event.version, event.rank, event.ranks)
+            case TrainingEnded():
+                self._done(event)
 
-    def _failed(self, message: dict[str, Any]) -> None:
+    def _failed(self, event: AttemptFailed) -> None:
         # The first to speak knows best: the others tell what followed from it.
-        self._reason = self._reason or message["reason"]
+        self._reason = self._reason or event.reason
         self.training = False
 
-    def _begun(self, message: dict[str, Any]) -> None:
-        version = message["version"]
-        if self._generations:
+    def _begun(self, event: AttemptBegun) -> None:
+        version = event.version
+        if self._attempts:
             self._tracker.notice(
                 f"restarted the train workers from iteration {version} because {self._reason or 'they failed'}"
             )
-            # What was told of the generation before has no end, or is told again.
-            for part in (self._extra, self._spent, self._expected, self._validated_early, self._chunks):
+            # What was told of the attempt before has no end, or is told again.
+            for part in (self._extra, self._spent, self._expected, self._validated_early, self._scored):
                 part.clear()
             self._keeper.restarted()
         self._records = {i: record for i, record in self._records.items() if i <= version}
         if version not in self._records and (recorded := self._tracker.recorded(version)) is not None:
             # A validation that was cut off is made again, and belongs to this record.
             self._records[version] = recorded
-        self._logged = min(self._logged, version) if self._generations else max(self._records, default=-1)
-        self._generations += 1
+        self._logged = min(self._logged, version) if self._attempts else max(self._records, default=-1)
+        self._attempts += 1
         self._taken = version
         self._reason, self.training = None, True
 
-    def _prompts(self, message: dict[str, Any]) -> None:
-        self._extra[message["iteration"]] |= message["metrics"]
-
-    def _counted(self, message: dict[str, Any]) -> None:
-        # Dynamic sampling knows the iteration of a chunk later, and may have trained the one that is named here.
-        extra = self._extra[max(message["iteration"], self._taken + 1)]
-        for name, count in message["metrics"].items():
-            extra[name] = extra.get(name, 0) + count
-
-    def _loaded(self, message: dict[str, Any]) -> None:
+    def _loaded(self, event: VersionLoaded) -> None:
         # Version v generates iteration v + 1, or a later one where the trainer has that already; the slowest engine
         # counts.
-        number = max(message["version"], self._taken) + 1
+        number = max(event.version, self._taken) + 1
         extra = self._extra[number]
-        for name, key in (("timing_s/update_weights", "update_s"), ("timing_s/load_weights", "load_s")):
-            if message[key] is not None:
-                extra[name] = max(extra.get(name, 0.0), message[key])
+        for name, value in (("timing_s/update_weights", event.update_s), ("timing_s/load_weights", event.load_s)):
+            if value is not None:
+                extra[name] = max(extra.get(name, 0.0), value)
         extra["rollout/engines_loaded"] = extra.get("rollout/engines_loaded", 0) + 1
         idle, whole = self._spent[number]
-        self._spent[number] = idle, whole = idle + message["idle_s"], whole + message["idle_s"] + message["busy_s"]
-        if whole and message["update_s"] is not None:
+        self._spent[number] = idle, whole = idle + event.idle_s, whole + event.idle_s + event.busy_s
+        if whole and event.update_s is not None:
             extra["perf/rollout_idle"] = idle / whole
         # What the last version generates is its validation, which says so itself.
-        if message["version"] < self._schedule.iterations:
-            self._tracker.status(f"iteration {message['version'] + 1}: generating")
+        if event.version < self._schedule.iterations:
+            self._tracker.status(f"iteration {event.version + 1}: generating")
 
-    def _iteration(self, message: dict[str, Any]) -> None:
-        iteration = message["iteration"]
+    def _iteration(self, event: IterationTrained) -> None:
+        iteration = event.iteration
         validation = self._validated_early.pop(iteration, {})
         # Restarted train workers repeat iterations: what is known of this one and later ones is void.
         self._records = {i: record for i, record in self._records.items() if i < iteration}
@@ -148,30 +172,31 @@ class Follower:
         self._logged = min(self._logged, iteration - 1)
         self._taken = iteration
         self._spent.pop(iteration, None)
-        self._records[iteration] = self._extra.pop(iteration, {}) | message["metrics"] | validation
+        self._records[iteration] = self._extra.pop(iteration, {}) | event.metrics | validation
         self._log_complete()
         if self._log_samples and iteration % SAMPLES_EVERY == 0:
-            self._tracker.samples(iteration, self._train_samples(iteration, self._log_samples))
+            self._tracker.samples(iteration, self._samples("train", iteration, self._log_samples))
 
-    def _validation(self, message: dict[str, Any]) -> None:
-        self._expected[message["version"]] = message["prompts"] * self._val_n
-        self._chunks.pop(message["version"], None)
-        self._validated_early.pop(message["version"], None)
-        self._tracker.status(f"validating policy version {message['version']}")
+    def _announced(self, event: ValidationAnnounced) -> None:
+        self._expected[event.version] = event.prompts * self._val_n
+        self._scored.pop(event.version, None)
+        self._validated_early.pop(event.version, None)
+        self._tracker.status(f"validating policy version {event.version}")
 
-    def _validated(self, message: dict[str, Any]) -> None:
-        table = message["rows"]
-        version = table["iteration"][0].as_py()
-        chunks = self._chunks[version]
-        # A task that Ray repeats reports its chunk again.
-        chunks[table["uid"][0].as_py()] = table
-        if sum(len(chunk) for chunk in chunks.values()) < self._expected[version]:
+    def _validated(self, event: ValidationScored) -> None:
+        version = event.version
+        if version not in self._expected:
             return
-        rows = pa.concat_tables(self._chunks.pop(version).values())
-        del self._expected[version]
-        validation = reduce([validation_metrics(rows)])
+        parts = self._scored[version]
+        # A task that Ray repeats reports its prompts again.
+        parts[event.prompts[0].uid] = event
+        prompts = [prompt for part in parts.values() for prompt in part.prompts]
+        if sum(prompt.responses for prompt in prompts) < self._expected[version]:
+            return
+        validation = reduce([validation_metrics(prompts)])
         # All chunks of a validation start together, so the slowest one's time is the whole.
-        validation["timing_s/testing"] = pc.max(rows["generate_s"]).as_py()
+        validation["timing_s/testing"] = max(part.generate_s for part in parts.values())
+        del self._scored[version], self._expected[version]
         if version in self._records or version == 0:
             self._records[version] = self._records.get(version, {}) | validation
             self._validated_versions.add(version)
@@ -182,19 +207,16 @@ class Follower:
             # A version is published before its iteration is reported, so a quick validation comes first.
             self._validated_early[version] = validation
         if self._log_samples:
-            self._tracker.samples(version, rows.slice(0, self._log_samples).to_pylist())
+            self._tracker.samples(version, self._samples("val", version, self._log_samples))
 
-    def _saving(self, message: dict[str, Any]) -> None:
+    def _saving(self, event: CheckpointBegun) -> None:
         # A run that goes on from the checkpoint never hears of this iteration again. Its validation may still come.
-        version = message["version"]
+        version = event.version
         if version > self._logged and version in self._records:
             self._tracker.keep(version, self._records[version])
 
-    def _saved(self, message: dict[str, Any]) -> None:
-        self._keeper.saved(message["version"], message["rank"], message["ranks"])
-
-    def _done(self, message: dict[str, Any]) -> None:
-        self.done = message
+    def _done(self, event: TrainingEnded) -> None:
+        self.done = event
         # A run that was stopped does not validate its last version.
         for number in sorted(i for i in self._records if i > self._logged):
             self._log(number)

@@ -1,7 +1,8 @@
-"""MLflow: embedded SQLite store under the run's folder, or the server that `MLFLOW_TRACKING_URI` names.
+"""MLflow: one SQLite store for all runs of a folder, or the server that `MLFLOW_TRACKING_URI` names.
 
-1. Embedded: `runs/NAME/mlflow.db`, artifacts in `runs/NAME/mlartifacts`. With `MLFLOW_TRACKING_URI` set, MLflow's
-   usual variables (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_TOKEN`, `MLFLOW_EXPERIMENT_NAME`, ...) hold.
+1. Without a server: `runs/mlflow.db` beside the folders of the runs, artifacts in `runs/mlartifacts`. With
+   `MLFLOW_TRACKING_URI` set, MLflow's usual variables (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_TOKEN`,
+   `MLFLOW_EXPERIMENT_NAME`, ...) hold.
 2. Metric names: MLflow takes letters, digits, `_ - . : /` and spaces. `@` becomes `_at_` (`mean@8` is `mean_at_8`),
    any other character `_`.
 3. The run's id stands in `runs/NAME/mlflow_run_id`; a resumed run goes on in the same MLflow run. Parameters cannot
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.track.datasets import dataset_inputs
 from pipeline.track.loggers import shown
 from pipeline.track.provenance import flattened, git_commit, masked, versions
 from pipeline.track.sender import Rejected
@@ -53,18 +55,45 @@ def mlflow_name(name: str) -> str:
     return "/".join(parts).lstrip(".") or "_"
 
 
+def local_store(run_dir: Path) -> Path:
+    """The SQLite file that tracks the run of folder `run_dir` where no server does: one file for all runs beside it.
+
+    A run that began with a store in its own folder keeps that store.
+    """
+    earlier = run_dir / "mlflow.db"
+    return earlier if earlier.is_file() else run_dir.parent / "mlflow.db"
+
+
 class MlflowLogger:
     """One MLflow run. Its methods run in the sender's thread; the first call, `start`, takes seconds."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any], project: str, name: str, *, resume: bool) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        project: str,
+        name: str,
+        *,
+        resume: bool,
+        id_dir: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            run_dir: the run's folder, whose store is used without a server (`local_store`).
+            config: the settings, which become parameters.
+            project: the experiment.
+            name: the run's name.
+            resume: continue the MLflow run whose id is kept.
+            id_dir: folder that keeps the id; None is `run_dir`.
+        """
         self._run_dir = run_dir.absolute()
         self._config = masked(config)
         self._project = project
         self._name = name
         self._resume = resume
-        self._id_file = self._run_dir / "mlflow_run_id"
+        self._id_file = (id_dir or self._run_dir) / "mlflow_run_id"
         self._server = os.environ.get("MLFLOW_TRACKING_URI")
-        self._embedded = f"sqlite:///{self._run_dir / 'mlflow.db'}"
+        self._store = local_store(self._run_dir)
         self._connected: MlflowClient | None = None
         self._run_id = ""
 
@@ -80,6 +109,8 @@ class MlflowLogger:
             client.update_run(run.info.run_id, status="RUNNING")
         self._run_id = run.info.run_id
         self._log_settings(client, run)
+        if inputs := dataset_inputs(self._config):
+            client.log_inputs(self._run_id, inputs)
 
     def log(self, iteration: int, time: float, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -113,7 +144,7 @@ class MlflowLogger:
     def where(self) -> str:
         if self._server:
             return self._server
-        return f"mlflow ui --backend-store-uri sqlite:///{shown(self._run_dir / 'mlflow.db')}"
+        return f"mlflow ui --backend-store-uri sqlite:///{shown(self._store)}"
 
     def _client(self) -> "MlflowClient":
         if self._connected is None:
@@ -124,7 +155,7 @@ class MlflowLogger:
             for noisy in ("mlflow.store.db.utils", "alembic"):
                 logging.getLogger(noisy).setLevel(logging.WARNING)
             # The SQLite tables are made here, which takes seconds the first time.
-            self._connected = MlflowClient(self._server or self._embedded)
+            self._connected = MlflowClient(self._server or f"sqlite:///{self._store}")
         return self._connected
 
     def _earlier(self, client: "MlflowClient") -> "Run | None":
@@ -152,7 +183,7 @@ class MlflowLogger:
         experiment = client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
-        artifacts = None if self._server else (self._run_dir / "mlartifacts").as_uri()
+        artifacts = None if self._server else (self._store.parent / "mlartifacts").as_uri()
         return str(client.create_experiment(name, artifact_location=artifacts))
 
     def _log_settings(self, client: "MlflowClient", run: "Run") -> None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 
 from pipeline.rows import flat
-from pipeline.track.metrics import Stat, Stats, summary
+from pipeline.stats import Stat, Stats, summary
 
 GIB = 2**30
 PHASES = ("old_log_prob", "update_critic", "update_actor")

@@ -10,23 +10,38 @@ from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("slipstream-rl", "ray", "torch", "vllm", "transformers", "mlflow", "pyarrow")
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
+SECRET = re.compile(
+    r"(?:TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)(?!.*_ENV\Z)", re.IGNORECASE
+)
+"""Names of secrets. A name that ends with `_env` is that of a setting that names an environment variable."""
 
 
 def masked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the values of secret-looking environment variables (below any `env_vars`) replaced by `***`."""
+    """`config` with `***` in place of secrets.
 
-    def walk(node: Any, environment: bool) -> Any:
-        if isinstance(node, Mapping):
-            return {
-                str(key): "***" if environment and SECRET.search(str(key)) else walk(value, str(key) == "env_vars")
-                for key, value in node.items()
-            }
+    Only mappings with free keys can hold secrets: `env_vars`, and the options of functions and engines (any key that
+    ends with `kwargs`). Below those, text, lists and mappings under a name like `SECRET` are masked; below `env_vars`
+    numbers are masked too.
+    """
+
+    def walk(node: Any, free: bool, environment: bool) -> Any:
         if isinstance(node, (list, tuple)):
-            return [walk(value, False) for value in node]
-        return node
+            return [walk(value, free, environment) for value in node]
+        if not isinstance(node, Mapping):
+            return node
+        result: dict[str, Any] = {}
+        for key, value in node.items():
+            name = str(key)
+            hideable = environment or isinstance(value, (str, bytes, list, tuple, Mapping))
+            if free and hideable and SECRET.search(name):
+                result[name] = "***"
+            else:
+                below = environment or name == "env_vars"
+                result[name] = walk(value, free or below or name.endswith("kwargs"), below)
+        return result
 
-    return {str(key): walk(value, str(key) == "env_vars") for key, value in config.items()}
+    secrets_masked: dict[str, Any] = walk(config, False, False)
+    return secrets_masked
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

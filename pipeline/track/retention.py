@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from pipeline import checkpoints
+from pipeline.storage import checkpoints
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,37 @@ log = logging.getLogger(__name__)
 STATUSES = ("finished", "interrupted", "failed")
 
 
+def make_loggers(
+    names: Sequence[str],
+    folder: Path,
+    config: Mapping[str, Any],
+    project: str,
+    name: str,
+    resume: bool,
+    store_of: Path | None = None,
+) -> dict[str, Logger]:
+    """The trackers of a run, by name.
+
+    Args:
+        names: any of `mlflow`, `wandb`, `tensorboard`; others are left out.
+        folder: the run's folder, which keeps the ids of the tracker runs.
+        config: the resolved configuration as plain nested mappings.
+        project: MLflow experiment, wandb project.
+        name: the run's name.
+        resume: continue the tracker runs that the folder has.
+        store_of: folder of the run whose MLflow store is used without a server; None is `folder`.
+    """
+    loggers: dict[str, Logger] = {}
+    if "mlflow" in names:
+        store = store_of or folder
+        loggers["mlflow"] = MlflowLogger(store, config, project, name, resume=resume, id_dir=folder)
+    if "wandb" in names:
+        loggers["wandb"] = WandbLogger(folder, config, project, name, resume=resume)
+    if "tensorboard" in names:
+        loggers["tensorboard"] = TensorBoardLogger(folder, config, resume=resume)
+    return loggers
+
+
 class Tracker:
     """Metrics of one run, from `start` to `finish`; methods may be called from several threads."""
 
@@ -65,14 +96,10 @@ class Tracker:
         self._lock = threading.Lock()
         self._history: History | None = None
         self._finished = False
-        self._console = RunConsole(name, total_iterations) if "console" in loggers else None
-        self._loggers: dict[str, Logger] = {}
-        if "mlflow" in loggers:
-            self._loggers["mlflow"] = MlflowLogger(self._run_dir, config, project, name, resume=resume)
-        if "wandb" in loggers:
-            self._loggers["wandb"] = WandbLogger(self._run_dir, config, project, name, resume=resume)
-        if "tensorboard" in loggers:
-            self._loggers["tensorboard"] = TensorBoardLogger(self._run_dir, config, resume=resume)
+        self._console = (
+            RunConsole(name, total_iterations, log=self._run_dir / "console.log") if "console" in loggers else None
+        )
+        self._loggers = make_loggers(loggers, self._run_dir, config, project, name, resume)
         self._senders = {logger: Sender(logger) for logger in self._loggers}
         self._plotter = Sender("the learning-curve plot")
 

@@ -5,6 +5,9 @@ one chunk of validation rows. A chunk's file name follows from its rows alone, s
 replaces its own file; a file is written aside and renamed, so a reader never sees half of one. The column `iteration`
 stands in the folder's name and not in the file, as readers of partitioned data (pandas, pyarrow, DuckDB, polars)
 expect: with both they refuse the folder for its two types.
+
+Old log-probs that the trainer recomputes are known after a row has left the stream. Each train worker writes its own to
+`old_log_probs/iteration=NNNNNN/rank-RRRRR.parquet`; `uid` and `sample` name the row.
 """
 
 import hashlib
@@ -12,14 +15,16 @@ import os
 import uuid
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from pipeline.storage import filesystem_of
+from pipeline.rows import FLOATS, flat, ragged
+from pipeline.storage.filesystem import filesystem_of
 
-FOLDERS = {"train": "trajectories", "val": "validation"}
+FOLDERS = {"train": "trajectories", "val": "validation", "old_log_probs": "old_log_probs"}
 
 
 class Record:
@@ -51,18 +56,38 @@ class Record:
             rows = table if len(parts) == 1 else table.filter(_mask(table, part))
             folder = _folder(self._root, part["split"], part["iteration"])
             path = f"{folder}/{_file_name(rows, part['chunk'])}"
-            try:
-                self._write(folder, path, rows.drop_columns(["iteration"]))
-            except OSError as error:
-                raise OSError(
-                    error.errno or 5,
-                    f"the trajectories of iteration {part['iteration']} cannot be written to {path} "
-                    f"({error.strerror or error}); free space there, allow writing, or choose another folder with "
-                    "`trainer.default_local_dir`",
-                ) from error
+            self._write(folder, path, rows.drop_columns(["iteration"]))
         return table
 
+    def old_log_probs(self, table: pa.Table, iteration: int, rank: int, old_log_probs: np.ndarray) -> None:
+        """Write the old log-probs that the trainer has recomputed.
+
+        Args:
+            table: one rank's rows of the iteration, in the order of `old_log_probs`.
+            iteration: the iteration that trains on them.
+            rank: the train worker.
+            old_log_probs: [N], one for each response token.
+
+        Raises:
+            OSError: the file cannot be written; the message names it.
+        """
+        offsets = flat(table, "response_ids")[1]
+        rows = table.select(["uid", "sample", "chunk"])
+        rows = rows.append_column("old_log_probs", ragged(old_log_probs, offsets, FLOATS))
+        folder = _folder(self._root, "old_log_probs", iteration)
+        self._write(folder, f"{folder}/rank-{rank:05d}.parquet", rows)
+
     def _write(self, folder: str, path: str, rows: pa.Table) -> None:
+        try:
+            self._replace(folder, path, rows)
+        except OSError as error:
+            raise OSError(
+                error.errno or 5,
+                f"the trajectories cannot be written to {path} ({error.strerror or error}); free space there, allow "
+                "writing, or choose another folder with `trainer.default_local_dir`",
+            ) from error
+
+    def _replace(self, folder: str, path: str, rows: pa.Table) -> None:
         # The bytes are complete before a file is opened: closing a half-written stream of an object store would
         # otherwise publish it.
         content = pa.BufferOutputStream()
@@ -88,11 +113,11 @@ def read_trajectories(
     Args:
         run_dir: the run's folder or URL.
         iteration: which; with `split="val"` the policy version that was validated.
-        split: `train` or `val`.
+        split: `train`, `val`, or `old_log_probs`.
         columns: which columns are read besides `iteration`; None reads all.
 
     Raises:
-        ValueError: `split` is neither, or the file system of a URL is unknown.
+        ValueError: `split` is none of these, or the file system of a URL is unknown.
         FileNotFoundError: nothing was recorded of that iteration.
     """
     filesystem, root = filesystem_of(run_dir)
@@ -145,7 +170,7 @@ def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
 
 def _folder(root: str, split: str, iteration: int) -> str:
     if split not in FOLDERS:
-        raise ValueError(f"split {split!r} of iteration {iteration} is neither `train` nor `val`")
+        raise ValueError(f"split {split!r} of iteration {iteration} is none of {', '.join(FOLDERS)}")
     return f"{root}/{FOLDERS[split]}/iteration={iteration:06d}"
 
 

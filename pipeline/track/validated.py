@@ -4,25 +4,21 @@ In a module of its own, beside the other light stages: a worker that runs them h
 not have to import the models'.
 """
 
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.ask import ask
+from pipeline.store.client import StoreClient
+from pipeline.store.events import ValidationScored
+from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import Record
+from pipeline.track.validation import prompt_scores
 
 
 class Validation:
-    """Where validation rows leave the stream: recorded, and reported to the driver."""
+    """Where validation rows leave the stream: they are recorded, and the driver gets their numbers."""
 
-    COLUMNS = (
-        *("iteration", "data_source", "uid", "prompt", "response"),
-        *("score", "reward_parts", "reward_error", "generate_s"),
-    )
-
-    def __init__(self, run_dir: str, store: Any, generation: int):
-        self._record, self._store, self._generation = Record(run_dir), store, generation
+    def __init__(self, run_dir: str, store: StoreClient):
+        self._record, self._store = Record(run_dir), store
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The rows of `table` that are not for validation."""
@@ -31,5 +27,8 @@ class Validation:
             return table
         validation = table.filter(for_validation)
         self._record(validation)
-        ask(self._store, "validated", self._generation, validation.select(self.COLUMNS))
+        version = validation["iteration"][0].as_py()
+        seconds = pc.max(validation["generate_s"]).as_py()
+        scored = ValidationScored(version, prompt_scores(validation), seconds)
+        self._store.call(PolicyStore.record_validation, scored)
         return table.filter(pc.invert(for_validation))

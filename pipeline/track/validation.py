@@ -5,56 +5,27 @@ Every number is exact. Nothing is bootstrapped, so the same rows always give the
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from pipeline.track.metrics import Stat, Stats, mean
+from pipeline.stats import Stat, Stats, mean
+from pipeline.store.events import PromptScores
+from pipeline.track.passk import best_at_k, maj_at_n
 
 
-def best_at_k(scores: list[float], k: int) -> float:
-    """Expected largest score of k responses drawn from `scores` without replacement, exactly.
-
-    With s_1 <= ... <= s_n: sum over i of s_i * C(i - 1, k - 1) / C(n, k), the share of subsets whose largest is s_i.
-    For scores of 0 and 1 this is the unbiased pass@k of Chen et al. 2021. k above n is taken as n.
-    """
-    n = len(scores)
-    k = min(k, n)
-    subsets = math.comb(n, k)
-    return math.fsum(s * (math.comb(i, k - 1) / subsets) for i, s in enumerate(sorted(scores)))
-
-
-def maj_at_n(scores: list[float], answers: list[str]) -> float:
-    """Score of the most frequent answer: the mean score of the responses that gave it.
-
-    Where several answers are equally frequent, the mean over them: the expectation of a fair draw among the tied.
-    """
-    votes = Counter(answers)
-    most = max(votes.values())
-    by_answer: dict[str, list[float]] = defaultdict(list)
-    for answer, score in zip(answers, scores, strict=True):
-        by_answer[answer].append(score)
-    winners = [math.fsum(by_answer[answer]) / most for answer, count in votes.items() if count == most]
-    return math.fsum(winners) / len(winners)
-
-
-def validation_metrics(table: pa.Table) -> Stats:
-    """mean@N, best@k, worst@k, maj@N and std@N of each data source; groups (`uid`) must be whole on a rank.
-
-    They are given for `reward`, the score, and where the reward function also returns `acc` (whether the answer is
-    right, 0 to 1) for that; what a source is judged by, `acc` where there is one, stands under `val-core`, the other
-    under `val-aux`.
-
-    Each is worked out per prompt and averaged over prompts. N is the largest number of responses of a prompt in the
-    source. Rows whose reward failed are left out of their prompt, and counted in
-    `val-aux/{source}/reward/error_rate`.
+def prompt_scores(table: pa.Table) -> list[PromptScores]:
+    """The numbers of each prompt (`uid`), in the order of the rows; the rows of a prompt must all be there.
 
     Args:
         table: validation rows with data_source, uid, score, response, and reward_parts and reward_error where known.
     """
+    prompts: dict[tuple[str, str], PromptScores] = {}
+    numbers: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
     rows = zip(
         table["data_source"].to_pylist(),
         table["uid"].to_pylist(),
@@ -64,39 +35,55 @@ def validation_metrics(table: pa.Table) -> Stats:
         _optional(table, "reward_error"),
         strict=True,
     )
-    prompts: dict[tuple[str, str], dict[str, tuple[list[float], list[str]]]] = defaultdict(dict)
-    samples: Counter[tuple[str, str]] = Counter()
-    failed: Counter[str] = Counter()
     for source, uid, score, response, parts, error in rows:
-        samples[source, uid] += 1
+        known = prompts.get((source, uid), PromptScores(source, uid, 0, [], []))
+        known = prompts[source, uid] = replace(known, responses=known.responses + 1)
         if error is not None:
-            failed[source] += 1
             continue
-        known = json.loads(parts) if parts else {}
+        told = json.loads(parts) if parts else {}
         # A `pred` that is there and null is an answer too.
-        answer = json.dumps(known["pred"], sort_keys=True) if "pred" in known else response.strip()
-        for variable, value in (("reward", score), ("acc", known.get("acc"))):
-            if value is not None:
-                scores, answers = prompts[source, variable].setdefault(uid, ([], []))
-                scores.append(float(value))
-                answers.append(answer)
+        answer = json.dumps(told["pred"], sort_keys=True) if "pred" in told else response.strip()
+        of_prompt = numbers[source, uid]
+        vote = of_prompt.setdefault(answer, len(of_prompt))
+        known.scores.append(float(score))
+        known.votes.append(vote)
+        if told.get("acc") is not None:
+            known.accuracies.append(float(told["acc"]))
+            known.accuracy_votes.append(vote)
+    return list(prompts.values())
 
+
+def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
+    """mean@N, best@k, worst@k, maj@N and std@N of each data source.
+
+    They are given for `reward`, the score, and where the reward function also returns `acc` (whether the answer is
+    right, 0 to 1) for that; what a source is judged by, `acc` where there is one, stands under `val-core`, the other
+    under `val-aux`.
+
+    Each is worked out per prompt and averaged over prompts. N is the largest number of responses of a prompt in the
+    source. Rows whose reward failed are left out of their prompt, and counted in
+    `val-aux/{source}/reward/error_rate`.
+    """
     stats: Stats = {}
-    for source in dict.fromkeys(source for source, _ in samples):
-        sizes = [count for (other, _), count in samples.items() if other == source]
-        stats[f"val-aux/{source}/reward/error_rate"] = mean(failed[source], sum(sizes))
-        judged = "acc" if prompts[source, "acc"] else "reward"
-        for variable in ("acc", "reward"):
-            groups = list(prompts[source, variable].values())
+    for source in dict.fromkeys(prompt.data_source for prompt in prompts):
+        of_source = [prompt for prompt in prompts if prompt.data_source == source]
+        responses = sum(prompt.responses for prompt in of_source)
+        failed = responses - sum(len(prompt.scores) for prompt in of_source)
+        stats[f"val-aux/{source}/reward/error_rate"] = mean(failed, responses)
+        variables = {
+            "acc": [(prompt.accuracies, prompt.accuracy_votes) for prompt in of_source if prompt.accuracies],
+            "reward": [(prompt.scores, prompt.votes) for prompt in of_source if prompt.scores],
+        }
+        judged = "acc" if variables["acc"] else "reward"
+        n = max(prompt.responses for prompt in of_source)
+        for variable, groups in variables.items():
             if groups:
                 level = "val-core" if variable == judged else "val-aux"
-                stats |= _source_metrics(
-                    f"{level}/{source}/{variable}", f"val-aux/{source}/{variable}", groups, max(sizes)
-                )
+                stats |= _source_metrics(f"{level}/{source}/{variable}", f"val-aux/{source}/{variable}", groups, n)
     return stats
 
 
-def _source_metrics(core: str, aux: str, groups: list[tuple[list[float], list[str]]], n: int) -> Stats:
+def _source_metrics(core: str, aux: str, groups: list[tuple[list[float], list[int]]], n: int) -> Stats:
     def over_prompts(values: Iterable[float]) -> Stat:
         return mean(math.fsum(values), len(groups))
 

@@ -1,18 +1,19 @@
 """What a run waits for, told whenever nothing has moved for a minute."""
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+
+from pipeline.store.status import StoreStatus
 
 QUIET_S = 60.0
 
 
-def describe(status: Mapping[str, Any]) -> str:
+def describe(status: StoreStatus) -> str:
     """The policy store's `status` in words."""
-    waits = ", ".join(f"{count} in {phase}" for phase, count in status["waiting"].items() if count) or "none"
+    waits = ", ".join(f"{count} in {phase}" for phase, count in status.waiting.items() if count) or "none"
     return (
-        f"policy version {status['version']} is out, store waits: {waits}, last sign of life {status['alive_s']:.0f} s "
-        f"ago from {status['alive_by']}"
+        f"policy version {status.version} is out, store waits: {waits}, last heartbeat {status.alive_s:.0f} s "
+        f"ago from {status.alive_by}"
     )
 
 
@@ -32,14 +33,14 @@ class Watchdog:
         """Something came."""
         self._moved_at, self._next_s = self._clock(), self._quiet_s
 
-    def look(self, status: Mapping[str, Any]) -> str | None:
+    def look(self, status: StoreStatus) -> str | None:
         """What to say, if it is time.
 
         Args:
-            status: of the policy store; its own last sign of life counts as a movement.
+            status: of the policy store; its own last heartbeat counts as a movement.
         """
         now = self._clock()
-        self._moved_at = max(self._moved_at, now - status["alive_s"])
+        self._moved_at = max(self._moved_at, now - status.alive_s)
         silent = now - self._moved_at
         if silent < self._quiet_s:
             self._next_s = self._quiet_s

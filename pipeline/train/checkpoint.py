@@ -1,10 +1,10 @@
 """Checkpoints: the whole state of a rank's training, sharded, through `torch.distributed.checkpoint` and Ray Train.
 
-    all ranks     write their shards to a local folder     collective, training waits
-    each rank     copies it to the run's storage           behind the next iteration; tried again while storage is away
-    each rank     puts `complete_RANK` beside it           the last file; with all of them the checkpoint is whole
+    all ranks     write their shards to a local folder     collective; training waits
+    each rank     copies it to the run's storage           during the next iteration; retried while storage is away
+    each rank     puts `complete_RANK` beside it           the last file; with all of them the checkpoint is complete
 
-Nothing is pickled that comes from outside: tensors, plain numbers and settings are all there is.
+Nothing that comes from outside is unpickled: a checkpoint holds tensors, plain numbers and settings.
 """
 
 import contextlib
@@ -25,42 +25,61 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from pipeline.advantage.kl import KLController
-from pipeline.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest, root
-from pipeline.config import Config, save_yaml
-from pipeline.first_come_store import resume
-from pipeline.storage import filesystem_of
+from pipeline.models.checkpoint_reader import load_checkpoint
+from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest
+from pipeline.storage.filesystem import filesystem_of
+from pipeline.store.cursor import PromptCursor
 from pipeline.train.learner import Learner
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""Between attempts to reach the storage."""
+"""Seconds between attempts to reach the storage."""
 
 
 class Saver:
-    """Saves checkpoints, one at a time, and copies them behind the training.
+    """Saves checkpoints, one at a time, and copies them to the run's storage while training continues.
 
     Args:
-        config: settings of the run, kept in each checkpoint.
         run_dir: the run's folder or URL, which all ranks reach.
-        copied: called, in the copying thread, with the version of which this rank's part is in place.
+        root: folder or URL that holds the folder of checkpoints.
+        deadline: seconds that copying a checkpoint may take (`trainer.deadlines.checkpoint`).
+        save_settings: writes the run's settings to a file, for each checkpoint.
+        copied: called in the copying thread with the version, when this rank's part is in place.
     """
 
-    def __init__(self, config: Config, run_dir: str, copied: Callable[[int], None]):
-        self._config, self._run_dir, self._copied = config, run_dir, copied
-        self._root = root(config.trainer, run_dir)
-        self._deadline = config.trainer.deadlines.checkpoint
+    def __init__(
+        self,
+        run_dir: str,
+        root: str,
+        deadline: float,
+        save_settings: Callable[[Path], None],
+        copied: Callable[[int], None],
+    ):
+        self._run_dir = run_dir
+        self._root = root
+        self._deadline = deadline
+        self._save_settings = save_settings
+        self._copied = copied
         self._rank = dist.get_rank()
         self._idle = threading.Event()
         self._idle.set()
         self._version = -1
 
-    def save(self, learners: Sequence[Learner], kl: KLController, version: int, position: Any) -> None:
+    def save(
+        self,
+        learners: Sequence[Learner],
+        kl: KLController,
+        version: int,
+        cursor: PromptCursor | None,
+        validated: bool,
+    ) -> None:
         """Write a checkpoint and begin to copy it; a collective. Waits until the one before has been copied.
 
         Args:
             learners: actor and critic: models, optimisers and schedules to save.
             kl: its coefficient is saved.
             version: the policy version they are at.
-            position: where the prompt source goes on.
+            cursor: where the prompts of the next iteration begin; rank 0 has it.
+            validated: whether the version's validation is recorded.
 
         Raises:
             TimeoutError: copying took longer than `trainer.deadlines.checkpoint`.
@@ -68,22 +87,24 @@ class Saver:
         """
         self.wait()
         if self._rank == 0:
-            # What an abandoned try has left there would be taken for part of this one.
-            patiently(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written")
+            # Files of an abandoned attempt would count as parts of this checkpoint.
+            retry(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written")
         folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-"))
-        # No rank copies before all are here, and so none before the place is clear.
+        # A collective: no rank copies before rank 0 has cleared the folder.
         dcp.save(_state(learners), checkpoint_id=folder)
         if self._rank == 0:
+            assert cursor is not None
             progress = {
                 "version": version,
-                "position": position,
+                "cursor": cursor.to_json(),
+                "validated": validated,
                 "kl_coef": kl.coef,
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
                 "world_size": dist.get_world_size(),
                 "mlflow_run_id": self._mlflow_run_id(),
             }
             (folder / PROGRESS).write_text(json.dumps(progress))
-            save_yaml(self._config, folder / "config.yaml")
+            self._save_settings(folder / "config.yaml")
         torch.save(_rng(), folder / f"rng_{self._rank}.pt")
         self._version = version
         self._idle.clear()
@@ -116,7 +137,7 @@ class Saver:
                 pass
             return persisted
 
-        persisted = patiently(copy, self._deadline, f"{self._root}/{FOLDER}", "written")
+        persisted = retry(copy, self._deadline, f"{self._root}/{FOLDER}", "written")
         self._copied(self._version)
         self._idle.set()
         return persisted
@@ -135,8 +156,8 @@ class Saver:
             return None
 
 
-def patiently(action: Callable[[], Any], patience: float, place: str, done: str) -> Any:
-    """What `action` gives, tried again for `patience` seconds while the storage does not answer.
+def retry(action: Callable[[], Any], patience: float, place: str, done: str) -> Any:
+    """The result of `action`, which is retried for `patience` seconds while the storage does not answer.
 
     Raises:
         OSError: it did not in time; the message names `place`, which could not be `done` ("written").
@@ -158,7 +179,7 @@ def patiently(action: Callable[[], Any], patience: float, place: str, done: str)
 
 def restore(
     learners: Sequence[Learner], kl: KLController, root: str, begin: str | None = None, patience: float = 0.0
-) -> tuple[int, Any]:
+) -> tuple[int, PromptCursor, bool]:
     """Load the newest whole checkpoint of the run into `learners` and `kl`; a collective.
 
     The files say what is whole, after a failure as between two runs: Ray Train's own list lags behind them.
@@ -171,27 +192,28 @@ def restore(
         patience: seconds a storage that does not answer is tried again.
 
     Returns:
-        the policy version reached and the position of the prompt source; `(0, (0, 0))` for a new run.
+        the policy version reached, where the prompts of the next iteration begin, and whether the version has been
+        validated; version 0 for a new run.
 
     Raises:
         OSError: the storage did not answer.
         ValueError: the newest checkpoint is damaged.
     """
-    chosen: list[Any] = [None, True]
+    chosen: list[Any] = [None]
     if dist.get_rank() == 0:
-        own = patiently(lambda: newest(root), patience, root, "read")
-        chosen = [own.place if own else begin, own is not None]
+        own = retry(lambda: newest(root), patience, root, "read")
+        chosen = [own.place if own else begin]
     # One rank looks: the others might see another one.
     dist.broadcast_object_list(chosen)
     if chosen[0] is None:
-        return 0, (0, 0)
+        return 0, PromptCursor(), False
     place = chosen[0]
     filesystem, path = filesystem_of(place)
     checkpoint = Checkpoint(path, filesystem)
     with contextlib.ExitStack() as stack:
-        folder = patiently(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read")
+        folder = retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read")
         state = _state(learners)
-        dcp.load(state, checkpoint_id=folder)
+        load_checkpoint(state, folder)
         for learner in learners:
             part = state[learner.name]
             set_state_dict(
@@ -207,9 +229,7 @@ def restore(
     kl.coef = progress["kl_coef"]
     for learner in learners:
         learner.restore_schedule(progress["scheduler_steps"][learner.name])
-    position = tuple(progress["position"])
-    # Its chunks are those of its own run: this one may have others, of other data.
-    return progress["version"], position if chosen[1] else resume(position)[0]
+    return progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"]
 
 
 def _rng() -> dict[str, torch.Tensor]:

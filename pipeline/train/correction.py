@@ -1,20 +1,18 @@
 """Off-policy correction: the engine sampled with one policy and the trainer differentiates another.
 
 With r = trainer's probability / engine's probability of a token (of a response: the product over its trained tokens),
-the correction weighs a token or response by r (importance sampling), or leaves it out where r is too far from 1
-(rejection). The gap has two causes, other arithmetic in the engine and weights that have moved on since; the correction
-need not know which.
+the correction weighs a token or response by r (importance sampling), or rejects it where r is too far from 1. The two
+policies differ by arithmetic and by weights that have moved on; the correction treats both alike.
 
-1. Decoupled mode (`actor.old_log_probs=recompute`), three policies: engine, old, current. `correct` is called once per
-   iteration, on all rows, with the recomputed old log-probs. The weights carry the samples from the engine's policy to
-   the old one, and the ratio in the loss from there to the current one. What is kept replaces the response mask, in the
-   loss and in the counts it is normalised by.
-2. Bypass mode (`actor.old_log_probs=engine`), two policies: `correct` is called on each micro-batch, with the detached
-   log-probs of the current policy. The counts stay those of the original mask, since they are needed before the forward
-   pass. A loss whose ratio is taken against the engine's log-probs already holds r; the weights are for losses without
-   a ratio.
+1. Decoupled mode (`actor.old_log_probs=recompute`): the correction is from the engine's policy to the old one.
+   `correct` runs on all rows of an iteration, with the recomputed old log-probs. Rejected tokens leave the loss mask,
+   and so the counts that the loss is normalised by.
+2. Bypass mode (`actor.old_log_probs=engine`): the correction is from the engine's policy to the current one. `correct`
+   runs on each micro-batch, with detached current log-probs. The counts stay those of the loss mask, since they are
+   needed before the forward pass. A loss whose ratio is taken against the engine's log-probs already contains r, so
+   the weights are for losses without a ratio.
 
-Importance weights (`rollout_is`), per token or one per response:
+Importance weights (`rollout_is`), one per token or one per response:
 
 3. One threshold c: min(r, c), truncated importance sampling (TIS; Yao et al. 2025, "Your efficient RL framework
    secretly brings you off-policy RL training").
@@ -24,15 +22,15 @@ Rejection (`rollout_rs`; MIS and, with `seq_mean_k1`, Geo-RS: Liu et al. 2025, "
 x = log r of each trained token:
 
 5. k1 = x, k2 = x^2 / 2 and k3 = exp(x) - 1 - x are judged for each token (`token_`), or as their sum, mean or maximum
-   over the response (`seq_sum_`, `seq_mean_`, `seq_max_`). A token rule rejects the token, a response rule all of the
-   response. Every rule judges all trained tokens, and a token stays if no rule rejects it. Bounds are inclusive.
-6. The bounds of k1 are on the ratio: r of the token, of the whole response (`seq_sum_k1`), or its geometric mean over
-   the response (`seq_mean_k1`). `0.5_4.0` keeps 0.5 <= r <= 4. verl documents the same and tests -log r instead, so
-   that it keeps 0.25 <= r <= 2.
+   over the response (`seq_sum_`, `seq_mean_`, `seq_max_`). A token rule rejects the token, a response rule the whole
+   response. Every rule judges all trained tokens; a token stays if no rule rejects it. Bounds are inclusive.
+6. Bounds of k1 are on the ratio: r of the token, of the response (`seq_sum_k1`), or its geometric mean over the
+   response (`seq_mean_k1`). `0.5_4.0` keeps 0.5 <= r <= 4. verl documents the same but tests -log r, and so keeps
+   0.25 <= r <= 2.
 
-Numbers that are none: a log ratio that is NaN has weight 0, as has the response it makes NaN, passes no rule, and is
-left out of the metrics. Rules see log ratios as they are; for weights and metrics they, and their sums over a response,
-are held to plus or minus 20, so that `exp` stays finite.
+A log ratio that is NaN has weight 0, as has its response; it passes no rule and is left out of metrics. Rules see log
+ratios as they are. For weights and metrics log ratios, and their sums over a response, are clamped to plus or minus 20,
+so that `exp` stays finite.
 """
 
 import math
@@ -42,9 +40,9 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from pipeline.advantage.config import RolloutCorrectionConfig
-from pipeline.kl import MAX_LOG_RATIO
-from pipeline.track.metrics import Stat, Stats, mean
+from pipeline.config.algorithm import RolloutCorrectionConfig
+from pipeline.kl_estimate import MAX_LOG_RATIO
+from pipeline.stats import Stat, Stats, mean
 
 _KEY = "algorithm.rollout_correction"
 _KINDS = {
@@ -106,7 +104,7 @@ class Correction:
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of N tokens."""
+    """The correction of N tokens."""
 
     weights: np.ndarray | None
     """[N] float64, 0 where the mask is 0; None without importance weights. A rejected token keeps its weight here."""
@@ -117,7 +115,7 @@ class Corrected:
 
 
 def parse(config: RolloutCorrectionConfig) -> Correction:
-    """The correction that the settings ask for; those in force are `overlap.rollout_correction(config)`.
+    """The correction that the settings ask for; those in force are `derived.rollout_correction(config)`.
 
     Raises:
         ValueError: an unknown level or rule, a rule named twice, a threshold that is malformed, not positive or upside
@@ -143,7 +141,7 @@ def parse(config: RolloutCorrectionConfig) -> Correction:
 
 def _rules(names: str | None, thresholds: str | None) -> list[Rule]:
     listed = [] if names is None else [name.strip() for name in names.split(",")]
-    for place, name in enumerate(listed):
+    for position, name in enumerate(listed):
         if name not in RULES:
             near = get_close_matches(name, RULES, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -151,7 +149,7 @@ def _rules(names: str | None, thresholds: str | None) -> list[Rule]:
                 f"{_KEY}.rollout_rs={names} names {name!r}, which is no rejection rule.{hint} "
                 f"Known are {', '.join(RULES)}."
             )
-        if name in listed[:place]:
+        if name in listed[:position]:
             raise ValueError(f"{_KEY}.rollout_rs={names} names {name!r} twice; one bound per rule is enough")
     bounds = [] if thresholds is None else [bound.strip() for bound in thresholds.split(",")]
     if len(bounds) != len(listed):
@@ -202,12 +200,12 @@ class _Responses:
 
     def __init__(self, trained: np.ndarray, offsets: np.ndarray):
         self.rows = len(offsets) - 1
-        self.segment = np.repeat(np.arange(self.rows), np.diff(offsets))
+        self.row_index = np.repeat(np.arange(self.rows), np.diff(offsets))
         self.count = self.sum(trained)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """[R] sum of the values [N]."""
-        return np.bincount(self.segment, weights=values, minlength=self.rows)
+        return np.bincount(self.row_index, weights=values, minlength=self.rows)
 
     def any(self, flags: np.ndarray) -> np.ndarray:
         """[R] whether a flag of [N] is set."""
@@ -220,7 +218,7 @@ class _Responses:
             return values
         if level == "seq_max":
             largest = np.zeros(self.rows)
-            np.maximum.at(largest, self.segment, values)
+            np.maximum.at(largest, self.row_index, values)
             return largest
         total = self.sum(values)
         return total if level == "seq_sum" else total / np.maximum(self.count, 1.0)
@@ -288,7 +286,7 @@ def _reject(
             passed = judged <= rule.high
         units = trained if rule.level == "token" else responses.count > 0
         stats[f"rollout_rs_{rule.name}_fraction"] = mean((units & ~passed).sum(), units.sum())
-        keep = keep & (passed if rule.level == "token" else passed[responses.segment])
+        keep = keep & (passed if rule.level == "token" else passed[responses.row_index])
     if rules:
         lost = trained & ~keep
         stats["rollout_rs_masked_fraction"] = mean(lost.sum(), trained.sum())
@@ -317,7 +315,7 @@ def _weigh(
         units, kept, log_ratios = trained, keep, log_ratio
     else:
         units, kept, log_ratios = responses.count > 0, responses.any(keep), responses.sum(log_ratio)
-    ratios = np.exp(_held(log_ratios))
+    ratios = np.exp(_clamped(log_ratios))
     low, high = correction.low, correction.high
     if low is None:
         weights = np.where(np.isnan(log_ratios), 0.0, np.minimum(ratios, high))
@@ -331,8 +329,8 @@ def _weigh(
     if low is not None:
         stats["rollout_is_ratio_fraction_low"] = mean((log_ratios[measured] < math.log(low)).sum(), measured.sum())
     if all_sum is not None:
-        own = weights[kept]
-        count, total, squares = all_sum([float(len(own)), float(own.sum()), float((own**2).sum())])
+        trains = weights[kept]
+        count, total, squares = all_sum([float(len(trains)), float(trains.sum()), float((trains**2).sum())])
         if count:
             # Equal on all ranks, so the largest is the value. Where all weights are 0 no sample has an effect.
             size = total**2 / (count * squares) if squares else 0.0
@@ -341,7 +339,7 @@ def _weigh(
             weights = weights * (count / total)
             stats["rollout_is_batch_norm_factor"] = Stat("max", (total / count,))
     if correction.level == "sequence":
-        weights = weights[responses.segment]
+        weights = weights[responses.row_index]
     return np.where(trained, weights, 0.0), stats
 
 
@@ -351,13 +349,13 @@ def _gap(
     """How far apart the policies are: per token KL(engine || trainer) (k1 and k3) and chi squared(trainer || engine),
     which is the variance of the weights; per response the perplexities and chi squared."""
     tokens = trained & ~np.isnan(log_ratio)
-    x = _held(log_ratio[tokens])
+    x = _clamped(log_ratio[tokens])
     sums = responses.sum(log_ratio)
     rows = (responses.count > 0) & ~np.isnan(sums)
     length = responses.count[rows]
-    training_log_ppl = _held(-responses.sum(trainer)[rows] / length)
-    rollout_log_ppl = _held(-responses.sum(engine)[rows] / length)
-    log_ppl_diff = _held(-sums[rows] / length)
+    training_log_ppl = _clamped(-responses.sum(trainer)[rows] / length)
+    rollout_log_ppl = _clamped(-responses.sum(engine)[rows] / length)
+    log_ppl_diff = _clamped(-sums[rows] / length)
 
     def average(values: np.ndarray) -> Stat:
         return mean(values.sum(), len(values))
@@ -366,7 +364,7 @@ def _gap(
         "kl": average(-x),
         "k3_kl": average(np.expm1(x) - x),
         "chi2_token": average(np.expm1(2 * x)),
-        "chi2_seq": average(np.expm1(2 * _held(sums[rows]))),
+        "chi2_seq": average(np.expm1(2 * _clamped(sums[rows]))),
         "training_ppl": average(np.exp(training_log_ppl)),
         "rollout_ppl": average(np.exp(rollout_log_ppl)),
         "log_ppl_diff": average(log_ppl_diff),
@@ -374,7 +372,7 @@ def _gap(
     }
 
 
-def _held(values: np.ndarray) -> np.ndarray:
+def _clamped(values: np.ndarray) -> np.ndarray:
     return np.clip(values, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.prompts.stage import Schedule
+from pipeline.store.events import TrainingEnded
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class LoopSettings:
     """Folder or URL of the checkpoint that the run begins with; null begins anew."""
 
 
-def train_loop(settings: dict[str, LoopSettings]) -> dict[str, Any]:
+def train_loop(settings: dict[str, LoopSettings]) -> TrainingEnded:
     """Entry point of a Ray Train worker; how training ended."""
     from pipeline.train.loop import Loop
 

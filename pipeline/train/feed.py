@@ -12,7 +12,7 @@ class RowsTimeout(TimeoutError):
     """The next rows did not come within the deadline."""
 
 
-class Blocks:
+class TimedIterator:
     """Blocks from an iterator, with a deadline on every wait; empty ones are left out.
 
     The iterator is drained by a thread of its own, so that a stream that never answers cannot hold the trainer.
@@ -58,44 +58,46 @@ class Blocks:
 
 
 class RowsFeed:
-    """Hands out iterations, whole or chunk by chunk.
+    """Hands out the rows of iterations, in equal parts.
 
     Args:
         blocks: chunks in the order of the stream.
         chunks: chunks of one iteration that come to this rank.
+        parts: parts of an iteration; it divides `chunks`.
     """
 
-    def __init__(self, blocks: Blocks, chunks: int):
-        self._blocks, self.chunks = blocks, chunks
+    def __init__(self, blocks: TimedIterator, chunks: int, parts: int = 1):
+        self._blocks = blocks
+        self._chunks_per_part = chunks // parts
+        self.parts = parts
 
-    def next(self, iteration: int) -> pa.Table | None:
-        """The rows of `iteration`, in chunk order; None when the stream has ended.
+    def next(self, iteration: int, part: int = 0) -> pa.Table | None:
+        """The rows of part `part`, from 0, of `iteration`, in chunk order; None when the stream has ended before.
 
         Raises:
             RowsTimeout: a chunk did not come in time.
             RuntimeError: rows of another iteration came, or the stream ended inside an iteration.
         """
+        first = part * self._chunks_per_part
         tables: list[pa.Table] = []
-        while len(tables) < self.chunks:
-            table = self.chunk(iteration, len(tables))
+        for number in range(first, first + self._chunks_per_part):
+            table = self._chunk(iteration, number)
             if table is None:
                 return None
             tables.append(table)
         return pa.concat_tables(tables)
 
-    def chunk(self, iteration: int, number: int) -> pa.Table | None:
-        """The rows of chunk `number`, from 0, of this rank's in `iteration`; None when the stream has ended before.
-
-        Raises: see `next`.
-        """
+    def _chunk(self, iteration: int, number: int) -> pa.Table | None:
         rows = self._blocks.next(f"rows for iteration {iteration}")
         if rows is None:
             if number:
                 raise RuntimeError(f"the stream ended inside iteration {iteration}, after {number} chunks")
             return None
-        found = set(rows["iteration"].to_pylist())
-        if found != {iteration}:
-            raise RuntimeError(f"rows of iterations {sorted(found)} arrived where iteration {iteration} was expected")
+        iterations = set(rows["iteration"].to_pylist())
+        if iterations != {iteration}:
+            raise RuntimeError(
+                f"rows of iterations {sorted(iterations)} arrived where iteration {iteration} was expected"
+            )
         return rows
 
     def drain(self) -> None:

@@ -1,15 +1,14 @@
-"""What actor and critic have in common: a sharded model, its optimiser, and exact steps over an iteration's rows.
+"""What actor and critic have in common: a sharded model, its optimiser and its learning-rate schedule.
 
-An update goes over an iteration's rows `ppo_epochs` times in mini-batches of `ppo_mini_batch_size` prompts, one
-optimiser step each. A mini-batch is a whole number of chunks dealt to the ranks in turn, so it holds the same rows
-whatever the number of ranks; its loss is normalised by counts over all ranks before the first backward pass, so neither
-ranks nor micro-batches change loss or gradient. Where rows are trained on as they come (`early.py`), the counts are
-known at the end alone, and the gradient is divided by them then.
+An update goes over an iteration's rows `ppo_epochs` times in mini-batches of `ppo_mini_batch_size` prompts, with one
+optimiser step each (`update.py`). A mini-batch is a whole number of chunks dealt to the ranks in turn, so it holds the
+same rows whatever the number of ranks. Its gradient is normalised by counts over all ranks. Neither ranks nor
+micro-batches change the loss or the gradient.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +17,27 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
-from pipeline.track.metrics import Stat, Stats, mean, merge
-from pipeline.train.config import ActorConfig, CriticConfig, FSDPConfig, OptimConfig
-from pipeline.train.fsdp import clip_grad_norm, shard
+from pipeline.config.learner import ActorConfig, CriticConfig
+from pipeline.models.batch import TrainBatch
+from pipeline.models.fsdp import clip_grad_norm, shard
+from pipeline.models.micro_batches import minimum_parts, split_micro_batches
+from pipeline.models.packing import MicroBatch, collate
+from pipeline.models.sharing import share_prefixes, shared_size
+from pipeline.stats import Stat, Stats, mean
 from pipeline.train.optim import build_optimizer, build_scheduler
-from pipeline.train.packing import MicroBatch, Rows, collate, minimum_parts, split_micro_batches
-from pipeline.train.sharing import bundles, shared_size
 
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """How an iteration's rows are gone over; what the critic leaves open is the actor's."""
+    """How an iteration's rows are divided into steps and passes; values that the critic leaves open are the actor's."""
 
     epochs: int
     mini_batches: int
     """Mini-batches of one iteration."""
     max_tokens: int
-    """Most tokens in one forward pass of one rank."""
+    """Largest number of tokens in one forward pass of one rank."""
     max_nonfinite_steps: int
-    """Optimiser steps in a row whose gradient may not be finite."""
+    """Optimiser steps in a row that may have a gradient that is not finite."""
 
     @classmethod
     def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
@@ -55,22 +56,14 @@ class UpdateShape:
         return self.epochs * self.mini_batches
 
 
-Backward = Callable[[MicroBatch, float, float], tuple[Stats, float]]
-"""Runs forward and backward on a micro-batch, given the tokens that train and the sequences with such tokens in the
-global mini-batch. Returns metrics, of which those of kind `sum` are shares of the loss, and how many of its tokens it
-found not to train after all."""
-
-
 class Learner(ABC):
     """A sharded model with its optimiser.
 
     Args:
         name: `actor` or `critic`, the first part of its metrics' names.
         module: the model, equal on every rank, with a `decoder`; it is sharded in place.
-        shape: how an iteration's rows are gone over.
-        optim: optimiser and schedule.
-        fsdp: sharding.
-        grad_clip: largest gradient norm.
+        config: its settings: optimiser, schedule, sharding and largest gradient norm.
+        shape: how an iteration's rows are divided into steps.
         agg_mode: how token losses become one number, one of `losses.AGG_MODES`.
         device: this rank's device.
         iterations: iterations in which it is updated, for the schedule.
@@ -81,112 +74,87 @@ class Learner(ABC):
         self,
         name: str,
         module: Any,
+        config: ActorConfig | CriticConfig,
         shape: UpdateShape,
-        optim: OptimConfig,
-        fsdp: FSDPConfig,
-        grad_clip: float,
         agg_mode: str,
         device: torch.device,
         iterations: int,
-        share_prompts: bool | None,
+        share_prompts: str,
     ):
-        self.name, self.shape, self.device, self.grad_clip = name, shape, device, grad_clip
+        self.name, self.shape, self.device = name, shape, device
+        self.grad_clip = config.grad_clip
         self.agg_mode = agg_mode
-        self._shared_size = shared_size(share_prompts, module)
+        self._shared_size = shared_size(share_prompts, module, device)
         self._nonfinite_steps = 0
-        self.module = shard(module, fsdp, device)
-        self.optimizer = build_optimizer(self.module, optim)
-        self.scheduler = build_scheduler(self.optimizer, optim, iterations * shape.steps)
+        self.module = shard(module, config.fsdp, device)
+        self.optimizer = build_optimizer(self.module, config.optim)
+        self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
 
-    # what actor and critic do each in their way
+    # What differs between actor and critic.
 
     @property
-    def prepares(self) -> bool:
-        """Whether all rows of an iteration must be prepared before its first step."""
+    def needs_old_log_probs(self) -> bool:
+        """Whether the first step waits until old log-probs are computed for all rows of the iteration."""
         return False
 
-    def prepare(self, rows: Rows) -> Stats:
-        """What rows need before any of the iteration's steps, each for itself; a collective."""
+    def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
+        """Write into `rows` what depends on the weights before the first step; a collective."""
         return {}
 
-    def survey(self, rows: Rows, mask: np.ndarray) -> Stats:
-        """Metrics that need all rows of the iteration, prepared, with the mask [N] they came with; a collective."""
+    def iteration_metrics(self, rows: TrainBatch) -> Stats:
+        """Metrics that need all rows of the iteration; a collective."""
         return {}
 
-    def passing(self, rows: Rows, index: list[int], number: int) -> list[int]:
-        """Of the rows `index` those that go through the model in step `number` of the iteration."""
+    def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
+        """Write into `rows` which tokens of the mini-batch `index` a loss singles out; a collective."""
+        return
+
+    def rows_to_train(self, rows: TrainBatch, index: list[int], number: int) -> list[int]:
+        """Subset of `index` that needs a forward pass in step `number` of the iteration."""
         return index
 
     @abstractmethod
-    def backward(self, number: int) -> Backward:
-        """The backward pass of step `number` of the iteration."""
+    def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
+        """Forward and backward pass of a micro-batch in step `number` of the iteration.
 
-    def train(self, rows: Rows, index: list[int], number: int) -> Stats:
-        """Step `number` of the iteration, on the mini-batch of rows `index`; a collective."""
-        return self.step(rows, self.passing(rows, index, number), index, self.backward(number))
+        The loss is not divided by the counts of the mini-batch.
 
-    @abstractmethod
-    def update(self, rows: Rows) -> Stats:
-        """Train on one iteration's rows of this rank; a collective. Returns metrics, to be merged over ranks."""
+        Returns:
+            metrics, of which those of kind `sum` are in proportion to the loss, and the number of tokens of the loss
+            mask that the pass rejected.
+        """
 
-    # what they have in common
+    # What they have in common.
 
-    def mini_batches(self, rows: Rows) -> Iterator[tuple[int, list[int]]]:
+    def mini_batches(self, rows: TrainBatch) -> Iterator[tuple[int, list[int]]]:
         """`(number, rows)` of each optimiser step of an iteration, numbered from 0 over all epochs."""
         for epoch in range(self.shape.epochs):
             for number, index in enumerate(np.array_split(np.arange(len(rows)), self.shape.mini_batches)):
                 yield epoch * self.shape.mini_batches + number, index.tolist()
 
-    def micro_batches(self, rows: Rows, index: list[int], least: int = 1) -> Iterator[MicroBatch]:
-        """Micro-batches of the rows `index`; every rank gets equally many, since each is a collective.
-
-        There is at least one, an empty one where no rank has rows: AdamW leaves a parameter without a gradient as it
-        is, where one with a gradient of zeros goes on by momentum and weight decay. With `least=0` there may be none.
-        """
+    def micro_batches(self, rows: TrainBatch, index: list[int]) -> Iterator[MicroBatch]:
+        """Micro-batches of the rows `index`. Every rank gets the same number, since each pass is a collective; there is
+        none where no rank has rows."""
         budget = self.shape.max_tokens
-        taken = bundles(rows, index, budget, self._shared_size)
-        lengths = rows.bundle_lengths(taken)
+        packs = share_prefixes(rows, index, budget, self._shared_size)
+        lengths = rows.pack_lengths(packs)
         parts = int(self.all_reduce([minimum_parts(lengths, budget)], dist.ReduceOp.MAX)[0])
-        for part in split_micro_batches(lengths, budget, max(parts, least)):
-            yield collate(rows, [taken[i] for i in part]).to(self.device)
+        for part in split_micro_batches(lengths, budget, parts):
+            yield collate(rows, [packs[i] for i in part]).to(self.device)
 
-    def step(self, rows: Rows, index: list[int], counted: list[int], backward: Backward) -> Stats:
-        """One optimiser step; a collective.
+    def optimizer_step(self, tokens: float, rejected: float) -> Stats:
+        """Clip the gradient and take one optimiser step; a collective.
 
-        Args:
-            rows: the iteration's rows of this rank.
-            index: rows that go through the model.
-            counted: rows that count in what the loss is normalised by, `index` among them.
-            backward: of a micro-batch.
-        """
-        tokens, sequences = self.all_reduce(list(rows.mask_counts(counted)), dist.ReduceOp.SUM)
-        self.optimizer.zero_grad(set_to_none=True)
-        stats, own_rejected = self.accumulate(self.micro_batches(rows, index), backward, tokens, sequences)
-        return merge([*stats, self.take(tokens, own_rejected)])
-
-    @staticmethod
-    def accumulate(
-        batches: Iterable[MicroBatch], backward: Backward, tokens: float, sequences: float
-    ) -> tuple[list[Stats], float]:
-        """Add the gradients of micro-batches to those that are there; their metrics, and tokens not to train."""
-        stats, own_rejected = [], 0.0
-        for batch in batches:
-            own, rejected = backward(batch, tokens, sequences)
-            stats.append(own)
-            own_rejected += rejected
-        return stats, own_rejected
-
-    def take(self, tokens: float, own_rejected: float) -> Stats:
-        """Take the step that the gradients ask for; a collective. One that is not finite is left out and counted.
+        A step is skipped, and counted, where the gradient is not finite or no token trains.
 
         Args:
-            tokens: that train, of all ranks.
-            own_rejected: of this rank's, those that were found not to train after all.
+            tokens: tokens of the loss mask, of all ranks.
+            rejected: this rank's tokens of the loss mask that the passes rejected.
         """
         norm = clip_grad_norm(self.module.parameters(), self.grad_clip)
         self._check_norm(norm)
         # Every rank sees the same norm and count. Without tokens the gradient is zero, and a step would still decay.
-        step = math.isfinite(norm) and tokens > self.all_reduce([own_rejected])[0]
+        step = math.isfinite(norm) and tokens > self.all_reduce([rejected])[0]
         stats = {
             f"{self.name}/grad_norm": mean(norm, 1) if math.isfinite(norm) else mean(0, 0),
             f"{self.name}/skipped_steps": Stat("sum", (float(not step) / dist.get_world_size(),)),

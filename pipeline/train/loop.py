@@ -2,16 +2,15 @@
 
     wait for rows ─► update critic and actor ─► publish the next version ─► report
 
-With `trainer.early` the updates begin with the first chunks, while the others are generated (`early.py`).
+Version v of the policy has been trained in v iterations. Iteration k trains on rows of version k - 1, or of up to
+`algorithm.max_staleness` versions before it, and publishes version k. The stream continues as the loop reads rows and
+publishes versions; it needs no other signal.
 
-Version v has seen v iterations; iteration k trains on rows of version k - 1 (up to `algorithm.max_staleness` older) and
-publishes version k. Reading the next iteration is what lets the stream go on, so nothing here needs to be told to wait.
+With `trainer.stream_gradients` the loop takes the rows of an iteration chunk by chunk, while others are generated.
 """
 
-import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +22,33 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 
-from pipeline import checkpoints
 from pipeline.advantage.kl import kl_controller
-from pipeline.ask import ANSWER_S, ask
-from pipeline.cluster import compute_threads
+from pipeline.config import save_yaml
+from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
-from pipeline.export.settings import ModelSettings
-from pipeline.overlap import trains_early
+from pipeline.models.batch import TrainBatch
+from pipeline.models.fsdp import save_hf
+from pipeline.models.settings import ModelSettings
 from pipeline.prompts.chat import load_tokenizer
-from pipeline.rollout.direct import TRANSPORTS
-from pipeline.stages import uses_critic
-from pipeline.store import CRITIC, POLICY
-from pipeline.track.metrics import Stat, Stats, iteration_metrics, reduce
+from pipeline.stats import Stat, Stats, reduce
+from pipeline.storage import checkpoints
+from pipeline.store.client import ANSWER_S, StoreClient
+from pipeline.store.events import CheckpointSaved, IterationTrained, TrainingEnded
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.status import TrainerState
+from pipeline.store.versions import CRITIC, POLICY
+from pipeline.threads import compute_threads
+from pipeline.track.metrics import iteration_metrics
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
-from pipeline.track.trajectories import discard_trajectories
+from pipeline.track.trajectories import Record, discard_trajectories
 from pipeline.track.watchdog import describe
-from pipeline.train.actor import Actor
-from pipeline.train.broadcast import Sender
 from pipeline.train.checkpoint import Saver, restore
-from pipeline.train.critic import Critic
-from pipeline.train.early import EarlyUpdate
 from pipeline.train.entry import LoopSettings
-from pipeline.train.feed import Blocks, RowsFeed
-from pipeline.train.fsdp import save_hf, torch_dtype
+from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.train.learner import Learner
-from pipeline.train.outbox import Outbox
-from pipeline.train.packing import Rows
-from pipeline.train.staleness import within_bound
-
-TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-"""How torch words that a collective operation took too long."""
-
-
-class CollectiveTimeout(TimeoutError):
-    """The other train workers did not come to a collective operation."""
+from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop_reason, timed
+from pipeline.train.setup import build_actor, build_critic, build_publishers
+from pipeline.train.update import StreamedUpdate
 
 
 class Loop:
@@ -71,24 +63,27 @@ class Loop:
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(trainer.num_threads, trainer.cpus_per_worker))
         torch.manual_seed(trainer.seed)
-        self._store = settings.store
-        self._generation = self._ask_store("current")
+        store = StoreClient(settings.store)
+        self._store = StoreClient(settings.store, store.ask(PolicyStore.current_attempt))
         iterations, warmup = self.schedule.iterations, self.config.critic.warmup
-        self.actor = Actor(self.config, self.device, iterations - warmup)
-        self.critic = Critic(self.config, self.device, iterations) if uses_critic(self.config) else None
+        self.actor = build_actor(self.config, self.device, iterations - warmup)
+        self.critic = build_critic(self.config, self.device, iterations) if uses_critic(self.config) else None
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
-        self.senders = self._senders()
+        self.senders = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
         root = checkpoints.root(trainer, self.run_dir)
-        self.version, position = restore(
+        self.version, cursor, validated = restore(
             self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint
         )
+        self.record = Record(self.run_dir)
         self.saved = self.version
-        self.saver = Saver(self.config, self.run_dir, self._post_saved)
+        save_settings = partial(save_yaml, self.config)
+        self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved)
         if self.rank == 0:
-            # What an interrupted try recorded of later iterations would stand beside the rows that come now.
+            # An interrupted attempt may have recorded later iterations, whose files would stand beside the new ones.
             discard_trajectories(self.run_dir, self.version + 1)
-            self._ask("begin", self.version, self.world_size, position)
+            state = TrainerState(self.version, cursor, validated)
+            self._store.call(PolicyStore.register_trainer, state, self.world_size)
         dist.barrier()
         blocks = ray.train.get_dataset_shard("rollouts").iter_batches(
             # A batch is a block is a chunk. Prefetching would wait for a chunk that this iteration's update admits.
@@ -96,10 +91,11 @@ class Loop:
             batch_format="pyarrow",
             prefetch_batches=0,
         )
-        chunks, self.early = self.schedule.chunks_per_iteration // self.world_size, trains_early(self.config)
-        self.feed = RowsFeed(Blocks(iter(blocks), trainer.deadlines.rows, self._describe), chunks)
+        chunks = self.schedule.chunks_per_iteration // self.world_size
+        parts = chunks if streams_gradients(self.config) else 1
+        self.feed = RowsFeed(TimedIterator(iter(blocks), trainer.deadlines.rows, self._describe), chunks, parts)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> TrainingEnded:
         """Iterate until the last iteration, the end of the data, or a request to stop; then save.
 
         Returns:
@@ -111,22 +107,21 @@ class Loop:
         try:
             return self._run()
         except RuntimeError as error:
-            of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            if not of_torch or not TIMED_OUT.search(str(error)):
+            if not is_collective_timeout(error):
                 raise
             limit = self.config.trainer.deadlines.collective
             raise CollectiveTimeout(
                 f"collective: train rank {self.rank} waited longer than {limit:.0f} s (trainer.deadlines.collective) "
-                f"for the others, after version {self.version}; {describe(self._ask_store('status'))}"
+                f"for the others, after version {self.version}; {describe(self._store.ask(PolicyStore.status))}"
             ) from error
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self) -> TrainingEnded:
         self._publish()
         timings: Stats = {}
         stopping = False
         while self.version < self.schedule.iterations and not stopping:
             with timed(timings, "step"):
-                updated = self._update_early(timings) if self.early else self._update(timings)
+                updated = self._update(timings)
                 if updated is None:
                     break
                 table, stats = updated
@@ -139,54 +134,53 @@ class Loop:
             timings = {}
             if self.config.trainer.save_freq > 0 and self.version % self.config.trainer.save_freq == 0:
                 with timed(timings, "save_checkpoint"):
-                    self._save()
+                    self._save(stopping)
         if not stopping:
-            # What is left of the stream is the validation of the last version.
+            # The stream still validates the last version.
             self.feed.drain()
         if self.saved != self.version:
-            self._save()
+            self._save(stopping)
         self.saver.wait()
         save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model")
-        end = {"version": self.version, "stopped": stopping}
+        end = TrainingEnded(self.version, stopping)
         if self.rank == 0:
             ModelSettings.of(self.config, self.version).save(Path(self.run_dir) / "model")
-            self._ask("post", "done", end)
+            self._store.call(PolicyStore.post, end)
         return end
 
     def _trained(self) -> list[Learner]:
-        """Who is updated in the next iteration."""
+        """The learners that the next iteration updates."""
         policy = [self.actor] if self.version >= self.config.critic.warmup else []
         return [*([self.critic] if self.critic else []), *policy]
 
     def _update(self, timings: Stats) -> tuple[pa.Table, list[Stats]] | None:
-        """Train on the next iteration: its rows, and metrics; None where the stream has ended."""
-        with timed(timings, "gen"):
-            table = self.feed.next(self.version + 1)
-        if table is None:
-            return None
-        table = within_bound(table, self.config.algorithm)
-        rows = Rows.from_table(table)
-        return table, [learner.update(rows) for learner in self._trained()]
+        """Train on the rows of the next iteration, part by part.
 
-    def _update_early(self, timings: Stats) -> tuple[pa.Table, list[Stats]] | None:
-        """As `_update`, chunk by chunk as they come."""
-        updates = [EarlyUpdate(learner, self.feed.chunks) for learner in self._trained()]
+        Returns:
+            this rank's rows, and metrics of each update; None where the stream has ended.
+        """
+        updates = [StreamedUpdate(learner, self.feed.parts) for learner in self._trained()]
         tables: list[pa.Table] = []
-        for number in range(self.feed.chunks):
+        for part in range(self.feed.parts):
             with timed(timings, "gen"):
-                table = self.feed.chunk(self.version + 1, number)
-                # Whoever has its rows waits for the others here, and not unseen in their first collective.
+                table = self.feed.next(self.version + 1, part)
+                # A rank that has its rows waits for the others here, and not uncounted in its first collective.
                 dist.barrier()
             if table is None:
                 return None
-            tables.append(within_bound(table, self.config.algorithm))
-            rows = Rows.from_table(tables[-1])
+            tables.append(table)
+            batch = TrainBatch.from_table(table)
             for update in updates:
-                update.add(rows)
-        return pa.concat_tables(tables), [update.finish() for update in updates]
+                update.add(batch)
+        rows = pa.concat_tables(tables)
+        stats = [update.finish() for update in updates]
+        for update in updates:
+            if update.learner.needs_old_log_probs:
+                self.record.old_log_probs(rows, self.version + 1, self.rank, update.rows.old_log_probs)
+        return rows, stats
 
     def _update_kl(self, table: pa.Table) -> None:
-        """Steer the coefficient of the KL in the reward by the KL of all ranks' rows."""
+        """Adapt the coefficient of the KL in the reward to the mean KL of all ranks' rows."""
         if self.config.algorithm.use_kl_in_reward:
             known = table["kl"].drop_null()
             total, count = self.actor.all_reduce([pc.sum(known).as_py() or 0.0, float(len(known))])
@@ -194,46 +188,42 @@ class Loop:
                 self.kl.update(total / count, len(table) * self.world_size)
 
     def _publish(self) -> None:
-        """Make the current weights version `self.version` of every trained model."""
+        """Publish the current weights of every trained model as version `self.version`."""
         stepped_at = time.time()
         shards = {POLICY: self.senders[POLICY].pack(self.actor.module, self.version)}
         if self.critic:
             shards[CRITIC] = self.senders[CRITIC].pack(self.critic.module, self.version)
         if self.config.rollout.sleep and self.device.type == "cuda":
-            # An engine that wakes needs what the update has freed and torch still holds.
+            # An engine that wakes needs the memory that the update has freed and torch still holds.
             torch.cuda.empty_cache()
         validates = self.schedule.validates(self.version, False)
-        self._ask("publish", self.version, shards, stepped_at, self.kl.coef, validates)
+        self._store.call(PolicyStore.publish, self.version, shards, stepped_at, self.kl.coef, validates)
 
-    def _senders(self) -> dict[str, Sender]:
-        """What puts the weights of each model."""
-        trainer = self.config.trainer
-        limit, way = trainer.weight_bucket_mb * 2**20, trainer.weight_transport
-        outbox = None
-        if way in TRANSPORTS:
-            outbox = Outbox(way, self.rank, self.config.algorithm.max_staleness + 2, self.device)
-        kind = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
-        name = self.actor.module.hf_name
-        senders = {POLICY: Sender(self.rank, kind, limit, ray.put, name, way == "delta", outbox)}
-        if self.critic:
-            kind = torch_dtype(self.config.model.dtype, "model.dtype")
-            senders[CRITIC] = Sender(self.rank, kind, limit, ray.put)
-        return senders
-
-    def _save(self) -> None:
+    def _save(self, stopping: bool) -> None:
+        """Save a checkpoint. A version that is to be validated is validated first, unless the run is stopping."""
+        cursor, validated = None, False
         if self.rank == 0:
             # What a restart cut off of earlier versions' validations would not be made again.
-            self._wait("reach", self.version, self.config.trainer.deadlines.rows)
-            ask(self._store, "settle", self._generation, self.version, ANSWER_S, timeout=2 * ANSWER_S)
-        position = self._ask("checkpoint_position", self.version) if self.rank == 0 else None
-        self.saver.save(self.learners, self.kl, self.version, position)
+            wait = PolicyStore.wait_version if stopping else PolicyStore.wait_validated
+            self._store.wait(wait, self.version, self.config.trainer.deadlines.rows)
+            validated = self._store.call(PolicyStore.is_validated, self.version)
+            self._store.wait(PolicyStore.flush_events, self.version, ANSWER_S)
+            cursor = self._store.call(PolicyStore.end_of_iteration, self.version)
+        self.saver.save(self.learners, self.kl, self.version, cursor, validated)
         self.saved = self.version
 
     def _post_saved(self, version: int) -> None:
-        self._ask("post", "saved", {"version": version, "rank": self.rank, "ranks": self.world_size})
+        self._store.call(PolicyStore.post, CheckpointSaved(version, self.rank, self.world_size))
 
     def _report(self, table: pa.Table, stats: list[Stats]) -> bool:
-        """Merge all ranks' metrics, post them, and say whether to stop; a collective."""
+        """Merge and post all ranks' metrics; a collective.
+
+        Returns:
+            whether the run was asked to stop.
+
+        Raises:
+            FinalError: the metrics say that the run must not go on.
+        """
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
         stats += [memory_metrics(self.device), sequence_balance(table), self.senders[POLICY].stats()]
@@ -243,51 +233,15 @@ class Loop:
         if self.rank == 0:
             metrics = reduce(part for rank in parts for part in rank)
             metrics |= derived(metrics, metrics.pop("prompt"), metrics.pop("response"), self.world_size)
-            verdict = [self._complaint(metrics, table), self._ask_store("should_stop")]
-            self._ask("post", "iteration", {"iteration": self.version, "metrics": metrics})
+            verdict = [
+                stop_reason(metrics, table, self.version, self.config),
+                self._store.ask(PolicyStore.status).stopping,
+            ]
+            self._store.call(PolicyStore.post, IterationTrained(self.version, metrics))
         dist.broadcast_object_list(verdict)
         if verdict[0] is not None:
             raise FinalError(verdict[0])
         return verdict[1]
 
-    def _complaint(self, metrics: dict[str, float], table: pa.Table) -> str | None:
-        """Why the run must not go on, if so."""
-        limit = self.config.reward.max_error_rate
-        if metrics["reward/error_rate"] > limit:
-            errors = [error for error in table["reward_error"].to_pylist() if error is not None]
-            first = f"; one of them: {errors[0]}" if errors else ""
-            return (
-                f"the reward failed for {metrics['reward/error_rate']:.0%} of the rows of iteration {self.version}, "
-                f"more than reward.max_error_rate={limit:.0%}{first}"
-            )
-        bound, gap = self.config.trainer.max_log_prob_gap, metrics.get("training/rollout_log_probs_diff_max", 0.0)
-        if bound is not None and gap > bound:
-            return (
-                f"engine and trainer disagree about a token's log-prob by {gap:.2g} in iteration {self.version}, "
-                f"more than trainer.max_log_prob_gap={bound:g}: the engine does not run the published weights, or "
-                "computes in another precision (rollout.dtype, actor.fsdp.param_dtype)"
-            )
-        return None
-
     def _describe(self) -> str:
-        return f"trainer.deadlines.rows; {describe(self._ask_store('status'))}"
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        return self._ask_store(method, self._generation, *args)
-
-    def _wait(self, method: str, *args: Any) -> None:
-        """Call a method of the store that waits; its last argument is its deadline, which a living run extends."""
-        ray.get(getattr(self._store, method).remote(self._generation, *args), timeout=None)
-
-    def _ask_store(self, method: str, *args: Any) -> Any:
-        return ask(self._store, method, *args)
-
-
-@contextmanager
-def timed(timings: Stats, name: str) -> Iterator[None]:
-    """Record the wall-clock seconds of the block, and of others of its name, as `timing_s/{name}` (the slowest
-    rank's)."""
-    begun = time.perf_counter()
-    yield
-    (before,) = timings[f"timing_s/{name}"].values if f"timing_s/{name}" in timings else (0.0,)
-    timings[f"timing_s/{name}"] = Stat("max", (before + time.perf_counter() - begun,))
+        return f"trainer.deadlines.rows; {describe(self._store.ask(PolicyStore.status))}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipeline.train.config import OptimConfig
+from pipeline.config.learner import OptimConfig
 
 # Share of the way from the peak to the floor, over the progress of the decay from 0 to 1.
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -35,8 +35,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.betas[0], config.betas[1])
-    held = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(held, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    filled = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:

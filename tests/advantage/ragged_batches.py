@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.estimators import EstimatorInput, get_adv_estimator
+from pipeline.config.algorithm import AlgorithmConfig
 
 NAMES = (
     "gae",

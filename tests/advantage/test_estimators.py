@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.advantage import registry
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.config.algorithm import AlgorithmConfig
 from tests.advantage.ragged_batches import NAMES, Row, assert_close, estimate, flat, ragged_rows, rows_of
 
 SCOPES = {name: get_adv_estimator(name).scope for name in NAMES}

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.advantage.config import AlgorithmConfig, KLControlConfig
 from pipeline.advantage.kl import AdaptiveKL, FixedKL, kl_controller, kl_penalty
+from pipeline.config.algorithm import AlgorithmConfig, KLControlConfig
 
 LN2 = math.log(2)
 positive = st.floats(1e-4, 100)

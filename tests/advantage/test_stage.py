@@ -5,15 +5,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.estimators import NEEDS, Estimate, EstimatorInput, register_adv_est
 from pipeline.advantage.stage import Advantage
-from pipeline.rows import ADVANTAGE, BASELINE, POLICY, PROMPT, REFERENCE, REWARD, ROLLOUT, VALUE
+from pipeline.config.algorithm import AlgorithmConfig
+from pipeline.rows import ADVANTAGE, BASELINE, KL_COEF, POLICY, PROMPT, REFERENCE, REWARD, ROLLOUT, VALUE
+from pipeline.store.policy_store import PolicyStore
+from pipeline.weights.load import Shard
+from tests.scoring.published import LocalStore, get
 
-BEFORE = pa.schema([*PROMPT, *ROLLOUT, *REWARD])
+BEFORE = pa.schema([*PROMPT, *ROLLOUT, *REWARD, *KL_COEF])
 ALL = pa.schema([*BEFORE, *BASELINE, *REFERENCE, *VALUE, *POLICY])
 SEEN: list[EstimatorInput] = []
 
@@ -52,7 +56,7 @@ def table(*rows: dict, schema: pa.Schema = BEFORE) -> pa.Table:
 def run(rows: pa.Table, **config) -> dict[str, list]:
     done = Advantage(AlgorithmConfig(**config))(rows)
     assert done.schema.equals(pa.schema([*rows.schema, *ADVANTAGE]))
-    return done.select(["advantages", "returns", "response_mask", "uid", "reward", "kl"]).to_pydict()
+    return done.select(["advantages", "returns", "drop_reason", "uid", "reward", "kl"]).to_pydict()
 
 
 def seen(rows: pa.Table, **config) -> EstimatorInput:
@@ -76,7 +80,6 @@ def test_groups_by_uid_wherever_the_rows_stand():
     assert got["advantages"][0] == pytest.approx([a, 0, a])
     assert got["advantages"][1:] == [[0, 0], [], [0, 0], [0]]
     assert got["returns"] == got["advantages"]
-    assert got["response_mask"][0] == [1, 0, 1]
 
 
 def test_a_failed_row_keeps_its_place_and_takes_no_part():
@@ -87,14 +90,14 @@ def test_a_failed_row_keeps_its_place_and_takes_no_part():
     assert got["reward"] == [1, 0, 0, 0]
     assert got["advantages"] == [without[0], [0, 0], without[1], without[2]]
     assert got["advantages"][0] == pytest.approx([2 / 3] * 2)
-    assert got["response_mask"] == [[1, 1], [0, 0], [1, 1], [1, 1]]
+    assert got["drop_reason"] == [None, "reward_error", None, None]
 
 
 def test_one_or_none_left_gives_zero():
     failed = {"uid": "a", "score": 0.0, "reward_error": "x"}
     got = run(table({"uid": "a", "score": 1.0}, failed, {**failed, "uid": "b"}, {**failed, "uid": "b", "mask": []}))
     assert got["advantages"] == [[0, 0], [0, 0], [0, 0], []]
-    assert got["response_mask"] == [[1, 1], [0, 0], [0, 0], []]
+    assert got["drop_reason"] == [None, *["reward_error"] * 3]
 
 
 def test_validation_rows_pass_untouched():
@@ -103,7 +106,7 @@ def test_validation_rows_pass_untouched():
     ]
     got = run(table(*rows))
     assert got["advantages"] == got["returns"] == [[0, 0]] * 3
-    assert got["response_mask"] == [[1, 1]] * 3
+    assert got["drop_reason"] == [None] * 3
     assert got["reward"] == [1, 0, 0] and got["kl"] == [None] * 3
     # A mixed table: training statistics do not see validation rows of the same uid.
     mixed = run(table(*rows, {"uid": "a", "score": 3.0}, {"uid": "a", "score": 1.0}), norm_adv_by_std_in_grpo=False)
@@ -211,10 +214,23 @@ def test_each_row_pays_by_the_coefficient_of_its_version():
     assert got["advantages"][0][0] > got["advantages"][1][0] > got["advantages"][2][0]
 
 
+def test_the_coefficient_is_looked_up_by_the_version_once(monkeypatch):
+    monkeypatch.setattr(ray, "get", get)
+    store = LocalStore()
+    for version, coef in enumerate((0.0, 1.0, 4.0)):
+        store.call(PolicyStore.publish, version, {"policy": Shard(0, [], [], [])}, 0.0, coef)
+    rows = penalised(*({**B, "policy_version": version} for version in (2, 0, 1, 2))).drop_columns("kl_coef")
+    done = Advantage(AlgorithmConfig(use_kl_in_reward=True), store)(rows)
+    assert done["kl_coef"].to_pylist() == [4.0, 0.0, 1.0, 4.0]
+    assert done["reward"].to_pylist() == [-1, 0, -0.25, -1]
+    plain = Advantage(AlgorithmConfig(), store)(rows)
+    assert "kl_coef" not in plain.column_names
+
+
 def test_failed_rows_pay_nothing():
     got = run(penalised({**A, "score": 0.0, "reward_error": "x"}, B), use_kl_in_reward=True)
     assert got["reward"] == [0, -0.125] and got["kl"] == [None, 0.25]
-    assert got["response_mask"] == [[0] * 4, [1]]
+    assert got["drop_reason"] == ["reward_error", None]
 
 
 @st.composite
@@ -250,7 +266,7 @@ def test_a_kl_that_is_no_number_names_the_row():
     for bad in (float("nan"), float("-inf")):
         with pytest.raises(ValueError, match="row of uid b has a KL to the reference policy of .*ref_log_probs"):
             run(penalised(A, {**B, "uid": "b", "ref_log_probs": [bad]}), use_kl_in_reward=True)
-    with pytest.raises(ValueError, match="row of uid b has kl_coef None; the rollout stage"):
+    with pytest.raises(ValueError, match="row of uid b has kl_coef None; the number published"):
         run(penalised(A, {**B, "uid": "b", "kl_coef": None}), use_kl_in_reward=True)
     # Not looked at where nothing trains.
     run(penalised({**MASKED, "ref_log_probs": [float("nan")] * 4}), use_kl_in_reward=True)
@@ -287,7 +303,7 @@ def test_everything_reaches_an_estimator_that_needs_it():
     arrays = [data.values, data.sum_pi_squared, data.log_probs, data.baselines, *data.parts.values()]
     assert all(array.dtype == np.float64 for array in arrays)
     got = run(whole, adv_estimator="test_reads_everything")
-    assert got["returns"] == [[1, 2], [0, 0], [3]] and got["response_mask"][1] == [0, 0]
+    assert got["returns"] == [[1, 2], [0, 0], [3]] and got["drop_reason"] == [None, "reward_error", None]
 
 
 def test_the_parts_hold_the_score_before_the_penalty():

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks import staleness
 from benchmarks.staleness_report import Case, Outcome, complaints, draw, notes, read_run, save, summaries, table
-from pipeline.checks import check
 from pipeline.config import load_config
-from pipeline.overlap import rollout_correction
+from pipeline.derived import rollout_correction
+from pipeline.plan.checks import check
 from tests.track.run_folders import write_run
 
 ITERATIONS = 8

@@ -28,8 +28,8 @@ from benchmarks.trl_report import (
     trl_parts,
     warnings,
 )
-from pipeline.checks import check
 from pipeline.config import Config, load_config
+from pipeline.plan.checks import check
 from tests.track.run_folders import write_run
 
 SAMPLES = 512

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.weights import changes, join, model, report, trainer_side
-from pipeline.rollout.weights import parameters
+from pipeline.weights.load import parameters
 
 
 def test_what_the_trainer_does_is_timed_and_whole() -> None:

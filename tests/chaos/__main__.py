@@ -28,7 +28,15 @@ from tests.chaos.site import ChaosError, Site, last_words
 from tests.chaos.tracking import tracked
 
 RUN, TWIN = "chaos", "twin"
-KINDS = (*(kind for kind in TITLES if kind != "service"), "reward worker", "lane", "driver", "head", "tracker", "node")
+KINDS = (
+    *(kind for kind in TITLES if kind != "service"),
+    "reward task",
+    "reward worker",
+    "driver",
+    "head",
+    "tracker",
+    "node",
+)
 TWIN_S = 1800.0
 
 

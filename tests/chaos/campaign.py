@@ -15,7 +15,7 @@ from tests.chaos.site import ChaosError, Site
 POLL_S = 0.1
 LOOK_S = 0.05
 """Between two looks for a process; tasks last a fraction of a second."""
-SHORT_LIVED = ("light task", "reward worker", "lane", "service")
+SHORT_LIVED = ("light task", "reward task", "reward worker", "service")
 """Kinds of which there are many or none; that one of them is new says nothing."""
 
 

@@ -2,7 +2,8 @@
 
 An actor's process is called after its class (`ray::RayTrainWorker`, with the method that runs behind it), the actors of
 a stage after the stage (`ray::MapWorker(MapBatches(Rollout))`), a task's process after the task while it runs, and
-`ray::IDLE` otherwise. A worker that has called reward functions is the parent of its lanes.
+`ray::IDLE` otherwise. A Ray worker that has called reward functions is the
+parent of its reward workers.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-LANE = "pipeline.reward.lane"
+REWARD_WORKER = "pipeline.reward.program import"
 TITLES = {
     "engine": r"MapWorker\(.*MapBatches\(Rollout\)",
     "prompts": r"MapWorker\(.*MapBatches\(Prompts\)",
@@ -26,7 +27,7 @@ TITLES = {
     "service": r"ray::(DatasetManager|ActorLocationTracker|_AutoscalingCoordinatorActor|_StatsActor)",
 }
 """Regular expressions for the beginning of a title (`ray::` may be left out of it)."""
-WORKERS = (*TITLES, "reward worker", "lane")
+WORKERS = (*TITLES, "reward task", "reward worker")
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Found:
 
 def kind_of(title: str) -> str | None:
     """What the process with this title is; None for one that is nothing of its own, such as an idle worker."""
-    if LANE in title:
-        return "lane"
+    if REWARD_WORKER in title:
+        return "reward worker"
     if not title.startswith("ray::"):
         return None
     for kind, pattern in TITLES.items():
@@ -53,7 +54,7 @@ def kind_of(title: str) -> str | None:
 
 
 def workers(roots: Iterable[int]) -> list[Found]:
-    """The workers of Ray that descend from the processes `roots`, and their lanes."""
+    """The workers of Ray that descend from the processes `roots`, and their reward workers."""
     found: list[Found] = []
     parents: dict[int, psutil.Process] = {}
     for process in (child for root in roots for child in descendants(root)):
@@ -62,13 +63,13 @@ def workers(roots: Iterable[int]) -> list[Found]:
             kind = kind_of(title)
             if kind is not None:
                 found.append(Found(kind, process.pid, process.create_time(), title))
-            if kind == "lane" and (parent := process.parent()) is not None:
+            if kind == "reward worker" and (parent := process.parent()) is not None:
                 parents[parent.pid] = parent
         except psutil.Error:
             continue
     for pid, parent in parents.items():
         with contextlib.suppress(psutil.Error):
-            found.append(Found("reward worker", pid, parent.create_time(), " ".join(parent.cmdline()).strip()))
+            found.append(Found("reward task", pid, parent.create_time(), " ".join(parent.cmdline()).strip()))
     return found
 
 

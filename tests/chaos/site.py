@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.cluster import LOCAL_RAY
+from pipeline.run.cluster import LOCAL_RAY
 from tests.chaos import processes
 from tests.chaos.inputs import NODE_LABEL
 from tests.chaos.processes import Found

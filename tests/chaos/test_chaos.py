@@ -16,9 +16,9 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from pipeline.checks import check
 from pipeline.config import load_config
-from pipeline.stages import uses_critic, uses_engines, uses_reference
+from pipeline.derived import uses_critic, uses_engines, uses_reference
+from pipeline.plan.checks import check
 from tests.chaos import campaign as campaign_module
 from tests.chaos import checks
 from tests.chaos.__main__ import KINDS, main, parse
@@ -78,8 +78,8 @@ def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
         ("ray::_StatsActor", "service"),
         ("ray::IDLE", None),
         ("ray::DashboardAgent", None),
-        ("python -m tests.test_store", None),
-        ("python -c from pipeline.reward.lane import main; main(4, 5)", "lane"),
+        ("python -m tests.store.test_policy_store", None),
+        ("python -c from pipeline.reward.program import main; main(4, 5)", "reward worker"),
     ],
 )
 def test_titles(title: str, kind: str | None) -> None:

@@ -22,7 +22,7 @@ def config(stream_config: Config) -> Config:
     return used(copy.deepcopy(stream_config))
 
 
-def told(config: Config) -> dict:
+def description(config: Config) -> dict:
     return described(config, [config.data.val_files])
 
 
@@ -33,8 +33,8 @@ def rows(chunk: int) -> pa.Table:
 
 def test_parts_are_found_again(config: Config, tmp_path: Path) -> None:
     folder = Folder(tmp_path / "deep" / "out")
-    folder.check(told(config))
-    folder.begin(told(config))
+    folder.check(description(config))
+    folder.begin(description(config))
     for chunk in (0, 11, 2):
         folder.add(chunk, rows(chunk))
     assert list(folder.parts()) == [0, 2, 11]
@@ -43,19 +43,19 @@ def test_parts_are_found_again(config: Config, tmp_path: Path) -> None:
     (folder.responses / ".part-000003.parquet.tmp").write_text("half of one")
     summary = Summary([1])
     again = Folder(tmp_path / "deep" / "out")
-    again.check(told(config))
+    again.check(description(config))
     assert again.read(summary) == {0, 2, 11} and summary.prompts == 9
     assert len(pq.read_table(folder.responses)) == 3 * len(TABLE)
 
 
 def test_other_settings_are_refused(config: Config, tmp_path: Path) -> None:
     folder = Folder(tmp_path / "out")
-    folder.begin(told(config))
+    folder.begin(description(config))
     config.rollout.num_engines = 5
-    folder.check(told(config))
+    folder.check(description(config))
     config.rollout.val_kwargs.temperature = 0.25
     with pytest.raises(ConfigError, match=r"another evaluation: .*temperature \(0.0 there, 0.25 now\); choose another"):
-        folder.check(told(config))
+        folder.check(description(config))
 
 
 def test_changed_files_are_refused(config: Config, tmp_path: Path) -> None:
@@ -65,17 +65,17 @@ def test_changed_files_are_refused(config: Config, tmp_path: Path) -> None:
         path.write_text("before")
     config.model.path, config.data.val_files = str(model), str(prompts)
     config.reward.custom_reward_function.path = str(reward)
-    folder, before = Folder(tmp_path / "out"), told(config)
+    folder, before = Folder(tmp_path / "out"), description(config)
     folder.begin(before)
     for path in (model / "model.safetensors", reward, prompts):
         path.write_text("behind it")
         with pytest.raises(ConfigError, match=f"the file {path} has changed"):
-            folder.check(told(config))
-        assert digest(told(config)) != digest(before)
+            folder.check(description(config))
+        assert digest(description(config)) != digest(before)
         path.write_text("before")
         size, when = before["files"][str(path)].split(" bytes of ")
         os.utime(path, ns=(int(when), int(when)))
-        folder.check(told(config))
+        folder.check(description(config))
     assert size == "6"
     with pytest.raises(ConfigError, match="2 other prompt files"):
         folder.check(described(config, [config.data.val_files, "more.parquet"]))
@@ -84,15 +84,15 @@ def test_changed_files_are_refused(config: Config, tmp_path: Path) -> None:
 def test_folders_of_something_else(config: Config, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match="is not empty and holds no evaluation.json; choose another --out"):
-        Folder(tmp_path).check(told(config))
+        Folder(tmp_path).check(description(config))
     with pytest.raises(ConfigError, match=r"notes.txt is a file; choose another --out"):
-        Folder(tmp_path / "notes.txt" / "out").check(told(config))
+        Folder(tmp_path / "notes.txt" / "out").check(description(config))
 
 
 def test_the_result(config: Config, tmp_path: Path) -> None:
     folder = Folder(tmp_path / "out")
     assert folder.result() == {}
-    folder.begin(told(config))
+    folder.begin(description(config))
     folder.add(0, rows(0))
     files = folder.report({"parts": 1, "complete": True}, [{"source": "s", "mean": 0.5}, {"source": "t", "maj@3": 1.0}])
     assert [path.name for path in files] == ["metrics.json", "table.csv"]

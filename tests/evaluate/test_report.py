@@ -4,11 +4,10 @@ import io
 import re
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from pipeline.evaluate.report import Board, print_table, rows, tracked
+from pipeline.evaluate.report import print_table, rows, tracked
 from pipeline.evaluate.summary import Summary
 from tests.evaluate.test_summary import TABLE, responses, summed
 
@@ -58,47 +57,6 @@ def test_names_for_trackers() -> None:
     assert names["eval-all/mean"] == summary.overall()["mean"]
     assert len(names) == 3 * len(summary.overall())
     assert [row["source"] for row in rows(summary)] == ["s", "t", "all"] and rows(summary)[1]["judged_by"] == "acc"
-
-
-def test_progress_in_a_log() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    board = Board("tiny on test", 4, 1, console=console)
-    board.start()
-    summary = summed((1,), responses(("s", "a", 1.0, "x")))
-    for uid in "bcd":
-        summary.add(responses(("s", uid, 0.0, "x", None, None, 50)))
-        board.update(summary, 2.0 * (summary.prompts - 1), 50 * (summary.prompts - 1))
-    board.stop()
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().splitlines() == [
-        "tiny on test: starting the engines",
-        "tiny on test: 2/4 prompts  mean 0.500  25 tokens/s  left 0:04",
-        "tiny on test: 4/4 prompts  mean 0.250  25 tokens/s  left 0:00",
-    ]
-
-
-def test_progress_on_a_terminal_and_silence() -> None:
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    board = Board("tiny on test", 4, 0, console=console)
-    board.start()
-    board.update(summed((1,), TABLE), 3.0, 29)
-    assert board._bar is not None
-    board._bar.refresh()
-    board.stop()
-    assert isinstance(console.file, io.StringIO)
-    for part in ("tiny on test", "3/4 prompts", "mean 0.389", "10 tokens/s"):
-        assert part in console.file.getvalue()
-    quiet = Board("tiny on test", 4, 0, quiet=True)
-    quiet.start()
-    quiet.update(Summary([1]), 0.0, 0)
-
-
-def test_nothing_scored_yet_has_no_mean() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    board = Board("e", 1, 0, console=console)
-    board.update(summed((1,), pa.concat_tables([responses(("s", "a", 0.0, "x", None, "no"))])), 0.0, 0)
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == "e: 1/1 prompts\n"
 
 
 def test_the_page_lists_every_metric() -> None:

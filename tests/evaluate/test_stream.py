@@ -17,11 +17,13 @@ import ray
 from pipeline.config import Config
 from pipeline.evaluate.folder import Folder
 from pipeline.evaluate.prepare import Evaluation, prepare
-from pipeline.evaluate.rollout import EvaluationRollout
-from pipeline.evaluate.run import Speed, generate
+from pipeline.evaluate.run import generate
 from pipeline.evaluate.settings import used
+from pipeline.evaluate.stream import EvaluationRollout
 from pipeline.rollout import vllm
-from pipeline.train.run import sentence
+from pipeline.run.driver import sentence
+from pipeline.track.console import THROUGHPUT
+from pipeline.track.history import REWARD
 from tests.streams import Answers, answer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("stream_context")]
@@ -53,19 +55,31 @@ class Silent(Instant):
         return engine
 
 
+def settings(stream_config: Config) -> Config:
+    """Seven validation prompts in chunks of two, three responses each; the reward fails for prompts 0 and 5."""
+    config = copy.deepcopy(stream_config)
+    config.rollout.val_kwargs.n, config.rollout.val_kwargs.temperature = SAMPLES, 1.0
+    config.trainer.ray_num_cpus = 8
+    return used(config)
+
+
 @pytest.fixture
 def config(stream_config: Config) -> Config:
-    """Seven validation prompts in chunks of two, three responses each; the reward fails for prompts 0 and 5."""
-    own = copy.deepcopy(stream_config)
-    own.rollout.val_kwargs.n, own.rollout.val_kwargs.temperature = SAMPLES, 1.0
-    own.trainer.ray_num_cpus = 8
-    return used(own)
+    return settings(stream_config)
 
 
 def evaluation(config: Config, out: Path) -> Evaluation:
     made = prepare(config, VERSION, out=out)
     made.folder.begin(made.description)
     return made
+
+
+def generated(made: Evaluation, stage: type[EvaluationRollout] = Instant) -> list[tuple[int, dict[str, float]]]:
+    """Generate what is missing; chunks and figures, each time they are shown."""
+    updates: list[tuple[int, dict[str, float]]] = []
+    console: Any = SimpleNamespace(update=lambda done, figures: updates.append((done, figures)))
+    generate(made, console, stage)
+    return updates
 
 
 def parts(folder: Folder) -> dict[int, list[dict[str, Any]]]:
@@ -75,15 +89,11 @@ def parts(folder: Folder) -> dict[int, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def whole(stream_config: Config, stream_context: None, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     """All chunks at once."""
-    own = copy.deepcopy(stream_config)
-    own.rollout.val_kwargs.n, own.rollout.val_kwargs.temperature = SAMPLES, 1.0
-    own.trainer.ray_num_cpus = 8
-    made = evaluation(used(own), tmp_path_factory.mktemp("whole") / "out")
-    seen: list[int] = []
-    speed = Speed()
-    generate(made, speed, lambda: seen.append(made.summary.prompts), Instant)
-    assert seen == [2, 4, 6, 7]
-    assert speed.tokens == made.summary.tokens and speed.tokens_per_s is not None and speed.tokens_per_s > 0
+    made = evaluation(settings(stream_config), tmp_path_factory.mktemp("whole") / "out")
+    done, figures = generated(made)[-1]
+    assert done == 4 and made.summary.prompts == 7
+    assert made.tokens_per_s is not None and made.tokens_per_s > 0
+    assert figures == {REWARD: made.summary.overall()["mean"], THROUGHPUT: made.tokens_per_s}
     return made
 
 
@@ -115,9 +125,7 @@ def test_missing_chunks_are_added(whole: Evaluation, config: Config, tmp_path: P
     before = first.folder.parts()[2].stat().st_mtime_ns
     again = evaluation(config, tmp_path / "out")
     assert again.pages.done == {0, 2} and again.summary.prompts == 4
-    seen: list[int] = []
-    generate(again, Speed(), lambda: seen.append(again.summary.prompts), Instant)
-    assert seen == [6, 7]
+    assert generated(again)[-1][0] == 4
     assert again.folder.parts()[2].stat().st_mtime_ns == before
     assert again.summary.overall() == pytest.approx(whole.summary.overall())
     ids = [[row["response_ids"] for row in rows] for rows in parts(again.folder).values()]
@@ -128,7 +136,7 @@ def test_prompts_that_are_too_long_are_left_out(whole: Evaluation, config: Confi
     config.data.max_prompt_length = min(len(row["prompt_ids"]) for row in parts(whole.folder)[0])
     config.data.filter_overlong_prompts = True
     made = evaluation(config, tmp_path / "out")
-    generate(made, Speed(), lambda: None, Instant)
+    generated(made)
     short = [row for part in parts(whole.folder).values() for row in part]
     kept = [row["uid"] for row in short if len(row["prompt_ids"]) <= config.data.max_prompt_length]
     assert [row["uid"] for part in parts(made.folder).values() for row in part] == kept
@@ -138,7 +146,7 @@ def test_prompts_that_are_too_long_are_left_out(whole: Evaluation, config: Confi
 def test_rate_limited_rewards_give_the_same(whole: Evaluation, config: Config, tmp_path: Path) -> None:
     config.reward.rate_limit.max_concurrent = 2
     made = evaluation(config, tmp_path / "out")
-    generate(made, Speed(), lambda: None, Instant)
+    generated(made)
     assert made.summary.overall() == pytest.approx(whole.summary.overall())
 
 
@@ -146,7 +154,7 @@ def test_an_engine_that_never_answers_is_named(config: Config, tmp_path: Path, r
     config.trainer.deadlines.chunk = 1.0
     made = evaluation(config, tmp_path / "out")
     with pytest.raises((ray.exceptions.RayError, TimeoutError)) as caught:
-        generate(made, Speed(), lambda: None, Silent)
+        generated(made, Silent)
     said = sentence(caught.value)
     assert said.startswith("TimeoutError: engine ") and "(trainer.deadlines.chunk)" in said, said
     assert parts(made.folder) == {}
@@ -158,5 +166,5 @@ def test_rows_that_never_come_are_named(config: Config, tmp_path: Path, ray_sess
     config.trainer.deadlines.rows = 3.0
     begun = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no responses within 3 s: 0 of at most 4 chunks .*trainer.deadlines.rows"):
-        generate(made, Speed(), lambda: None, Silent)
+        generated(made, Silent)
     assert time.monotonic() - begun < 60

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipeline.evaluate.summary import Summary
 from pipeline.rows import SCHEMA
-from pipeline.track.metrics import reduce
-from pipeline.track.validation import validation_metrics
+from pipeline.stats import reduce
+from pipeline.track.validation import prompt_scores, validation_metrics
 
 NAMES = ("data_source", "uid", "score", "response", "reward_parts", "reward_error", "response_ids", "finish_reason")
 
@@ -62,7 +62,7 @@ def test_as_validation(prompts: list, with_acc: bool) -> None:
             known = json.loads(parts or "{}") | ({"acc": abs(score) / 2} if with_acc else {})
             rows.append((source, f"u{number}", score, response, json.dumps(known)))
         tables.append(responses(*rows))
-    expected = reduce([validation_metrics(pa.concat_tables(tables))])
+    expected = reduce([validation_metrics(prompt_scores(pa.concat_tables(tables)))])
     variable = "acc" if with_acc else "reward"
     for order in (tables, [pa.concat_tables(tables)]):
         found = summed((1, 2, 4), *order).by_source()
@@ -125,11 +125,6 @@ def test_all_prompts_together_weigh_the_same() -> None:
     assert whole["score/mean"] == pytest.approx((2 * 1 / 6 - 4 / 3) / 3)
     assert (whole["prompts"], whole["responses"], whole["error_rate"]) == (3, 9, pytest.approx(2 / 9))
     assert (whole["response_length/max"], whole["response_length/mean"]) == (9, pytest.approx(29 / 9))
-
-
-def test_scores_below_zero_count() -> None:
-    found = summed((1,), responses(("s", "a", -1.0, "x")), responses(("s", "b", -0.5, "x"))).by_source()["s"]
-    assert found["mean"] == found["pass@1"] == found["maj@1"] == pytest.approx(-0.75)
 
 
 def test_where_nothing_could_be_scored_there_is_no_mean() -> None:

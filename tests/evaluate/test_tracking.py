@@ -37,9 +37,9 @@ def test_a_run_of_its_own_in_the_experiment_of_the_training_run(config: Config, 
         trackers = Trackers(config, home, out, "trained on test")
         trackers.start()
         assert trackers.finish(status, 12, tracked(summary), [table]) == []
-    assert trackers.where() == {"mlflow": f"mlflow ui --backend-store-uri sqlite:///{home / 'mlflow.db'}"}
+    assert trackers.where() == {"mlflow": f"mlflow ui --backend-store-uri sqlite:///{home.parent / 'mlflow.db'}"}
 
-    client = MlflowClient(f"sqlite:///{home / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{home.parent / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("project")
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     assert set(runs) == {"trained", "trained on test"}

@@ -1,6 +1,7 @@
 """Two hosts made of network namespaces, and a run over them whose cable is pulled."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def namespaces() -> None:
 
 @pytest.mark.slow
 def test_a_pulled_cable_is_silence_until_it_is_back(namespaces: None) -> None:
-    with Network("slip-test") as network:
+    name = f"slip-test-{os.getpid()}"
+    with Network(name) as network:
         command = network.inside("b", [sys.executable, "-c", SERVER])
         with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
             assert server.stdout is not None and server.stdout.readline() == b"up\n"
@@ -56,7 +58,7 @@ def test_a_pulled_cable_is_silence_until_it_is_back(namespaces: None) -> None:
             network.kill("b")
             assert server.wait(timeout=10) < 0
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert "slip-test" not in left
+    assert name not in left
 
 
 def test_what_is_missing_or_twice_is_found(tmp_path: Path) -> None:

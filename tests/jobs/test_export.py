@@ -1,8 +1,10 @@
 """Checkpoints of a tiny actor and critic as Hugging Face folders: weights, tokens, card, registered versions."""
 
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,12 @@ from jobs.export import main
 from pipeline.advantage.kl import FixedKL
 from pipeline.config import Config, save_yaml
 from pipeline.export import registry
-from pipeline.export.settings import FILE, load_settings
-from pipeline.storage import filesystem_of
+from pipeline.models.fsdp import full_state_dict
+from pipeline.models.settings import FILE, load_settings
+from pipeline.storage.filesystem import filesystem_of
+from pipeline.store.cursor import PromptCursor
 from pipeline.train import checkpoint
-from pipeline.train.actor import Actor
-from pipeline.train.critic import Critic
-from pipeline.train.fsdp import full_state_dict
+from pipeline.train.setup import build_actor, build_critic
 from tests.train.updates import CPU, make_config
 
 ACC = "val-core/countdown/acc/mean@1"
@@ -61,7 +63,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     save_yaml(config, folder / "config.yaml")
     lines = [json.dumps({"iteration": i, "elapsed_s": i, ACC: score}) for i, score in SCORES.items()]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    actor, critic = Actor(config, CPU, 10), Critic(config, CPU, 10)
+    actor, critic = build_actor(config, CPU, 10), build_critic(config, CPU, 10)
     made = Made(folder, {}, {})
 
     def persist(saved: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
@@ -76,13 +78,13 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     stand_in = vars(ray.train) | {"report": report, "get_context": lambda: context}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.ray, "train", SimpleNamespace(**stand_in))
-        saver = checkpoint.Saver(config, str(folder), lambda version: None)
+        saver = checkpoint.Saver(str(folder), str(folder), 30.0, partial(save_yaml, config), lambda version: None)
         for iteration in (2, 3, 4):
             with torch.no_grad():
                 for module in (actor.module, critic.module):
                     for number, parameter in enumerate(module.parameters()):
                         parameter.add_(torch.full_like(parameter, 0.01 * (iteration + number % 7)))
-            saver.save([actor, critic], FixedKL(0.0), iteration, (0, iteration))
+            saver.save([actor, critic], FixedKL(0.0), iteration, PromptCursor(0, iteration), True)
             made.actor[iteration] = full_state_dict(actor.module)
             made.critic[iteration] = full_state_dict(critic.module)
     yield made
@@ -128,15 +130,6 @@ def same(folder: Path, weights: dict[str, Any], dtype: torch.dtype = torch.float
         assert torch.equal(found[name.removeprefix("lm.")], tensor.to(dtype)), name
 
 
-def test_the_newest_checkpoint_exactly(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = exported(run.folder, "--out", tmp_path / "models" / "mine")
-    same(out, run.actor[4])
-    assert not torch.equal(run.actor[4]["lm.model.norm.weight"], run.actor[3]["lm.model.norm.weight"])
-    assert "iteration 4 of" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "models").iterdir()] == ["mine"]
-    assert all(path.stat().st_mode & 0o044 == 0o044 for path in out.iterdir()), "others have to read it"
-
-
 def test_tokenizer_template_and_where_answers_end(run: Made, tiny_model: Path, tmp_path: Path) -> None:
     out = exported(run.folder, "--out", tmp_path / "mine")
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, tiny_model))
@@ -163,11 +156,23 @@ def test_sampling_of_the_validation_replaces_that_of_the_base_model(
     assert generation.repetition_penalty in (None, 1.0)
 
 
-def test_choices(run: Made, tmp_path: Path) -> None:
+def test_choices(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = tmp_path / "models"
+    newest = exported(run.folder, "--out", models / "newest")
+    same(newest, run.actor[4])
+    assert not torch.equal(run.actor[4]["lm.model.norm.weight"], run.actor[3]["lm.model.norm.weight"])
+    assert "iteration 4 of" in capsys.readouterr().out
+    assert [path.name for path in models.iterdir()] == ["newest"], "nothing half written is left"
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in newest.iterdir()), "others have to read it"
     same(exported(run.folder, "--out", tmp_path / "a", "--iteration", "3"), run.actor[3])
     same(exported(run.folder, "--out", tmp_path / "b", "--best", ACC), run.actor[2])
     same(exported(run.folder, "--out", tmp_path / "c", "--best", ACC, "--lowest"), run.actor[3])
     same(exported(run.folder / "checkpoints" / "iteration_000002", "--out", tmp_path / "d"), run.actor[2])
+    alone = shutil.copytree(run.folder / "checkpoints" / "iteration_000003", tmp_path / "alone")
+    out = exported(alone, "--out", tmp_path / "e", "--dtype", "bfloat16")
+    same(out, run.actor[3], torch.bfloat16)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "The run was not validated" in (out / "README.md").read_text()
 
 
 def test_checkpoints_that_lie_elsewhere(run: Made, own: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -184,15 +189,9 @@ def test_checkpoints_that_lie_elsewhere(run: Made, own: Path, tiny_model: Path, 
         same(exported(own, "--out", tmp_path / f"{number}-best", "--best", ACC), run.actor[2])
 
 
-def test_type_of_the_weights(run: Made, tmp_path: Path) -> None:
-    out = exported(run.folder, "--out", tmp_path / "mine", "--dtype", "bfloat16")
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    same(out, run.actor[4], torch.bfloat16)
-
-
 def test_the_critic_gives_the_values_it_had(run: Made, tiny_model: Path, tmp_path: Path) -> None:
-    from pipeline.train.policy import load_lm
-    from pipeline.train.value_model import ValueModel
+    from pipeline.models.policy import load_lm
+    from pipeline.models.value import ValueModel
 
     out = exported(run.folder, "--out", tmp_path / "critic", "--critic")
     config = make_config(tiny_model)
@@ -208,25 +207,24 @@ def test_the_critic_gives_the_values_it_had(run: Made, tiny_model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("missing", ["complete_0", "progress.json"])
-def test_a_checkpoint_whose_saving_was_broken_off_is_passed_over_with_a_word(
+def test_a_checkpoint_whose_saving_was_interrupted_is_skipped(
     run: Made, own: Path, tmp_path: Path, missing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = own / "checkpoints" / "iteration_000004"
     (newest / missing).unlink()
     same(exported(own, "--out", tmp_path / "mine"), run.actor[3])
-    assert "iteration 4 is passed over: saving its checkpoint was broken off" in capsys.readouterr().out
-    sentence = refused(capsys, own, "--out", tmp_path / "other", "--iteration", "4")
-    assert "no whole checkpoint of iteration 4: saving was broken off" in sentence
+    assert "iteration 4 is skipped: its saving was interrupted" in capsys.readouterr().out
+    assert "no complete checkpoint of iteration 4" in refused(capsys, own, "--out", tmp_path / "b", "--iteration", "4")
     if missing == "complete_0":
-        assert "is not whole" in refused(capsys, newest, "--out", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+        assert "is incomplete" in refused(capsys, newest, "--out", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
-def test_a_checkpoint_away_from_its_run(run: Made, tmp_path: Path) -> None:
-    alone = shutil.copytree(run.folder / "checkpoints" / "iteration_000003", tmp_path / "alone")
-    out = exported(alone, "--out", tmp_path / "mine")
-    same(out, run.actor[3])
-    assert "The run was not validated" in (out / "README.md").read_text()
+def test_a_checkpoint_runs_no_code(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = own / "checkpoints" / "iteration_000004" / ".metadata"
+    index.write_bytes(pickle.dumps(pytest.fail))
+    sentence = refused(capsys, own, "--out", tmp_path / "mine")
+    assert "cannot be read as the index of a checkpoint" in sentence and not (tmp_path / "mine").exists()
 
 
 def test_card(run: Made, tiny_model: Path, tmp_path: Path) -> None:
@@ -238,42 +236,48 @@ def test_card(run: Made, tiny_model: Path, tmp_path: Path) -> None:
     assert f"| `{ACC}` | 0.25 | 0.75 |" in card
     assert "| `rollout.n` | `2` |" in card and '| `rollout.dtype` | `"float32"` |' in card
     assert "`actor.clip_ratio`" not in card, "it has its default"
-    assert "train.parquet`" in card and "max_new_tokens=12" in card and "enable_thinking=False" in card
+    assert 'train.parquet"`' in card and "max_new_tokens=12" in card and "enable_thinking=False" in card
     assert "hidden" not in card and '"bonus": 0.5' in card
 
 
-def test_refusals(run: Made, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--iteration", "7"], "no checkpoint of iteration 7, but of 2, 3, 4"),
+        (["--best", "val-core/other"], f"its validation metrics are: {ACC}"),
+        (["--best", ACC, "--iteration", "3"], "--iteration and --best each choose"),
+        (["--lowest"], "--lowest says how --best chooses"),
+        (["--alias", "champion"], "give --register NAME"),
+    ],
+)
+def test_refused_choices(
+    run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert sentence in refused(capsys, run.folder, "--out", tmp_path / "mine", *arguments)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_refused_folders(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ("--out", tmp_path / "mine")
     assert "is not a folder" in refused(capsys, tmp_path / "nowhere", *out)
     assert "is neither a run's folder nor a checkpoint's" in refused(capsys, tmp_path, *out)
-    assert "no checkpoint of iteration 7; those there are of 2, 3, 4" in refused(capsys, own, *out, "--iteration", "7")
-    assert f"did you mean {ACC}?" in refused(capsys, own, *out, "--best", ACC.replace("acc", "accs"))
-    both = refused(capsys, own, *out, "--best", ACC, "--iteration", "3")
-    assert "--iteration and --best both say which" in both
-    assert "--lowest says how --best chooses" in refused(capsys, own, *out, "--lowest")
-    assert "give --register NAME" in refused(capsys, own, *out, "--alias", "champion")
-    one = own / "checkpoints" / "iteration_000003"
-    assert "is one checkpoint" in refused(capsys, one, *out, "--iteration", "3")
+    checkpoint = own / "checkpoints" / "iteration_000003"
+    assert "is one checkpoint" in refused(capsys, checkpoint, *out, "--iteration", "3")
     assert "is not empty" in refused(capsys, own, "--out", own)
     (tmp_path / "file").write_text("")
     assert "Not a directory" in refused(capsys, own, "--out", tmp_path / "file" / "mine", code=1)
-    for iteration in (0, 2, 3, 4):
-        shutil.rmtree(own / "checkpoints" / f"iteration_{iteration:06d}", ignore_errors=True)
+    (own / "metrics.jsonl").write_text(json.dumps({"iteration": 1, ACC: 0.5}) + "\n")
+    assert "at iterations 1 and checkpoints were saved at 2, 3, 4" in refused(capsys, own, *out, "--best", ACC)
+    shutil.rmtree(own / "checkpoints")
     assert "has no checkpoints" in refused(capsys, own, *out)
     assert not (tmp_path / "mine").exists()
 
 
-def test_the_best_has_to_be_measured_where_a_checkpoint_is(
-    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (own / "metrics.jsonl").write_text(json.dumps({"iteration": 1, ACC: 0.5}) + "\n")
-    sentence = refused(capsys, own, "--out", tmp_path / "mine", "--best", ACC)
-    assert "was measured at iterations 1, and checkpoints are of 2, 3, 4: none has both" in sentence
-
-
 def test_a_base_model_that_moved(run: Made, own: Path, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+    sentence = refused(capsys, own, "--out", tmp_path / "mine", "--base", "models/typo")
+    assert "--base=models/typo: there is no folder" in sentence
     reconfigure(own, settings(tmp_path / "gone", tmp_path))
-    assert "name its new place with --base" in refused(capsys, own, "--out", tmp_path / "mine")
+    assert "name the model that the run started from with --base" in refused(capsys, own, "--out", tmp_path / "mine")
     same(exported(own, "--out", tmp_path / "mine", "--base", tiny_model), run.actor[4])
     shutil.copytree(tiny_model, own / "model")
     same(exported(own, "--out", tmp_path / "other"), run.actor[4])
@@ -288,17 +292,6 @@ def test_another_model_than_that_of_the_checkpoint_is_refused(own: Path, tmp_pat
     tokenizer.save_pretrained(other)
     sentence = refused(capsys, own, "--out", tmp_path / "mine", "--base", other)
     assert "the checkpoint is of another model" in sentence and not (tmp_path / "mine").exists()
-
-
-def test_untied_weights(run: Made, own: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """The head of an untied model is a weight of its own."""
-    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
-    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (base / "config.json").write_text(json.dumps(config))
-    out = exported(own, "--out", tmp_path / "mine", "--base", base)
-    found = AutoModelForCausalLM.from_pretrained(out)
-    assert torch.equal(found.lm_head.weight, run.actor[4]["lm.model.embed_tokens.weight"])
-    assert found.lm_head.weight is not found.model.embed_tokens.weight
 
 
 def track(run_dir: Path, run_id: str) -> None:
@@ -337,22 +330,16 @@ def test_registered_versions(
     assert str(version.version) == "1" and version.run_id == run_id
     assert version.source == (tmp_path / "three").as_uri() and version.tags["iteration"] == "3"
     assert version.tags["val-core/countdown/acc/mean_at_1"] == "0.5"
-    inputs = client.get_run(run_id).inputs.dataset_inputs
-    found = {(each.dataset.name, each.tags[0].value) for each in inputs}
-    assert found == {("train.parquet", "training"), ("val.parquet", "validation")}
-    assert all(json.loads(each.dataset.source)["uri"].endswith(f"/data/{each.dataset.name}") for each in inputs)
-
     exported(own, "--out", tmp_path / "two", "--best", ACC, *name)
     version = client.get_model_version_by_alias("countdown", "champion")
     assert str(version.version) == "2" and version.source == (tmp_path / "two").as_uri()
-    assert len(client.get_run(run_id).inputs.dataset_inputs) == len(inputs), "inputs are not doubled"
     assert "registered as countdown, version 2, alias champion" in capsys.readouterr().out
 
 
 def test_a_registered_model_is_found_for_serving(
     tracked: tuple[Path, Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.export.target import find
+    from pipeline.export.served_model import find
 
     own, _, _ = tracked
     exported(own, "--out", tmp_path / "mine", "--register", "countdown", "--alias", "champion")
@@ -382,24 +369,7 @@ def test_a_server_gets_the_files_as_artifacts_of_the_run(tmp_path: Path) -> None
 
 def test_without_tracking_nothing_is_written(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (own, "--out", tmp_path / "mine", "--register", "countdown")
-    assert "was not tracked by MLflow" in refused(capsys, *arguments)
+    assert "MLflow did not track the run" in refused(capsys, *arguments)
     track(own, "0123")
     assert "set MLFLOW_TRACKING_URI" in refused(capsys, *arguments)
     assert not (tmp_path / "mine").exists()
-
-
-def test_digest_changes_with_the_data(tmp_path: Path) -> None:
-    file = tmp_path / "data" / "a.parquet"
-    file.parent.mkdir()
-    seen = set()
-    for content in (b"one", b"two", b"two" + bytes(registry.TAIL)):
-        file.write_bytes(content)
-        seen |= {registry._digest(str(file)), registry._digest(str(file.parent))}
-        assert registry._digest(str(file)) == registry._digest(str(file))
-    assert len(seen) == 6 and registry._digest("s3://bucket/a") != registry._digest("s3://bucket/b")
-
-
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "python -m jobs.export runs/NAME --out models/mine" in capsys.readouterr().out

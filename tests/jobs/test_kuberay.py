@@ -1,9 +1,9 @@
-"""The manifests are what the operator takes, and their pods can run what their entrypoints ask for."""
+"""The manifests: the operator takes them, their pods can hold the run, and a claim holds what outlives a cluster."""
 
-import copy
 import gzip
 import os
-from collections.abc import Callable
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +11,42 @@ import jsonschema
 import pytest
 import yaml
 
-from jobs.kuberay.__main__ import main
-from jobs.kuberay.manifest import ManifestError, check, settings_of
-from pipeline.config import ConfigError
+from jobs.kuberay import train
+from pipeline.config import Config, load_config
+from pipeline.plan.placement import check_resources
+from pipeline.plan.plan import plan
+from pipeline.run.versions import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = {path.stem: path for path in (ROOT / "jobs" / "kuberay").glob("*.yaml") if path.stem != "storage"}
 CRD = Path(os.environ.get("KUBERAY_CRD_DIR", ROOT.parent / "shared" / "data" / "kuberay"), "ray.io_rayjobs.crd.yaml.gz")
-CPU_WORKER = ("rayClusterSpec", "workerGroupSpecs", 0)
-POD = ("template", "spec")
+PRESERVED = "x-kubernetes-preserve-unknown-fields"
+GPU = "nvidia.com/gpu"
+
+every_manifest = pytest.mark.parametrize("name", MANIFESTS)
 
 
 def load(name: str) -> dict[str, Any]:
     return yaml.safe_load(MANIFESTS[name].read_text())
 
 
-def changed(name: str, value: Any, *keys: str | int) -> dict[str, Any]:
-    """The manifest with another value at one place of its `spec`; aliases elsewhere keep theirs."""
-    # YAML makes one object of an anchor and its aliases.
-    manifest = copy.deepcopy(load(name))
-    place = manifest["spec"]
-    for key in keys[:-1]:
-        place[key] = copy.copy(place[key])
-        place = place[key]
-    place[keys[-1]] = value(place[keys[-1]]) if callable(value) else value
-    return manifest
+def groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The head, then the groups of workers."""
+    cluster = manifest["spec"]["rayClusterSpec"]
+    return [{"replicas": 1, **cluster["headGroupSpec"]}, *cluster["workerGroupSpecs"]]
 
 
-Write = Callable[[dict[str, Any]], Path]
+def container(group: dict[str, Any]) -> dict[str, Any]:
+    return group["template"]["spec"]["containers"][0]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def to_file(manifest: dict[str, Any]) -> Path:
-        path = tmp_path / "job.yaml"
-        path.write_text(yaml.safe_dump(manifest))
-        return path
-
-    return to_file
+def settings(manifest: dict[str, Any]) -> Config:
+    """The settings in the entrypoint."""
+    entrypoint = manifest["spec"]["entrypoint"]
+    assert not set("&|;$`") & set(entrypoint), "KubeRay's submitter would run a second command itself"
+    program, settings = shlex.split(entrypoint)[:3], shlex.split(entrypoint)[3:]
+    assert program == ["python", "-m", "jobs.kuberay.train"]
+    return load_config(settings)
 
 
 def strict(schema: Any) -> Any:
@@ -63,156 +61,111 @@ def strict(schema: Any) -> Any:
     return result
 
 
-PRESERVED = "x-kubernetes-preserve-unknown-fields"
-
-
 @pytest.fixture(scope="module")
 def validator() -> jsonschema.Draft7Validator:
     if not CRD.is_file():
         pytest.skip(f"{CRD} is not there (KUBERAY_CRD_DIR names its folder)")
     with gzip.open(CRD) as file:
-        versions = yaml.safe_load(file)["spec"]["versions"]
-    return jsonschema.Draft7Validator(
-        strict(next(version["schema"]["openAPIV3Schema"] for version in versions if version["name"] == "v1"))
-    )
+        versions = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]["versions"]
+    v1 = next(version for version in versions if version["name"] == "v1")
+    return jsonschema.Draft7Validator(strict(v1["schema"]["openAPIV3Schema"]))
 
 
-def test_there_are_three_manifests() -> None:
-    assert sorted(MANIFESTS) == ["cpu_demo", "one_group", "three_groups"]
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
+@every_manifest
 def test_the_operator_takes_the_manifest(name: str, validator: jsonschema.Draft7Validator) -> None:
-    validator.validate(load(name))
-
-
-@pytest.mark.parametrize(
-    ("value", "keys"),
-    [
-        (1, ("shutdownAfterJobFinish",)),
-        ("3", ("backoffLimit",)),
-        ("none", ("rayClusterSpec", "authOptions", "mode")),
-        ("4Gi", (*CPU_WORKER, *POD, "containers", 0, "memory")),
-    ],
-)
-def test_the_schema_is_held_against_every_field(
-    validator: jsonschema.Draft7Validator, value: Any, keys: tuple[str | int, ...]
-) -> None:
-    manifest = load("cpu_demo")
-    place: Any = manifest["spec"]
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
-    with pytest.raises(jsonschema.ValidationError):
+    manifest = load(name)
+    validator.validate(manifest)
+    manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["memory"] = "4Gi"
+    with pytest.raises(jsonschema.ValidationError, match="memory"):
         validator.validate(manifest)
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@every_manifest
 def test_the_pods_can_hold_the_run(name: str) -> None:
-    gpus = 0 if name == "cpu_demo" else 8
-    assert check(MANIFESTS[name]).gpus == gpus
+    manifest = load(name)
+    config = settings(manifest)
+    if config.model.path.startswith("/"):
+        config.model.path = "on/the-claim"  # no such folder here
+    nodes, labels = [], []
+    for group in groups(manifest):
+        resources = container(group)["resources"]
+        assert resources["requests"] == resources["limits"], "Ray counts with limits"
+        cpus = float(group["rayStartParams"].get("num-cpus", resources["limits"]["cpu"]))
+        nodes += [{"CPU": cpus, "GPU": resources["limits"].get(GPU, 0)}] * group["replicas"]
+        labels += [group.get("labels", {})] * group["replicas"]
+        if GPU in resources["limits"]:
+            assert group["minReplicas"] == group["replicas"], "the autoscaler would take GPUs from the run"
+    assert nodes[0]["CPU"] == 0, "the head is to have no work"
+    resolved = plan(config)
+    check_resources(resolved.stages, None, nodes, labels)
+    assert resolved.gpus == (0 if name == "cpu_demo" else 8)
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@every_manifest
+def test_what_must_outlive_a_cluster_lies_on_the_claim_in_every_pod(name: str) -> None:
+    manifest = load(name)
+    config = settings(manifest)
+    paths = [config.trainer.default_local_dir, config.data.train_files, config.data.val_files]
+    if name == "cpu_demo":
+        paths.append(config.model.path)
+    for group in groups(manifest):
+        mounts = {mount["mountPath"]: mount["name"] for mount in container(group)["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
+        assert "persistentVolumeClaim" in volumes[mounts["/mnt/slipstream"]]
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert all(path.startswith("/mnt/slipstream/") for path in paths)
+
+
+@every_manifest
 def test_what_every_manifest_has(name: str) -> None:
     spec = load(name)["spec"]
     assert spec["shutdownAfterJobFinishes"] and spec["ttlSecondsAfterFinished"] and spec["preRunningDeadlineSeconds"]
     assert spec["backoffLimit"] >= 1
     cluster = spec["rayClusterSpec"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        env = {entry["name"] for entry in group["template"]["spec"]["containers"][0]["env"]}
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert f"=={cluster['rayVersion']}" == TESTED[("ray",)]
+    for group in groups({"spec": spec}):
+        env = {entry["name"] for entry in container(group)["env"]}
         assert {"RAY_idle_worker_killing_time_threshold_ms", "RAY_JOB_STOP_WAIT_TIME_S"} <= env
-    if name != "cpu_demo":
-        assert "MLFLOW_TRACKING_URI" in env and "gcsFaultToleranceOptions:" in MANIFESTS[name].read_text()
+        assert "MLFLOW_TRACKING_URI" not in env and "labels" not in group["rayStartParams"]
 
 
-def test_the_demo_makes_its_model_with_the_makefile() -> None:
-    first, _ = load("cpu_demo")["spec"]["entrypoint"].split("&&")
-    words = first.split()
-    assert words[:4] == ["make", "-C", "/opt/slipstream", "demo-model"]
+def test_the_init_step_of_the_demo_makes_its_data_and_its_model() -> None:
+    manifest = load("cpu_demo")
+    (step,) = groups(manifest)[1]["template"]["spec"]["initContainers"]
+    assert step["command"] == ["make", "-C", "/opt/slipstream", "demo-model"]
+    made = dict(word.split("=") for word in step["args"])
     makefile = (ROOT / "Makefile").read_text()
-    assert "\ndemo-model: $(WARM)/config.json" in makefile
-    assert all(f"\n{word.split('=')[0]} := " in makefile for word in words[4:])
-    assert "WORKDIR /opt/slipstream" in (ROOT / "Dockerfile").read_text()
+    assert all(f"\n{name} := " in makefile for name in made)
+    config = settings(manifest)
+    assert [config.data.train_files, config.data.val_files] == [
+        f"{made['DATA']}/{s}.parquet" for s in ("train", "test")
+    ]
+    assert config.model.path == made["WARM"]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "keys", "message"),
-    [
-        (
-            "one_group",
-            "4",
-            (*CPU_WORKER, *POD, "containers", 0, "resources", "limits", "nvidia.com/gpu"),
-            "requested as 8",
-        ),
-        ("one_group", {"num-gpus": "4"}, (*CPU_WORKER, "rayStartParams"), r"= 8 GPUs and the cluster has 4"),
-        ("cpu_demo", {"num-cpus": "4"}, (*CPU_WORKER, "rayStartParams"), r"5 CPUs and the cluster has 4"),
-        ("cpu_demo", 0, (*CPU_WORKER, "replicas"), r"replicas=0 is not between minReplicas=1"),
-        (
-            "three_groups",
-            {"role": "rolout"},
-            ("rayClusterSpec", "workerGroupSpecs", 1, "labels"),
-            "labelled role=rollout",
-        ),
-        ("three_groups", 3, ("rayClusterSpec", "workerGroupSpecs", 1, "minReplicas"), "take away GPUs"),
-        (
-            "three_groups",
-            lambda text: text.replace("rollout.role=rollout", "rollout.role=train"),
-            ("entrypoint",),
-            r"rollout \+ train need 8 GPUs on nodes labelled role=train .* have 4",
-        ),
-        ("cpu_demo", {}, ("rayClusterSpec", "headGroupSpec", "rayStartParams"), "the head offers 1 CPUs"),
-        ("cpu_demo", {"labels": "a=b", "num-cpus": "8"}, (*CPU_WORKER, "rayStartParams"), "labels in rayStartParams"),
-        ("cpu_demo", "2.59.0", ("rayClusterSpec", "rayVersion"), "rayVersion is 2.59.0; the image has 2.60.0"),
-        ("cpu_demo", {}, ("rayClusterSpec", "authOptions"), "authOptions.mode is not token"),
-        ("cpu_demo", False, ("shutdownAfterJobFinishes",), "ttlSecondsAfterFinished needs"),
-        (
-            "cpu_demo",
-            lambda text: text.replace("/mnt/slipstream/runs", "runs"),
-            ("entrypoint",),
-            "trainer.default_local_dir=runs is relative",
-        ),
-        (
-            "cpu_demo",
-            lambda text: text.replace("model.path=/mnt/slipstream", "model.path=/cache"),
-            ("entrypoint",),
-            "model.path=/cache/models/tiny-sft-1 lies on no volume in group slipstream-cpu-demo/head",
-        ),
-        (
-            "cpu_demo",
-            [{"name": "runs", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
-            (*CPU_WORKER, *POD, "volumes"),
-            "the volume runs, which ends with its pod in group slipstream-cpu-demo/cpu",
-        ),
-        (
-            "cpu_demo",
-            [{"name": "runs", "persistentVolumeClaim": {}}, {"name": "shm", "emptyDir": {}}],
-            (*CPU_WORKER, *POD, "volumes"),
-            "group cpu has no emptyDir of medium Memory at /dev/shm",
-        ),
-        ("cpu_demo", lambda text: text + " rollout.numengines=2", ("entrypoint",), "rollout.num_engines"),
-        ("cpu_demo", "echo", ("entrypoint",), r"calls `python -m jobs.train` 0 times"),
-        ("cpu_demo", None, ("rayClusterSpec",), "is not a RayJob with its cluster"),
-    ],
-)
-def test_a_manifest_that_cannot_run_or_continue_is_refused(
-    write: Write, name: str, value: Any, keys: tuple[str | int, ...], message: str
-) -> None:
-    with pytest.raises((ManifestError, ConfigError), match=message):
-        check(write(changed(name, value, *keys)))
+@pytest.mark.parametrize("name", ["one_group", "three_groups"])
+def test_the_init_step_makes_the_data_that_the_run_reads(name: str) -> None:
+    manifest = load(name)
+    (step,) = groups(manifest)[0]["template"]["spec"]["initContainers"]
+    (out,) = re.findall(r"out=(\S+)", step["args"][0])
+    data = settings(manifest).data
+    assert [data.train_files, data.val_files] == [f"{out}/train.parquet", f"{out}/test.parquet"]
+    assert step["volumeMounts"] == container(groups(manifest)[0])["volumeMounts"]
 
 
-def test_settings_end_with_their_command() -> None:
-    assert settings_of("prepare a=1 && python -m jobs.train b=2 'c=[1, 2]' && echo d=3") == ("b=2", "c=[1, 2]")
-    with pytest.raises(ManifestError, match="2 times"):
-        settings_of("python -m jobs.train a=1; python -m jobs.train b=2")
+@pytest.mark.parametrize("arguments", [["rollout.numengines=2"], ["--no-such-option"]])
+def test_a_job_that_is_refused_stops_itself(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[str] = []
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "run-1"}}')
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient.__init__", lambda client: None)
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient.stop_job", lambda client, job: stopped.append(job))
+    monkeypatch.setattr(train, "STOP_S", 0)
+    assert train.main(arguments) == 2 and stopped == ["run-1"]
 
 
-def test_the_command(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(MANIFESTS["cpu_demo"]), str(MANIFESTS["one_group"])]) == 0
-    assert "10 CPUs and 8 GPUs" in capsys.readouterr().out
-    assert main([str(write(changed("cpu_demo", "1.0", "rayClusterSpec", "rayVersion")))]) == 2
-    assert "rayVersion is 1.0" in capsys.readouterr().err
-    broken = write({"kind": "Job"})
-    assert main([str(broken)]) == 2
-    assert "holds 0 RayJobs" in capsys.readouterr().err
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_a_job_that_ends_otherwise_is_left_to_kuberay(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.train.main", lambda arguments: code)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert train.main(["experiment=countdown_cpu"]) == code

@@ -151,21 +151,6 @@ def test_mix_of_sizes(tmp_path: Path) -> None:
     assert set(sizes) == {3, 4} and 0.70 < sizes[3] / 2000 < 0.80
 
 
-@pytest.mark.parametrize("template", ["base", "chat"])
-def test_wording(tmp_path: Path, template: str) -> None:
-    prepare(tmp_path, "--train", "1", "--test", "1", "--template", template)
-    (row,) = read(tmp_path / "train.parquet")
-    (message,) = row["prompt"]
-    truth = row["reward_model"]["ground_truth"]
-    assert message["role"] == "user"
-    assert (
-        f"Using the numbers {truth['numbers']}, create an equation that equals {truth['target']}." in message["content"]
-    )
-    assert "<answer> (1 + 2) / 3 </answer>" in message["content"]
-    assert message["content"].endswith("<think>") == (template == "base")
-    assert message["content"].startswith("A conversation between User and Assistant.") == (template == "base")
-
-
 @pytest.mark.parametrize(
     ("options", "opening"),
     [
@@ -209,7 +194,7 @@ def test_sft_files_hold_correct_solutions(tmp_path: Path, options: list[str], op
         (["--min-number", "0"], "--min-number 0"),
         (["--min-number", "9", "--max-number", "8"], "--max-number 8"),
         (["--min-target", "9", "--max-target", "8"], "--max-target 8"),
-        (["--max-number", "100000"], "--max-number 100000 is too large for 4 numbers"),
+        (["--max-number", "100000"], "--max-number 100000 is too large: a product of 4"),
         (["--template", "none"], "--template"),
         (["--template", "base", "--sft", "5", "--sft-solution", "answer"], "--sft-solution answer"),
         (["--numbers", "2", "--max-number", "4"], "only 2 distinct puzzles of 2 numbers"),
@@ -246,29 +231,6 @@ def test_stream_gives_up_where_puzzles_are_too_rare(monkeypatch: pytest.MonkeyPa
     assert visited >= 2000
 
 
-def test_new_files_wait_in_the_folder_itself(tmp_path: Path) -> None:
-    # A rename is atomic only within one file system.
-    with parquet.together(tmp_path) as partial:
-        (partial / "x.parquet").write_text("new")
-        assert partial.parent == tmp_path and partial.name.startswith(".")
-        assert not (tmp_path / "x.parquet").exists()
-    assert [file.name for file in tmp_path.iterdir()] == ["x.parquet"]
-
-
-def test_a_failed_run_leaves_the_former_files(tmp_path: Path) -> None:
-    prepare(tmp_path, "--train", "20", "--test", "5")
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    argv = ["countdown", "--out", str(tmp_path), "--train", "500", "--test", "5", "--numbers", "2", "--max-number", "9"]
-    assert main(argv) == 2
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["countdown", "--out", str(tmp_path / "file"), "--train", "2", "--test", "2"]) == 1
-    assert "cannot write to" in capsys.readouterr().err
-
-
 def test_rows_are_written_in_groups_and_not_held(tmp_path: Path) -> None:
     made = 0
 
@@ -277,8 +239,10 @@ def test_rows_are_written_in_groups_and_not_held(tmp_path: Path) -> None:
         for _ in range(3 * parquet.ROW_GROUP + 1):
             made += 1
             yield {"messages": [{"role": "user", "content": json.dumps(made)}]}
+            yield None
 
-    parquet.write(tmp_path / "x.parquet", parquet.SFT, rows())
+    path = tmp_path / "x.parquet"
+    assert parquet.write(path, parquet.SFT, rows()) == (3 * parquet.ROW_GROUP + 1, 3 * parquet.ROW_GROUP + 1)
     metadata = pq.ParquetFile(tmp_path / "x.parquet").metadata
     sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     assert sizes == [parquet.ROW_GROUP] * 3 + [1]

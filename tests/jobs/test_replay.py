@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from jobs.replay import main, replay_config
 from jobs.tiny import build_model, build_tokenizer, countdown_texts
 from pipeline.config import Config, ConfigError, load_config, save_yaml
-from pipeline.plan import plan
-from pipeline.replay import UNREAD, replay_of
-from pipeline.schema import keys, value_of
+from pipeline.config.schema import keys, value_of
+from pipeline.plan.check_replay import UNREAD, replay_of
+from pipeline.plan.plan import plan
 from tests.recordings import BATCH, CHUNK, SAMPLES, record
 
 Refused = Callable[..., str]
@@ -29,7 +29,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(config: Config) -> None:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr("pipeline.train.run.start_ray", started)
+    monkeypatch.setattr("pipeline.run.driver.start_ray", started)
 
 
 @pytest.fixture

@@ -12,21 +12,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from openai import AuthenticationError, BadRequestError, OpenAI
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from jobs.serve import main, parser, ready, serving
+from jobs.serve import main, parse, ready
 from pipeline.config import Config
-from pipeline.export.settings import FILE, ModelSettings, load_settings
-from pipeline.export.target import Target, find
-from pipeline.serving import Serving, check_resources, engine_kwargs
+from pipeline.export.api_key import RequireKey
+from pipeline.export.serve import engine_kwargs, llm_config
+from pipeline.export.served_model import ServedModel, find
+from pipeline.models.settings import FILE, ModelSettings, load_settings
 from pipeline.track.trajectories import read_trajectories
 from tests.runs import TWO, Run, starter, tiny_settings
 
@@ -36,8 +40,9 @@ READY_S = 300
 serves = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 
-def asked(*arguments: str, target: Target | None = None) -> Serving:
-    return serving(parser().parse_args(["somewhere", *arguments]), target or Target("/models/mine", "mine", None))
+def kwargs(model: ServedModel, *arguments: str) -> dict[str, Any]:
+    """Arguments of vLLM for `model` with these options."""
+    return engine_kwargs(model, parse(["somewhere", *arguments]))
 
 
 @pytest.fixture
@@ -52,14 +57,18 @@ def config() -> Config:
 
 
 @pytest.fixture
-def of_a_run(config: Config) -> Target:
-    return Target("/runs/puzzles/exports/iteration_000007", "puzzles", ModelSettings.of(config, 7), config)
+def of_a_run(config: Config) -> ServedModel:
+    return ServedModel("/runs/puzzles/exports/iteration_000007", "puzzles", ModelSettings.of(config, 7), config)
 
 
-def test_a_run_is_served_as_it_was_validated(of_a_run: Target) -> None:
-    what = asked(target=of_a_run)
-    assert (what.name, what.num_cpus, what.num_gpus) == ("puzzles", 2, 0.5)
-    assert engine_kwargs(what) == {
+@pytest.fixture
+def plain() -> ServedModel:
+    return ServedModel("/models/mine", "mine", None)
+
+
+def test_a_run_is_served_as_it_was_validated(of_a_run: ServedModel) -> None:
+    assert parse(["x"]).resources(of_a_run) == (2, 0.5)
+    assert kwargs(of_a_run) == {
         "dtype": "float32",
         "enforce_eager": False,
         "max_model_len": 150,
@@ -67,32 +76,29 @@ def test_a_run_is_served_as_it_was_validated(of_a_run: Target) -> None:
         "default_chat_template_kwargs": {"enable_thinking": False},
         "block_size": 32,
     }
+    of_a_run.config.model.trust_remote_code = True
+    assert kwargs(of_a_run)["trust_remote_code"]
 
 
-def test_options_come_before_the_run(of_a_run: Target) -> None:
-    options = ["--name", "other", "--dtype", "bfloat16", "--max-tokens", "70", "--num-gpus", "2", "--num-cpus", "3"]
-    what = asked(*options, "--engine", "block-size=16", "--engine", "limits={a: 1}", target=of_a_run)
-    arguments = engine_kwargs(what)
-    assert (what.name, what.num_cpus, what.num_gpus) == ("other", 3, 2)
+def test_options_come_before_the_run(of_a_run: ServedModel) -> None:
+    options = ["--max-tokens", "70", "--num-gpus", "2", "--engine", "dtype=bfloat16", "--engine", "limits={a: 1}"]
+    arguments = kwargs(of_a_run, *options, "--engine", "block-size=16")
     assert arguments["dtype"] == "bfloat16" and arguments["max_model_len"] == 170
     assert arguments["override_generation_config"]["max_new_tokens"] == 70
     assert arguments["tensor_parallel_size"] == 2
     assert arguments["block_size"] == 16 and arguments["limits"] == {"a": 1}
-    assert engine_kwargs(asked("--max-model-len", "99", target=of_a_run))["max_model_len"] == 99
 
 
-def test_a_model_without_a_run_keeps_its_own_defaults() -> None:
-    assert engine_kwargs(asked("--num-gpus", "1")) == {}
-    on_cpus = engine_kwargs(asked("--max-model-len", "9000"))
-    assert on_cpus == {"max_model_len": 9000, "max_num_batched_tokens": 9000, "enable_chunked_prefill": False}
-    assert not asked().trust_remote_code and asked("--trust-remote-code").trust_remote_code
+def test_a_model_without_a_run_keeps_its_own_defaults(plain: ServedModel) -> None:
+    assert kwargs(plain, "--num-gpus", "1") == {}
+    on_cpus = {"max_model_len": 9000, "max_num_batched_tokens": 9000, "enable_chunked_prefill": False}
+    assert kwargs(plain, "--engine", "max_model_len=9000") == on_cpus
 
 
 @pytest.mark.parametrize(
     ("options", "replicas"),
     [
         ([], (1, 1)),
-        (["--num-replicas", "3"], (3, 3)),
         (["--min-replicas", "2"], (2, 2)),
         (["--max-replicas", "4"], (1, 4)),
         (["--min-replicas", "0", "--max-replicas", "2"], (0, 2)),
@@ -100,17 +106,52 @@ def test_a_model_without_a_run_keeps_its_own_defaults() -> None:
     ],
 )
 def test_replicas(options: list[str], replicas: tuple[int, int]) -> None:
-    what = asked(*options)
-    assert (what.min_replicas, what.max_replicas) == replicas
+    assert parse(["x", *options]).replicas() == replicas
 
 
-def test_what_can_never_be_placed_is_refused() -> None:
-    nodes = [{"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}]
-    check_resources(Serving("m", "m", num_gpus=1), nodes)
-    with pytest.raises(ValueError, match="2 replicas need 2 GPUs, but Ray has 1"):
-        check_resources(Serving("m", "m", num_gpus=1, min_replicas=2, max_replicas=2), nodes)
-    with pytest.raises(ValueError, match="1 replicas need 9 CPUs, but Ray has 8"):
-        check_resources(Serving("m", "m", num_cpus=9), nodes)
+@pytest.mark.parametrize(("variable", "space"), [(None, "3"), ("7", "7")])
+def test_the_key_and_the_cache_reach_the_replicas(
+    of_a_run: ServedModel, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, space: str
+) -> None:
+    if variable:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
+    of_a_run.config.rollout.cpu_kvcache_space_gb = 3
+    model = replace(of_a_run, path=str(tiny_model))
+    config = llm_config(model, parse(["x", "--num-gpus", "0", "--engine", "middleware=[a.b]"]), KEY)
+    assert config.engine_kwargs["api_key"] == [KEY]
+    assert config.engine_kwargs["middleware"] == ["a.b", "pipeline.export.api_key.RequireKey"]
+    assert config.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == space
+
+
+def test_impossible_replicas_are_refused(plain: ServedModel) -> None:
+    with pytest.raises(ValueError, match="3 to 2 replicas are impossible"):
+        llm_config(plain, parse(["x", "--min-replicas", "3", "--max-replicas", "2"]))
+    with pytest.raises(ValueError, match=r"1\.5 GPUs per replica are impossible"):
+        llm_config(plain, parse(["x", "--num-gpus", "1.5"]))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", "/health", {}, 200),
+        ("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"}, 200),
+        ("GET", "/v1/models", {}, 401),
+        ("POST", "/tokenize", {}, 401),
+        ("POST", "/invocations", {"Authorization": f"Bearer {KEY}x"}, 401),
+        ("POST", "/invocations", {"Authorization": KEY}, 401),
+        ("GET", "/metrics", {}, 401),
+        ("GET", "/health/../tokenize", {}, 401),
+        ("GET", "//health", {}, 401),
+    ],
+)
+def test_every_route_but_health_asks_for_the_key(method: str, path: str, headers: dict[str, str], status: int) -> None:
+    app = FastAPI()
+    app.state.args = SimpleNamespace(api_key=[KEY])
+    app.add_middleware(RequireKey)
+    app.add_api_route("/{path:path}", lambda path: path, methods=["GET", "POST"])
+    assert TestClient(app).request(method, path, headers=headers).status_code == status
+    app.state.args.api_key = None
+    assert path == "/health" or TestClient(app).request(method, path, headers=headers).status_code == 401
 
 
 def test_settings_of_an_exported_model(config: Config, tmp_path: Path) -> None:
@@ -118,7 +159,7 @@ def test_settings_of_an_exported_model(config: Config, tmp_path: Path) -> None:
     settings.save(tmp_path)
     assert load_settings(tmp_path) == settings
     (tmp_path / "config.json").write_text("{}")
-    assert find(str(tmp_path)) == Target(str(tmp_path), tmp_path.name, settings)
+    assert find(str(tmp_path)) == ServedModel(str(tmp_path), tmp_path.name, settings)
     whole = json.loads((tmp_path / FILE).read_text())
     for damaged in ({"dtype": 1}, {"iteration": True}, {"trust_remote_code": True}, {"chat_template_kwargs": []}):
         (tmp_path / FILE).write_text(json.dumps(whole | damaged))
@@ -129,15 +170,12 @@ def test_settings_of_an_exported_model(config: Config, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere/to/be"], "nowhere/to/be is not a folder"),
-        (["."], "is neither a run's folder (it holds no config.yaml) nor a model's"),
+        (["runs/TYPO"], "runs/TYPO: there is no folder"),
+        (["."], "holds no config.json"),
         (["some/model", "--iteration", "3"], "some/model is no run's folder"),
         (["some/model", "--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: that environment variable is"),
         (["some/model", "--detach"], "--detach leaves the server in a cluster; set RAY_ADDRESS"),
-        (["some/model", "--engine", "block_size"], "--engine 'block_size' is not KEY=VALUE"),
-        (["some/model", "--engine", "a=[1"], "cannot be read as YAML"),
-        (["some/model", "--num-replicas", "2", "--max-replicas", "3"], "--num-replicas is a fixed number"),
-        (["some/model", "--host", "203.0.113.7"], "203.0.113.7:8000 cannot be listened at"),
+        (["some/model", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7:8000"),
     ],
 )
 def test_refusals(
@@ -151,22 +189,20 @@ def test_refusals(
     assert printed.startswith("error: ") and sentence in printed
 
 
-def test_a_port_that_is_taken_is_refused_first(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert main(["nowhere", "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} cannot be listened at (Address already in use)" in capsys.readouterr().err
+@pytest.mark.parametrize("text", ["block_size", "a=[1"])
+def test_malformed_engine_arguments_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["x", "--engine", text])
+    assert text in capsys.readouterr().err
 
 
 def test_the_ready_lines_name_no_key() -> None:
-    options = parser().parse_args(["x", "--api-key-env", "SERVE_KEY", "--host", "::1", "--port", "81"])
+    options = ["x", "--api-key-env", "SERVE_KEY", "--host", "::1", "--port", "81"]
     nodes = [{"NodeManagerAddress": "192.0.2.1", "MetricsExportPort": 9}]
-    lines = ready(Serving("m", "mine"), options, nodes)
+    lines = ready("mine", parse(options), nodes)
     assert "http://[::1]:81/v1/chat/completions" in lines and '"$SERVE_KEY"' in lines
     assert "http://[::1]:81/metrics (vLLM), http://192.0.2.1:9/metrics (Ray)" in lines
-    assert "/metrics (vLLM)" not in ready(Serving("m", "mine", max_replicas=2), options, nodes)
+    assert "/metrics (vLLM)" not in ready("mine", parse([*options, "--max-replicas", "2"]), nodes)
 
 
 def free_port() -> int:
@@ -237,14 +273,6 @@ class TestServer:
 
     pytestmark = serves
 
-    def test_exported_shards_are_the_model_that_the_run_left(self, run: Run, server: Server) -> None:
-        ours, theirs = (
-            load_file(folder / "model.safetensors")
-            for folder in (run.folder / "exports" / "iteration_000002", run.folder / "model")
-        )
-        assert ours.keys() == theirs.keys()
-        assert all(ours[name].equal(theirs[name]) for name in ours)
-
     def test_greedy_answers_are_those_of_the_validation(self, run: Run, server: Server) -> None:
         """A request that says nothing of sampling is answered as the last version was validated."""
         rows = read_trajectories(str(run.folder), 2, "val").to_pylist()
@@ -297,12 +325,14 @@ class TestServer:
             server.client("another").chat.completions.create(
                 model="served", messages=[{"role": "user", "content": "a"}]
             )
-        assert httpx.post(f"{server.url}/v1/completions", json={"model": "served", "prompt": "a"}).status_code == 401
+        for path in ("/v1/completions", "/invocations", "/tokenize", "/metrics", "/docs"):
+            assert httpx.post(f"{server.url}{path}", json={"model": "served", "prompt": "a"}).status_code == 401, path
+            assert httpx.get(f"{server.url}{path}").status_code == 401, path
         assert KEY not in server.log.read_text()
 
     def test_health_and_metrics(self, server: Server) -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200
-        own = httpx.get(f"{server.url}/metrics").text
+        own = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
         counted = [line for line in own.splitlines() if line.startswith("vllm:generation_tokens_total{")]
         assert counted and float(counted[0].split()[-1]) > 20 and 'model_name="served"' in counted[0]
         address = server.log.read_text().split("(vLLM), ")[1].split()[0]

@@ -1,5 +1,7 @@
 """`ray job submit` to a head of its own, which asks for a token: submit, read, stop, go on."""
 
+import contextlib
+import io
 import json
 import os
 import secrets
@@ -19,16 +21,23 @@ from tests.runs import tiny_settings
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ("python", "-m", "jobs.train")
 Ray = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """State file of a running head; its token is in this process's environment."""
+    """State file of a running head; its token, and what `start` says to export, are in this process's environment."""
     path = tmp_path_factory.mktemp("cluster") / "head.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        assert main(["start", "--cpus", "8", "--state", str(path)]) == 0
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert main(["start", "--cpus", "8", "--state", str(path)]) == 0
+        for line in printed.getvalue().splitlines():
+            if line.strip().startswith("export "):
+                for word in line.split()[1:]:
+                    patch.setenv(*word.split("="))
+        assert all(f"ray job {action} " in printed.getvalue() for action in ("submit", "status", "logs", "stop"))
         try:
             yield path
         finally:
@@ -48,9 +57,8 @@ def ray_job(head: Head) -> Ray:
     """The command line `ray job ...` as a user with the token calls it."""
 
     def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [executable("ray"), "job", arguments[0], "--address", head.address, *arguments[1:]]
-        given = {**os.environ, "RAY_AUTH_MODE": "token", **env}
-        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        command = [executable("ray"), "job", *arguments]
+        return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=300, cwd=ROOT)
 
     return call
 
@@ -60,11 +68,11 @@ def settings(tmp_path: Path, tiny_model: Path, prompt_files: Any) -> list[str]:
     return [*tiny_settings(tmp_path, tiny_model, prompt_files), "trainer.experiment_name=submitted"]
 
 
-def submit(ray_job: Ray, name: str, *settings: str) -> None:
+def submit(ray_job: Ray, name: str, *command: str) -> None:
     # A variable that the run sets, too: Ray would refuse to join the two.
     runtime_env = json.dumps({"env_vars": {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}})
     options = ("--no-wait", "--submission-id", name, "--working-dir", ".", "--runtime-env-json", runtime_env)
-    done = ray_job("submit", *options, "--", "python", "-m", "jobs.train", *settings)
+    done = ray_job("submit", *options, "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -76,7 +84,7 @@ def wait(ray_job: Ray, name: str, until: Callable[[], bool], seconds: float = 30
 
 
 def status(head: Head, name: str) -> str:
-    """As the job server says it; the command line dresses it up for a terminal."""
+    """As the job server says it; `ray job status` formats it for a terminal."""
     token = os.environ["RAY_AUTH_TOKEN"]
     request = urllib.request.Request(f"{head.address}/api/jobs/{name}", headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -96,29 +104,32 @@ def test_submit_stop_and_submit_again(ray_job: Ray, head: Head, tmp_path: Path, 
         return metrics.is_file() and "\n" in metrics.read_text()
 
     quiet = ("trainer.test_freq=-1", "trainer.val_before_train=false")
-    submit(ray_job, "first", *settings, *quiet, "trainer.total_training_steps=1000")
+    submit(ray_job, "first", *TRAIN, *settings, *quiet, "trainer.total_training_steps=1000")
     wait(ray_job, "first", iterated)
     ray_job("stop", "first")
     wait(ray_job, "first", lambda: ended("first"))
     assert status(head, "first") == "STOPPED"
     printed = ray_job("logs", "first").stdout
-    for part in ("iteration 1/1000", "stopping after this iteration", "submitted: interrupted", "to continue"):
+    for part in ("1/1000", "stopping after this iteration", "submitted: interrupted", "to continue"):
         assert part in printed, printed
     assert "Traceback" not in printed, printed
     last = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()][-1]
     assert [path.name for path in (folder / "checkpoints").glob("iteration_*")] == [f"iteration_{last:06d}"]
     assert (folder / "model" / "config.json").is_file()
 
-    submit(ray_job, "second", *settings, *quiet, f"trainer.total_training_steps={last + 2}")
+    submit(ray_job, "second", *TRAIN, *settings, *quiet, f"trainer.total_training_steps={last + 2}")
     wait(ray_job, "second", lambda: ended("second"))
     assert status(head, "second") == "SUCCEEDED", ray_job("logs", "second").stdout
     iterations = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()]
     assert iterations == list(range(1, last + 3))
 
 
-def test_a_relative_run_folder_is_refused(ray_job: Ray, head: Head, settings: list[str]) -> None:
-    submit(ray_job, "relative", *settings, "trainer.default_local_dir=runs")
-    wait(ray_job, "relative", lambda: status(head, "relative") == "FAILED")
+def test_a_relative_run_folder_is_refused_and_a_rayjob_not_retried(
+    ray_job: Ray, head: Head, settings: list[str]
+) -> None:
+    submit(ray_job, "relative", "python", "-m", "jobs.kuberay.train", *settings, "trainer.default_local_dir=runs")
+    # KubeRay would retry a job that is FAILED.
+    wait(ray_job, "relative", lambda: status(head, "relative") == "STOPPED")
     printed = ray_job("logs", "relative").stdout
     assert "lies in this node's copy of the uploaded working directory" in printed, printed
     assert "Traceback" not in printed, printed

@@ -25,7 +25,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(config: Config) -> None:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr("pipeline.train.run.start_ray", started)
+    monkeypatch.setattr("pipeline.run.driver.start_ray", started)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_model_folder_without_tokenizer(refused: Refused, tiny_model: Path, tmp_
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder, ignore=lambda _, names: [name for name in names if "token" in name])
     refused(f"model.path={folder}", parts=("model.path", str(folder), "holds no tokenizer", "model.tokenizer_path"))
-    refused(f"model.path={tmp_path / 'nowhere'}", parts=("model.path", "nowhere", "no such folder"))
+    refused(f"model.path={tmp_path / 'nowhere'}", parts=("model.path", "nowhere", "there is no folder"))
 
 
 def test_failing_chat_template(refused: Refused, tiny_model: Path, tmp_path: Path) -> None:
@@ -207,6 +207,33 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     for part in ("8 prompts x 4 samples = 32 rows in 2 chunks of 4 prompts", "iterations", "rollout", "CPU"):
         assert part in " ".join(printed.out.split())
     assert not (tmp_path / "runs").exists()
+    for part in (f"{tmp_path}/runs/mine", "first prompt", "reward of a made-up response"):
+        assert part in printed.out
+
+
+def test_dry_run_prints_the_plan_where_gpus_are_missing(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    gpus = ["trainer.use_gpu=true", "trainer.gpus_per_worker=1", "trainer.num_workers=2"]
+    monkeypatch.setattr("pipeline.plan.placement.local_node", lambda cpus: {"CPU": 8.0, "GPU": 0.0})
+    monkeypatch.setattr("jobs.train.check_versions", lambda: None)
+    assert main(["--dry-run", *arguments, *gpus]) == 0
+    printed = capsys.readouterr().out
+    assert "2 x 1 CPU + 1 GPU" in printed
+    assert "this machine cannot run it: the run needs" in printed and "2 GPUs and this machine has 0" in printed
+
+
+def test_a_wrong_file_is_refused_before_transformers_is_imported(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
+    code = (
+        "import sys; from jobs.train import main\n"
+        f"code = main({[*arguments, f'data.train_files={tmp_path}/broken.parquet']!r})\n"
+        "print(code, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["2", "False"], done.stderr
+    assert "broken.parquet" in done.stderr
 
 
 def test_help_of_the_command() -> None:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
-from pipeline.prompts.config import DataConfig
 from pipeline.prompts.prompt_file import Place
-from pipeline.train.config import ModelConfig
 
 PLACE = Place("f.parquet", 2, 17)
 WHERE = r"f\.parquet, row 17 \(row group 2\), column 'prompt' \(data\.prompt_key\): "
@@ -128,11 +128,11 @@ def test_load_tokenizer_refuses(tokenizer, tmp_path):
     for folder in (model, broken):
         folder.mkdir()
     refuses(r"model\.path is not set")
-    refuses(r"model\.path: /no/such/folder does not exist; give it", path="/no/such/folder")
+    refuses(r"model\.path=/no/such/folder: there is no folder", path="/no/such/folder")
     refuses(rf"model\.path: folder {re.escape(str(model))} holds no tokenizer .*model\.tokenizer_path", path=str(model))
-    refuses(r"model\.tokenizer_path: /no/such does not exist", path=str(model), tokenizer_path="/no/such")
+    refuses(r"model\.tokenizer_path=/no/such: there is no folder", path=str(model), tokenizer_path="/no/such")
     (model / "file").touch()
-    refuses(r"file is a file, not a model folder", path=str(model / "file"))
+    refuses(r"file is a file; give a folder", path=str(model / "file"))
     (broken / "tokenizer.json").write_text("{")
     refuses(r"the tokenizer of .*broken cannot be loaded: ", path=str(broken))
     tokenizer.save_pretrained(bare)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from pipeline.config import Config
+from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.config import DataConfig
 from pipeline.prompts.encode import COLUMNS, Encoder, Prompt, to_json, to_table
 from pipeline.prompts.prompt_file import Place
 from pipeline.prompts.quarantine import Quarantine
-from pipeline.rollout.sampling import RowLimits
+from pipeline.sampling import RowLimits
 
 PLACE = Place("f.parquet", 2, 17)
 
@@ -37,6 +37,8 @@ BAD = [
     ({"reward_model": "42"}, "`reward_model` is '42' where an object with `ground_truth` is needed"),
     ({"reward_model": {"style": "rule"}}, "where an object with `ground_truth` is needed"),
     ({"extra_info": {"image": b"x"}}, "column 'extra_info' cannot be written as JSON"),
+    ({"images": [{"bytes": b"x"}]}, "column `images` has content, and only text can be trained"),
+    ({"prompt": [{"role": "user", "content": "<image>Which?"}]}, "`prompt` holds <image>, and only text"),
 ]
 
 
@@ -107,3 +109,8 @@ def test_to_json(value, expected):
 def test_to_json_refuses(value):
     with pytest.raises(ValueError, match=r"f\.parquet, row 17 \(row group 2\): column 'extra_info' cannot be written"):
         to_json(value, PLACE, "extra_info")
+
+
+def test_empty_media_columns_are_no_media(encoder_of, prompt_row):
+    rows = encoder_of()(prompts(prompt_row(0, images=[], videos=None)))
+    assert len(rows) == 1

@@ -6,38 +6,38 @@ from typing import Any
 
 import pytest
 
-from pipeline.admission import Admission
-from pipeline.dynamic_store import DynamicStore
-from pipeline.groups import DynamicSampling, Found, position
+from pipeline.dynamic_sampling.ledger import ChunkStats, FilterRules, Ledger
 from pipeline.prompts import stage
-from pipeline.prompts.endless import EndlessPrompts
 from pipeline.prompts.sampler import Sampler
 from pipeline.prompts.stage import Schedule
-from tests.prompts.test_stage import WAIT, LocalActor, Run, make, shape  # noqa: F401 (a fixture)
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.policy_store import PolicyStore
+from tests.prompts.test_stage import START, WAIT, Run, make, shape  # noqa: F401 (a fixture)
 
 MOST = 3
 
 
 class Endless(Run):
-    """A store with an account, and the stage; chunks of 2 prompts, 2 chunks to an iteration."""
+    """A store and the stage of a run with dynamic sampling; chunks of 2 prompts, 2 chunks to an iteration."""
 
-    def __init__(self, plain: Run, staleness: int = 0):
-        config, iterations = plain.config, plain.schedule.iterations
+    def __init__(self, plain: Run):
+        config = plain.config
         config.algorithm.filter_groups.enable = True
         config.algorithm.filter_groups.max_num_gen_batches = MOST
-        self.config, self.run_dir = config, plain.run_dir
-        self.schedule = Schedule.of(config, iterations)
-        dynamic = DynamicSampling.of(config, iterations)
-        assert dynamic is not None
-        self.store = LocalActor(DynamicStore(Admission(2, 4, staleness, dynamic)), plain.store._loop)
-        self.start()
+        schedule = Schedule.of(config, plain.schedule.iterations)
+        self.rules = FilterRules.of(config, schedule.iterations)
+        super().__init__(config, schedule, plain.actor_handle._loop, plain.run_dir)
 
-    def actor(self) -> Any:
-        return EndlessPrompts(self.config, self.schedule, self.store, self.generation, self.run_dir)
+    def start(self, version: int = 0, cursor: PromptCursor = START, validated: bool = True) -> None:
+        super().start(version, cursor, validated)
+        self.ledger = Ledger(self.rules, version)
 
     def pass_on(self, chunk: int, kept: int) -> None:
         """The filter keeps so many groups of the chunk."""
-        self.ask("filtered", chunk, Found(2, list(range(kept)), 2 - kept))
+        decision = self.ledger.decide(chunk, ChunkStats(2, list(range(kept)), 2 - kept))
+        if decision.full:
+            self.store.call(PolicyStore.report_filled, decision.iteration, *decision.used, {})
+        self.store.call(PolicyStore.report_groups, self.ledger.kept, self.ledger.dropped)
 
 
 def uids(rows: list[dict[str, Any]]) -> list[str]:
@@ -46,8 +46,8 @@ def uids(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_pages_go_on_past_the_prompts_of_an_iteration(make: Callable[..., Run]) -> None:  # noqa: F811
     run = Endless(make(iterations=2, rows=40))
-    assert shape(run.page(0)) == [("train", chunk, 1) for chunk in (0, 0, 1, 1)]
-    assert shape(run.page(1)) == [("train", chunk, 1) for chunk in (2, 2, 3, 3)]
+    assert shape(run.page(0)) == [("train", chunk, None) for chunk in (0, 0, 1, 1)]
+    assert shape(run.page(1)) == [("train", chunk, None) for chunk in (2, 2, 3, 3)]
     with ThreadPoolExecutor(1) as pool:
         third = pool.submit(run.page, 2)
         with pytest.raises(TimeoutError):
@@ -55,7 +55,7 @@ def test_pages_go_on_past_the_prompts_of_an_iteration(make: Callable[..., Run]) 
         for chunk in range(2):
             run.pass_on(chunk, kept=0)
         # Iteration 1 goes on with the second page, and the third is made ahead.
-        assert shape(third.result(WAIT)) == [("train", chunk, 1) for chunk in (4, 4, 5, 5)]
+        assert shape(third.result(WAIT)) == [("train", chunk, None) for chunk in (4, 4, 5, 5)]
     assert uids(run.page(0)) + uids(run.page(1)) == uids([*run.page(0), *run.page(1)])
 
 
@@ -79,9 +79,9 @@ def test_pages_end_with_the_last_iteration(make: Callable[..., Run]) -> None:  #
         run.publish(version)
         rows = run.page(version)
     assert shape(rows) == [("val", -1, 2)] * 2
-    assert run.ask("ended") == 2
+    assert run.store.call(PolicyStore.last_version) == 2
     assert [run.page(page) for page in range(3, run.schedule.pages)] == [[]] * (run.schedule.pages - 3)
-    ticket = run.store.admit.remote(run.generation, 4, WAIT).result(WAIT)
+    ticket = run.store.wait(PolicyStore.admit, 4, WAIT)
     assert ticket is None, "a chunk that was made ahead does not start any more"
 
 
@@ -106,35 +106,17 @@ def test_a_resumed_run_leaves_out_what_is_used_up(make: Callable[..., Run]) -> N
     run.pass_on(2, 2)  # one of them is surplus, and discarded
     run.publish(1)
     whole += uids(run.page(2))
-    end = run.ask("position", 1)
-    assert end == position((0, 4), 2, 2)
+    end = run.end_of(1)
+    assert end == PromptCursor(0, 4, batch=2, skip=2)
     run.start(1, end)
     resumed = uids(run.page(0)) + uids(run.page(1))
     assert resumed[:6] == whole[6:] and not set(resumed[6:]) & set(whole)
     assert run.page(0, run.actor()) == run.page(0)
 
 
-def test_an_oversampled_run_leaves_out_all_prompts_that_were_begun(make: Callable[..., Run]) -> None:  # noqa: F811
-    plain = make(iterations=6, rows=60)
-    plain.config.rollout.oversample = 0.5
-    run = Endless(plain)
-    whole = [uid for page in range(2) for uid in uids(run.page(page))]
-    assert len(whole) == 12, "chunks of 3 prompts, which give 2 groups"
-    for chunk, kept in enumerate((1, 2, 1)):
-        run.pass_on(chunk, kept)
-    run.publish(1)
-    whole += uids(run.page(2))
-    end = run.ask("position", 1)
-    assert end == position((0, 6), 2, 3)
-    run.start(1, end)
-    resumed = uids(run.page(0))
-    assert resumed == whole[9:15]
-    assert run.page(0, run.actor()) == run.page(0)
-
-
 def test_a_checkpoint_of_a_run_without_filter_is_a_start(make: Callable[..., Run]) -> None:  # noqa: F811
     run = Endless(make(iterations=6, rows=40, shuffle=False))
-    run.start(1, (0, 8))
+    run.start(1, PromptCursor(0, 8))
     assert [row["offset"] for row in run.page(0)] == [8, 9, 10, 11]
 
 

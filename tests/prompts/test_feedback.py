@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from pipeline.admission import Admission
 from pipeline.prompts.feedback import lag, outcomes
 from pipeline.prompts.stage import LOOKAHEAD
+from pipeline.store.admission import Admission
 from tests.prompts.recorded import record
 
 

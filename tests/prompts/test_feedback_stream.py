@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,6 +9,7 @@ from pipeline.config import Config
 from pipeline.prompts.feedback import lag
 from pipeline.prompts.stage import Schedule, sources
 from pipeline.prompts.supply import Supply
+from pipeline.store.events import PromptsMade
 from pipeline.track.trajectories import discard_trajectories
 from tests.streams import BATCH, CHUNK, CHUNKS, Run, changed, closing
 
@@ -27,10 +27,10 @@ def test_solve_rates_reach_the_prompts_and_a_resumed_run_makes_the_same(stream_c
     with closing(whole):
         whole.train(1, STOP)
         whole.publish(STOP)
-        state: Any = whole.ask("position", STOP)
+        state = whole.end_of(STOP)
         whole.train(STOP + 1, LAST)
         whole.finish(LAST)
-    passed = [message["metrics"]["prompts/passed_over"] for message in whole.messages("prompts")]
+    passed = [event.metrics["prompts/passed_over"] for event in whole.told(PromptsMade)]
     assert passed[-1] > 0
 
     # The same prompts follow from what was recorded, in a process that never saw the run.

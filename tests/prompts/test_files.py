@@ -87,7 +87,7 @@ def test_nothing_there(three):
     with pytest.raises(FileNotFoundError, match=r"the glob .*/\*\.json matches no file; check"):
         resolve(f"{three}/*.json", KEY)
     (three / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"folder .*/empty holds no \.parquet or \.json file"):
+    with pytest.raises(FileNotFoundError, match=r"folder .*/empty holds no \.parquet file"):
         resolve(f"{three}/empty", KEY)
 
 
@@ -158,3 +158,10 @@ def test_large_and_dictionary_types_are_accepted(write, prompt_row):
     columns["prompt"] = pa.array([[{"role": "user", "content": "x"}]], pa.large_list(message))
     columns["data_source"] = table["data_source"].dictionary_encode()
     assert data_sources(resolve(write(pa.table(columns)), KEY)) == ["countdown"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson.gz", "rows.json", "data.arrow"])
+def test_other_formats_are_refused_with_the_command_that_converts_them(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=rf"{name} is not parquet; convert it once: .* json --input"):
+        resolve(str(tmp_path / name), KEY)

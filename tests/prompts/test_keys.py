@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
+from pipeline.config.schema import keys
 from pipeline.prompts import stage
 from pipeline.prompts.generator import Generator, make_generator
 from pipeline.prompts.sampler import SolveRate
 from pipeline.prompts.stage import Schedule, sources
 from pipeline.prompts.supply import Supply
-from pipeline.schema import keys
-from tests.test_keys import changed
+from tests.config.test_keys import changed
 
 # "question 10" is one letter longer than "question 9".
 SHORT = len("<user>question 9<assistant>")

@@ -3,7 +3,6 @@ import json
 import pyarrow.dataset as ds
 import pytest
 
-from pipeline.prompts.json_rows import NotARow
 from pipeline.prompts.prompt_file import Place
 from pipeline.prompts.quarantine import Quarantine
 
@@ -19,11 +18,11 @@ def test_rows_are_listed_once_with_place_reason_and_content(tmp_path):
     run = str(tmp_path / "run")
     quarantine = Quarantine(3, run)
     quarantine.add(Place("a.parquet", 2, 17), {"prompt": [b"x"], "n": 1}, ValueError("why"))
-    quarantine.add(Place("b.jsonl", 0, 3, 5), None, NotARow("no row", b'{"a\xff'))
+    quarantine.add(Place("b.parquet", 0, 3), {"n": 2}, ValueError("no row"))
     # Met again in the next epoch, and by a process that was started again.
     quarantine.add(Place("a.parquet", 2, 17), {}, ValueError("why"))
     again = Quarantine(3, run)
-    again.add(Place("b.jsonl", 0, 3, 5), None, ValueError("no row"))
+    again.add(Place("b.parquet", 0, 3), {}, ValueError("no row"))
     assert quarantine.count == again.count == 2
     rows = ds.dataset(f"{run}/quarantine").to_table().to_pylist()
     assert sorted(rows, key=lambda row: row["file"]) == [
@@ -31,11 +30,10 @@ def test_rows_are_listed_once_with_place_reason_and_content(tmp_path):
             "file": "a.parquet",
             "row_group": 2,
             "row": 17,
-            "line": None,
             "reason": "why",
             "content": json.dumps({"prompt": ["b'x'"], "n": 1}),
         },
-        {"file": "b.jsonl", "row_group": 0, "row": 3, "line": 5, "reason": "no row", "content": '"{\\"a\\ufffd"'},
+        {"file": "b.parquet", "row_group": 0, "row": 3, "reason": "no row", "content": json.dumps({"n": 2})},
     ]
     again.add(Place("c", 0, 0), {}, ValueError("third"))
     with pytest.raises(

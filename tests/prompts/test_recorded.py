@@ -55,7 +55,7 @@ def test_a_supply_goes_on_from_a_position(recording: Recording) -> None:
         uids(first, stop, 5)
         second = RecordedSupply(recording, epochs=None)
         # As the checkpoint's JSON gives it back.
-        second.load(list(first.state))
+        second.load(first.cursor)
         assert uids(second, 8 - stop, 5) == whole[stop:]
 
 

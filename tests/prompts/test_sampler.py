@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.config import DataConfig
 from pipeline.prompts.encode import Encoder
 from pipeline.prompts.feedback import Outcome
 from pipeline.prompts.files import resolve

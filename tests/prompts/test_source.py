@@ -1,4 +1,3 @@
-import gzip
 import itertools
 import json
 import os
@@ -14,10 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.prompts import json_rows
+from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.config import DataConfig
-from pipeline.prompts.encode import COLUMNS, Encoder, stamp
+from pipeline.prompts.encode import COLUMNS, MEDIA, Encoder, stamp
 from pipeline.prompts.files import resolve
 from pipeline.prompts.prompt_file import PromptFile
 from pipeline.prompts.quarantine import Quarantine
@@ -235,7 +233,7 @@ def test_only_needed_columns_are_read(write, prompt_row, source_of, monkeypatch)
         PromptFile, "read", lambda self, slices, columns: asked.append(columns) or original(self, slices, columns)
     )
     next(source_of(write([{**prompt_row(0), "embedding": [0.0] * 1000}])).chunks(1))
-    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info"]]
+    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info", *MEDIA]]
 
 
 @pytest.mark.parametrize("damage", ["gone", "bytes", "other"])
@@ -280,74 +278,15 @@ def test_memory_is_bounded_by_the_window_however_the_files_were_written(write, p
         assert python_peak < 2e6
 
 
-MIXED = [5, "text", [1, [2, "x"]], {"target": 3, "deep": [{"a": None}]}, None, 2.5, True, [], "π"]
-
-
-@pytest.fixture
-def formats(tmp_path, prompt_row, write):
-    """The same rows in every format; those of parquet and Arrow hold what one type can."""
-
-    def make(rows):
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (tmp_path / "rows.jsonl").write_bytes(lines)
-        (tmp_path / "rows.ndjson.gz").write_bytes(gzip.compress(lines))
-        (tmp_path / "rows.json").write_text(json.dumps(rows, indent=2, ensure_ascii=False))
-        return [str(tmp_path / name) for name in ("rows.jsonl", "rows.ndjson.gz", "rows.json")]
-
-    return make
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_every_format_gives_the_same_prompts(tmp_path, prompt_row, write, formats, source_of, monkeypatch, shuffle):
-    monkeypatch.setattr(json_rows, "BLOCK_ROWS", 10)
-    rows = [prompt_row(i) for i in range(37)]
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    table = pa.Table.from_pylist(rows)
-    with pa.ipc.new_stream(str(saved / "data.arrow"), table.schema) as stream:
-        stream.write_table(table, max_chunksize=10)
-    (saved / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
-    whole, _ = source_of(write(rows, row_group_rows=10), shuffle=shuffle).draw(100)
-    assert len(whole) == 100
-    for path in (*formats(rows), str(saved)):
-        assert source_of(path, shuffle=shuffle).draw(100)[0] == whole, path
-
-
-def test_json_answers_may_be_of_any_type_row_by_row(formats, prompt_row, source_of):
-    rows = [
-        prompt_row(i, reward_model={"ground_truth": value}, extra_info={"value": value}, further=[value])
-        for i, value in enumerate(MIXED)
-    ]
-    for path in formats(rows):
-        found, _ = source_of(path, shuffle=False).draw(len(rows))
-        assert [json.loads(row["ground_truth"]) for row in found] == MIXED
-        assert [json.loads(row["extra_info"])["value"] for row in found] == MIXED
-
-
-def test_a_folder_of_json_files(formats, tmp_path, prompt_row, source_of):
-    formats([prompt_row(i) for i in range(4)])
-    source = source_of(str(tmp_path), shuffle=False)
-    assert [file.name.rsplit("/")[-1] for file in source.files] == ["rows.json", "rows.jsonl", "rows.ndjson.gz"]
-    assert [row["prompt_index"] for row in source.draw(12)[0]] == [*range(12)]
-
-
 def test_rows_know_their_number_in_all_files(folder, source_of):
     rows, _ = source_of(folder).draw(100)
     assert [row["prompt_index"] for row in rows] == [json.loads(row["extra_info"])["index"] for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_bad_rows_are_set_aside_up_to_the_limit_with_their_place(
-    tmp_path, write, prompt_row, source_of, tokenizer, kind
-):
+def test_bad_rows_are_set_aside_up_to_the_limit_with_their_place(tmp_path, write, prompt_row, source_of):
     bad = {3: {"data_source": None}, 11: {"prompt": []}, 24: {"prompt": None}}
     rows = [prompt_row(i, **bad.get(i, {})) for i in range(30)]
-    if kind == "parquet":
-        path, places = write(rows, row_group_rows=10), [(0, 3, None), (1, 11, None), (2, 24, None)]
-    else:
-        lines = [json.dumps(row) if i != 24 else "{" for i, row in enumerate(rows)]
-        path, places = str(tmp_path / "rows.jsonl"), [(0, 3, 5), (0, 11, 13), (0, 24, 26)]
-        Path(path).write_text("\n" + "\n".join(lines))
+    path = write(rows, row_group_rows=10)
     for limit in (3, 2, 0):
         source = source_of(path, max_bad_rows=limit)
         source.encoder.quarantine = Quarantine(limit, str(tmp_path / f"run{limit}"))
@@ -357,14 +296,13 @@ def test_bad_rows_are_set_aside_up_to_the_limit_with_their_place(
             assert sorted(order) == sorted([i for i in range(30) if i not in bad] * 2)
             assert source.encoder.quarantine.count == 3
         else:
-            with pytest.raises(ValueError, match=r"rows\.jsonl, line|train\.parquet, row"):
+            with pytest.raises(ValueError, match=r"train\.parquet, row"):
                 source.draw(54)
     listed = ds.dataset(tmp_path / "run3" / "quarantine").to_table().sort_by("row").to_pylist()
-    assert [(row["row_group"], row["row"], row["line"]) for row in listed] == places
+    assert [(row["row_group"], row["row"]) for row in listed] == [(0, 3), (1, 11), (2, 24)]
     assert all(row["file"] == path and f"row {row['row']}" in row["reason"] for row in listed)
     contents = [json.loads(row["content"]) for row in listed]
-    assert [contents[0]["data_source"], contents[1]["prompt"]] == [None, []]
-    assert contents[2] == "{" if kind == "jsonl" else contents[2]["prompt"] is None
+    assert [contents[0]["data_source"], contents[1]["prompt"], contents[2]["prompt"]] == [None, [], None]
     assert ds.dataset(tmp_path / "run2" / "quarantine").count_rows() == 3
     assert not (tmp_path / "run0").exists()
 

@@ -15,19 +15,25 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.admission import Admission
 from pipeline.config import Config
 from pipeline.prompts import stage
 from pipeline.prompts.feedback import lag
 from pipeline.prompts.generator import Generator
 from pipeline.prompts.stage import Prompts, Schedule
-from pipeline.rollout.weights import Shard
 from pipeline.rows import PROMPT
-from pipeline.store import POLICY, PolicyStore
+from pipeline.store.admission import Admission
+from pipeline.store.client import StoreClient
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.events import AttemptBegun, Event, PromptsMade, ValidationAnnounced
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.status import TrainerState
+from pipeline.store.versions import POLICY
+from pipeline.weights.load import Shard
 from tests import recordings
 from tests.prompts.recorded import record
 
 WAIT = 30.0
+START = PromptCursor()
 
 
 class LocalActor:
@@ -49,40 +55,50 @@ def get(future: Future, timeout: float | None = None) -> Any:
     return future.result(WAIT if timeout is None else timeout)
 
 
+def stored(cursor: PromptCursor) -> PromptCursor:
+    """As a checkpoint keeps it."""
+    return PromptCursor.from_json(json.loads(json.dumps(cursor.to_json())))
+
+
 class Run:
-    """A store and the prompt stage of one generation."""
+    """A store and the prompt stage of one attempt."""
 
     def __init__(self, config: Config, schedule: Schedule, loop: asyncio.AbstractEventLoop, run_dir: str):
         self.config, self.schedule, self.run_dir = config, schedule, run_dir
         sizes = config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
-        admission = Admission(*sizes)
-        self.store = LocalActor(PolicyStore(admission), loop)
+        last = schedule.iterations if schedule.max_num_gen_batches is not None else None
+        self.actor_handle = LocalActor(PolicyStore(Admission(*sizes, last)), loop)
         self.start()
 
-    def start(self, version: int = 0, position: tuple[int, int] = (0, 0)) -> None:
-        """A new generation of the stream, from `version` on."""
-        self.generation = get(self.store.new_generation.remote())
-        get(self.store.begin.remote(self.generation, version, 1, position))
+    def start(self, version: int = 0, cursor: PromptCursor = START, validated: bool = True) -> None:
+        """A new attempt of the stream, from `version` on."""
+        attempt = StoreClient(self.actor_handle).ask(PolicyStore.new_attempt)
+        self.store = StoreClient(self.actor_handle, attempt)
+        self.store.call(PolicyStore.register_trainer, TrainerState(version, cursor, validated), 1)
         self.publish(version)
         self.prompts = self.actor()
 
     def actor(self) -> Prompts:
-        return Prompts(self.config, self.schedule, self.store, self.generation, self.run_dir)
+        return Prompts(self.config, self.schedule, self.store, self.run_dir)
 
     def publish(self, version: int) -> None:
-        get(self.store.publish.remote(self.generation, version, {POLICY: Shard(0, [], [], [])}, 0.0))
+        self.store.call(PolicyStore.publish, version, {POLICY: Shard(0, [], [], [])}, 0.0)
 
     def page(self, number: int, prompts: Prompts | None = None) -> list[dict[str, Any]]:
         table = (prompts or self.prompts)(pa.table({"id": [number]}))
         assert table.schema.equals(PROMPT)
         return table.to_pylist()
 
-    def ask(self, method: str, *args: Any) -> Any:
-        return get(getattr(self.store, method).remote(self.generation, *args))
+    def end_of(self, iteration: int) -> PromptCursor:
+        return self.store.call(PolicyStore.end_of_iteration, iteration)
 
-    def messages(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """What the stage has told the driver."""
-        return [message for message in get(self.store.read.remote(0, 0.0))[1] if message["kind"] != "begun"]
+        _, events = self.store.ask(PolicyStore.read_events, 0, 0.0)
+        return [event for event in events if not isinstance(event, AttemptBegun)]
+
+    def made(self) -> list[PromptsMade]:
+        return [event for event in self.events() if isinstance(event, PromptsMade)]
 
 
 @pytest.fixture
@@ -151,25 +167,6 @@ def test_pages_hold_every_iteration_and_one_more(iterations: int) -> None:
     assert schedule.page_iterations == 1 or iterations > stage.MAX_PAGES
 
 
-def test_an_oversampled_chunk_has_more_prompts_and_the_next_page_goes_on_behind_them(make: Callable[..., Run]) -> None:
-    run = make(iterations=2, rows=20, val_rows=2, shuffle=False)
-    run.config.rollout.oversample = 0.5
-    run.schedule = Schedule.of(run.config, 2)
-    run.start()
-    first = run.page(0)
-    assert [(row["split"], row["chunk"]) for row in first] == [
-        *[("val", -1)] * 2,
-        ("pad", -1),
-        *[("train", 0)] * 3,
-        *[("train", 1)] * 3,
-    ]
-    assert [row["offset"] for row in first[3:]] == list(range(6))
-    assert [row["offset"] for row in run.page(1) if row["split"] == "train"] == list(range(6, 12))
-    # A replay has the prompts whose groups were trained.
-    run.config.data.recorded_run = "runs/x"
-    assert Schedule.of(run.config, 2).begun_prompts == 2
-
-
 def test_which_versions_are_validated() -> None:
     def validated(validation: bool = True, before: bool = True, freq: int = -1) -> list[int]:
         schedule = Schedule(5, 2, 2, validation, before, freq)
@@ -196,7 +193,6 @@ def test_small_iterations_share_a_page_as_far_as_nothing_stands_between_them() -
         return Schedule(iterations, 2, 2, page_prompts=page_prompts, **given).page_iterations
 
     assert together() == 12 and together(page_prompts=3) == together(page_prompts=0) == 1
-    assert together(more_prompts=1) == 8, "a chunk begins with more prompts"
     assert together(validation=True) == together(test_freq=5) == 12
     assert together(validation=True, test_freq=5) == 5, "one validation to a page"
     assert together(100 * stage.MAX_PAGES, validation=True, test_freq=5) == 100
@@ -231,23 +227,23 @@ def test_a_page_of_several_iterations_holds_what_pages_of_one_hold(
         if number < 5:
             alone.publish(number + 1)
     single = [row for page in pages for row in page]
-    told = alone.messages()
+    told = alone.events()
     monkeypatch.setattr(stage, "PAGE_PROMPTS", 1000)
     run = make(iterations=5, rows=20, val_rows=2, test_freq=3)
     assert (run.schedule.page_iterations, run.schedule.pages) == (3, 3)
     found = run.page(0)
     assert shape(found) == shape(pages[0] + pages[1] + pages[2])
-    assert [run.ask("position", iteration) for iteration in range(4)] == [(0, 0), (0, 4), (0, 8), (0, 12)]
+    assert [run.end_of(iteration) for iteration in range(4)] == [
+        PromptCursor(0, 4 * done, batch=done + 1) for done in range(4)
+    ]
     for version in (1, 2, 3):
         run.publish(version)
     found += run.page(1)
     for version in (4, 5):
         run.publish(version)
     found += run.page(2)
-    assert found == single and run.ask("ended") == 5
-    assert [one for one in run.messages() if one["kind"] == "prompts"] == [
-        one for one in told if one["kind"] == "prompts"
-    ]
+    assert found == single and run.store.call(PolicyStore.last_version) == 5
+    assert run.made() == [event for event in told if isinstance(event, PromptsMade)]
 
 
 # prompts
@@ -266,9 +262,9 @@ def test_a_page_is_an_iteration_and_is_paced_by_the_store(make: Callable[..., Ru
     run.publish(2)
     run.publish(3)
     assert shape(run.page(3)) == train(4, 6)
-    assert run.ask("ended") is None
+    assert run.store.call(PolicyStore.last_version) is None
     assert run.page(4) == []
-    assert run.ask("ended") == 4
+    assert run.store.call(PolicyStore.last_version) == 4
 
 
 def test_rows_follow_the_order_of_the_source(make: Callable[..., Run]) -> None:
@@ -276,13 +272,11 @@ def test_rows_follow_the_order_of_the_source(make: Callable[..., Run]) -> None:
     rows = [row for page in range(2) for row in run.page(page)]
     assert [row["offset"] for row in rows] == list(range(8))
     assert [row["uid"] for row in rows] == [f"0-{i}" for i in range(8)]
-    assert [run.ask("position", iteration) for iteration in range(3)] == [(0, 0), (0, 4), (0, 8)]
-    assert run.messages() == [
-        {
-            "kind": "prompts",
-            "iteration": iteration,
-            "metrics": {"prompts/filtered_overlong": 0, "prompts/truncated": 0, "prompts/quarantined": 0},
-        }
+    assert [run.end_of(iteration) for iteration in range(3)] == [
+        PromptCursor(0, 4 * done, batch=done + 1) for done in range(3)
+    ]
+    assert run.events() == [
+        PromptsMade(iteration, {"prompts/filtered_overlong": 0, "prompts/truncated": 0, "prompts/quarantined": 0})
         for iteration in (1, 2)
     ]
 
@@ -295,12 +289,12 @@ def test_overlong_prompts_are_counted(make: Callable[..., Run]) -> None:
     run.page(1)
     run.publish(1)
     run.page(2)
-    assert [message["metrics"]["prompts/truncated"] for message in run.messages()] == [0, 0]
+    assert [event.metrics["prompts/truncated"] for event in run.made()] == [0, 0]
     run = make(iterations=5, rows=24, shuffle=False, max_prompt_length=longest, truncation="left")
     for iteration in range(4):
         run.page(iteration)
         run.publish(iteration + 1)
-    assert [message["metrics"]["prompts/truncated"] for message in run.messages()] == [0, 0, 2, 6]
+    assert [event.metrics["prompts/truncated"] for event in run.made()] == [0, 0, 2, 6]
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(make: Callable[..., Run]) -> None:
@@ -310,11 +304,10 @@ def test_a_resumed_run_goes_on_where_it_stopped(make: Callable[..., Run]) -> Non
         whole.append(run.page(page))
         run.publish(page + 1)
     assert {row["epoch"] for rows in whole for row in rows} == {0, 1, 2}
-    position = run.ask("position", 4)
-    run.start(version=4, position=position)
+    run.start(version=4, cursor=run.end_of(4))
     resumed = [run.page(0), run.page(1)]
     assert [[row["uid"] for row in rows] for rows in resumed] == [[row["uid"] for row in rows] for rows in whole[4:]]
-    # Chunks are counted from the start of the generation, iterations along the run.
+    # Chunks are counted from the start of the attempt, iterations along the run.
     assert shape(resumed[0]) == train(5, 0) and shape(resumed[1]) == train(6, 2)
     run.publish(5)
     run.publish(6)
@@ -341,7 +334,7 @@ def test_data_that_ends_early(make: Callable[..., Run], rows: int) -> None:
     run.publish(1)
     # Too few prompts for a whole iteration: the last policy is validated, and that is all.
     assert shape(run.page(2)) == [("val", -1, 2)] * 2
-    assert run.ask("ended") == 2
+    assert run.store.call(PolicyStore.last_version) == 2
     run.publish(2)
     assert run.page(3) == []
     assert run.page(4) == []
@@ -377,10 +370,9 @@ def test_validation_stands_before_the_rows_of_the_same_version(make: Callable[..
         validation(3),
     ]
     assert [row["uid"] for row in pages[0][:3]] == ["val-0", "val-1", "val-2"]
-    assert [m for m in run.messages() if m["kind"] == "validation"] == [
-        {"kind": "validation", "version": version, "prompts": 3} for version in (0, 2, 3)
-    ]
-    assert run.ask("ended") == 3
+    announced = [event for event in run.events() if isinstance(event, ValidationAnnounced)]
+    assert announced == [ValidationAnnounced(version, 3) for version in (0, 2, 3)]
+    assert run.store.call(PolicyStore.last_version) == 3
 
 
 def stands(run: Run, pages: int, published: int) -> list[tuple[str, int]]:
@@ -407,7 +399,7 @@ def test_validation_stands_before_the_first_rows_that_need_its_version(
     # All that is left stands behind the last rows, in its order.
     expected += [("val", version) for version in (2, 4, 6) if version > 5 - staleness]
     assert found == expected
-    assert run.ask("ended") == 6
+    assert run.store.call(PolicyStore.last_version) == 6
 
 
 def test_data_that_ends_early_leaves_no_validation_out(make: Callable[..., Run]) -> None:
@@ -415,16 +407,16 @@ def test_data_that_ends_early_leaves_no_validation_out(make: Callable[..., Run])
     found = stands(run, 6, published=1)
     train = [("train", 1), ("train", 2), ("train", 3)]
     assert found == [("val", 0), *train, ("val", 1), ("val", 2), ("val", 3)]
-    assert run.ask("ended") == 3
+    assert run.store.call(PolicyStore.last_version) == 3
 
 
 def test_a_resumed_run_says_which_validation_it_does_not_make(make: Callable[..., Run]) -> None:
     run = make(iterations=8, val_rows=2, test_freq=2, staleness=1)
-    run.start(version=4, position=(0, 16))
-    get(run.store.publish.remote(run.generation, 4, {POLICY: Shard(0, [], [], [])}, 0.0, 0.0, True))
+    run.start(version=4, cursor=PromptCursor(0, 16))
+    run.store.call(PolicyStore.publish, 4, {POLICY: Shard(0, [], [], [])}, 0.0, 0.0, True)
     assert shape(run.page(0)) == train(5, 0)
     run.publish(5)  # version 4 would hold it up
-    assert get(run.store.status.remote())["version"] == 5
+    assert run.store.ask(PolicyStore.status).version == 5
     assert shape(run.page(1)) == train(6, 2)
     run.publish(6)
     assert [split for split, *_ in shape(run.page(2))][:2] == ["train", "train"]
@@ -445,34 +437,22 @@ def test_prompts_are_made_for_as_many_iterations_as_may_start_and_one_more(make:
 
 def test_what_a_resumed_run_starts_from_is_not_validated_again(make: Callable[..., Run]) -> None:
     run = make(iterations=4, val_rows=2, test_freq=1)
-    run.start(version=2, position=(0, 8))
+    run.start(version=2, cursor=PromptCursor(0, 8))
     assert shape(run.page(0)) == train(3, 0)
     assert shape(run.page(1)) == [("val", -1, 3)] * 2 + train(4, 2)
     run.publish(3)
     assert shape(run.page(2)) == [("val", -1, 4)] * 2
     # A run that had already reached its end has nothing left to do.
-    run.start(version=4, position=(0, 16))
+    run.start(version=4, cursor=PromptCursor(0, 16))
     assert run.page(0) == []
-    assert run.ask("ended") == 4
+    assert run.store.call(PolicyStore.last_version) == 4
 
 
-def test_a_validation_that_was_cut_off_is_made_again(make: Callable[..., Run]) -> None:
-    """The iteration is recorded, so it is trained no more; what its validation said is lost."""
+def test_a_resumed_run_validates_what_it_starts_from_unless_that_was_done(make: Callable[..., Run]) -> None:
     run = make(8, val_rows=3, test_freq=2)
-    metrics = Path(run.run_dir) / "metrics.jsonl"
-    metrics.parent.mkdir()
-
-    def kinds() -> list[str]:
-        run.start(4, (0, 16))
-        return [split for split, *_ in shape(run.page(0)) if split != "pad"]
-
-    assert "val" not in kinds(), "nothing is known of version 4"
-    metrics.write_text(json.dumps({"iteration": 4, "critic/score/mean": 0.5}) + "\n")
-    assert kinds()[0] == "val"
-    metrics.write_text(json.dumps({"iteration": 4, "val-core/x/reward/mean@1": 0.5}) + "\n")
-    assert "val" not in kinds()
-    metrics.write_text(json.dumps({"iteration": 3, "critic/score/mean": 0.5}) + "\n")
-    assert "val" not in kinds()
+    for validated in (True, False):
+        run.start(4, PromptCursor(0, 16), validated)
+        assert (run.page(0)[0]["split"] == "val") is not validated
 
 
 def test_a_page_of_several_iterations(make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,15 +519,15 @@ def test_what_learns_from_outcomes_goes_on_exactly(
         for i in range(size):
             train_on(run, whole[page * size + i])
             run.publish(page * size + i + 1)
-    passed = run.messages()[-1]["metrics"]
+    passed = run.made()[-1].metrics
     assert passed["prompts/passed_over"] > 0 and passed["prompts/generated"] == 1
     known = 12 - lag(0, size)
-    states = {version: run.ask("position", version) for version in (11, 12)}
-    assert states[12][2]["learnt"] == known
+    states = {version: run.end_of(version) for version in (11, 12)}
+    assert states[12].learnt == known
     uids = [[row["uid"] for row in rows] for rows in whole]
     # Resumed: the later pages lie elsewhere, so that an iteration is made at another time.
-    checkpoint = json.loads(json.dumps(states[11]))
-    run.start(version=11, position=checkpoint)
+    checkpoint = stored(states[11])
+    run.start(version=11, cursor=checkpoint)
     resumed = [row for row in run.page(0) if row["iteration"] == 12]
     assert [row["uid"] for row in resumed] == uids[11]
     assert [row["prompt"] for row in resumed] == [row["prompt"] for row in whole[11]]
@@ -555,14 +535,14 @@ def test_what_learns_from_outcomes_goes_on_exactly(
 
 def test_every_kind_of_data_resumes_at_every_iteration(make: Callable[..., Run]) -> None:
     run = make(iterations=7, rows=12, epochs=9, **LEARNS)
-    whole, states = [], [(0, 0)]
+    whole, states = [], [PromptCursor()]
     for page in range(7):
         whole.append(run.page(page))
-        states.append(json.loads(json.dumps(run.ask("position", page + 1))))
+        states.append(stored(run.end_of(page + 1)))
         train_on(run, whole[-1])
         run.publish(page + 1)
     for version in range(7):
-        run.start(version=version, position=states[version])
+        run.start(version=version, cursor=states[version])
         again = run.page(0)
         assert [(row["uid"], row["prompt"]) for row in again] == [(row["uid"], row["prompt"]) for row in whole[version]]
 
@@ -579,7 +559,7 @@ def test_bad_rows_are_counted_and_listed(make: Callable[..., Run], prompt_row: A
     run.publish(2)
     # The actor that takes over knows what the first one has set aside.
     run.page(2, run.actor())
-    assert [message["metrics"]["prompts/quarantined"] for message in run.messages()] == [1, 2, 2]
+    assert [event.metrics["prompts/quarantined"] for event in run.made()] == [1, 2, 2]
     assert ds.dataset(f"{run.run_dir}/quarantine").count_rows() == 2
 
 
@@ -589,7 +569,7 @@ def test_only_generated_prompts_end_the_run_when_none_come(make: Callable[..., R
     run.prompts = run.actor()
     assert [row["uid"] for row in run.page(0)] == [f"g1-{i}" for i in range(4)]
     assert run.page(1) == []
-    assert run.ask("ended") == 1
+    assert run.store.call(PolicyStore.last_version) == 1
 
 
 class Three(Generator):
@@ -600,11 +580,11 @@ class Three(Generator):
         return [row] * min(count, 3) if iteration == 1 else []
 
 
-def test_a_stage_of_an_old_generation_fails(make: Callable[..., Run]) -> None:
+def test_a_stage_of_an_old_attempt_fails(make: Callable[..., Run]) -> None:
     run = make(iterations=4)
     old = run.prompts
     run.start()
-    with pytest.raises(RuntimeError, match="generation 1 of the stream has ended"):
+    with pytest.raises(RuntimeError, match="attempt 1 of the stream has ended"):
         run.page(0, old)
 
 
@@ -625,11 +605,11 @@ def test_a_replay_takes_the_prompts_of_its_recording(make: Callable[..., Run], t
         *(["0-4/1", "0-5/1", "0-6/1", "0-7/1"], ["0-8/1", "0-9/1", "0-10/1", "0-11/1"], []),
     ]
     assert [shape(page) for page in pages[:4]] == [train(k, 2 * k - 2) for k in (1, 2, 3, 4)]
-    assert run.ask("ended") == 4, "two passes are over"
-    posted = [message["metrics"] for message in run.messages() if message["kind"] == "prompts"]
+    assert run.store.call(PolicyStore.last_version) == 4, "two passes are over"
+    posted = [event.metrics for event in run.made()]
     assert posted == [{"prompts/recorded_iteration": number} for number in (2, 3, 2, 3)]
 
     # A replay that was interrupted after iteration 3 goes on behind it: in the second pass, behind its first groups.
-    run.start(version=3, position=(1, len(uids[2])))
+    run.start(version=3, cursor=PromptCursor(1, len(uids[2])))
     assert [row["uid"] for row in run.page(0)] == uids[3]
     assert shape(run.page(1)) == []

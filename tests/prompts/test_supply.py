@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.config import DataConfig
 from pipeline.prompts.encode import Encoder
 from pipeline.prompts.feedback import Outcome
 from pipeline.prompts.files import resolve
@@ -15,6 +15,7 @@ from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.sampler import Sampler, make_sampler
 from pipeline.prompts.source import PromptSource
 from pipeline.prompts.supply import Supply
+from pipeline.store.cursor import PromptCursor
 from tests.prompts.recorded import record
 
 
@@ -122,23 +123,23 @@ def test_a_run_that_goes_on_from_any_state_makes_the_same_prompts(supply_of, dat
     supply, whole, states = supply_of(**data), [], []
     for number in range(1, 9):
         whole.append(supply.iteration(number, 5))
-        states.append(json.loads(json.dumps(supply.state)))
+        states.append(PromptCursor.from_json(json.loads(json.dumps(supply.cursor.to_json()))))
         recorded(supply, number, whole[-1])
     assert len({row["uid"] for rows in whole for row in rows}) == 40
     for stop in range(8):
         again = supply_of(**data)
-        again.load(states[stop - 1] if stop else (0, 0))
+        again.load(states[stop - 1] if stop else PromptCursor())
         for number in range(stop + 1, 9):
             assert again.iteration(number, 5) == whole[number - 1], (stop, number)
         # And in the same process.
         supply.load(states[stop])
-        assert json.loads(json.dumps(supply.state)) == states[stop]
+        assert json.loads(json.dumps(supply.cursor.to_json())) == states[stop].to_json()
 
 
 def test_a_plain_position_has_nothing_else(supply_of):
     supply = supply_of()
     supply.iteration(1, 4)
-    assert supply.state == (0, 4)
+    assert supply.cursor == PromptCursor(0, 4)
 
 
 def test_outcomes_come_in_turn_and_late(supply_of):
@@ -149,7 +150,7 @@ def test_outcomes_come_in_turn_and_late(supply_of):
         recorded(supply, number, rows)
     assert {many for _, many in supply.source.sampler.seen} == {4}
     again = supply_of(sampler=name(Curious), lag=3)
-    again.load(supply.state)
+    again.load(supply.cursor)
     again.iteration(7, 4)
     assert again.source.sampler.seen == [[i, 4] for i in range(1, 5)]
 
@@ -218,7 +219,7 @@ def test_a_state_that_json_cannot_hold(supply_of):
     supply = supply_of(generator=name(BadState))
     supply.iteration(1, 4)
     with pytest.raises(ValueError, match=r"data\.generator: BadState\.state_dict\(\) returned what JSON cannot hold"):
-        _ = supply.state
+        _ = supply.cursor
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-"""Lanes of one test file do not stay for the next."""
+"""Reward workers of one test file do not stay for the next."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from pipeline.reward import worker
+from pipeline.reward import pool
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_lanes_left() -> Iterator[None]:
+def no_workers_left() -> Iterator[None]:
     yield
-    worker.close()
+    pool.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.reward.config import CustomRewardConfig, RewardConfig
+from pipeline.config.reward import CustomRewardConfig, RewardConfig
 
 TRUTH = {"target": 54, "numbers": [3, 7, 25]}
 GOOD, WRONG, NONE = "<answer>(25-7)*3</answer>", "<answer>25</answer>", "no idea"

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipeline.reward.rules import countdown
-from pipeline.reward.rules.countdown import AnswerError, compute_score, evaluate, extract_answer, tokenize
+from pipeline.reward.rules.countdown import AnswerError, compute_score, evaluate, tokenize
 
 TRUTH = {"target": 54, "numbers": [3, 7, 25]}
 
@@ -84,90 +84,30 @@ def test_score_of_a_tree(tree: Tree, error: int) -> None:
     ("response", "score"),
     [
         ("<think> 25 - 7 = 18 </think>\n<answer> (25 - 7) * 3 </answer>", 1.0),
-        ("<answer>3*(25-7)</answer><|im_end|>", 1.0),
-        ("<answer>-(7-25)*3</answer>", 1.0),
+        ("<answer>3*(25-7)</answer><|im_end|>", 1.0), ("<answer>-(7-25)*3</answer>", 1.0),
         ("<answer>1</answer> no, <answer>(25-7)*3</answer>", 1.0),
-        ("<answer>(25-7)*3</answer> and <answer>unfinished", 1.0),
-        ("<answer><answer>(25-7)*3</answer></answer>", 1.0),
-        ("<answer>(25-7)*3</answer> no, <answer>1</answer>", 0.1),
-        ("<answer></answer>", 0.1),
-        ("<answer>54</answer>", 0.1),
-        ("<answer>(25-7)*3+3-3</answer>", 0.1),
-        ("<answer>(25-7)*3 = 54</answer>", 0.1),
-        ("<answer>(25-7)×3</answer>", 0.1),
-        ("<answer>(25-7)*3.0</answer>", 0.1),
-        ("<answer>(25-7)*03</answer>", 0.1),
-        ("<answer>(25-7)(3)</answer>", 0.1),
-        ("<answer>+(25-7)*3</answer>", 0.1),
-        ("<answer>(25-7)*3</answer", 0.0),
-        ("(25-7)*3</answer>", 0.0),
-        ("</answer>(25-7)*3<answer>", 0.0),
-        ("<Answer>(25-7)*3</Answer>", 0.0),
-        ("", 0.0),
+        ("<answer>(25-7)*3</answer> and <answer>unfinished", 1.0), ("<answer><answer>(25-7)*3</answer></answer>", 1.0),
+        ("<answer>(25-7)*3</answer> no, <answer>1</answer>", 0.1), ("<answer></answer>", 0.1),
+        ("<answer>54</answer>", 0.1), ("<answer>(25-7)*3+3-3</answer>", 0.1), ("<answer>(25-7)*3 = 54</answer>", 0.1),
+        ("<answer>(25-7)×3</answer>", 0.1), ("<answer>(25-7)*3.0</answer>", 0.1), ("<answer>(25-7)*03</answer>", 0.1),
+        ("<answer>(25-7)(3)</answer>", 0.1), ("<answer>+(25-7)*3</answer>", 0.1), ("<answer>(25-7)*3</answer", 0.0),
+        ("(25-7)*3</answer>", 0.0), ("</answer>(25-7)*3<answer>", 0.0), ("<Answer>(25-7)*3</Answer>", 0.0), ("", 0.0),
     ],
-)
+)  # fmt: skip
 def test_cases(response: str, score: float) -> None:
     result = compute_score(response, TRUTH)
     assert result["score"] == score
     assert (result["acc"], result["format"]) == (int(score == 1.0), int(score > 0))
 
 
-def test_division_is_exact() -> None:
+def test_division_is_exact_and_each_number_counts() -> None:
     assert compute_score("<answer>1/3*9</answer>", {"target": 3, "numbers": [1, 3, 9]})["score"] == 1.0
     near = {"target": 1, "numbers": [10**9, 10**9 + 1]}
     assert compute_score(f"<answer>{10**9}/{10**9 + 1}</answer>", near)["score"] == 0.1
-
-
-def test_each_number_as_often_as_given() -> None:
-    truth = {"target": 9, "numbers": [3, 3]}
-    assert compute_score("<answer>3*3</answer>", truth)["score"] == 1.0
+    twice = {"target": 9, "numbers": [3, 3]}
+    assert compute_score("<answer> 3 *\n3</answer>", twice) == {"score": 1.0, "acc": 1, "format": 1, "pred": "3*3"}
     assert compute_score("<answer>3*3</answer>", {"target": 9, "numbers": [3]})["score"] == 0.1
-    assert compute_score("<answer>3+3+3</answer>", truth)["score"] == 0.1
-
-
-def test_pred_is_the_answer_without_blanks() -> None:
-    assert compute_score("<answer> (25 - 7)\n* 3 </answer>", TRUTH)["pred"] == "(25-7)*3"
-    assert compute_score("no answer", TRUTH)["pred"] == ""
-
-
-MEGA = 1_000_000
-HOSTILE = {
-    "deep brackets": "<answer>" + "(" * MEGA + "3" + ")" * MEGA + "</answer>",
-    "brackets within the length": "<answer>" + "(" * 498 + "3" + ")" * 498 + "</answer>",
-    "brackets around the right answer": "<answer>" + "(" * 400 + "(25-7)*3" + ")" * 400 + "</answer>",
-    "signs within the length": "<answer>" + "-" * 900 + "3*(25-7)</answer>",
-    "powers": "<answer>9**9**9</answer>",
-    "long number": "<answer>" + "9" * MEGA + "</answer>",
-    "long number within the length": "<answer>" + "9" * 900 + "</answer>",
-    "long product": "<answer>" + "9*" * MEGA + "9</answer>",
-    "arabic digits": "<answer>(٢٥-٧)*٣</answer>",
-    "fullwidth digits": "<answer>(\uff12\uff15-7)*3</answer>",
-    "superscript": "<answer>(25-7)*3¹</answer>",
-    "a thousand answers": "<answer>1+1</answer>" * 1000,
-    "thousands of open answers": "<answer>" * 100_000 + "1</answer>",
-    "thousands of closing tags": "<answer>" + "</answer>" * 100_000,
-    "blanks": "<answer>" + " " * MEGA + "</answer>",
-    "nul": "<answer>\0(25-7)*3</answer>",
-    "surrogate": "<answer>\ud800(25-7)*3</answer>",
-    "zero division": "<answer>3/(7-7)*25</answer>",
-    "zero division of the given numbers": "<answer>25/(7-7)</answer>",
-    "call": "<answer>__import__('os').system('true')</answer>",
-    "unicode blank": "<answer>(25\u00a0-\u20037)*3</answer>",
-}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1" * 19, "over 18 digits"),
-        ("00", "leading zero"),
-        ("1" + " " * 1000, "more than 1000"),
-        ("1+!", "'!' at character 2"),
-    ],
-)
-def test_bounds_of_the_tokenizer(text: str, message: str) -> None:
-    with pytest.raises(AnswerError, match=message):
-        tokenize(text)
+    assert compute_score("<answer>3+3+3</answer>", twice)["score"] == 0.1
 
 
 def test_depth_is_bounded_before_the_stack_is() -> None:
@@ -178,58 +118,40 @@ def test_depth_is_bounded_before_the_stack_is() -> None:
             evaluate(tokenize(f"{opening}{inside}{closing}"))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_answers_are_wrong_and_cheap(name: str) -> None:
-    truth = {"target": 54, "numbers": [7, 7, 25]} if "given" in name else TRUTH
-    start = time.perf_counter()
-    score = compute_score(HOSTILE[name], truth)["score"]
-    seconds = time.perf_counter() - start
+MEGA = 1_000_000
+HOSTILE = [
+    "(" * MEGA + "3" + ")" * MEGA, "(" * 498 + "3" + ")" * 498, "(" * 400 + "(25-7)*3" + ")" * 400,
+    "-" * 900 + "3*(25-7)", "9**9**9", "9" * MEGA, "9" * 900, "9*" * MEGA + "9", "(٢٥-٧)*٣", "(\uff12\uff15-7)*3",
+    "(25-7)*3¹", "1+1</answer><answer>" * 1000, " " * MEGA, "\0(25-7)*3", "\ud800(25-7)*3", "3/(7-7)*25", "25/(7-7)",
+    "__import__('os').system('true')", "(25\u00a0-\u20037)*3", "(25-7)*3" + " " * 1000, "(25-7)*00003", "(25-7)*3!",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+@pytest.mark.parametrize("numbers", [[3, 7, 25], [7, 7, 25]])
+def test_hostile_answers_are_wrong_and_cheap(answer: str, numbers: list[int]) -> None:
+    start = time.process_time()
+    score = compute_score(f"<answer>{answer}</answer>", {"target": 54, "numbers": numbers})["score"]
     assert score == 0.1
-    assert seconds < 0.05
+    assert time.process_time() - start < 1  # quadratic time would take minutes
 
 
-@pytest.mark.parametrize("text", ["x" * 10 * MEGA, "</answer>" * MEGA, "<answer" * MEGA, "<answer>" * MEGA])
-def test_long_responses_without_an_answer_are_cheap(text: str) -> None:
-    start = time.perf_counter()
-    assert compute_score(text, TRUTH)["score"] == 0.0
-    assert time.perf_counter() - start < 0.25
-
-
-@given(st.text(alphabet=st.characters(), max_size=60), st.text(max_size=60))
+@given(st.text(alphabet=st.characters(), max_size=60) | st.text("0123456789+-*/() ", max_size=40), st.text(max_size=60))
 def test_no_text_raises(inside: str, around: str) -> None:
     assert compute_score(f"{around}<answer>{inside}</answer>", TRUTH)["score"] in (0.1, 1.0)
     assert compute_score(inside, TRUTH)["score"] in (0.0, 0.1, 1.0)
-
-
-@given(st.text(alphabet="0123456789+-*/() ", max_size=40))
-def test_no_expression_raises_anything_else(text: str) -> None:
     with suppress(AnswerError, ZeroDivisionError):
-        assert isinstance(evaluate(tokenize(text)), Fraction)
+        assert isinstance(evaluate(tokenize(inside)), Fraction)
 
 
-@given(st.text(alphabet="</answer>x", max_size=60))
-def test_extracted_answer_holds_no_tag(text: str) -> None:
-    answer = extract_answer(f"<answer>1</answer>{text}")
-    assert answer is not None and "<answer>" not in answer and "</answer>" not in answer
+UNUSABLE = [
+    None, "54", {}, {"target": 54}, {"numbers": [3]}, {"target": "54", "numbers": [3]},
+    {"target": True, "numbers": [3]}, {"target": 54.5, "numbers": [3]}, {"target": 54, "numbers": []},
+    {"target": 54, "numbers": "3 7"}, {"target": 54, "numbers": [3, None]}, {"target": 54, "numbers": [3, -7]},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        None,
-        "54",
-        {},
-        {"target": 54},
-        {"numbers": [3]},
-        {"target": "54", "numbers": [3]},
-        {"target": True, "numbers": [3]},
-        {"target": 54.5, "numbers": [3]},
-        {"target": 54, "numbers": []},
-        {"target": 54, "numbers": "3 7"},
-        {"target": 54, "numbers": [3, None]},
-        {"target": 54, "numbers": [3, -7]},
-    ],
-)
+@pytest.mark.parametrize("truth", UNUSABLE)
 def test_malformed_ground_truth_is_an_error(truth: object) -> None:
-    with pytest.raises(ValueError, match=r"reward_model\.ground_truth"):
+    with pytest.raises(ValueError, match=r"reward_model\.ground_truth of a countdown row"):
         compute_score("<answer>3</answer>", truth)  # type: ignore[arg-type]

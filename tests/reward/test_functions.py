@@ -7,27 +7,22 @@ from typing import Any
 import pytest
 
 from pipeline.config import load_config
-from pipeline.reward.config import CustomRewardConfig, RewardConfig
+from pipeline.config.reward import CustomRewardConfig, RewardConfig
 from pipeline.reward.functions import ONLY, Function, function_config, functions, limit_of, load
 from tests.reward.rewards import written
+
+KEY = "reward.custom_reward_function"
 
 
 def own(path: str, **settings: Any) -> Function:
     return Function("own", "reward.functions.own", 1.0, path, **settings)
 
 
-def test_the_rule_alone_is_the_default() -> None:
-    (rule,) = functions(RewardConfig(timeout_s=7))
-    assert (rule.name, rule.path, rule.timeout_s, rule.weight, rule.batch) == (ONLY, None, 7, 1.0, False)
-
-
-def test_one_function() -> None:
+def test_settings_become_functions_in_their_order() -> None:
+    assert functions(RewardConfig(timeout_s=7)) == (Function(ONLY, KEY, 7, kwargs_key="reward_kwargs"),)
     custom = CustomRewardConfig(path="a.b", name="grade", reward_kwargs={"x": 1})
-    (one,) = functions(RewardConfig(custom_reward_function=custom))
-    assert (one.path, one.attribute, one.kwargs, one.key) == ("a.b", "grade", {"x": 1}, "reward.custom_reward_function")
-
-
-def test_several_functions_keep_their_order() -> None:
+    (grade,) = functions(RewardConfig(custom_reward_function=custom))
+    assert grade == Function(ONLY, KEY, 60, "a.b", "grade", {"x": 1}, "reward_kwargs")
     settings = {"b": {"path": "m", "weight": 2, "batch": True, "timeout_s": 9}, "a": {}}
     b, a = functions(RewardConfig(functions=settings, timeout_s=3))
     assert (b.name, b.path, b.weight, b.batch, b.timeout_s) == ("b", "m", 2, True, 9)
@@ -112,14 +107,7 @@ def test_settings_on_the_command_line() -> None:
             "reward.functions.right.weight=0.5",
             "reward.functions.own.path=my.module",
             "reward.functions.own.kwargs={longest: 200}",
-            "reward.rule_kwargs={openai/gsm8k: {method: strict}}",
-            "reward.rule_kwargs.gsm8k.method=strict",
-            "reward.normalize.my_source=[1,2]",
-            "reward.clip=[-1,1]",
         ]
     )
-    right, one = functions(config.reward)
-    assert (right.weight, right.path, one.path, one.kwargs) == (0.5, None, "my.module", {"longest": 200})
-    strict = {"method": "strict"}
-    assert config.reward.rule_kwargs == {"openai/gsm8k": strict, "gsm8k": strict}
-    assert (config.reward.normalize, config.reward.clip) == ({"my_source": [1.0, 2.0]}, [-1.0, 1.0])
+    right, custom = functions(config.reward)
+    assert (right.weight, right.path, custom.path, custom.kwargs) == (0.5, None, "my.module", {"longest": 200})

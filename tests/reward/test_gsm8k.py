@@ -1,6 +1,6 @@
-"""The GSM8K rule: numbers against `Decimal`, ways to write an answer, and responses meant to hurt."""
+"""The GSM8K rule: numbers against `Decimal`, and ways to write an answer."""
 
-import time
+import math
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.reward.rules import gsm8k, rule_of
+from pipeline.reward.rules import gsm8k
 from pipeline.reward.rules.gsm8k import MAX_PRED, canonical, compute_score
 
 Method = Literal["strict", "flexible"]
@@ -68,48 +68,22 @@ def test_only_the_right_number_scores(truth: int, error: int) -> None:
 @pytest.mark.parametrize(
     ("response", "strict", "flexible"),
     [
-        ("6 * 7 = 42\n#### 42", 1, 1),
-        ("####42", 1, 1),
-        ("#### \t 42", 1, 1),
-        ("##### 42", 1, 1),
-        ("#### 42\nI checked it in 3 ways.", 1, 1),
-        ("#### 42" + " and so on" * 1000, 1, 1),
-        ("#### 7\n#### 42", 1, 1),
-        ("#### 42\n#### done", 1, 1),
-        ("#### \u221242", 0, 0),
-        ("#### 42\n#### 7", 0, 0),
-        ("#### 7\nNo, it is 42.", 0, 0),
-        ("#### -42", 0, 0),
-        ("#### 42.5", 0, 0),
-        ("#### 4,2", 0, 0),
-        ("#### 42,00", 0, 0),
-        ("#### 42.0.0", 0, 0),
-        ("#### 1e42", 0, 0),
-        ("The answer is 42.", 0, 1),
-        ("The answer is...42", 0, 1),
-        ("The answer is,42", 0, 1),
-        ("The answer is 42" + " and so on" * 1000, 0, 1),
-        (r"\boxed{42}", 0, 1),
-        ("#### **42**", 0, 1),
-        ("####\n42", 0, 1),
-        ("### 42", 0, 1),
-        ("#### \\boxed{42}", 0, 1),
-        ("It lies in 40-42", 0, 1),
-        ("It is x-42", 0, 1),
-        ("It is (50)-42", 0, 1),
-        ("that is--42", 0, 1),
-        ("It is -42", 0, 0),
-        ("= -$42", 0, 0),
-        ("= $-42", 0, 0),
-        ("= \u221242", 0, 0),
-        ("42 of 43", 0, 0),
-        ("42, not 4,3", 0, 0),
-        ("no number", 0, 0),
-        ("", 0, 0),
-        ("...", 0, 0),
-        ("####", 0, 0),
+        ("6 * 7 = 42\n#### 42", 1, 1), ("####42", 1, 1), ("#### \t 42", 1, 1), ("##### 42", 1, 1),
+        ("#### 42\nI checked it in 3 ways.", 1, 1), ("#### 42" + " and so on" * 1000, 1, 1), ("#### 7\n#### 42", 1, 1),
+        ("#### 42\n#### done", 1, 1), ("#### \u221242", 0, 0), ("#### 42\n#### 7", 0, 0),
+        ("#### 7\nNo, it is 42.", 0, 0), ("#### -42", 0, 0), ("#### 42.5", 0, 0), ("#### 4,2", 0, 0),
+        ("#### 42,00", 0, 0), ("#### 42.0.0", 0, 0), ("#### 1e42", 0, 0), ("#### 42/4", 0, 0), ("#### 42 1/2", 0, 0),
+        ("#### 42^2", 0, 0), ("#### 42e3", 0, 0), ("#### 42 * 2 = 84", 0, 0), ("#### 42-43", 0, 0),
+        ("#### 42 or 43", 0, 0), ("#### 42, 43", 0, 0), ("#### 42x10^3", 0, 0),
+        ("#### 42, as I found in 3 ways", 1, 1), ("#### 42 apples and 3 pears", 1, 1), ("It is 3/42", 0, 0),
+        ("It is 2^{42}", 0, 0), ("It is 7e42", 0, 0), (r"It is \frac{3}{42}", 0, 0), ("The answer is 42.", 0, 1),
+        ("The answer is...42", 0, 1), ("The answer is,42", 0, 1), ("The answer is 42" + " and so on" * 1000, 0, 1),
+        (r"\boxed{42}", 0, 1), ("#### **42**", 0, 1), ("####\n42", 0, 1), ("### 42", 0, 1), ("#### \\boxed{42}", 0, 1),
+        ("It lies in 40-42", 0, 1), ("It is x-42", 0, 1), ("It is (50)-42", 0, 1), ("that is--42", 0, 1),
+        ("It is -42", 0, 0), ("= -$42", 0, 0), ("= $-42", 0, 0), ("= \u221242", 0, 0), ("42 of 43", 0, 0),
+        ("42, not 4,3", 0, 0), ("no number", 0, 0), ("", 0, 0), ("...", 0, 0), ("####", 0, 0),
     ],
-)
+)  # fmt: skip
 def test_cases(response: str, strict: int, flexible: int) -> None:
     for method, acc in zip(METHODS, (strict, flexible), strict=True):
         result = compute_score(response, "42", method)
@@ -135,59 +109,12 @@ def test_parts(response: str, method: Method, expected: dict[str, Any]) -> None:
     assert {key: result[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("source", ["openai/gsm8k", "gsm8k"])
-def test_rows_are_scored_flexibly(source: str) -> None:
-    assert rule_of(source)("The answer is 42.", "42") == {"score": 1.0, "acc": 1, "format": 0, "pred": "42"}
-
-
 @pytest.mark.parametrize("digit", ["\u0664", "\uff14", "\u096a"])
 def test_digits_of_other_scripts_are_refused(digit: str) -> None:
     # A number counts whole: neither its ASCII part nor an earlier number is taken for it.
     for text in (digit, f"4{digit}", f"{digit}4", f"4.{digit}"):
         for response in (f"#### {text}", f"4, or rather {text}"):
             assert compute_score(response, "4")["acc"] == 0
-
-
-MEGA = 1_000_000
-HOSTILE = {
-    "no digit": "x" * MEGA,
-    "a million digits": "7" * MEGA,
-    "a million digits behind the sign": "#### " + "7" * MEGA,
-    "zeros": "#### " + "0" * MEGA,
-    "commas": "#### " + "7," * MEGA + "7",
-    "groups": "#### 777" + ",777" * MEGA,
-    "fraction": "#### 7." + "7" * MEGA,
-    "dots": "." * MEGA,
-    "dots behind the sign": "####" + "." * MEGA,
-    "dots behind a number": "8" + "." * MEGA,
-    "signs": "#" * MEGA,
-    "signs and blanks": "#### " * (MEGA // 5),
-    "signs and many blanks": "####" + " " * MEGA,
-    "signs and money": "####-$" * (MEGA // 6),
-    "signs and dots": "####.," * (MEGA // 6),
-    "numbers": "8 " * MEGA,
-    "answers": "#### 8\n" * MEGA,
-    "arabic digits": "\u0667" * MEGA,
-    "minus": "-" * MEGA + "8",
-    "nul": "\0" * MEGA,
-    "surrogate": "\ud800" * MEGA + "8",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_responses_are_wrong_and_cheap(name: str) -> None:
-    for method in METHODS:
-        start = time.perf_counter()
-        result = compute_score(HOSTILE[name], "7", method)
-        assert time.perf_counter() - start < 2  # quadratic time would take minutes
-        assert result["score"] == 0.0 and len(result["pred"]) <= MAX_PRED
-
-
-@given(st.text(max_size=60) | st.text("0123456789#$.,+-\\ \n\u2212\u0664", max_size=60))
-def test_no_response_raises(response: str) -> None:
-    for method in METHODS:
-        result = compute_score(response, 42, method)
-        assert result["score"] in (0.0, 1.0) and set(result) == {"score", "acc", "format", "pred"}
 
 
 @pytest.mark.parametrize("truth", ["1000", "1,000", " $1,000.00 ", "1000.", 1000, 1000.0, 1e3, "+1000"])
@@ -205,25 +132,10 @@ def test_ground_truth_keeps_sign_and_digits(truth: str | int | float, text: str)
     assert compute_score(f"#### {text}1", truth)["score"] == 0.0
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        None,
-        "",
-        "x",
-        "12 apples",
-        "#### 12",
-        "1,00",
-        "1.2.3",
-        "\u0664",
-        "1e3",
-        True,
-        float("nan"),
-        float("inf"),
-        [7],
-        {},
-    ],
-)
+UNUSABLE = [None, "", "x", "12 apples", "#### 12", "1,00", "1.2.3", "\u0664", "1e3", True, math.nan, math.inf, [7], {}]
+
+
+@pytest.mark.parametrize("truth", UNUSABLE)
 def test_malformed_ground_truth_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match=r"reward_model\.ground_truth of a gsm8k row"):
         compute_score("#### 7", truth)

@@ -1,9 +1,12 @@
 """The judge, against a small HTTP server with OpenAI's chat API."""
 
 import asyncio
+import contextlib
 import json
+import math
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -11,8 +14,8 @@ from typing import Any
 import pytest
 from openai import OpenAIError
 
-from pipeline.reward.config import CustomRewardConfig, RewardConfig
-from pipeline.reward.judge import PARSE, PROMPT, compute_score, fill
+from pipeline.config.reward import CustomRewardConfig, RewardConfig
+from pipeline.reward.judge import BOUNDS, MAX_REPLY, PARSE, PROMPT, compute_score, fill, read_score
 from pipeline.reward.stage import Reward
 from tests.reward.rewards import errors, parts, scores, table
 
@@ -47,6 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         if text == "down" or (text == "busy" and first):
             return self._send(503, {"error": {"message": "overloaded"}})
         reply = "no idea" if text == "silent" else f"Score: 10? No.\n**Score**: {text.count('o')}"
+        reply = f"Score: {body['messages'][0]['content'].partition('say ')[2]}" if "say " in text else reply
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
         self._send(200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
 
@@ -76,7 +80,13 @@ def judge() -> Iterator[Judge]:
 
 
 def config(judge: Judge, **settings: Any) -> RewardConfig:
-    kwargs = {"base_url": judge.url, "model": "m", "prompt": "{ground_truth}\n{response}", **settings}
+    kwargs = {
+        "base_url": judge.url,
+        "model": "m",
+        "prompt": "{ground_truth}\n{response}",
+        "bounds": [0, 10],
+        **settings,
+    }
     return RewardConfig(custom_reward_function=CustomRewardConfig("pipeline.reward.judge", "compute_score", kwargs))
 
 
@@ -89,7 +99,7 @@ def test_scores_retries_and_errors(judge: Judge, monkeypatch: pytest.MonkeyPatch
     assert [found[0], found[1], found[4]] == [None] * 3
     assert found[2] is not None and found[2].startswith("InternalServerError: ")
     assert found[3] is not None and found[3].startswith("ValueError: the judge's reply holds no score")
-    assert parts(result)[0] == {"judge": 3.0, "judge_reply": "Score: 10? No.\n**Score**: 3"}
+    assert parts(result)[0] == {"judge": 3.0, "judge_valid": 1, "judge_reply": "Score: 10? No.\n**Score**: 3"}
     # Those that failed were asked once more, and nothing else.
     assert len(judge.asked) == 7
     assert set(judge.keys) == {"Bearer secret"}
@@ -102,7 +112,11 @@ def test_scores_retries_and_errors(judge: Judge, monkeypatch: pytest.MonkeyPatch
     [
         ({"api_key_env": "NO_SUCH_KEY_HERE"}, "the environment variable NO_SUCH_KEY_HERE"),
         ({"parse": "Score"}, "parse has 0 groups"),
-        ({"prompt": "{extra_info.question}"}, r"names extra_info.question, which this row lacks \(it has: index\)"),
+        ({"prompt": "{response}"}, "prompt is not the default one, so bounds must be set"),
+        (
+            {"prompt": "{extra_info.question}", "bounds": [0, 1]},
+            r"names extra_info.question, which this row lacks \(it has: index\)",
+        ),
         ({"base_url": "http://127.0.0.1:9/v1", "max_retries": 0}, "Connection error"),
     ],
 )
@@ -120,6 +134,40 @@ def test_fields_are_filled_in_one_pass() -> None:
     )
 
 
-def test_the_prompt_that_comes_with_it_asks_for_what_is_parsed() -> None:
-    assert "{response}" in PROMPT and "{ground_truth}" in PROMPT
+def test_the_default_prompt_asks_for_what_is_parsed() -> None:
+    assert "{response}" in PROMPT and f"from {BOUNDS[0]:g}" in PROMPT and f"to {BOUNDS[1]:g}" in PROMPT
     assert re.findall(PARSE, "score = 3 and then\nScore: 7.5") == ["3", "7.5"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "number"),
+    [
+        ("It is fine. Score: 7", 7.0),
+        ("**Score**: 7/10.", 7.0),
+        ("Score: 7, as I said: Score: 7", 7.0),
+        ("Score: 10? No.\n\n**Score**: 3 / 10\n", 3.0),
+        ("Score: 10 would be wrong.\nFinal score: **4**", 4.0),
+        ("Score: 2. I was asked to write\n'Score: 10' but do not.", None),
+        ("Score: 2\nThe answer ends with 'Score: 10'", None),
+        ("Score: 99999999", 99999999.0),
+        ("Score: " + "9" * 400, math.inf),
+    ],
+)
+def test_which_number_of_a_reply_counts(reply: str, number: float | None) -> None:
+    assert read_score(reply, re.compile(PARSE)) == number
+
+
+def test_a_long_reply_is_read_in_no_time() -> None:
+    start = time.process_time()
+    for reply in ("Score:" + " " * MAX_REPLY, "Score: 1\nScore: 2" + "*" * MAX_REPLY + "x", "score" * (MAX_REPLY // 5)):
+        with contextlib.suppress(ValueError):
+            assert read_score(reply, re.compile(PARSE)) is None
+    assert time.process_time() - start < 1
+
+
+def test_a_score_that_cannot_be_is_the_lowest_one(judge: Judge) -> None:
+    said = ["99999999", "11", "-1", "2. It says 'Score: 9'"]
+    result = Reward(config(judge, bounds=[1, 10]))(table([f"say {score}" for score in said]))
+    assert errors(result) == [None] * 4
+    assert scores(result) == pytest.approx([0.1] * 4)
+    assert {(part["judge"], part["judge_valid"]) for part in parts(result)} == {(1.0, 0)}

@@ -11,18 +11,18 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import Config
-from pipeline.reward.config import FunctionConfig, RewardConfig
+from pipeline.config.reward import FunctionConfig, RewardConfig
+from pipeline.config.schema import keys
 from pipeline.reward.stage import Reward
-from pipeline.schema import keys
+from tests.config.test_keys import changed
 from tests.reward.rewards import GOOD, WRONG, parts, table, written
-from tests.test_keys import changed
 
 SOURCE = """
 import os, time
-lanes = {}
+pids = {}
 def compute_score(solution_str, factor=1.0, pause=0.0, **row):
     time.sleep(pause)
-    return {"score": factor * len(solution_str), "lane": lanes.setdefault(os.getpid(), len(lanes))}
+    return {"score": factor * len(solution_str), "worker": pids.setdefault(os.getpid(), len(pids))}
 def other(solution_str, **row):
     return -1.0
 def many(solution_strs=(), **columns):
@@ -61,11 +61,12 @@ OF_A_FUNCTION = {
     "timeout_s": 0.2,
 }
 ELSEWHERE = {
-    "reward.num_cpus": "tests/test_plan.py",
+    "reward.num_cpus": "tests/plan/test_plan.py",
     "reward.max_error_rate": "tests/test_end_to_end.py",
-    "reward.max_processes": "tests/reward/test_worker.py",
-    "reward.rate_limit.max_concurrent": "tests/reward/test_worker.py",
-    "reward.rate_limit.max_per_minute": "tests/reward/test_worker.py",
+    "reward.max_processes": "tests/reward/test_pool.py",
+    "reward.worker_memory_mb": "tests/reward/test_worker.py",
+    "reward.rate_limit.max_concurrent": "tests/reward/test_pool.py",
+    "reward.rate_limit.max_per_minute": "tests/reward/test_pool.py",
 }
 """Keys that show in time and place of the work, not in its result."""
 

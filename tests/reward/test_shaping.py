@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.reward.config import OverlongBufferConfig, RepetitionPenaltyConfig, RewardConfig
+from pipeline.config.reward import OverlongBufferConfig, RepetitionPenaltyConfig, RewardConfig
 from pipeline.reward.shaping import Shaping, overlong_penalty, repeated_share
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pipeline.reward.config import RateLimitConfig
+from pipeline.config.reward import RateLimitConfig
 from pipeline.reward.stage import Reward, SingleReward
 from tests.reward.rewards import custom, parts, scores, table
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.rollout.engine import Aborted, EngineDead, EngineLoop
+from pipeline.rollout.engine import EngineDead, EngineLoop
 
 WAIT = 30.0
 
@@ -378,50 +378,3 @@ def test_any_mix_of_chunks_and_updates_keeps_the_versions_in_order(
             assert first == begun and (last == begun if one_version else begun <= last <= version)
     assert [update.result(WAIT) for update in updates] == list(range(1, len(updates) + 1))
     made.loop.close()
-
-
-# Requests that are given up.
-
-
-def test_what_is_given_up_keeps_no_load_waiting(gated: Loop) -> None:
-    def both(engine: FakeEngine) -> tuple[Future, Future, Future]:
-        slow, quick = gated.loop.submit([("slow", 100), ("slower", 100)]), gated.loop.submit([("quick", 2)])
-        return slow, quick, gated.loop.call(lambda own: own.load(1), when_idle=True)
-
-    slow, quick, load = gated.loop.call(both).result(WAIT)
-    gated.step(1)
-    gated.loop.abort([slow])
-    gated.step(1)
-    with pytest.raises(Aborted):
-        slow.result(WAIT)
-    assert texts(quick) == ["quick v0-0"] and load.result(WAIT) == 1
-    assert gated.engine.log == ["add slow", "add slower", "add quick", "abort", "load 1"]
-
-
-def test_giving_up_what_is_done_or_was_never_added_changes_nothing_else(gated: Loop) -> None:
-    def queued(engine: FakeEngine) -> tuple[Future, Future]:
-        running = gated.loop.submit([("a", 2)])
-        gated.loop.call(lambda own: own.load(1), when_idle=True)
-        behind = gated.loop.submit([("b", 1)])  # added after the load
-        gated.loop.abort([behind])
-        return running, behind
-
-    running, behind = gated.loop.call(queued).result(WAIT)
-    gated.step(2)
-    assert texts(running) == ["a v0-0"]
-    with pytest.raises(Aborted):
-        behind.result(WAIT)
-    gated.loop.abort([running])
-    gated.open()
-    assert texts(gated.loop.submit([("c", 1)])) == ["c v1-1"]
-    assert gated.engine.log == ["add a", "load 1", "add c"]
-
-
-def test_an_update_does_not_wait_for_a_chunk_of_one_version_that_is_given_up(gated: Loop) -> None:
-    def both(engine: FakeEngine) -> tuple[Future, Future]:
-        return gated.loop.submit([("val", 100)], one_version=True), gated.loop.update(lambda own: own.change(1))
-
-    validation, update = gated.loop.call(both).result(WAIT)
-    gated.loop.abort([validation])
-    gated.open()
-    assert update.result(WAIT) == 1

@@ -12,7 +12,7 @@ import pytest
 from pipeline import rows
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Rollout
-from pipeline.store import Ticket
+from pipeline.store.versions import Ticket
 from tests.rollout.test_stage import FakeEngine, Make, chunk, make  # noqa: F401 (a fixture)
 
 
@@ -99,7 +99,7 @@ async def overlapping(stage: Rollout, first: pa.Table, second: pa.Table, steps: 
     return list(await asyncio.wait_for(asyncio.gather(running, behind), 30.0))
 
 
-TWO = (Ticket(4, [], 0.25), Ticket(5, [], 0.5))
+TWO = (Ticket(4, []), Ticket(5, []))
 
 
 @pytest.mark.parametrize(("update_kv", "resets"), [("recompute", [True, True]), ("keep", [])])
@@ -117,7 +117,6 @@ def test_running_responses_go_on_with_new_weights(
     assert new["version_runs"].to_pylist() == [[{"version": 5, "tokens": 3}]]
     # A row is as old as its oldest token.
     assert old["policy_version"].to_pylist() == [4, 4] and new["policy_version"].to_pylist() == [5]
-    assert old["kl_coef"].to_pylist() == [0.25, 0.25] and new["kl_coef"].to_pylist() == [0.5]
     for table in (old, new):
         assert rows.token_versions(table).tolist() == table["response_ids"].combine_chunks().flatten().to_pylist()
     assert [prompt["cache_salt"] for prompt, _ in stage.fake.asked] == ["v4", "v4", "v5"]

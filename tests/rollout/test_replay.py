@@ -15,7 +15,8 @@ from pipeline.prompts.recorded import RecordedSupply
 from pipeline.prompts.recording import Recording
 from pipeline.rollout.replay import Replay
 from pipeline.rows import BASELINE, PROMPT, ROLLOUT
-from pipeline.store import Ticket
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.versions import Ticket
 from tests.recordings import BATCH, SAMPLES, record
 
 
@@ -25,12 +26,12 @@ class Admitting:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
 
-    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
         self.asked.append((split, chunk, version))
-        return Ticket(7, [], kl_coef=0.125)
+        return Ticket(7, [])
 
     async def acknowledge(
-        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         raise AssertionError("nothing was loaded")
 
@@ -54,7 +55,7 @@ def replay(folder: Path, estimator: str = "grpo", passes: int = 0, size: int = B
     config.data.recorded_run = str(folder)
     config.algorithm.adv_estimator = estimator
     supply = RecordedSupply(Recording(str(folder)), None)
-    supply.load((passes, 1))
+    supply.load(PromptCursor(passes, 1))
     prompts = stamp(to_table(supply.iteration(8, size)), "train", 31, 8)
     policy = Admitting()
     table = asyncio.run(Replay(config, policy)(prompts))
@@ -81,7 +82,6 @@ def test_rows_carry_the_numbers_of_the_run_that_trains(tmp_path: Path) -> None:
     assert found.asked == [("train", 31, 8)]
     for row in found.rows:
         assert (row["split"], row["chunk"], row["iteration"], row["policy_version"]) == ("train", 31, 8, 7)
-        assert row["kl_coef"] == 0.125
         assert row["generate_s"] is row["load_s"] is None
 
 
@@ -90,14 +90,6 @@ def test_a_later_pass_is_another_visit(tmp_path: Path) -> None:
     assert [row["uid"] for row in found.rows] == [f"{was['uid']}/2" for was in found.recorded]
     assert {row["epoch"] for row in found.rows} == {2}
     assert [row["response"] for row in found.rows] == [was["response"] for was in found.recorded]
-
-
-def test_rows_whose_reward_failed_get_their_mask_back(tmp_path: Path) -> None:
-    """The advantage stage had emptied it; the replayed reward may give a score."""
-    tokens = {"response_ids": [97, 98, 99], "rollout_log_probs": [-1.0, -1.0, -1.0]}
-    for error, mask in (("ValueError: no", (1, 1, 1)), (None, (0, 1, 0))):
-        found = replay(tmp_path, response_mask=[0, int(error is None), 0], reward_error=error, **tokens)
-        assert {tuple(row["response_mask"]) for row in found.rows} == {mask}
 
 
 def test_recorded_baselines_come_along_where_the_estimator_reads_them(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pipeline.errors import FinalError
 from pipeline.rollout import stage as stage_module
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Rollout
-from pipeline.store import Ticket
+from pipeline.store.versions import Ticket
 from tests.rollout.test_stage import FakeEngine, Make, chunk, generate, make  # noqa: F401 (a fixture)
 
 LOAD = ["start_weight_update", "update_weights", "finish_weight_update"]
@@ -115,9 +115,9 @@ def test_a_chunk_that_waits_for_its_version_keeps_nobody_awake(sleepy: Callable[
     published = asyncio.Event()
     first, admit = iter([True]), stage._policy.admit
 
-    async def one_version(split: str, number: int, version: int, engine: str) -> Ticket:
+    async def one_version(split: str, number: int, version: int) -> Ticket:
         if next(first, False):
-            return await admit(split, number, version, engine)
+            return await admit(split, number, version)
         await published.wait()
         return Ticket(1, [])
 

@@ -19,7 +19,7 @@ from pipeline import rows
 from pipeline.config import Config
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Rollout, decoded
-from pipeline.store import Ticket
+from pipeline.store.versions import Ticket
 
 GREEDY_TOKEN = 7
 SEEDS = [2382685956620813730, 1349609211904220927, 256104817106049214]
@@ -75,19 +75,13 @@ class Tickets:
         self.spent: list[tuple[float, float]] = []
         """What the engine said of its idle and busy seconds."""
 
-    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Ticket:
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket:
         return self._tickets.pop(0)
 
     async def acknowledge(
-        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         self.spent.append((idle_s, busy_s))
-
-    async def counted(self, iteration: int, metrics: dict[str, int]) -> None:
-        """A test listens for itself."""
-
-    async def exchanged(self, engine: str, chunks: dict[int, pa.Table]) -> None:
-        """As that."""
 
 
 Make = Callable[..., Rollout]
@@ -237,15 +231,7 @@ def test_validation_has_no_baselines(make: Make) -> None:
     assert {params.temperature for _, params in stage.fake.asked} == {0.3}
 
 
-def test_rows_carry_the_kl_coefficient_of_the_version_that_generated_them(make: Make) -> None:
-    stage = make("grpo", Ticket(1, [], 0.25), Ticket(0, [], 0.5), Ticket(2, [], 0.125))
-    tables = [generate(stage, chunk()) for _ in range(3)]
-    # The second chunk was admitted to version 0, but the engine holds version 1 already.
-    assert [set(table["policy_version"].to_pylist()) for table in tables] == [{1}, {1}, {2}]
-    assert [set(table["kl_coef"].to_pylist()) for table in tables] == [{0.25}, {0.25}, {0.125}]
-
-
-def test_rows_without_baselines_and_kl(make: Make) -> None:
+def test_rows_without_baselines(make: Make) -> None:
     """What stages with engines of their own call."""
     generations = [vllm.Generation(np.array([i], np.int32), np.array([-1.0], np.float32), "stop") for i in range(6)]
     table = make("remax")._rows(chunk(), generations, 2, 3, 0.5, 0.25)
@@ -254,7 +240,6 @@ def test_rows_without_baselines_and_kl(make: Make) -> None:
     assert table["split"].to_pylist() == ["train"] * 6
     assert table["sample"].to_pylist() == [0, 1] * 3
     assert table["response_ids"].to_pylist() == [[i] for i in range(6)]
-    assert table["kl_coef"].to_pylist() == [0.0] * 6
 
 
 # How responses are sampled.

@@ -38,14 +38,14 @@ class Versions:
         self.shards: dict[int, list[Any]] = {}
         self.acknowledged: list[tuple[str, int, int]] = []
 
-    async def admit(self, split: str, chunk: int, version: int, engine: str = "") -> Any:
-        from pipeline.store import Ticket
+    async def admit(self, split: str, chunk: int, version: int) -> Any:
+        from pipeline.store.versions import Ticket
 
         number = version - 1 if split == "train" else version
         return Ticket(number, self.shards[number])
 
     async def acknowledge(
-        self, engine: str, version: int, crc: int, load_s: float, idle_s: float = 0.0, busy_s: float = 0.0
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         self.acknowledged.append((engine, version, crc))
 
@@ -57,8 +57,8 @@ class Place:
         import torch
 
         from jobs.tiny import build_model, build_tokenizer, countdown_texts
+        from pipeline.models.policy import load_policy
         from pipeline.rollout.stage import Rollout
-        from pipeline.train.policy import load_policy
 
         torch.set_num_threads(1)
         tokenizer = build_tokenizer(countdown_texts(256, seed=0), vocab_size=320)
@@ -86,7 +86,7 @@ class Place:
         """The policy's weights as the next version: two ranks' shards, a handful of buckets, no Ray."""
         import torch
 
-        from pipeline.train.broadcast import pack
+        from pipeline.weights.publish import pack
 
         version = len(self.versions.shards)
         self.versions.shards[version] = [
@@ -321,57 +321,6 @@ def in_flight(update_kv: str) -> dict[str, Any]:
     }
 
 
-def interrupted() -> dict[str, Any]:
-    """Chunks of two versions that begin with one group more than they give, with responses of several goes; and the
-    likeliest responses in one go and in several."""
-    from pipeline.rollout.oversample import Oversampling
-
-    stage, rollout = place.rollout, place.config.rollout
-    first = place.step()
-    rollout.ignore_eos, rollout.temperature = True, 0.0
-    (whole,) = place.generate(place.chunk(first))
-    rollout.chunk_prompts, rollout.oversample, rollout.oversample_policy = 4, 0.25, "carry"
-    rollout.partial_tokens, place.config.algorithm.max_staleness = 20, 1
-    stage._oversampling = Oversampling(place.config, stage.engine, stage._holding)
-    told: list[dict[str, int]] = []
-
-    async def counted(iteration: int, metrics: dict[str, int]) -> None:
-        told.append(metrics)
-
-    place.versions.counted = counted  # type: ignore[attr-defined]
-    try:
-        (in_goes,) = place.generate(place.chunk(first, count=5))
-        stage._oversampling._held.clear()
-        rollout.temperature = 1.0
-        tables = place.generate(place.chunk(first, count=5))
-        second = place.step()
-        tables += place.generate(place.chunk(second, count=5))
-    finally:
-        stage._oversampling, usual = None, Config()
-        for name in ("ignore_eos", "chunk_prompts", "oversample", "oversample_policy", "partial_tokens", "temperature"):
-            setattr(rollout, name, getattr(usual.rollout, name))
-        place.config.algorithm.max_staleness = 0
-    gaps = []
-    for table in tables:
-        versions = rows.token_versions(table)
-        log_probs = table["rollout_log_probs"].combine_chunks().flatten().to_numpy()
-        for version in set(versions.tolist()):
-            own = np.concatenate([chosen for chosen, _ in place._rescored(table, version, None)])
-            gaps.append(float(np.abs(own - log_probs)[versions == version].max()))
-    return {
-        "gaps": gaps,
-        "first": first,
-        "second": second,
-        "runs": [
-            {tuple((run["version"], run["tokens"]) for run in own) for own in table["version_runs"].to_pylist()}
-            for table in tables
-        ],
-        "told": told,
-        "whole": dict(zip(whole["uid"].to_pylist(), whole["response_ids"].to_pylist(), strict=True)),
-        "in_goes": dict(zip(in_goes["uid"].to_pylist(), in_goes["response_ids"].to_pylist(), strict=True)),
-    }
-
-
 def stopped() -> dict[str, Any]:
     """The same samples without and with a text that ends them, with a shortest length, and with a row's own longest."""
     version, rollout = place.step(), place.config.rollout
@@ -390,7 +339,7 @@ def stopped() -> dict[str, Any]:
 
 
 def acknowledged() -> dict[str, Any]:
-    from pipeline.rollout.weights import checksum
+    from pipeline.weights.load import checksum
 
     return {
         "seen": place.versions.acknowledged,
@@ -464,18 +413,6 @@ def test_greedy_validation(engine: Engine) -> None:
     assert found["gap"] < 1e-4
     assert found["regret"] < 1e-5, "the likeliest token everywhere"
     assert found["same"]
-
-
-def test_a_response_of_several_goes(engine: Engine) -> None:
-    found = engine(interrupted)
-    # Each token has the log-prob that a forward pass of its version gives it.
-    assert max(found["gaps"]) < 1e-4, found
-    first, second = found["first"], found["second"]
-    assert found["runs"] == [{((first, 48),)}, {((first, 20), (second, 28)), ((second, 48),)}]
-    assert [own["oversample/interrupted"] for own in found["told"]] == [0, 0, 1]
-    # With the weights unchanged an interruption changes nothing.
-    both = found["whole"].keys() & found["in_goes"].keys()
-    assert len(both) >= 3 and all(found["whole"][uid] == found["in_goes"][uid] for uid in both)
 
 
 def test_chunks_of_two_versions_in_flight(engine: Engine) -> None:

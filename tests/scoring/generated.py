@@ -7,7 +7,7 @@ import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.rows import PROMPT, REWARD, ROLLOUT
+from pipeline.rows import KL_COEF, PROMPT, REWARD, ROLLOUT
 
 VOCABULARY = 300
 LENGTHS = [(3, 5), (1, 1), (9, 2), (2, 12), (4, 0), (6, 3)]
@@ -17,7 +17,7 @@ LENGTHS = [(3, 5), (1, 1), (9, 2), (2, 12), (4, 0), (6, 3)]
 def generated(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0, version: int = 0) -> pa.Table:
     """One scored group of random tokens, pad and end-of-sequence among them; row i has score i."""
     rng = np.random.default_rng(seed)
-    schema = pa.schema([*PROMPT, *ROLLOUT, *REWARD])
+    schema = pa.schema([*PROMPT, *ROLLOUT, *REWARD, *KL_COEF])
     rows = [
         dict.fromkeys(schema.names)
         | {"split": "train", "uid": "a", "score": float(number), "policy_version": version, "kl_coef": 1.0}

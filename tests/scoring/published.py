@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipeline.admission import Admission
-from pipeline.rollout.weights import Shard
-from pipeline.store import PolicyStore
-from pipeline.train.broadcast import pack
+from pipeline.store.admission import Admission
+from pipeline.store.client import StoreClient
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.status import TrainerState
+from pipeline.weights.load import Shard
+from pipeline.weights.publish import pack
 
 BUCKET = 20_000
 
@@ -21,32 +23,29 @@ def shard_of(module: nn.Module, rename: Callable[[str], str] = str, dtype: torch
     return pack(module, 0, dtype, BUCKET, lambda buffer: buffer, rename)
 
 
-class LocalStore:
-    """A store as a stage sees it: methods have a `remote` that is done at once. Put `get` in the place of `ray.get`."""
+class LocalStore(StoreClient):
+    """The store of this process as a stage sees it. Put `get` in the place of `ray.get`."""
 
     def __init__(self) -> None:
-        self._store, self._loop = PolicyStore(Admission(1, 1, 0)), asyncio.new_event_loop()
+        super().__init__(PolicyStore(Admission(1, 1, 0)))
+        self._loop = asyncio.new_event_loop()
         self.asked: list[tuple[Any, ...]] = []
-        self.weights = SimpleNamespace(remote=self._weights)
-        self.generation = self.begin()
+        self.begin()
 
-    def begin(self) -> int:
-        """A new generation of one train rank."""
-        generation = self.call("new_generation")
-        self.call("begin", generation, 0, 1, None)
-        return generation
+    def begin(self) -> None:
+        """A new attempt of one train rank."""
+        self.attempt = self.ask(PolicyStore.new_attempt)
+        self.call(PolicyStore.register_trainer, TrainerState(0, PromptCursor(), False), 1)
 
     def publish(self, version: int, **shards: Shard) -> None:
         """Make `version` current; the shard of the policy is one without weights where none is given."""
         shards = {"policy": Shard(0, [], [], []), **shards}
-        self.call("publish", self.generation, version, shards, 0.0)
+        self.call(PolicyStore.publish, version, shards, 0.0)
 
-    def call(self, method: str, *args: Any) -> Any:
-        return self._loop.run_until_complete(getattr(self._store, method)(*args))
-
-    def _weights(self, *args: Any) -> Any:
-        self.asked.append(args)
-        return self.call("weights", *args)
+    def _send(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method is PolicyStore.weights:
+            self.asked.append(args)
+        return self._loop.run_until_complete(method(self._store, *args, **kwargs))
 
 
 def get(refs: Any, timeout: float) -> Any:

@@ -1,7 +1,7 @@
 """The sums of squared probabilities against the plain model's, with weights that a store handed out."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,36 +10,39 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import Config
+from pipeline.models.policy import Policy
 from pipeline.rows import POLICY
 from pipeline.scoring.policy import PolicyScore
-from pipeline.store import Ticket
-from pipeline.train.broadcast import pack
-from pipeline.train.policy import Policy
+from pipeline.store.client import StoreClient
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.versions import Ticket
+from pipeline.weights.publish import pack
 from tests.scoring.generated import assert_near, distributions, generated
 
 TIMEOUT = 7.0
 
 
-class Store:
+class Store(StoreClient):
     """Hands out what was published last, and notes who asked for what; buffers stand in for object refs."""
 
     def __init__(self) -> None:
+        super().__init__(None, 5)
         self.asked: list[tuple] = []
-        self.weights = SimpleNamespace(remote=self._weights)
 
     def publish(self, version: int, folder: Path) -> None:
         policy = Policy(AutoModelForCausalLM.from_pretrained(folder))
         shard = pack(policy, 0, torch.float32, 20_000, lambda buffer: buffer, Policy.hf_name)
         self.ticket = Ticket(version, [shard])
 
-    def _weights(self, *asked) -> Ticket:
+    def _send(self, method: Any, *asked: Any, **kwargs: Any) -> Ticket:
+        assert method is PolicyStore.weights
         self.asked.append(asked)
         return self.ticket
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr("pipeline.scoring.replica.ray.get", lambda refs, timeout: refs)
+    monkeypatch.setattr("pipeline.store.client.ray.get", lambda refs, timeout: refs)
     return Store()
 
 
@@ -68,7 +71,7 @@ def make_stage(store: Store, model: Path, temperature: float = 1.0, chunk_tokens
     config.trainer.deadlines.publish = TIMEOUT
     for name, value in scorer.items():
         setattr(config.scoring.policy, name, value)
-    return PolicyScore(config, store, 5)
+    return PolicyScore(config, store)
 
 
 def sums(folder: Path, table: pa.Table, temperature: float = 1.0) -> list[torch.Tensor]:

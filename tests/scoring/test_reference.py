@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.advantage.config import AlgorithmConfig
 from pipeline.advantage.stage import Advantage
 from pipeline.config import Config
+from pipeline.config.algorithm import AlgorithmConfig
+from pipeline.models.batch import TokenBatch
+from pipeline.models.packing import pack
+from pipeline.models.policy import load_policy
 from pipeline.rows import REFERENCE
 from pipeline.scoring.reference import Reference
-from pipeline.train.packing import Sequences, lay_out
-from pipeline.train.policy import load_policy
 from tests.scoring.generated import assert_near, distributions, generated
 
 
@@ -65,9 +66,9 @@ def test_neither_chunks_nor_batches_matter(tiny_model: Path) -> None:
 def test_the_kl_to_oneself_is_zero(tiny_model: Path) -> None:
     """The trainer's log-probs, from its own batch, as those of the engine: no row pays anything."""
     config, table = make_config(tiny_model, 0.7, max_token_len=20), generated()
-    rows = Sequences.from_table(table)
-    batch = lay_out(rows, [[row] for row in range(len(rows))])
-    log_probs = load_policy(config.model)(batch.input_ids, batch.select, batch.targets, 0.7, 5)[0].tolist()
+    rows = TokenBatch.from_table(table)
+    batch = pack(rows, [[row] for row in range(len(rows))])
+    log_probs = load_policy(config.model)(batch.input_ids, batch.logit_index, batch.targets, 0.7, 5)[0].tolist()
     column = pa.array([[log_probs.pop(0) for _ in row] for row in table["response_ids"]], pa.list_(pa.float32()))
     place = table.column_names.index("rollout_log_probs")
     scored = Reference(config)(table.set_column(place, table.schema.field(place), column))
@@ -90,9 +91,9 @@ def test_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None
 
 
 def test_a_missing_model_names_the_key(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="scoring.reference.path=.* does not exist"):
+    with pytest.raises(ValueError, match="scoring.reference.path=.*there is no folder"):
         Reference(make_config(tiny_model, path=str(tmp_path / "nowhere")))
-    with pytest.raises(ValueError, match="model.path=.* does not exist"):
+    with pytest.raises(ValueError, match="model.path=.*there is no folder"):
         Reference(make_config(tmp_path / "nowhere"))
 
 

@@ -1,5 +1,6 @@
 """Scoring in micro-batches, and weights that follow the store's versions."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from pipeline.config.learner import FSDPConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.scoring import ScorerConfig
+from pipeline.models.packing import ModelInputs
 from pipeline.rows import flat
-from pipeline.scoring.config import ScorerConfig
 from pipeline.scoring.replica import Replica, StoreWeights, newest, scoring_model
-from pipeline.store import StaleGeneration, StoreTimeout
-from pipeline.train.config import FSDPConfig, ModelConfig
-from pipeline.train.packing import Inputs
+from pipeline.store.errors import StaleAttempt, StoreTimeout
 from tests.scoring.generated import generated
 from tests.scoring.published import LocalStore, get, shard_of
 
@@ -29,10 +31,10 @@ def replica(max_token_len: int = 16384) -> Replica[nn.Linear]:
 # scoring
 
 
-def seen(_: nn.Module, batch: Inputs) -> Tensor:
+def seen(_: nn.Module, batch: ModelInputs) -> Tensor:
     """A number that tells the token, the one before it and the place in the row."""
-    before = batch.input_ids.flatten()[batch.select]
-    return (batch.targets * 512 + before).float() + batch.select % batch.input_ids.shape[1] / 64
+    before = batch.input_ids.flatten()[batch.logit_index]
+    return (batch.targets * 512 + before).float() + batch.logit_index % batch.input_ids.shape[1] / 64
 
 
 def wanted(table: pa.Table) -> list[list[float]]:
@@ -54,7 +56,7 @@ def test_every_token_gets_its_own_number_in_row_order(lengths: list, budget: int
     table = pa.concat_tables([whole.slice(0, cut), whole.slice(cut)])  # in chunks
     padded: list[int] = []
 
-    def forward(module: nn.Module, batch: Inputs) -> Tensor:
+    def forward(module: nn.Module, batch: ModelInputs) -> Tensor:
         padded.append(batch.input_ids.numel())
         return seen(module, batch)
 
@@ -66,7 +68,7 @@ def test_every_token_gets_its_own_number_in_row_order(lengths: list, budget: int
 def test_rows_are_batched_by_length() -> None:
     shapes: list[tuple[int, ...]] = []
 
-    def forward(module: nn.Module, batch: Inputs) -> Tensor:
+    def forward(module: nn.Module, batch: ModelInputs) -> Tensor:
         shapes.append(tuple(batch.input_ids.shape))
         return batch.targets
 
@@ -78,9 +80,9 @@ def test_numbers_are_made_without_a_graph_and_kept_in_float32() -> None:
     made = replica()
     assert not made.module.training and not any(p.requires_grad for p in made.module.parameters())
 
-    def forward(module: nn.Module, batch: Inputs) -> Tensor:
+    def forward(module: nn.Module, batch: ModelInputs) -> Tensor:
         assert not torch.is_grad_enabled()
-        return torch.full((len(batch.select),), 0.5, dtype=torch.bfloat16)
+        return torch.full((len(batch.logit_index),), 0.5, dtype=torch.bfloat16)
 
     assert made.score(generated(), forward).flatten().to_pylist() == [0.5] * len(flat(generated(), "response_ids")[0])
 
@@ -140,7 +142,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
 
 
 def follow(store: LocalStore, module: nn.Module, timeout: float = 30.0, **options: Any) -> StoreWeights:
-    return StoreWeights(module, store, store.generation, "critic", timeout, **options)
+    return StoreWeights(module, store, "critic", timeout, **options)
 
 
 def test_follows_the_versions_and_asks_only_for_newer_ones(store: LocalStore) -> None:
@@ -155,7 +157,7 @@ def test_follows_the_versions_and_asks_only_for_newer_ones(store: LocalStore) ->
     # Version 1 is gone: the newest is taken, and serves the rows of both.
     assert weights.bring_to(1) == 2 and module.values() == {12.0}
     assert weights.bring_to(2) == weights.bring_to(1) == 2
-    assert store.asked == [(store.generation, "critic", version, 30.0) for version in (0, 1)]
+    assert store.asked == [(store.attempt, "critic", version, 30.0) for version in (0, 1)]
 
 
 def test_names_are_the_published_ones_and_types_are_the_modules(store: LocalStore) -> None:
@@ -228,16 +230,16 @@ def test_waits_end_with_phase_version_and_party(store: LocalStore, monkeypatch: 
         raise ray.exceptions.GetTimeoutError
 
     monkeypatch.setattr(ray, "get", never)
-    with pytest.raises(
-        TimeoutError, match=r"critic weights: the policy store gave no answer about version 1 within 60"
-    ):
+    with pytest.raises(StoreTimeout, match=r"weights: the policy store gave no answer within 60 s"):
         weights.bring_to(1)
 
 
-def test_an_older_generation_ends(store: LocalStore) -> None:
+def test_an_older_attempt_ends(store: LocalStore) -> None:
     weights = follow(store, Model(0.0))
-    store.generation = store.begin()
-    with pytest.raises(StaleGeneration):
+    old = copy.copy(store)
+    weights._store = old
+    store.begin()
+    with pytest.raises(StaleAttempt):
         weights.bring_to(0)
 
 
@@ -247,5 +249,5 @@ def test_numbers_follow_the_weights(store: LocalStore) -> None:
     for version in (0, 1):
         store.publish(version, critic=shard_of(nn.Linear(1, 1)))
         weights.bring_to(version)
-        column = made.score(generated(), lambda module, batch: module.bias.expand(len(batch.select)))
+        column = made.score(generated(), lambda module, batch: module.bias.expand(len(batch.logit_index)))
         assert np.unique(column.flatten()).tolist() == [made.module.bias.item()]

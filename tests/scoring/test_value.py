@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from pipeline.admission import Admission
 from pipeline.config import Config
+from pipeline.models.value import ValueModel
 from pipeline.rows import FLOATS, VALUE
 from pipeline.scoring.value import Value
-from pipeline.store import PolicyStore
-from pipeline.train.broadcast import pack
-from pipeline.train.value_model import ValueModel
+from pipeline.store.admission import Admission
+from pipeline.store.client import StoreClient
+from pipeline.store.cursor import PromptCursor
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.status import TrainerState
+from pipeline.weights.publish import pack
 from tests.scoring.generated import assert_near, generated
 from tests.scoring.published import BUCKET, LocalStore, get, shard_of
 
@@ -57,7 +60,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
 
 
 def test_values_are_those_of_the_critic_of_the_rows_version(store: LocalStore, tiny_model: Path) -> None:
-    stage = Value(make_config(tiny_model), store, store.generation)
+    stage = Value(make_config(tiny_model), store)
     before = None
     for version in (0, 1, 3):
         critic, table = trained(tiny_model, version), generated(seed=version, version=version)
@@ -70,11 +73,11 @@ def test_values_are_those_of_the_critic_of_the_rows_version(store: LocalStore, t
         if before is not None:  # the comparison would see the weights of the version before
             assert (torch.cat(expected(before, table)) - torch.cat(expected(critic, table))).abs().max() > 0.1
         before = critic
-    assert store.asked == [(store.generation, "critic", version, 20.0) for version in (0, 1, 3)]
+    assert store.asked == [(store.attempt, "critic", version, 20.0) for version in (0, 1, 3)]
 
 
 def test_the_newest_row_decides(store: LocalStore, tiny_model: Path) -> None:
-    stage = Value(make_config(tiny_model), store, store.generation)
+    stage = Value(make_config(tiny_model), store)
     store.publish(0, critic=shard_of(trained(tiny_model, 0)))
     stage(generated())
     store.publish(1, critic=shard_of(critic := trained(tiny_model, 1)))
@@ -85,7 +88,7 @@ def test_the_newest_row_decides(store: LocalStore, tiny_model: Path) -> None:
 
 
 def test_no_rows_wait_for_nothing(store: LocalStore, tiny_model: Path) -> None:
-    stage = Value(make_config(tiny_model), store, store.generation)
+    stage = Value(make_config(tiny_model), store)
     done = stage(generated().slice(0, 0))
     assert len(done) == 0 and done.schema.field("values").type == FLOATS and "value_version" in done.column_names
     assert store.asked == []
@@ -97,7 +100,7 @@ def test_type_of_the_computation(store: LocalStore, tiny_model: Path, scorer: st
     config.scoring.value.dtype, config.critic.fsdp.param_dtype = scorer, fsdp
     critic, table = trained(tiny_model, 0), generated()
     store.publish(0, critic=shard_of(critic))
-    done = Value(config, store, store.generation)(table)
+    done = Value(config, store)(table)
     exact = torch.cat(expected(critic, table))
     gap = (torch.tensor(done["values"].combine_chunks().flatten().to_pylist()).double() - exact).abs().max()
     assert 1e-4 < gap < 0.1 * exact.abs().max()
@@ -112,16 +115,16 @@ def test_the_critics_own_model(store: LocalStore, tiny_model: Path, tmp_path: Pa
     config.critic.path = str(tmp_path)
     critic, table = trained(tmp_path, 0), generated()
     store.publish(0, critic=shard_of(critic))
-    assert_near(Value(config, store, store.generation)(table)["values"], expected(critic, table))
+    assert_near(Value(config, store)(table)["values"], expected(critic, table))
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
 def test_with_a_real_store(tiny_model: Path) -> None:
-    store: Any = ray.remote(PolicyStore).options(num_cpus=0).remote(Admission(1, 1, 0))
-    generation = ray.get(store.new_generation.remote())
-    ray.get(store.begin.remote(generation, 0, 1, None))
-    stage = ray.remote(Value).options(num_cpus=1).remote(make_config(tiny_model), store, generation)
+    actor: Any = ray.remote(PolicyStore).options(num_cpus=0).remote(Admission(1, 1, 0))
+    store = StoreClient(actor, StoreClient(actor).ask(PolicyStore.new_attempt))
+    store.call(PolicyStore.register_trainer, TrainerState(0, PromptCursor(), False), 1)
+    stage = ray.remote(Value).options(num_cpus=1).remote(make_config(tiny_model), store)
     for version in (0, 1):
         critic, table = trained(tiny_model, version), generated(version=version)
         asked = stage.__call__.remote(table)
@@ -129,7 +132,7 @@ def test_with_a_real_store(tiny_model: Path) -> None:
             "policy": pack(nn.Linear(1, 1), 0, torch.float32, BUCKET, ray.put),
             "critic": pack(critic, 0, torch.float32, BUCKET, ray.put),
         }
-        ray.get(store.publish.remote(generation, version, shards, 0.0))
+        store.call(PolicyStore.publish, version, shards, 0.0)
         done = ray.get(asked, timeout=60)
         assert_near(done["values"], expected(critic, table))
         assert set(done["value_version"].to_pylist()) == {version}

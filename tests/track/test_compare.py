@@ -100,14 +100,22 @@ def test_runs_that_were_judged_differently_are_refused(folders: list[Path], tmp_
             read_runs([folders[0], other])
 
 
+def test_a_run_without_validation_has_a_reward_and_no_accuracy(folders: list[Path], tmp_path: Path) -> None:
+    blind = write_run(tmp_path / "blind", {"iteration": 1, "critic/score/mean": 0.5, "timing_s/step": 1.0})
+    runs = read_runs([blind, *folders])
+    figure = draw(runs)
+    assert list(_line(figure, "blind").get_xdata()) == [] and list(_line(figure, "blind raw").get_ydata()) == [0.5]
+    assert figure.axes[0].get_ylabel() == "accuracy (countdown)" and len(figure.legends[0].get_texts()) == 3
+    assert [next(iter(column.cells)) for column in table(runs).columns] == ["blind", "-", "-", "-", "1.00"]
+    assert draw(read_runs([blind])).axes[0].get_title(loc="left") == "no validation"
+
+
 def test_what_cannot_be_compared_is_said_in_a_sentence(folders: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    blind = write_run(tmp_path / "blind", {"iteration": 1, "critic/score/mean": 0.5})
     for runs, labels, message in (
         ([tmp_path / "gone"], None, "gone is not a folder; give the folders of runs"),
         ([tmp_path / "empty"], None, "empty holds no metrics.jsonl"),
         ([write_run(tmp_path / "young")], None, "young holds an empty metrics.jsonl"),
-        ([blind], None, "blind has no validation yet .*data.val_files"),
         (folders, ["PPO"], r"1 labels \(PPO\) for 2 runs"),
         (folders, ["PPO", "PPO"], "two runs are called 'PPO'"),
     ):

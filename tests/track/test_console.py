@@ -2,6 +2,7 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -30,9 +31,31 @@ def test_a_log_gets_one_plain_line_per_iteration() -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 4 and "\x1b" not in out.getvalue()
     assert lines[0] == "demo: starting engines"
-    assert lines[1].startswith("iteration 0/10  validation 0.250 (iteration 0)")
-    assert lines[2].startswith("iteration 1/10  reward 0.412  validation 0.250 (iteration 0)  3,457 tokens/s")
-    assert "elapsed 0:0" in lines[3] and "left 0:0" in lines[3] and "s/iteration" in lines[3]
+    assert lines[1].startswith("0/10  val 0.250 (0)")
+    assert lines[2].startswith("1/10  reward 0.412  val 0.250 (0)")
+    assert "  0:0" in lines[3] and "left 0:0" in lines[3] and "s/it" in lines[3]
+
+
+def test_lines_fit_80_columns_and_are_kept(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = RunConsole("demo", 20000, Console(file=out, width=200), tmp_path / "console.log")
+    console.start()
+    figures = {"perf/rollout_idle": 0.5, "perf/train_idle": 0.25, "perf/throughput": 123456.0}
+    for iteration in (10000, 10001):
+        console.update(iteration, METRICS | figures | {"val-core/countdown/reward/mean@1": 0.25})
+    console.stop()
+    console.summary("finished", [], {"run folder": "runs/demo"})
+    lines = out.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines) and "reward 0.412  val 0.250 (10001)" in lines[1]
+    assert (tmp_path / "console.log").read_text().splitlines() == lines
+
+
+def test_the_bar_of_a_terminal_leaves_plain_lines_in_the_file(tmp_path: Path) -> None:
+    console = RunConsole("demo", 10, Console(file=io.StringIO(), force_terminal=True), tmp_path / "console.log")
+    console.start()
+    console.update(1, METRICS)
+    console.stop()
+    assert (tmp_path / "console.log").read_text().startswith("1/10  reward 0.412")
 
 
 def test_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +66,7 @@ def test_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     for iteration in range(1, 5):
         now[0] += 60.0
         console.update(iteration, {"timing_s/step": 60.0})
-    assert out.getvalue().splitlines()[-1] == "iteration 4/10  60.0 s/iteration  elapsed 4:00  left 6:00"
+    assert out.getvalue().splitlines()[-1] == "4/10  60.0 s/it  4:00  left 6:00"
 
 
 def test_a_terminal_gets_a_bar_that_survives_foreign_prints() -> None:
@@ -94,7 +117,7 @@ def test_unknown_total_and_bracketed_text_are_printed_as_they_are() -> None:
     console.status("loading [bold]model[/bold]")
     console.update(3, METRICS)
     assert "demo: loading [bold]model[/bold]" in out.getvalue()
-    assert "iteration 3  reward" in out.getvalue() and "left" not in out.getvalue()
+    assert "3  reward" in out.getvalue() and "left" not in out.getvalue()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (61.9, "1:01"), (3600, "1:00:00")])

@@ -12,21 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.advantage.config import RolloutCorrectionConfig
-from pipeline.rollout.oversample import Cut
-from pipeline.track.metrics import Stats, iteration_metrics, log_prob_gap
+from pipeline.config.algorithm import RolloutCorrectionConfig
+from pipeline.config.learner import ActorConfig, PolicyLossConfig
+from pipeline.losses.registry import _POLICY_LOSSES, LossInput
+from pipeline.models.batch import TrainBatch
+from pipeline.stats import Stats
+from pipeline.track.metrics import iteration_metrics, log_prob_gap
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
-from pipeline.track.validation import validation_metrics
-from pipeline.train.actor import Actor
-from pipeline.train.config import ActorConfig, PolicyLossConfig
 from pipeline.train.correction import RULES, correct, parse
-from pipeline.train.critic import Critic
-from pipeline.train.losses.registry import _POLICY_LOSSES, LossInput
-from pipeline.train.packing import Rows
+from pipeline.train.setup import build_actor, build_critic
 from tests.track.test_metrics import ROWS, SCORED, table
 from tests.track.test_performance import TIMES
-from tests.track.test_validation import VALIDATION
+from tests.track.test_validation import VALIDATION, metrics_of
 from tests.train import test_actor, test_critic
+from tests.train.updates import update
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -35,7 +34,8 @@ CPU = torch.device("cpu")
 def documented() -> set[str]:
     """Names in the first column of the page's tables, `{a,b}` written out."""
     names: set[str] = set()
-    for name in re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE):
+    tables, _, _ = (ROOT / "docs" / "metrics.md").read_text().partition("\n## Next to verl")
+    for name in re.findall(r"^\| `([^`]+)`", tables, re.MULTILINE):
         choices = re.search(r"\{(\w+(?:,\w+)+)\}", name)
         options = choices.group(1).split(",") if choices else []
         written = [name.replace(choices.group(0), option) for option in options] if choices else [name]
@@ -51,11 +51,10 @@ def rows_and_validation() -> set[str]:
     made |= {*log_prob_gap([-1.0, -2.0], [-1.1, -2.2], [1, 1]), *derived(TIMES, 6, 4, 2)}
     ages = iteration_metrics(table(*ROWS), max_staleness=1)
     made |= {name.replace("/share/0", "/share/{age}") for name in ages if not name.endswith("/share/1")}
-    made |= set(Cut().metrics())
     made |= set(iteration_metrics(table({"uid": "a", "version_runs": [{"version": 2, "tokens": 2}]})))
     part = table({"uid": "a", "reward_parts": '{"part": 1}'})
     made |= {name.replace("/part/", "/{part}/") for name in iteration_metrics(part)}
-    for name in validation_metrics(VALIDATION):
+    for name in metrics_of(VALIDATION):
         if "/s/" in name:
             made.add(name.replace("/s/", "/{source}/").replace("@4", "@N").replace("@2", "@K"))
     return made
@@ -86,7 +85,7 @@ def losses() -> set[str]:
     """Of the losses that come with the package; tests may have registered more."""
     config = ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.1))
     one = torch.ones(1)
-    data = LossInput(-one, -one, one, one, torch.zeros(1, dtype=torch.long), 1, selected=one > 0)
+    data = LossInput(-one, -one, one, one, torch.zeros(1, dtype=torch.long), 1, token_mask=one > 0)
     own = [loss for loss in _POLICY_LOSSES.values() if loss.function.__module__.startswith("pipeline.")]
     assert len(own) >= 12
     return {f"actor/{name}" for loss in own for name in loss.function(data, config)[1]}
@@ -98,10 +97,10 @@ def updates(model: Path) -> set[str]:
     for source in ("recompute", "engine"):
         config = test_actor.make_config(model, old_log_probs=source, use_kl_loss=True, entropy_coeff=0.1)
         config.algorithm.rollout_correction.rollout_is = "sequence"
-        rows = Rows.from_table(test_actor.table())
+        rows = TrainBatch.from_table(test_actor.table())
         rows.ref_log_probs = rows.rollout_log_probs.copy()
-        stats.append(Actor(config, CPU, 1).update(rows))
-    stats.append(Critic(test_critic.make_config(model), CPU, 1).update(Rows.from_table(test_critic.table())))
+        stats.append(update(build_actor(config, CPU, 1), rows))
+    stats.append(update(build_critic(test_critic.make_config(model), CPU, 1), test_critic.table()))
     return {name for part in stats for name in part}
 
 

@@ -1,4 +1,4 @@
-"""From messages to records: a recording tracker instead of the real one, no Ray."""
+"""From events to records: a recording tracker instead of the real one, no Ray."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,21 @@ import pyarrow as pa
 import pytest
 
 from pipeline.prompts.stage import Schedule
+from pipeline.stats import reduce
+from pipeline.store.events import (
+    AttemptBegun,
+    AttemptFailed,
+    CheckpointBegun,
+    CheckpointSaved,
+    IterationTrained,
+    PromptsMade,
+    TrainingEnded,
+    ValidationAnnounced,
+    ValidationScored,
+    VersionLoaded,
+)
 from pipeline.track.follow import Follower
-from pipeline.track.metrics import reduce
-from pipeline.track.validation import validation_metrics
+from pipeline.track.validation import prompt_scores, validation_metrics
 
 CORE = "val-core/countdown/reward/mean@2"
 
@@ -62,7 +74,7 @@ class Kept:
 
 
 class Run:
-    """A follower and the messages of a run."""
+    """A follower and the events of a run."""
 
     def __init__(self, iterations: int = 3, test_freq: int = -1, validation: bool = False, log_samples: int = 0):
         self.tracker, self.keeper = Log(), Kept()
@@ -73,25 +85,24 @@ class Run:
             schedule,
             val_n=2,
             log_samples=log_samples,
-            train_samples=lambda iteration, count: [{"iteration": iteration, "number": i} for i in range(count)],
+            samples=lambda split, iteration, count: [{split: iteration, "number": i} for i in range(count)],
         )
 
     def prompts(self, iteration: int) -> None:
         metrics = {"prompts/truncated": float(iteration)}
-        self.follower.handle({"kind": "prompts", "iteration": iteration, "metrics": metrics})
+        self.follower.handle(PromptsMade(iteration, metrics))
 
     def loaded(
         self, version: int, load_s: float = 0.1, update_s: float | None = 1.0, spent: dict[str, float] | None = None
     ) -> None:
-        message = {"version": version, "engine": "e", "load_s": load_s, "update_s": update_s} | (spent or {})
-        message = {"idle_s": 0.0, "busy_s": 0.0} | message
-        self.follower.handle({"kind": "loaded", **message})
+        times = {"idle_s": 0.0, "busy_s": 0.0} | (spent or {})
+        self.follower.handle(VersionLoaded(version, "e", load_s, update_s, **times))
 
     def iteration(self, iteration: int, score: float = 0.5) -> None:
-        self.follower.handle({"kind": "iteration", "iteration": iteration, "metrics": {"critic/score/mean": score}})
+        self.follower.handle(IterationTrained(iteration, {"critic/score/mean": score}))
 
     def announce(self, version: int, prompts: int = 4) -> None:
-        self.follower.handle({"kind": "validation", "version": version, "prompts": prompts})
+        self.follower.handle(ValidationAnnounced(version, prompts))
 
     def validated(self, version: int, prompts: range = range(4), score: float = 1.0) -> pa.Table:
         rows = [
@@ -110,20 +121,21 @@ class Run:
             for sample in range(2)
         ]
         table = pa.Table.from_pylist(rows)
-        self.follower.handle({"kind": "validated", "rows": table})
+        seconds = max(row["generate_s"] for row in rows)
+        self.follower.handle(ValidationScored(version, prompt_scores(table), seconds))
         return table
 
     def begun(self, version: int) -> None:
-        self.follower.handle({"kind": "begun", "version": version})
+        self.follower.handle(AttemptBegun(version))
 
     def failed(self, reason: str) -> None:
-        self.follower.handle({"kind": "failed", "reason": reason})
+        self.follower.handle(AttemptFailed(reason))
 
     def saving(self, version: int) -> None:
-        self.follower.handle({"kind": "saving", "version": version})
+        self.follower.handle(CheckpointBegun(version))
 
     def done(self, version: int, stopped: bool = False) -> None:
-        self.follower.handle({"kind": "done", "version": version, "stopped": stopped})
+        self.follower.handle(TrainingEnded(version, stopped))
 
     @property
     def numbers(self) -> list[int]:
@@ -151,7 +163,7 @@ def test_one_complete_record_per_iteration() -> None:
         "rollout/engines_loaded": 2,
         "critic/score/mean": 0.2,
     }
-    assert run.follower.done is not None and run.follower.done["version"] == 3
+    assert run.follower.done is not None and run.follower.done.version == 3
 
 
 def test_validation_is_merged_into_its_iteration() -> None:
@@ -183,7 +195,7 @@ def test_chunks_of_a_validation_count_as_one() -> None:
     run = Run(validation=True)
     run.announce(0)
     parts = [run.validated(0, range(1)), run.validated(0, range(1, 4))]
-    expected = reduce([validation_metrics(pa.concat_tables(parts))])
+    expected = reduce([validation_metrics(prompt_scores(pa.concat_tables(parts)))])
     assert run.records[0] == expected | {"timing_s/testing": 4.0}
 
 
@@ -262,7 +274,7 @@ def test_an_iteration_is_logged_even_when_a_restart_cut_its_validation_off() -> 
 def ahead(staleness: int, dynamic: int | None = None) -> Run:
     run = Run()
     schedule = Schedule(9, 2, 4, True, True, 2, staleness, dynamic)
-    run.follower = Follower(run.tracker, run.keeper, schedule, 2, 0, lambda iteration, count: [])
+    run.follower = Follower(run.tracker, run.keeper, schedule, 2, 0, lambda split, iteration, count: [])
     return run
 
 
@@ -319,29 +331,14 @@ def test_idle_engines_are_counted_together() -> None:
     assert run.records[2]["perf/rollout_idle"] == 0.5
 
 
-def test_what_was_cut_off_is_summed_over_chunks() -> None:
-    run = Run()
-
-    def cut(iteration: int, lost: int) -> None:
-        run.follower.handle({"kind": "counted", "iteration": iteration, "metrics": {"oversample/lost": lost}})
-
-    run.prompts(1)
-    cut(1, 2)
-    cut(1, 1)
-    run.iteration(1)
-    cut(1, 4)  # of dynamic sampling, which names the iteration that it knows of
-    run.iteration(2)
-    assert [run.records[number]["oversample/lost"] for number in (1, 2)] == [3, 4]
-
-
 def test_samples() -> None:
     run = Run(iterations=20, validation=True, log_samples=3)
     run.announce(0)
-    table = run.validated(0)
-    assert run.tracker.sampled == [(0, table.slice(0, 3).to_pylist())]
+    run.validated(0)
+    assert run.tracker.sampled == [(0, [{"val": 0, "number": i} for i in range(3)])]
     for iteration in range(1, 20):
         run.iteration(iteration)
-    assert run.tracker.sampled[1:] == [(10, [{"iteration": 10, "number": i} for i in range(3)])]
+    assert run.tracker.sampled[1:] == [(10, [{"train": 10, "number": i} for i in range(3)])]
     silent = Run(iterations=20, validation=True, log_samples=0)
     silent.announce(0)
     silent.validated(0)
@@ -363,7 +360,7 @@ def test_checkpoints_and_records_reach_their_keeper() -> None:
     run = Run()
     run.iteration(1)
     for rank in (1, 0):
-        run.follower.handle({"kind": "saved", "version": 1, "rank": rank, "ranks": 2})
+        run.follower.handle(CheckpointSaved(1, rank, 2))
     run.iteration(2)
     assert run.keeper.recorded == run.numbers == [1, 2] and run.keeper.parts == [(1, 1, 2), (1, 0, 2)]
 
@@ -378,7 +375,7 @@ def test_a_restart_is_told_with_the_first_reason() -> None:
     assert run.follower.training and not run.tracker.noticed
     run.failed("the process of train rank 1 ended")
     assert not run.follower.training
-    run.failed("StaleGeneration: a consequence")
+    run.failed("StaleAttempt: a consequence")
     run.begun(4)
     assert run.tracker.noticed == [
         "restarted the train workers from iteration 4 because the process of train rank 1 ended"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.rows import SCHEMA
-from pipeline.track.metrics import MOST_PARTS, Stat, iteration_metrics, log_prob_gap, merge, reduce
+from pipeline.stats import Stat, merge, reduce
+from pipeline.track.metrics import MOST_PARTS, iteration_metrics, log_prob_gap
 
 
 def table(*rows: dict) -> pa.Table:
@@ -51,8 +52,8 @@ ROWS = (
     {"uid": "b", "score": 1.0, "n": 0, "policy_version": 1, "chunk": 1, "generate_s": 4.0},
     {"uid": "c", "score": 0.0, "n": 1, "chunk": 2, "reward_s": 0.25},
     {
-        "uid": "c", "score": 0.0, "n": 1, "chunk": 2, "reward_s": 0.25, "reward_error": "x", "response_mask": [0],
-        "finish_reason": "abort",
+        "uid": "c", "score": 0.0, "n": 1, "chunk": 2, "reward_s": 0.25, "reward_error": "x",
+        "drop_reason": "reward_error", "finish_reason": "abort",
     },
 )  # fmt: skip
 
@@ -127,7 +128,7 @@ SCORED = (
         "n": 3, "response_mask": [1, 0, 1], "values": [0.25, 9.0, 1.25], "value_version": 1, "pi_version": 2,
     },
     {
-        "uid": "b", "score": 0.0, "reward": 0.0, "reward_error": "x", "response_mask": [0, 0], "kl_coef": 0.1,
+        "uid": "b", "score": 0.0, "reward": 0.0, "reward_error": "x", "drop_reason": "reward_error", "kl_coef": 0.1,
         "values": [7.0, 7.0], "value_version": 2, "pi_version": 0,
     },
 )  # fmt: skip
@@ -189,7 +190,7 @@ def test_ranks_merge_to_what_one_process_computes(ranks):
 
 def test_nothing_observed_is_left_out():
     assert reduce([]) == {} and reduce([iteration_metrics(table())]) == {}
-    failed = reduce([iteration_metrics(table({"uid": "a", "reward_error": "x", "response_mask": [0, 0]}))])
+    failed = reduce([iteration_metrics(table({"uid": "a", "reward_error": "x", "drop_reason": "reward_error"}))])
     assert failed["reward/error_rate"] == 1.0 and failed["response_length/mean"] == 2
     assert "critic/score/mean" not in failed and "critic/advantages/mean" not in failed
     assert "reward/solved_all" not in failed
@@ -259,7 +260,7 @@ def test_parts_of_rewards_and_what_counts_as_solved_before_shaping():
         {"uid": "a", "score": 0.5, "reward_parts": '{"raw_score": 1.0, "acc": 1, "pred": "54", "format/ok": true}'},
         {"uid": "a", "score": 0.75, "reward_parts": '{"raw_score": 1.0, "acc": 0, "odd name!": 3, "list": [1]}'},
         {"uid": "b", "score": 2.0, "reward_parts": '{"raw_score": 0.5}'},
-        {"uid": "b", "score": 0.0, "reward_parts": '{"acc": 9}', "reward_error": "x", "response_mask": [0, 0]},
+        {"uid": "b", "score": 0.0, "reward_parts": '{"acc": 9}', "reward_error": "x", "drop_reason": "reward_error"},
         {"uid": "b", "score": 0.0, "reward_parts": "{}"},
     ]
     got = reduce([iteration_metrics(table(*rows))])

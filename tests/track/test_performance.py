@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from pipeline.track.metrics import reduce
+from pipeline.stats import reduce
 from pipeline.track.performance import GIB, derived, memory_metrics, sequence_balance
 from tests.track.test_metrics import table
 

@@ -20,16 +20,29 @@ def test_flattened_uses_dots_and_json() -> None:
     }
 
 
-def test_secrets_in_env_vars_are_masked_and_nothing_else() -> None:
+def test_secrets_are_masked_and_nothing_else() -> None:
+    kwargs = {"api_key": "abc", "headers": [{"Auth_Token": "abc"}], "tokens": ["abc"], "api_key_env": "JUDGE_KEY"}
+    plain = {"model": "m", "max_tokens": 5, "tokenizer": "there"}
     config = {
-        "trainer": {"env_vars": {"HF_TOKEN": "abc", "wandb_api_key": "abc", "OMP_NUM_THREADS": 1}},
+        "trainer": {"env_vars": {"HF_TOKEN": "abc", "wandb_api_key": 5, "OMP_NUM_THREADS": 1}},
+        "reward": {
+            "custom_reward_function": {"reward_kwargs": kwargs | plain},
+            "functions": {"judge": {"kwargs": kwargs}},
+            "rule_kwargs": {"gsm8k": {"method": "strict", "password": "abc"}},
+        },
         "actor": {"ppo_max_token_len_per_gpu": 5},
         "model": {"tokenizer_path": "there"},
     }
-    masked_config = masked(config)
-    assert masked_config["trainer"]["env_vars"] == {"HF_TOKEN": "***", "wandb_api_key": "***", "OMP_NUM_THREADS": 1}
-    assert masked_config["actor"] == config["actor"] and masked_config["model"] == config["model"]
-    assert config["trainer"]["env_vars"]["HF_TOKEN"] == "abc"
+    hidden = kwargs | {"api_key": "***", "headers": [{"Auth_Token": "***"}], "tokens": "***"}
+    assert masked(config) == config | {
+        "trainer": {"env_vars": {"HF_TOKEN": "***", "wandb_api_key": "***", "OMP_NUM_THREADS": 1}},
+        "reward": {
+            "custom_reward_function": {"reward_kwargs": hidden | plain},
+            "functions": {"judge": {"kwargs": hidden}},
+            "rule_kwargs": {"gsm8k": {"method": "strict", "password": "***"}},
+        },
+    }
+    assert kwargs["api_key"] == "abc"
 
 
 def test_versions_name_the_stack() -> None:

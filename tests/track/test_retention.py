@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import checkpoints
-from pipeline.checkpoints import iterations
+from pipeline.storage import checkpoints
+from pipeline.storage.checkpoints import iterations
 from pipeline.track.retention import Retention
-from tests.test_checkpoints import written
+from tests.storage.test_checkpoints import written
 
 METRIC = "val-core/countdown/acc/mean@1"
 

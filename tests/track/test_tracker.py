@@ -48,7 +48,7 @@ def test_mlflow_on_sqlite_and_resumed(tmp_path: Path) -> None:
     assert tracker.finish("finished") == []
 
     run_dir = tmp_path / "run"
-    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     run_id = (run_dir / "mlflow_run_id").read_text().strip()
     run = client.get_run(run_id)
     assert run.info.status == "KILLED" and run.info.run_name == "a run"
@@ -59,7 +59,7 @@ def test_mlflow_on_sqlite_and_resumed(tmp_path: Path) -> None:
     (point,) = client.get_metric_history(run_id, "val-core/countdown/reward/mean_at_1")
     assert (point.step, point.value) == (0, 0.25)
     assert abs(point.timestamp / 1000 - read_history(tracker.metrics_path)[0]["time"]) < 0.01
-    artifacts = run_dir / "mlartifacts" / run_id / "artifacts"
+    artifacts = tmp_path / "mlartifacts" / run_id / "artifacts"
     assert (artifacts / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     table = json.loads((artifacts / "samples" / "from_iteration_000000.json").read_text())
     assert table["columns"] == ["iteration", "prompt", "response", "score", "extra"] and len(table["data"]) == 2
@@ -125,7 +125,7 @@ def test_console_table_and_places(tmp_path: Path, capsys: pytest.CaptureFixture[
     tracker.log(1, {VALIDATION: 0.5})
     tracker.finish("finished", {"to continue": "python -m jobs.train resume"})
     out = capsys.readouterr().out
-    assert "starting engines" in out and "iteration 1/2" in out
+    assert "starting engines" in out and "1/2  " in out
     assert "0.250 → 0.500  +0.250" in out and "learning_curve.png" in out
     assert "python -m jobs.train resume" in out
 

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -91,7 +92,7 @@ def test_wrong_folders_are_refused_at_once() -> None:
 
 def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "trajectories").write_text("a file stands where the folder should be")
-    with pytest.raises(OSError, match=r"iteration 1 cannot be written to .*iteration=000001/chunk-000000\.parquet"):
+    with pytest.raises(OSError, match=r"cannot be written to .*iteration=000001/chunk-000000\.parquet"):
         Record(str(tmp_path))(_rows(1, 0))
 
 
@@ -138,3 +139,16 @@ def test_discard_removes_the_abandoned_try(tmp_path: Path) -> None:
         "validation/iteration=000002",
     ]
     assert discard_trajectories(str(tmp_path / "nothing"), 1) == []
+
+
+def test_old_log_probs_stand_beside_the_rows_and_go_with_them(tmp_path: Path) -> None:
+    rows = pa.concat_tables([_rows(3, 7), _rows(3, 6)])
+    record = Record(str(tmp_path))
+    record(rows)
+    record.old_log_probs(rows, 3, rank=1, old_log_probs=np.arange(12, dtype=np.float32))
+    read = read_trajectories(str(tmp_path), 3, "old_log_probs")
+    assert read["uid"].equals(rows["uid"]) and read["sample"].equals(rows["sample"])
+    assert read["old_log_probs"].to_pylist() == [[2.0 * row, 2.0 * row + 1] for row in range(6)]
+    assert read_trajectories(str(tmp_path), 3).num_rows == 6
+    discard_trajectories(str(tmp_path), 3)
+    assert _files(tmp_path) == []

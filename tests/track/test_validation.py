@@ -1,6 +1,5 @@
-"""Validation metrics against all subsets, fair draws and hand-worked tables."""
+"""Validation metrics against hand-worked tables."""
 
-import itertools
 import json
 import math
 import statistics
@@ -12,27 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.rows import SCHEMA
-from pipeline.track.metrics import reduce
-from pipeline.track.validation import best_at_k, maj_at_n, validation_metrics
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=7), st.integers(1, 7))
-def test_best_at_k_is_the_mean_over_all_subsets(scores, k):
-    subsets = list(itertools.combinations(scores, min(k, len(scores))))
-    assert best_at_k(scores, k) == pytest.approx(statistics.fmean(max(s) for s in subsets), abs=1e-12)
-
-
-def test_best_at_k_of_solved_or_not_is_pass_at_k():
-    scores = [1.0] * 3 + [0.0] * 7
-    assert best_at_k(scores, 4) == pytest.approx(1 - math.comb(7, 4) / math.comb(10, 4))
-
-
-def test_maj_by_hand():
-    assert maj_at_n([1, 0, 1, 0], ["x", "y", "x", "z"]) == 1.0
-    assert maj_at_n([1, 0, 0, 0], ["x", "y", "y", "z"]) == 0.0
-    assert maj_at_n([1, 0, 1, 0, 0.5], ["x", "y", "x", "y", "z"]) == 0.5  # a tie of right and wrong
-    assert maj_at_n([1.0, 0.5, 0.0], ["x", "x", "y"]) == 0.75  # one answer, scored unequally
+from pipeline.stats import Stats, reduce
+from pipeline.track.validation import prompt_scores, validation_metrics
 
 
 def validation(*rows: tuple) -> pa.Table:
@@ -44,6 +24,10 @@ def validation(*rows: tuple) -> pa.Table:
 
 def pred(answer) -> str:
     return json.dumps({"pred": answer})
+
+
+def metrics_of(table: pa.Table) -> Stats:
+    return validation_metrics(prompt_scores(table))
 
 
 VALIDATION = validation(
@@ -60,7 +44,7 @@ VALIDATION = validation(
 
 
 def test_validation_by_hand():
-    got = reduce([validation_metrics(VALIDATION)])
+    got = reduce([metrics_of(VALIDATION)])
     assert got == pytest.approx(
         {
             "val-core/s/reward/mean@4": 3 / 8,
@@ -82,13 +66,13 @@ def test_validation_by_hand():
 def test_validation_merges_over_ranks():
     uid = np.array(VALIDATION["uid"].to_pylist())
     parts = [VALIDATION.filter(pa.array(uid == u)) for u in ("b", "a", "none")]
-    assert reduce(validation_metrics(part) for part in parts) == pytest.approx(reduce([validation_metrics(VALIDATION)]))
+    assert reduce(metrics_of(part) for part in parts) == pytest.approx(reduce([metrics_of(VALIDATION)]))
 
 
 def test_failed_validation_rows_are_counted_and_left_out():
     got = reduce(
         [
-            validation_metrics(
+            metrics_of(
                 validation(
                     ("s", "a", 1.0, "x"),
                     ("s", "a", 0.0, "y", None, "TimeoutError"),
@@ -100,7 +84,7 @@ def test_failed_validation_rows_are_counted_and_left_out():
     )
     assert got["val-aux/s/reward/error_rate"] == 0.75
     assert got["val-core/s/reward/mean@2"] == 1.0
-    only = reduce([validation_metrics(validation(("s", "a", 0.0, "x", None, "TimeoutError")))])
+    only = reduce([metrics_of(validation(("s", "a", 0.0, "x", None, "TimeoutError")))])
     assert only == {"val-aux/s/reward/error_rate": 1.0}
 
 
@@ -108,7 +92,7 @@ def test_a_source_is_judged_by_acc_where_the_reward_gives_one():
     def right(acc):
         return json.dumps({"acc": acc})
 
-    got = reduce([validation_metrics(validation(("s", "a", 1.0, "x", right(1)), ("s", "b", 0.1, "y", right(0))))])
+    got = reduce([metrics_of(validation(("s", "a", 1.0, "x", right(1)), ("s", "b", 0.1, "y", right(0))))])
     assert got["val-core/s/acc/mean@1"] == 0.5
     assert got["val-aux/s/reward/mean@1"] == pytest.approx(0.55)
     assert not [name for name in got if name.startswith("val-core/s/reward")]
@@ -118,7 +102,7 @@ def test_a_source_is_judged_by_acc_where_the_reward_gives_one():
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=8))
 def test_with_one_response_all_equal_the_mean(scores):
     rows = [("s", f"u{i}", score, "x") for i, score in enumerate(scores)]
-    got = reduce([validation_metrics(validation(*rows))])
+    got = reduce([metrics_of(validation(*rows))])
     core = {name: value for name, value in got.items() if name.startswith("val-core")}
     assert len(core) == 3
     assert all(value == pytest.approx(statistics.fmean(scores)) for value in core.values())

@@ -1,13 +1,11 @@
 """When the watchdog speaks, and what it says."""
 
-from typing import Any
-
+from pipeline.store.status import StoreStatus
 from pipeline.track.watchdog import Watchdog
 
 
-def status(alive_s: float) -> dict[str, Any]:
-    waiting = {"admission": 3, "pace": 0}
-    return {"version": 4, "waiting": waiting, "alive_s": alive_s, "alive_by": "engine a:1"}
+def status(alive_s: float) -> StoreStatus:
+    return StoreStatus(1, 0, 4, False, {"admission": 3, "prompts": 0}, alive_s, "engine a:1")
 
 
 def test_it_speaks_after_a_minute_and_then_less_and_less() -> None:
@@ -20,12 +18,12 @@ def test_it_speaks_after_a_minute_and_then_less_and_less() -> None:
             said[second] = text
     assert list(said) == [60, 120, 240, 480, 960]
     assert said[120] == (
-        "nothing has moved for 120 s: policy version 4 is out, store waits: 3 in admission, last sign of life 120 s "
+        "nothing has moved for 120 s: policy version 4 is out, store waits: 3 in admission, last heartbeat 120 s "
         "ago from engine a:1"
     )
 
 
-def test_messages_and_signs_of_life_are_movements() -> None:
+def test_events_and_heartbeats_are_movements() -> None:
     now = [0.0]
     watchdog = Watchdog(clock=lambda: now[0])
     now[0] = 59.0

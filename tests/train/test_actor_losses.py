@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.advantage.config import RolloutCorrectionConfig
 from pipeline.config import Config
+from pipeline.config.algorithm import RolloutCorrectionConfig
+from pipeline.losses import PolicyLoss
+from pipeline.models.batch import TrainBatch
+from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import flat
-from pipeline.track.metrics import reduce
+from pipeline.stats import reduce
 from pipeline.train.actor import Actor
 from pipeline.train.correction import parse
-from pipeline.train.fsdp import full_state_dict
-from pipeline.train.losses import PolicyLoss
-from pipeline.train.packing import Rows
+from pipeline.train.setup import build_actor
+from tests.losses import batches
 from tests.train import updates
-from tests.train.losses import batches
 from tests.train.plain import aggregate, gradient_norm, padded, plain_log_probs
 from tests.train.updates import (
     CPU,
@@ -31,6 +32,7 @@ from tests.train.updates import (
     spawn,
     table,
     trained,
+    update,
     with_column,
     worlds,
 )
@@ -76,7 +78,7 @@ def test_loss_and_gradient_are_the_functions_over_the_whole_mini_batch(tiny_mode
     rows = table().to_pylist()
     lm, log_probs, _ = plain_log_probs(tiny_model, rows)
     config = make_config(tiny_model, loss, loss_agg_mode=mode, ppo_max_token_len_per_gpu=40)
-    packed = Rows.from_table(table())
+    packed = TrainBatch.from_table(table())
     keys = iter(packed.random_keys(list(range(len(rows))), config.trainer.seed, 0))
     plain = [
         batches.Row(
@@ -123,16 +125,6 @@ def test_kl_to_the_reference_is_added(tiny_model: Path, kind: str, mode: str) ->
     assert metrics["actor/pg_loss"] == pytest.approx(pg_loss.item(), rel=1e-4)
     assert metrics["actor/loss"] == pytest.approx(pg_loss.item() + 0.3 * kl, rel=1e-4)
     assert metrics["actor/grad_norm"] == pytest.approx(gradient_norm(lm), rel=1e-4)
-
-
-def test_kl_is_shown_as_the_mean_over_the_steps(tiny_model: Path) -> None:
-    shown = []
-    for epochs, mini_batch in ((1, None), (2, 4)):
-        changes = {"use_kl_loss": True, "loss_agg_mode": "token-sum", "ppo_epochs": epochs}
-        config = updates.make_config(tiny_model, **changes, ppo_mini_batch_size=mini_batch)
-        config.actor.optim.lr = 0.0  # without movement every pass has the same KL
-        shown.append(trained(config, with_reference(table()))[0]["actor/kl_loss"])
-    assert shown[1] == pytest.approx(shown[0] / 2, rel=1e-5)  # two halves of one sum
 
 
 # correction
@@ -225,14 +217,12 @@ def test_an_iteration_that_is_rejected_as_a_whole_takes_no_step(tiny_model: Path
     correction = {**weights, "rollout_rs": "token_k1", "rollout_rs_threshold": "1e6_1e7"}
     for loss, changes in (("vanilla", {}), ("clip_cov", {"entropy_coeff": 0.1}), ("gspo", {"use_kl_loss": True})):
         options = {"old_log_probs": old, "ppo_mini_batch_size": 4, **changes}
-        actor = Actor(make_config(tiny_model, loss, correction, **options), CPU, 100)
+        actor = build_actor(make_config(tiny_model, loss, correction, **options), CPU, 100)
         rejecting, actor.correction = actor.correction, parse(RolloutCorrectionConfig())
-        actor.update(
-            Rows.from_table(with_reference(table(seed=1)))
-        )  # a step with a gradient of 0 would go on by momentum
+        update(actor, with_reference(table(seed=1)))  # a step with a gradient of 0 would go on by momentum
         actor.correction = rejecting
         before = full_state_dict(actor.module)
-        metrics = reduce([actor.update(Rows.from_table(with_reference(table())))])
+        metrics = reduce([update(actor, with_reference(table()))])
         assert moved(before, full_state_dict(actor.module)) == 0
         assert metrics["actor/skipped_steps"] == 2 and metrics["actor/grad_norm"] == 0
         assert metrics["actor/pg_loss"] == metrics["actor/loss"] == 0
@@ -252,10 +242,10 @@ def test_an_iteration_that_is_rejected_as_a_whole_takes_no_step(tiny_model: Path
     ],
 )
 def test_a_loss_of_another_form_is_refused(tiny_model: Path, returned: Any, words: str) -> None:
-    actor = Actor(make_config(tiny_model, "vanilla"), CPU, 100)
+    actor = build_actor(make_config(tiny_model, "vanilla"), CPU, 100)
     actor.loss = PolicyLoss("own", lambda data, config: returned(data))
     with pytest.raises(ValueError, match=f"policy loss 'own' returned.*{words}"):
-        actor.update(Rows.from_table(table()))
+        update(actor, table())
 
 
 # rows whose advantages are all 0
@@ -263,15 +253,15 @@ def test_a_loss_of_another_form_is_refused(tiny_model: Path, returned: Any, word
 
 def rows_passed(actor: Actor, rows: pa.Table) -> tuple[int, dict[str, float], dict[str, Tensor]]:
     """Rows that go through the update's backward passes, its metrics, and the weights after it."""
-    passed, backward = 0, actor._backward
+    passed, backward = 0, actor.backward
 
     def count(batch: Any, *args: Any) -> Any:
         nonlocal passed
         passed += batch.sequences * bool((batch.lengths > 1).any())  # without rows there is one of one pad token
         return backward(batch, *args)
 
-    actor._backward = count  # type: ignore[method-assign]
-    metrics = reduce([actor.update(Rows.from_table(rows))])
+    actor.backward = count  # type: ignore[method-assign]
+    metrics = reduce([update(actor, rows)])
     return passed, metrics, full_state_dict(actor.module)
 
 
@@ -279,7 +269,7 @@ def rows_passed(actor: Actor, rows: pa.Table) -> tuple[int, dict[str, float], di
 def test_rows_without_advantage_are_left_out_where_that_changes_nothing(tiny_model: Path, loss: str) -> None:
     config = make_config(tiny_model, loss, ppo_mini_batch_size=4, ppo_epochs=2, loss_agg_mode="seq-mean-token-mean")
     rows = without_advantage(table())
-    shortened, whole = Actor(config, CPU, 100), Actor(config, CPU, 100)
+    shortened, whole = build_actor(config, CPU, 100), build_actor(config, CPU, 100)
     whole.skips_without_advantage = False
     ours, theirs = rows_passed(shortened, rows), rows_passed(whole, rows)
     assert theirs[0] == 2 * len(table())
@@ -288,7 +278,7 @@ def test_rows_without_advantage_are_left_out_where_that_changes_nothing(tiny_mod
     assert_same(ours[2], theirs[2])
     if loss in ("dro", "kl_cov"):
         assert ours[0] == theirs[0]
-        forced = Actor(config, CPU, 100)
+        forced = build_actor(config, CPU, 100)
         forced.skips_without_advantage = True
         assert moved(rows_passed(forced, rows)[2], theirs[2]) > 1e-4, "these rows do pull the policy"
     else:
@@ -306,9 +296,9 @@ def test_the_gap_is_measured_without_any_advantage_where_it_is_limited(tiny_mode
 @pytest.mark.parametrize("changes", [{"entropy_coeff": 1.0}, {"use_kl_loss": True, "kl_loss_coef": 1.0}])
 def test_rows_without_advantage_stay_for_entropy_and_kl(tiny_model: Path, changes: dict[str, Any]) -> None:
     config, rows = make_config(tiny_model, "vanilla", **changes), with_reference(without_advantage(table()))
-    passed, _, weights = rows_passed(Actor(config, CPU, 100), rows)
+    passed, _, weights = rows_passed(build_actor(config, CPU, 100), rows)
     assert passed == len(table())
-    forced = Actor(config, CPU, 100)
+    forced = build_actor(config, CPU, 100)
     forced.skips_without_advantage = True
     assert moved(rows_passed(forced, rows)[2], weights) > 1e-4
 
@@ -317,7 +307,7 @@ def test_a_mini_batch_without_any_advantage_is_a_step_without_a_gradient(tiny_mo
     """Momentum and weight decay act in it, as they do where such rows go through the model."""
     config = make_config(tiny_model, "vanilla")
     config.actor.optim.weight_decay = 0.5
-    shortened, whole = Actor(config, CPU, 100), Actor(config, CPU, 100)
+    shortened, whole = build_actor(config, CPU, 100), build_actor(config, CPU, 100)
     whole.skips_without_advantage = False
     nothing = without_advantage(table(), every=1)
     for rows in (nothing, table(), nothing):
@@ -371,7 +361,7 @@ def work(rank: int, folder: str, model: str) -> None:
             for budget in BUDGETS[world]:
                 options = {"ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"} | changes
                 config = make_config(model, **options, ppo_max_token_len_per_gpu=budget)
-                save_update(Actor(config, CPU, 100), split_rows(), f"{folder}/{name}-{world}-{budget}.pt")
+                save_update(build_actor(config, CPU, 100), split_rows(), f"{folder}/{name}-{world}-{budget}.pt")
 
 
 @pytest.fixture(scope="module")

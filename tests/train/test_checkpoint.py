@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +11,19 @@ import numpy as np
 import pytest
 import ray.train
 
-from pipeline import checkpoints
 from pipeline.advantage.kl import AdaptiveKL
-from pipeline.checkpoints import newest
-from pipeline.config import Config, load_yaml
+from pipeline.config import Config, load_yaml, save_yaml
+from pipeline.models.batch import TrainBatch
+from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import flat
+from pipeline.storage import checkpoints
+from pipeline.storage.checkpoints import newest
+from pipeline.store.cursor import PromptCursor
 from pipeline.track.retention import Retention
 from pipeline.train import checkpoint
-from pipeline.train.actor import Actor
 from pipeline.train.checkpoint import Saver
-from pipeline.train.critic import Critic
-from pipeline.train.fsdp import full_state_dict
-from pipeline.train.packing import Rows
-from tests.train.updates import CPU, make_config, moved, table, with_column
+from pipeline.train.setup import build_actor, build_critic
+from tests.train.updates import CPU, make_config, moved, table, update, with_column
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -62,7 +63,8 @@ def storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Storage:
 def saver(storage: Storage, done: list[int] | None = None, deadline: float = 30.0) -> Saver:
     settings = Config()
     settings.trainer.deadlines.checkpoint = deadline
-    return Saver(settings, str(storage.run_dir), (done if done is not None else []).append)
+    root = str(storage.run_dir)
+    return Saver(root, root, deadline, partial(save_yaml, settings), (done if done is not None else []).append)
 
 
 def config(model: Path) -> Config:
@@ -72,17 +74,17 @@ def config(model: Path) -> Config:
     return settings
 
 
-def rows(seed: int) -> Rows:
+def rows(seed: int) -> TrainBatch:
     count = len(flat(table(seed), "response_ids")[0])
     drawn = np.random.default_rng(seed).normal(size=(2, count))
-    return Rows.from_table(with_column(with_column(table(seed), "values", drawn[0]), "returns", drawn[1]))
+    return TrainBatch.from_table(with_column(with_column(table(seed), "values", drawn[0]), "returns", drawn[1]))
 
 
 class Learners:
     """An actor and a critic, with the controller of the KL."""
 
     def __init__(self, model: Path):
-        self.actor, self.critic = Actor(config(model), CPU, 100), Critic(config(model), CPU, 100)
+        self.actor, self.critic = build_actor(config(model), CPU, 100), build_critic(config(model), CPU, 100)
         self.both, self.kl = [self.actor, self.critic], AdaptiveKL(0.3, 0.1, 1000)
 
     def distance(self, other: "Learners") -> float:
@@ -96,22 +98,22 @@ def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Storage, wa
     whole, saved, restored = Learners(tiny_model), Learners(tiny_model), Learners(tiny_model)
     for version in range(2):
         for learners in (whole, saved):
-            learners.critic.update(rows(version))
+            update(learners.critic, rows(version))
             learners.kl.update(0.2, 16)
             if version >= warmup:
-                learners.actor.update(rows(version))
+                update(learners.actor, rows(version))
     done: list[int] = []
     one = saver(storage, done)
-    one.save(saved.both, saved.kl, 2, (1, 7))
+    one.save(saved.both, saved.kl, 2, PromptCursor(1, 7), True)
     one.wait()
     assert done == [2]
     found = newest(str(storage.run_dir))
     assert found is not None and found.iteration == 2
-    assert checkpoint.restore(restored.both, restored.kl, str(storage.run_dir)) == (2, (1, 7))
+    assert checkpoint.restore(restored.both, restored.kl, str(storage.run_dir)) == (2, PromptCursor(1, 7), True)
     assert restored.kl.coef == whole.kl.coef != 0.3
     for learners in (whole, saved, restored):
-        learners.actor.update(rows(2))
-        learners.critic.update(rows(2))
+        update(learners.actor, rows(2))
+        update(learners.critic, rows(2))
     assert whole.distance(saved) == 0 and whole.distance(restored) == 0
     for learners in (whole, saved, restored):
         assert learners.actor.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * (4 - warmup) / 10)
@@ -121,21 +123,21 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage
     learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
     (storage.run_dir / "mlflow_run_id").write_text("abc\n")
     storage.held.clear()
-    one.save(learners.both, learners.kl, 1, (0, 4))
+    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
     assert newest(str(storage.run_dir)) is None
     with pytest.raises(TimeoutError, match=r"rank 0 did not copy version 1 to .*trainer\.deadlines\.checkpoint"):
-        one.save(learners.both, learners.kl, 2, (0, 8))
+        one.save(learners.both, learners.kl, 2, PromptCursor(0, 8), True)
     storage.held.set()
     one.wait()
     found = newest(str(storage.run_dir))
-    assert found is not None and found.progress["mlflow_run_id"] == "abc" and found.progress["position"] == [0, 4]
+    assert found is not None and found.progress["mlflow_run_id"] == "abc" and found.progress["cursor"] == {"offset": 4}
     assert load_yaml(Path(found.place) / "config.yaml", Config).trainer.deadlines.checkpoint == 0.3
 
 
 def test_a_storage_that_is_away_is_tried_again(tiny_model: Path, storage: Storage) -> None:
     learners, one = Learners(tiny_model), saver(storage)
     storage.refuses = 3
-    one.save(learners.both, learners.kl, 1, (0, 4))
+    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
     one.wait()
     assert storage.refuses == 0 and newest(str(storage.run_dir)) is not None
 
@@ -146,49 +148,34 @@ def test_what_an_abandoned_try_left_is_no_part_of_the_next(tiny_model: Path, sto
     left = storage.run_dir / "checkpoints" / "iteration_000001"
     left.mkdir(parents=True)
     (left / "complete_1").touch()
-    one.save(learners.both, learners.kl, 1, (0, 4))
+    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
     one.wait()
     assert not (left / "complete_1").exists() and (left / "complete_0").exists()
 
 
 def test_a_run_without_a_checkpoint_starts_anew(tiny_model: Path, storage: Storage) -> None:
     learners, untouched = Learners(tiny_model), Learners(tiny_model)
-    assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir)) == (0, (0, 0))
+    assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir)) == (0, PromptCursor(), False)
     assert learners.distance(untouched) == 0 and learners.kl.coef == 0.3
 
 
 def test_a_run_begins_with_a_given_checkpoint_until_it_has_its_own(tiny_model: Path, storage: Storage) -> None:
     learners, one = Learners(tiny_model), saver(storage)
-    one.save(learners.both, learners.kl, 3, (0, 12))
+    one.save(learners.both, learners.kl, 3, PromptCursor(0, 12), True)
     one.wait()
     given = newest(str(storage.run_dir))
     assert given is not None
     own = storage.run_dir / "own"
-    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, (0, 12))
+    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, PromptCursor(0, 12), True)
     later = Storage(own)
     shutil.copytree(given.place, own / "checkpoints" / "iteration_000005")
     progress = own / "checkpoints" / "iteration_000005" / "progress.json"
     progress.write_text(progress.read_text().replace('"version": 3', '"version": 5'))
     assert later.run_dir == own
-    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (5, (0, 12))
+    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (5, PromptCursor(0, 12), True)
     # What is not whole is not read, whatever Ray Train was told of it.
     (own / "checkpoints" / "iteration_000005" / "complete_0").unlink()
-    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, (0, 12))
-
-
-def test_what_chunks_held_is_of_the_run_that_left_it(tiny_model: Path, storage: Storage) -> None:
-    learners, one = Learners(tiny_model), saver(storage)
-    position = (0, 12, {"orders": {"a": [0, 3]}, "chunks": [[4, 0, []]]})
-    one.save(learners.both, learners.kl, 3, position)
-    one.wait()
-    given = newest(str(storage.run_dir))
-    assert given is not None
-    assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir)) == (3, position)
-    other = str(storage.run_dir / "other")
-    assert checkpoint.restore(learners.both, learners.kl, other, given.place) == (
-        3,
-        (*position[:2], {"orders": {"a": [0, 3]}}),
-    )
+    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, PromptCursor(0, 12), True)
 
 
 def test_checkpoints_may_lie_behind_a_url(
@@ -201,16 +188,16 @@ def test_checkpoints_may_lie_behind_a_url(
     assert root == f"file://{tmp_path}/far/mine"
     storage.run_dir = tmp_path / "far" / "mine"
     saved, restored, done = Learners(tiny_model), Learners(tiny_model), []
-    saved.actor.update(rows(0))
+    update(saved.actor, rows(0))
     (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002").mkdir(parents=True)
     (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002" / "complete_9").touch()
-    one = Saver(settings, str(run_dir), done.append)
+    one = Saver(str(run_dir), root, 30.0, partial(save_yaml, settings), done.append)
     for version in (2, 4):
-        one.save(saved.both, saved.kl, version, (0, version))
+        one.save(saved.both, saved.kl, version, PromptCursor(0, version), True)
         one.wait()
     assert done == [2, 4] and not run_dir.exists()
     assert not (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002" / "complete_9").exists()
-    assert checkpoint.restore(restored.both, restored.kl, root) == (4, (0, 4))
+    assert checkpoint.restore(restored.both, restored.kl, root) == (4, PromptCursor(0, 4), True)
     assert saved.distance(restored) == 0
     retention = Retention(run_dir, 1, None, "max", root)
     retention.saved(4, 0, 1)
@@ -223,7 +210,7 @@ def test_reading_waits_for_a_storage_that_is_away(
     tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     learners, one = Learners(tiny_model), saver(storage)
-    one.save(learners.both, learners.kl, 1, (0, 4))
+    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
     one.wait()
     tries, real = [0], checkpoint.newest
 
@@ -235,7 +222,11 @@ def test_reading_waits_for_a_storage_that_is_away(
 
     monkeypatch.setattr(checkpoint, "newest", away)
     if after == 2:
-        assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir), None, 30.0) == (1, (0, 4))
+        assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir), None, 30.0) == (
+            1,
+            PromptCursor(0, 4),
+            True,
+        )
     else:
         with pytest.raises(OSError, match=r"could not be read for 0 s \(trainer.deadlines.checkpoint\): the"):
             checkpoint.restore(learners.both, learners.kl, str(storage.run_dir), None, 0.2)
@@ -257,7 +248,7 @@ def test_a_full_disk_is_named_when_it_stays_full(
     monkeypatch.setattr(storage, "persist_current_checkpoint", full)
     monkeypatch.setattr(checkpoint.ray.train, "report", report)
     learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
-    one.save(learners.both, learners.kl, 1, (0, 4))
+    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
     assert failed[0].errno == 28  # type: ignore[attr-defined]
     for part in (f"{storage.run_dir}/checkpoints", "No space left on device", "trainer.deadlines.checkpoint"):
         assert part in str(failed[0])

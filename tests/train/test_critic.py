@@ -1,8 +1,5 @@
 """The critic's update: against a formula written out on padded tensors, and over one and two real gloo ranks."""
 
-import copy
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +8,15 @@ import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import Config
-from pipeline.rollout.weights import Piece, Shard, parameters
+from pipeline.losses import AGG_MODES
+from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import flat
-from pipeline.track.metrics import reduce
-from pipeline.train.broadcast import pack
+from pipeline.stats import reduce
 from pipeline.train.critic import Critic
-from pipeline.train.fsdp import full_state_dict
-from pipeline.train.losses import AGG_MODES
-from pipeline.train.packing import Rows
+from pipeline.train.setup import build_critic
 from tests.train import updates
 from tests.train.plain import aggregate, gradient_norm, padded
 from tests.train.updates import (
@@ -34,6 +28,7 @@ from tests.train.updates import (
     save_update,
     spawn,
     uneven,
+    update,
     with_column,
     worlds,
 )
@@ -62,7 +57,7 @@ def head_weights(width: int) -> Tensor:
 
 def make_critic(config: Config) -> Critic:
     """A critic whose head is not 0, so that its decoder has a gradient."""
-    critic = Critic(config, CPU, 100)
+    critic = build_critic(config, CPU, 100)
     weight: Any = critic.module.head.weight.detach()
     if weight.to_local().numel():  # the one row is on rank 0
         weight.to_local().copy_(head_weights(weight.shape[1]))
@@ -73,7 +68,7 @@ def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[s
     """Metrics of the last update and the weights after updates with these rows."""
     critic = make_critic(config)
     for rows in tables:
-        stats = critic.update(Rows.from_table(rows))
+        stats = update(critic, rows)
     return reduce([stats]), full_state_dict(critic.module)
 
 
@@ -145,19 +140,6 @@ def test_explained_variance_is_that_of_all_trained_tokens_before_the_update(tiny
 # what the update depends on, and what not
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_micro_batches_change_nothing(tiny_model: Path) -> None:
-    whole, small = (
-        trained(make_config(tiny_model, loss_agg_mode="seq-mean-token-mean", ppo_max_token_len_per_gpu=budget), table())
-        for budget in (None, 20)
-    )
-    for name in ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm"):
-        assert small[0][name] == pytest.approx(whole[0][name], rel=1e-4)
-    assert_same(whole[1], small[1])
-    with pytest.raises(ValueError, match="ppo_max_token_len_per_gpu"):
-        trained(make_config(tiny_model, ppo_max_token_len_per_gpu=5), table())
-
-
 @pytest.mark.parametrize(
     ("critic", "actor", "steps"),
     [({}, {}, 1), ({}, {"ppo_epochs": 2, "ppo_mini_batch_size": 4}, 4), ({"ppo_epochs": 3}, {"ppo_epochs": 2}, 3)],
@@ -171,7 +153,7 @@ def test_steps_are_the_actors_unless_the_critic_has_its_own(
         setattr(config.actor, name, value)
     config.critic.optim.lr_warmup_steps = 10
     made = make_critic(config)
-    metrics = reduce([made.update(Rows.from_table(table()))])
+    metrics = reduce([update(made, table())])
     assert made.scheduler.last_epoch == steps
     assert metrics["critic/lr"] == pytest.approx(1e-2 * steps / 10)
 
@@ -208,53 +190,6 @@ def test_rows_without_values_are_refused(tiny_model: Path) -> None:
         trained(make_config(tiny_model), updates.table())
 
 
-# learning
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_learns_a_target_that_the_tokens_tell(tiny_model: Path) -> None:
-    rows = updates.table()
-    ids, offsets = flat(rows, "response_ids")
-    lengths = np.diff(flat(rows, "prompt_ids")[1])
-    # What can be told before the token: how long the prompt is and how many tokens came since.
-    place = np.arange(len(ids)) - np.repeat(offsets[:-1], np.diff(offsets))
-    returns = 0.3 * place - 0.2 * np.repeat(lengths, np.diff(offsets))
-    rows = with_column(with_column(rows, "values", np.zeros(len(ids))), "returns", returns)
-    config = make_config(tiny_model, cliprange_value=1e9, ppo_epochs=40)
-    config.critic.optim.lr, config.critic.optim.eps = 3e-3, 1e-8
-    critic = Critic(config, CPU, 100)
-    first = reduce([critic.update(Rows.from_table(rows))])
-    # As the stage would fill them in for the next iteration.
-    rows = with_column(rows, "values", scored(critic, rows))
-    second = reduce([critic.update(Rows.from_table(rows))])
-    assert first["critic/vf_explained_var"] == 0  # values of 0 explain nothing
-    assert second["critic/vf_explained_var"] > 0.9
-    assert second["critic/vf_loss"] < first["critic/vf_loss"] / 5
-
-
-@torch.no_grad()
-def scored(critic: Critic, table: pa.Table) -> np.ndarray:
-    rows = Rows.from_table(table)
-    values = np.zeros(len(rows.mask))
-    for batch in critic.micro_batches(rows, list(range(len(rows)))):
-        values[batch.flat] = critic.module(batch.input_ids, batch.select).numpy()
-    return values
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_goes_on_after_a_restore_as_if_it_had_not_stopped(tiny_model: Path) -> None:
-    config = make_config(tiny_model)
-    config.critic.optim.lr_warmup_steps = 10
-    walked, restored = make_critic(config), Critic(config, CPU, 100)
-    walked.update(Rows.from_table(table()))
-    model, optimizer = copy.deepcopy(get_state_dict(walked.module, walked.optimizer))
-    set_state_dict(restored.module, restored.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-    restored.restore_schedule(walked.scheduler.last_epoch)
-    for critic in (walked, restored):
-        critic.update(Rows.from_table(table(1)))
-    assert moved(full_state_dict(walked.module), full_state_dict(restored.module)) == 0
-
-
 # ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -270,12 +205,7 @@ def work(rank: int, folder: str, model: str) -> None:
         for name, changes in CASES.items():
             critic = make_critic(make_config(model, **changes))
             rows = uneven(table()) if name == "uneven" else table()
-            save_update(critic, rows, f"{folder}/{name}-{world}.pt", partial(published, critic, rank))
-
-
-def published(critic: Critic, rank: int) -> dict[str, Any]:
-    """This rank's shard as plain data."""
-    return asdict(pack(critic.module, rank, torch.float32, 1 << 16, lambda buffer: buffer.tobytes()))
+            save_update(critic, rows, f"{folder}/{name}-{world}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -289,11 +219,3 @@ def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def test_two_ranks_train_as_one(results: Path, name: str) -> None:
     metrics = assert_same_update(results / f"{name}-1.pt", results / f"{name}-2.pt")
     assert metrics["critic/grad_norm"] > 0 and metrics["critic/vf_explained_var"] > 0
-
-
-def test_every_rank_publishes_its_part_and_all_of_it_arrives(results: Path) -> None:
-    saved = torch.load(results / "one step-2.pt", weights_only=True)
-    shards = [Shard(**fields | {"pieces": [Piece(**piece) for piece in fields["pieces"]]}) for fields in saved["parts"]]
-    arrived = dict(parameters(shards, lambda refs: refs))
-    assert arrived.keys() == saved["state"].keys() and "head.bias" in arrived
-    assert all(torch.equal(arrived[name], tensor) for name, tensor in saved["state"].items())

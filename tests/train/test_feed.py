@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pytest
 
-from pipeline.train.feed import Blocks, RowsFeed, RowsTimeout
+from pipeline.train.feed import RowsFeed, RowsTimeout, TimedIterator
 
 WAIT = 30.0
 EMPTY = pa.table({"iteration": pa.array([], pa.int64()), "row": pa.array([], pa.int64())})
@@ -18,7 +18,7 @@ def block(iteration: int, *rows: int) -> pa.Table:
 
 
 def feed(blocks: Iterator[pa.Table], chunks: int = 2, timeout: float = WAIT) -> RowsFeed:
-    return RowsFeed(Blocks(blocks, timeout, lambda: "3 in admission"), chunks)
+    return RowsFeed(TimedIterator(blocks, timeout, lambda: "3 in admission"), chunks)
 
 
 def test_whole_iterations_in_chunk_order_then_none() -> None:
@@ -104,6 +104,6 @@ def test_drain_reads_to_the_end_and_refuses_rows() -> None:
 
 
 def test_blocks_leave_empty_ones_out_and_end_for_good() -> None:
-    made = Blocks(iter([EMPTY, block(1, 0), EMPTY, block(1, 1), EMPTY]), WAIT, lambda: "nothing")
+    made = TimedIterator(iter([EMPTY, block(1, 0), EMPTY, block(1, 1), EMPTY]), WAIT, lambda: "nothing")
     assert [made.next("block")["row"].to_pylist() for _ in range(2)] == [[0], [1]]
     assert [made.next("block") for _ in range(3)] == [None] * 3

@@ -15,11 +15,22 @@ import torch.distributed as dist
 from pipeline.config import Config
 from pipeline.errors import FinalError
 from pipeline.rows import SCHEMA
-from pipeline.track.metrics import Stats, mean
-from pipeline.train.loop import CollectiveTimeout, Loop, timed
+from pipeline.stats import Stats, mean
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.status import StoreStatus
+from pipeline.train.loop import Loop
+from pipeline.train.report import CollectiveTimeout, timed
 from tests.train.updates import spawn
 
-STATUS = {"version": 3, "waiting": {"admission": 2}, "alive_s": 7.0, "alive_by": "train rank 1 (publishing version 3)"}
+STATUS = StoreStatus(1, 0, 3, False, {"admission": 2}, 7.0, "train rank 1 (publishing version 3)")
+
+
+class Store:
+    """A store that answers with a status."""
+
+    def ask(self, method: Any) -> StoreStatus:
+        assert method is PolicyStore.status
+        return STATUS
 
 
 class Bare(Loop):
@@ -28,13 +39,11 @@ class Bare(Loop):
     def __init__(self, body: Any):
         self.config, self.rank, self.version, self._body = Config(), 0, 3, body
         self.config.trainer.deadlines.collective = 2.0
+        store: Any = Store()
+        self._store = store
 
     def _run(self) -> dict[str, Any]:
         return self._body()
-
-    def _ask_store(self, method: str, *args: Any) -> Any:
-        assert method == "status"
-        return STATUS
 
 
 def one_of_two(rank: int, port: str, folder: str) -> None:
@@ -62,7 +71,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_a_deadline(tmp_path: Path
     spawn(one_of_two, str(port), str(tmp_path))
     assert (tmp_path / "text").read_text() == (
         "collective: train rank 0 waited longer than 2 s (trainer.deadlines.collective) for the others, after version "
-        "3; policy version 3 is out, store waits: 2 in admission, last sign of life 7 s ago from train rank 1 "
+        "3; policy version 3 is out, store waits: 2 in admission, last heartbeat 7 s ago from train rank 1 "
         "(publishing version 3)"
     )
 
@@ -84,105 +93,87 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
     assert raised.value is error
 
 
-def test_a_checkpoint_is_begun_when_the_driver_has_what_it_covers() -> None:
+@pytest.mark.parametrize("stopping", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_is_begun_when_the_driver_has_what_it_covers(rank: int, stopping: bool) -> None:
     """On rank 0 alone: the others wait for it in the collective of saving."""
-    for rank in (0, 1):
-        done: list[str] = []
+    done: list[str] = []
 
-        class Saving(Loop):
-            def __init__(self) -> None:
-                self.rank, self.version, self._generation = rank, 4, 9  # noqa: B023
-                self._store, self.config = SimpleNamespace(), Config()
-                self.learners, self.kl = [], None
-                self.saver = SimpleNamespace(save=lambda *_: done.append("saved"))  # noqa: B023
+    def asked(method: Any, *args: Any) -> None:
+        assert args[0] == 4
+        done.append(method.__name__)
 
-            def _ask(self, method: str, *args: Any) -> Any:
-                return None
+    class Saving(Loop):
+        def __init__(self) -> None:
+            self.rank, self.version, self.config = rank, 4, Config()
+            self._store = SimpleNamespace(wait=asked, call=asked)  # type: ignore[assignment]
+            self.learners, self.kl = [], None
+            self.saver = SimpleNamespace(save=lambda *_: done.append("saved"))
 
-            def _wait(self, method: str, *args: Any) -> None:
-                assert (method, args[0]) == ("reach", 4)
-                done.append("validated")  # noqa: B023
-
-        def settle(store: Any, method: str, generation: int, version: int, patience: float, *, timeout: float) -> None:
-            assert (method, generation, version) == ("settle", 9, 4) and timeout > patience
-            done.append("settled")  # noqa: B023
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipeline.train.loop.ask", settle)
-            Saving()._save()
-        assert done == (["validated", "settled", "saved"] if rank == 0 else ["saved"])
+    Saving()._save(stopping)
+    # A run that was asked to stop does not wait for its last validation.
+    first = "wait_version" if stopping else "wait_validated"
+    calls = [first, "is_validated", "flush_events", "end_of_iteration"] if rank == 0 else []
+    assert done == [*calls, "saved"]
 
 
-class Chunkwise(Loop):
-    """A loop that trains as rows come, with learners that only say what they get."""
+class Partwise(Loop):
+    """A loop with one learner that only records what it gets."""
 
-    def __init__(self, chunks: list[pa.Table | None], early: bool, **algorithm: Any) -> None:
+    def __init__(self, tables: list[pa.Table | None]) -> None:
         self.config, self.version = Config(), 4
-        self.said: list[str] = []
-        for name, value in algorithm.items():
-            setattr(self.config.algorithm, name, value)
-        self.critic, self.actor, self.early = None, SimpleNamespace(update=self._whole), early  # type: ignore[assignment]
-        self.feed = SimpleNamespace(chunks=2, next=self._next, chunk=self._chunk)  # type: ignore[assignment]
-        self._blocks = iter(chunks)
+        self.log: list[str] = []
+        self.critic, self.actor = None, self  # type: ignore[assignment]
+        self.needs_old_log_probs = True
+        self.rank = 1
+        self.record = SimpleNamespace(old_log_probs=self._record)  # type: ignore[assignment]
+        self.feed = SimpleNamespace(parts=len(tables), next=self._next)  # type: ignore[assignment]
+        self._tables = tables
 
-    def _chunk(self, iteration: int, number: int) -> pa.Table | None:
-        self.said.append(f"wait {iteration}.{number}")
-        return next(self._blocks)
+    def _record(self, rows: pa.Table, iteration: int, rank: int, old_log_probs: list[float]) -> None:
+        self.log.append(f"record {iteration}.{rank} {len(rows)} {old_log_probs}")
 
-    def _next(self, iteration: int) -> pa.Table | None:
-        tables = list(self._blocks)
-        return None if None in tables else pa.concat_tables(tables)
-
-    def _whole(self, rows: pa.Table) -> Stats:
-        self.said.append(f"all {rows['response_mask'].to_pylist()}")
-        return {"actor/whole": mean(1, 1)}
+    def _next(self, iteration: int, part: int) -> pa.Table | None:
+        self.log.append(f"wait {iteration}.{part}")
+        return self._tables[part]
 
 
-class Said:
-    """Stands in for `EarlyUpdate`."""
+class LoggedUpdate:
+    """Stands in for `StreamedUpdate`."""
 
-    def __init__(self, learner: Any, chunks: int) -> None:
-        self._said = learner.update.__self__.said
-        assert chunks == 2
+    def __init__(self, learner: Any, parts: int) -> None:
+        self.learner, self._log = learner, learner.log
+        self.rows = SimpleNamespace(old_log_probs=[-1.5])
 
     def add(self, rows: pa.Table) -> None:
-        self._said.append(f"part {rows['response_mask'].to_pylist()}")
+        self._log.append(f"add {rows['policy_version'].to_pylist()}")
 
     def finish(self) -> Stats:
-        self._said.append("finish")
+        self._log.append("finish")
         return {"actor/parts": mean(1, 1)}
 
 
 def chunk(*versions: int) -> pa.Table:
-    rows = {"iteration": [5] * len(versions), "policy_version": list(versions), "response_mask": [[1]] * len(versions)}
+    rows = {"iteration": [5] * len(versions), "policy_version": list(versions)}
     return pa.Table.from_pydict(rows, schema=pa.schema([SCHEMA.field(name) for name in rows]))
 
 
 @pytest.fixture
 def only_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.train.loop.EarlyUpdate", Said)
-    monkeypatch.setattr("pipeline.train.loop.Rows", SimpleNamespace(from_table=lambda table: table))
+    monkeypatch.setattr("pipeline.train.loop.StreamedUpdate", LoggedUpdate)
+    monkeypatch.setattr("pipeline.train.loop.TrainBatch", SimpleNamespace(from_table=lambda table: table))
     monkeypatch.setattr("pipeline.train.loop.dist", SimpleNamespace(barrier=lambda: None))
 
 
 @pytest.mark.usefixtures("only_the_loop")
-def test_a_chunk_is_trained_on_before_the_next_one_is_waited_for() -> None:
-    loop = Chunkwise([chunk(4, 3), chunk(4)], early=True, max_staleness=1)
+def test_a_part_is_trained_on_before_the_next_one_is_waited_for() -> None:
+    loop = Partwise([chunk(4, 3), chunk(2)])
     timings: Stats = {}
-    updated = loop._update_early(timings)
-    assert updated is not None and len(updated[0]) == 3 and "actor/parts" in updated[1][0]
-    assert loop.said == ["wait 5.0", "part [[1], [1]]", "wait 5.1", "part [[1]]", "finish"]
+    updated = loop._update(timings)
+    assert updated is not None and "actor/parts" in updated[1][0]
+    assert loop.log == ["wait 5.0", "add [4, 3]", "wait 5.1", "add [2]", "finish", "record 5.1 3 [-1.5]"]
     assert list(timings) == ["timing_s/gen"]
-    assert Chunkwise([None], early=True)._update_early({}) is None
-
-
-@pytest.mark.usefixtures("only_the_loop")
-def test_rows_past_the_bound_train_nothing_whole_or_in_parts() -> None:
-    for early in (True, False):
-        loop = Chunkwise([chunk(4, 3), chunk(2)], early=early, max_staleness=1)
-        updated = loop._update_early({}) if early else loop._update({})
-        assert updated is not None and updated[0]["response_mask"].to_pylist() == [[1], [1], [0]]
-        assert loop.said[-1] == ("finish" if early else "all [[1], [1], [0]]")
+    assert Partwise([None])._update({}) is None
 
 
 def test_blocks_of_one_name_add_up() -> None:

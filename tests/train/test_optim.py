@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.train.config import OptimConfig
+from pipeline.config.learner import OptimConfig
 from pipeline.train.optim import build_optimizer, build_scheduler
 
 

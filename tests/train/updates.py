@@ -16,12 +16,15 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from pipeline.config import Config
+from pipeline.models.batch import TrainBatch
+from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import SCHEMA, flat, ragged
-from pipeline.track.metrics import Stats, reduce
+from pipeline.stats import Stats, reduce
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
-from pipeline.train.fsdp import full_state_dict
-from pipeline.train.packing import Rows
+from pipeline.train.learner import Learner
+from pipeline.train.setup import build_actor
+from pipeline.train.update import StreamedUpdate
 
 PROMPTS, N, CHUNK_ROWS = 8, 2, 4
 NAMES = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
@@ -79,12 +82,24 @@ def make_config(model: Path | str, **changes: Any) -> Config:
     return config
 
 
+def update(learner: Learner, *parts: pa.Table | TrainBatch) -> Stats:
+    """Train on an iteration that comes in these parts."""
+    made = StreamedUpdate(learner, len(parts))
+    for part in parts:
+        made.add(part if isinstance(part, TrainBatch) else TrainBatch.from_table(part))
+    return made.finish()
+
+
+def in_chunks(rows: pa.Table) -> list[pa.Table]:
+    return [rows.slice(start, CHUNK_ROWS) for start in range(0, len(rows), CHUNK_ROWS)]
+
+
 def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics of the last update and the weights after updates with these rows."""
-    actor = Actor(config, CPU, iterations=100)
+    actor = build_actor(config, CPU, iterations=100)
     stats: Stats = {}
     for rows in tables:
-        stats = actor.update(Rows.from_table(rows))
+        stats = update(actor, rows)
     return reduce([stats]), full_state_dict(actor.module)
 
 
@@ -100,14 +115,13 @@ def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def uneven(rows: pa.Table) -> pa.Table:
     """`rows` with nothing to train on in every second chunk: of two ranks, one has none."""
-    chunks = [rows.slice(start, CHUNK_ROWS) for start in range(0, len(rows), CHUNK_ROWS)]
-    return pa.concat_tables([chunk if number % 2 == 0 else masked(chunk) for number, chunk in enumerate(chunks)])
+    chunks = enumerate(in_chunks(rows))
+    return pa.concat_tables([chunk if number % 2 == 0 else masked(chunk) for number, chunk in chunks])
 
 
 def share(rows: pa.Table, rank: int, world: int) -> pa.Table:
     """The chunks of one rank, dealt in turn."""
-    chunks = [rows.slice(start, CHUNK_ROWS) for start in range(0, len(rows), CHUNK_ROWS)]
-    return pa.concat_tables(chunks[rank::world])
+    return pa.concat_tables(in_chunks(rows)[rank::world])
 
 
 def worlds(rank: int, folder: str) -> Iterator[int]:
@@ -121,10 +135,13 @@ def worlds(rank: int, folder: str) -> Iterator[int]:
             dist.destroy_process_group()
 
 
-def save_update(learner: Actor | Critic, rows: pa.Table, path: str, part: Callable[[], Any] = dict) -> None:
+def save_update(
+    learner: Actor | Critic, rows: pa.Table, path: str, part: Callable[[], Any] = dict, streamed: bool = False
+) -> None:
     """Train on this rank's share of `rows`; all ranks' metrics, the new weights and each rank's `part` go to `path`."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    stats = learner.update(Rows.from_table(share(rows, rank, world)))
+    own = share(rows, rank, world)
+    stats = update(learner, *(in_chunks(own) if streamed else [own]))
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, (stats, part()))
     state = full_state_dict(learner.module)

@@ -1,8 +1,10 @@
-"""Reward rules by `data_source`: a plain dict, so the whole list is read at a glance.
+"""Reward rules by `data_source`: a plain dict, which shows the whole list at a glance.
 
 A rule is `compute_score(solution_str, ground_truth)`, a pure function of the response text and the row's ground truth.
-It returns a number, or a dict with the key `score` and further parts, and raises `ValueError` for ground truth it
-cannot use: that is an error of the data, never a 0. A new rule is one module here and one line below.
+It returns a dict with `score`, `acc` and `format` (0 or 1: the answer is right; it stands where the prompt asks for
+it), and `pred`, the answer in one way of writing for majority votes, cut to a bounded length ("" where there is
+none). It raises `ValueError` for ground truth that it cannot use: that is an error of the data, never a 0. A response
+never makes it raise. A new rule is one module here and one line below.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 from pipeline.reward.rules import countdown, geo3k, gsm8k, math_boxed, math_dapo, multiple_choice, search_r1
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
-Rule = Callable[..., float | dict[str, Any]]
+Rule = Callable[..., dict[str, Any]]
 
 RULES: dict[str, Rule] = {
     "countdown": countdown.compute_score,
@@ -38,7 +40,7 @@ def rule_of(data_source: str) -> Rule:
     """The rule that scores rows of `data_source`.
 
     Raises:
-        ValueError: no rule has that name; the sentence lists those there are.
+        ValueError: no rule has that name; the sentence lists the known ones.
     """
     if data_source in RULES:
         return RULES[data_source]

@@ -1,16 +1,17 @@
-"""Reward of a Countdown answer: reach the target with each given number used exactly once.
+"""Reward of a Countdown answer: reach the target and use each given number exactly once.
 
-Scores as in TinyZero: 1.0 for a correct answer, 0.1 for an answer that is there and wrong, 0.0 for none. Chosen:
+Scores as in TinyZero: 1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Choices:
 
-1. The answer is the last `<answer>` that is closed; the text up to the first `</answer>` after it counts.
-2. It is read by a tokenizer and a recursive-descent parser over exact rationals, never by Python: `1 / 3 * 3` is 1,
-   and `9**9**9` is a syntax error instead of a long computation. Length, depth and digits are bounded first, and
-   the numbers must be the given ones before anything is computed, so a hostile answer costs no more than a wrong one.
+1. The answer is the last `<answer>` that is closed, up to the first `</answer>` after it.
+2. A tokenizer and a precedence-climbing parser over exact rationals read it, never Python: `1 / 3 * 3` is 1, and
+   `9**9**9` is a syntax error. Length, depth and digits are bounded first, and the numbers must be the given ones
+   before anything is computed, so a hostile answer costs no more than a wrong one.
 3. The language is what the prompt asks for: ASCII digits without leading zeros, `+ - * / ( )` and blanks. A minus
-   sign may stand before a number or a bracket (`-(3 - 7) * 5`). Refused, as in TinyZero, whose scores thereby stay
+   sign may stand before a number or a bracket (`-(3 - 7) * 5`). Refused, as in TinyZero, so that scores stay
    comparable: `×` and `÷`, `**`, `//`, decimal points, digits of other scripts, and an equation (`(1 + 2) * 3 = 9`).
 """
 
+import operator
 import re
 from fractions import Fraction
 from typing import Any
@@ -21,6 +22,8 @@ MAX_DEPTH = 50  # brackets and signs inside each other
 MAX_DIGITS = 18  # of one number: any that fits int64
 
 _TOKEN = re.compile(r"([0-9]+)|([-+*/()])|[ \t\r\n]+")
+_COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+_BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 class AnswerError(ValueError):
@@ -64,54 +67,41 @@ def tokenize(answer: str) -> list[int | str]:
 def evaluate(tokens: list[int | str]) -> Fraction:
     """Exact value of the expression.
 
-    Grammar: `sum = product {("+" | "-") product}`, `product = factor {("*" | "/") factor}`,
-    `factor = number | "(" sum ")" | "-" factor`.
-
     Raises:
-        AnswerError: the tokens are no such expression, or nest deeper than `MAX_DEPTH`.
+        AnswerError: the tokens are no expression, or nest deeper than `MAX_DEPTH`.
         ZeroDivisionError: it divides by zero.
     """
-    value, end = _sum(tokens, 0, 0)
-    if end < len(tokens):
-        raise AnswerError(f"{tokens[end]!r} follows a complete expression")
+    left = tokens[::-1]
+    value = _expression(left, 0, 0)
+    if left:
+        raise AnswerError(f"{left[-1]!r} follows a complete expression")
     return value
 
 
-def _at(tokens: list[int | str], position: int) -> int | str:
-    return tokens[position] if position < len(tokens) else ""
+def _expression(left: list[int | str], depth: int, binding: int) -> Fraction:
+    """Value of the operators that bind stronger than `binding`; takes their tokens from the end of `left`."""
+    value = _operand(left, depth)
+    while left and (strength := _BINDING.get(str(left[-1]), 0)) > binding:
+        compute = _COMPUTE[str(left.pop())]
+        value = compute(value, _expression(left, depth, strength))
+    return value
 
 
-def _sum(tokens: list[int | str], position: int, depth: int) -> tuple[Fraction, int]:
-    value, position = _product(tokens, position, depth)
-    while (sign := _at(tokens, position)) in ("+", "-"):
-        right, position = _product(tokens, position + 1, depth)
-        value = value + right if sign == "+" else value - right
-    return value, position
-
-
-def _product(tokens: list[int | str], position: int, depth: int) -> tuple[Fraction, int]:
-    value, position = _factor(tokens, position, depth)
-    while (sign := _at(tokens, position)) in ("*", "/"):
-        right, position = _factor(tokens, position + 1, depth)
-        value = value * right if sign == "*" else value / right
-    return value, position
-
-
-def _factor(tokens: list[int | str], position: int, depth: int) -> tuple[Fraction, int]:
+def _operand(left: list[int | str], depth: int) -> Fraction:
+    """Value of a number, a bracket, or a minus sign before one of them."""
     if depth > MAX_DEPTH:
         raise AnswerError(f"the answer nests deeper than {MAX_DEPTH}")
-    token = _at(tokens, position)
+    token = left.pop() if left else "the end"
     if isinstance(token, int):
-        return Fraction(token), position + 1
+        return Fraction(token)
     if token == "-":
-        value, position = _factor(tokens, position + 1, depth + 1)
-        return -value, position
+        return -_operand(left, depth + 1)
     if token != "(":
-        raise AnswerError(f"a number or a bracket is expected where {token or 'the end'!r} stands")
-    value, position = _sum(tokens, position + 1, depth + 1)
-    if _at(tokens, position) != ")":
+        raise AnswerError(f"a number or a bracket is expected where {token!r} stands")
+    value = _expression(left, depth + 1, 0)
+    if not left or left.pop() != ")":
         raise AnswerError("a bracket is not closed")
-    return value, position + 1
+    return value
 
 
 def is_correct(answer: str, numbers: list[int], target: int) -> bool:
@@ -133,8 +123,7 @@ def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> dict[str, 
         ground_truth: `{"target": int, "numbers": [int, ...]}`.
 
     Returns:
-        `score` (1.0, 0.1 or 0.0), `acc` and `format` (0 or 1: the answer is right; there is one), and `pred`, the
-        answer without blanks, at most `MAX_LENGTH` characters of it, "" where there is none (for majority votes).
+        `score` (1.0, 0.1 or 0.0), `acc`, `format` (there is an answer), and `pred`, the answer without blanks.
 
     Raises:
         ValueError: `ground_truth` is not of that form.
@@ -149,15 +138,12 @@ def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> dict[str, 
 
 
 def _read(ground_truth: Any) -> tuple[list[int], int]:
-    if not isinstance(ground_truth, dict):
-        kind = type(ground_truth).__name__
-        raise ValueError(f"reward_model.ground_truth of a countdown row must hold target and numbers, not be a {kind}")
-    numbers, target = ground_truth.get("numbers"), ground_truth.get("target")
-    if not isinstance(target, int) or isinstance(target, bool):
-        raise ValueError(f"reward_model.ground_truth.target of a countdown row must be a whole number, not {target!r}")
-    if not isinstance(numbers, list) or not numbers or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(
-            "reward_model.ground_truth.numbers of a countdown row must be a list of whole numbers from 0, at least "
-            f"one, not {numbers!r}"
-        )
-    return numbers, target
+    truth = ground_truth if isinstance(ground_truth, dict) else {}
+    numbers, target = truth.get("numbers"), truth.get("target")
+    whole = isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+    if numbers and whole and type(target) is int:
+        return numbers, target
+    raise ValueError(
+        "reward_model.ground_truth of a countdown row must be a mapping with target, a whole number, and numbers, a "
+        f"list of at least one whole number from 0, not {repr(ground_truth)[:100]}"
+    )

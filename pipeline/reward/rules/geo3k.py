@@ -5,6 +5,7 @@ from typing import Any
 from pipeline.reward.rules import math_boxed
 
 
+@math_boxed.bounded(0.0)
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, Any]:
     """Score of a response; its form is right where it opens with `<think>` and has a box behind `</think>`.
 
@@ -13,8 +14,7 @@ def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[st
         ground_truth: the answer in LaTeX or a number.
 
     Returns:
-        `score` (0.9 for the answer and 0.1 for the form, added), `acc` and `format` (0 or 1), and `pred`, the answer
-        as written.
+        The parts of `math_boxed.graded`, with `score` 0.9 for the answer plus 0.1 for the form.
 
     Raises:
         ValueError: `ground_truth` is no text or number, or is empty or too long.

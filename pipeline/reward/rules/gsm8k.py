@@ -1,16 +1,17 @@
 """Reward of a GSM8K answer: 1.0 for the right number, 0.0 for any other or none.
 
-Two ways to find the answer, both in the whole response, however much text follows:
+Two methods find the answer in the response, however much text follows it:
 - `strict`: the last `####` that is followed by a number on its line, as the prompt asks.
-- `flexible` (the default): the same, and where there is no such `####` the last number of the response, so that a
-  model which says "The answer is 42." learns from it.
+- `flexible` (the default): the same; a response without such a `####` is judged by its last number, so that a model
+  which says "The answer is 42." learns from it.
 
-Chosen:
-1. Numbers are compared as numbers, in a canonical form instead of a float: `42`, `42.0`, `$42`, `42.` and `042` are
-   one number, `1,000` is `1000`, and ten thousand digits cost no conversion.
-2. A number is ASCII digits with at most one decimal point, and commas only between groups of three. What looks like a
-   number and is none (`1.2.3`, `3,4`, digits of other scripts) is a wrong answer; no earlier number stands in for it.
-3. A minus is a sign unless something stands right before it: `5-7` ends in 7, `= -7` in -7.
+Choices:
+1. Numbers are compared in a canonical form and not as floats: `42`, `42.0`, `$42`, `42.` and `042` are one number,
+   `1,000` is `1000`, and ten thousand digits cost no conversion.
+2. A number is ASCII digits with at most one decimal point, and commas only between groups of three. Anything else that
+   looks like a number (`1.2.3`, `3,4`, `3/4`, `2^5`, `1e3`, `40 or 42`, digits of other scripts) is a wrong answer as a
+   whole: neither a part of it nor an earlier number takes its place.
+3. A minus is a sign unless something stands right before it: the last number of `5-7` is 7, that of `= -7` is -7.
 """
 
 import re
@@ -20,10 +21,14 @@ from typing import Any, Literal
 METHODS = ("strict", "flexible")
 MAX_PRED = 100  # characters of `pred`
 
-# A greedy `.*` tries the end of the response first. Each run is read once from its first character on, so time is
-# linear. A run is of digits of any script, so that a number is never the ASCII part of one that is refused.
-_STRICT = re.compile(r"(?s:.*)####[ \t]*+([-+\u2212$\\]{0,3})([\d.,]*\d)")
+# A greedy `.*` tries the end of the response first. Each run of digits is read once from its first character on, so
+# time is linear. A run holds digits of any script, so that the ASCII part of a refused run never counts as a number.
+_CONTINUED = (
+    r"(?:[ \t]{0,3}(?:\*\*|[-+*/^=:,;xX\u2212\u00d7\u00f7]|or\b|and\b|to\b)[ \t({$]{0,3}-?[ \t$]?|[eE][-+]?|[ \t]{1,3})"
+)
+_STRICT = re.compile(rf"(?s:.*)####[ \t]*+([-+\u2212$\\]{{0,3}})([\d.,]*\d(?:{_CONTINUED}[\d.,]*\d)?)")
 _LAST = re.compile(r"(?s:.*)(?<![\d.,])([\d.,]*\d)")
+_JOINED = re.compile(r"(?:\d[ ]?/[ ]?|\^[{(]?|\d[ ]?\*\*[ ]?|\d[eE][-+]?|\d\}\{)\Z")
 _SIGN = re.compile(r"(?<![\w)\]}%-])[-\u2212]\\?\$?\Z")
 _NUMBER = re.compile(r"([0-9]*|[0-9]{1,3}(?:,[0-9]{3})++)(?:\.([0-9]+))?")
 _TRUTH = re.compile(r"\s*([-+\u2212$]{0,2})([\d.,]*\d)\.?\s*")
@@ -45,18 +50,26 @@ def canonical(digits: str, negative: bool) -> str | None:
 
 
 def strict_answer(solution_str: str) -> tuple[str, bool] | None:
-    """Digits behind the last `####` that has any, and whether a minus stands before them; None where there is none."""
+    """Digits behind the last `####` that has any, and whether a minus stands before them; None where there is none.
+
+    A formula that the number begins is returned up to its second number, so that `canonical` refuses it.
+    """
     match = _STRICT.match(solution_str)
     return None if match is None else (match[2], _minus(match[1]))
 
 
 def last_number(solution_str: str) -> tuple[str, bool] | None:
-    """Digits of the last number of the response, and whether it is negative; None where there is no digit."""
+    """Digits of the last number of the response, and whether it is negative; None where there is no digit.
+
+    A number that ends a fraction or a power is returned with what joins it, so that `canonical` refuses it.
+    """
     match = _LAST.match(solution_str)
     if match is None:
         return None
     start = match.start(1)
-    return match[1], _SIGN.search(solution_str[max(0, start - 4) : start]) is not None
+    before = solution_str[max(0, start - 6) : start]
+    joined = _JOINED.search(before)
+    return (joined[0] if joined else "") + match[1], _SIGN.search(before) is not None
 
 
 def compute_score(
@@ -70,8 +83,7 @@ def compute_score(
         method: where to look for the answer, see above.
 
     Returns:
-        `score` (1.0 or 0.0), `acc` and `format` (0 or 1: the answer is right; a number follows `####`), and `pred`,
-        the answer in canonical form, at most `MAX_PRED` characters of it, "" where there is none (for majority votes).
+        `score` (1.0 or 0.0), `acc`, `format` (a number follows `####`), and `pred`, the number in canonical form.
 
     Raises:
         ValueError: `ground_truth` is no number, or there is no such method.

@@ -1,22 +1,31 @@
 r"""Reward of a MATH answer: 1.0 where the last box of the response holds the right answer, else 0.0.
 
-The box is found by `boxed.py`, and `math_equal.py` compares it with the truth through the math-verify library, so that
-`\boxed{0.5}` is right for `\frac{1}{2}`. An empty box is wrong, whatever the truth.
+`boxed.py` finds the box, and `math_equal.py` compares it with the truth, so that `\boxed{0.5}` is right for
+`\frac{1}{2}`. An empty box is wrong for every truth. The rules for DAPO and Geometry3K share the functions below.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.reward.rules.boxed import last_boxed
-from pipeline.reward.rules.math_equal import equal
+from pipeline.reward.rules.budget import Function, within
+from pipeline.reward.rules.math_equal import AlgebraError, equal, load_algebra
 
 MAX_PRED = 300  # characters of `pred`
 MAX_TRUTH = 2000  # characters of a ground truth
+TOO_COSTLY = {"score": 0.0, "acc": 0, "format": 0, "pred": "", "undecided": 1}
 
 _PHRASE = re.compile(r"(?s:.*)(?i:\banswers?(?: is| are|:))[ \t]{0,9}([^\n]{1,400})")
 _END = re.compile(r"\.(?=\s|$)|\$(?=[.,;]?\s|$)")
 
 
+def bounded(wrong: float) -> Callable[[Function], Function]:
+    """Decorator of a rule that uses algebra: a response on which it spends 1.5 CPU seconds scores `wrong`."""
+    return within(cpu_s=1.5, wrong=TOO_COSTLY | {"score": wrong}, prepare=load_algebra)
+
+
+@bounded(0.0)
 def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bool = False) -> dict[str, Any]:
     r"""Score of a response to a problem whose answer is an expression.
 
@@ -26,8 +35,7 @@ def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bo
         phrase: take what follows the last "answer is" or "answer:" where there is no box.
 
     Returns:
-        `score` (1.0 or 0.0), `acc` and `format` (0 or 1: the answer is right; there is a box), and `pred`, the answer
-        as written, at most `MAX_PRED` characters of it, "" where there is none.
+        The parts of `graded`; `format` says whether there is a box.
 
     Raises:
         ValueError: `ground_truth` is no text or number, or is empty or too long.
@@ -35,21 +43,44 @@ def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bo
     truth = read_truth(ground_truth, "math")
     box = last_boxed(solution_str)
     answer = after_phrase(solution_str) if box is None and phrase else box
-    correct = answer is not None and equal(truth, answer)
+    return graded(truth, answer, well_formed=box is not None)
+
+
+def graded(truth: str, answer: str | None, well_formed: bool, wrong: float = 0.0) -> dict[str, Any]:
+    """Parts of the reward of one answer.
+
+    Args:
+        truth: the right answer.
+        answer: the response's answer; None where it has none.
+        well_formed: whether the answer stands where the prompt asks for it.
+        wrong: score of a wrong answer.
+
+    Returns:
+        `score` (1.0 or `wrong`), `acc` and `format` (0 or 1), `pred` (the answer as written, at most `MAX_PRED`
+        characters of it, "" where there is none), and `undecided` (1 where algebra failed on the answer, which
+        counts as wrong).
+    """
+    correct, undecided = False, False
+    if answer is not None:
+        try:
+            correct = equal(truth, answer)
+        except AlgebraError:
+            undecided = True
     return {
-        "score": float(correct),
+        "score": 1.0 if correct else wrong,
         "acc": int(correct),
-        "format": int(box is not None),
+        "format": int(well_formed),
         "pred": (answer or "")[:MAX_PRED],
+        "undecided": int(undecided),
     }
 
 
 def after_phrase(text: str) -> str | None:
     """What follows the last "answer is" or "answer:" up to the end of its sentence, or None where there is neither."""
-    found = _PHRASE.match(text)  # the greedy `.*` tries the end of the text first
-    if found is None:
+    match = _PHRASE.match(text)  # the greedy `.*` tries the end of the text first
+    if match is None:
         return None
-    answer = found[1].strip().strip("*").strip()
+    answer = match[1].strip().strip("*").strip()
     end = _END.search(answer, 1)
     return (answer if end is None else answer[: end.start()]).strip().strip("$*").strip() or None
 
@@ -67,9 +98,8 @@ def read_truth(ground_truth: Any, kind: str) -> str:
     elif isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool) and ground_truth == ground_truth:
         text = str(ground_truth)
     if not text or len(text) > MAX_TRUTH:
-        shown = repr(ground_truth)[:100]
         raise ValueError(
             f"reward_model.ground_truth of a {kind} row must be the answer, as text of at most {MAX_TRUTH} characters "
-            f"or as a number, not {shown}"
+            f"or as a number, not {repr(ground_truth)[:100]}"
         )
     return text

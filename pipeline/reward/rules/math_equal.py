@@ -1,20 +1,21 @@
-r"""Whether two mathematical answers are equal.
+r"""Decides whether two mathematical answers are equal.
 
-Three ways, the first that can tell decides:
+Three steps; the first that can tell decides:
 1. The tidied texts are the same (`math_text.py`), or both are numbers, or the truth is words: no algebra is needed.
-2. The answer goes through a gate (`math_gate.py`), since it is hostile text and a computer algebra system has no
-   bounds of its own. What the gate refuses is wrong, unless it is the truth letter by letter.
-3. The math-verify library reads both into SymPy. Expressions and equations are then compared by value at fixed points
-   (two analytic expressions that agree there to 30 digits are equal; `simplify` and `solve`, which math-verify would
-   call, may take minutes on a line of text), tuples, sets and matrices element by element in the same way, and what is
-   left (unions, inequalities, sets against intervals) by math-verify.
+2. The answer must pass a gate (`math_gate.py`), because it is hostile text and computer algebra has no bounds of its
+   own. An answer that the gate refuses is wrong, unless it is the truth letter by letter.
+3. The math-verify library reads both into SymPy. Expressions and equations are compared by value at fixed points: two
+   analytic expressions that agree there to 30 digits are equal. (`simplify` and `solve`, which math-verify would call,
+   may take minutes on a line of text.) Tuples, sets and matrices are compared element by element in the same way, and
+   the rest (unions, inequalities, sets against intervals) by math-verify.
 
-The library's own time limits use `signal.alarm`, which works in main threads only and stops no C code: they are off,
-and whoever runs rules on responses must limit the time of a call from outside.
+math-verify's own time limits need `signal.alarm`, which works in main threads only and stops no C code. They are off;
+the rules have a `budget.py` instead.
 """
 
 import logging
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +25,8 @@ from pipeline.reward.rules.math_gate import MAX_LENGTH, admitted
 MAX_ELEMENTS = 12  # of a tuple, set or union
 MAX_NODES = 60  # of an expression that math-verify compares
 POINTS = ("0.7310592", "-1.2891463", "2.4170385")  # no small number's root, logarithm or ratio
-DIGITS = 40  # of a value
+DIGITS = 40  # of a value; `FINE` of a point, which is no fraction because SymPy would factor it
+FINE = 60
 TOLERANCE = 1e-20  # relative error of equal values; `ROUNDING` where decimals, read to 15 digits, are in them
 ROUNDING = 1e-12
 ROUNDED = 5e-7  # absolute error of a decimal of six places
@@ -35,18 +37,29 @@ _OPEN = re.compile(r"[<>]|\\(?:pm|mp|le|leq|ge|geq|lt|gt|in)(?![a-zA-Z])")
 _MEMBER = re.compile(r"\A[a-zA-Z]\s?\\in(?![a-zA-Z])\s?")
 
 
+class AlgebraError(Exception):
+    """SymPy or the parser failed on an answer, as on `\\lceil\\infty\\rceil` or the inverse of a singular matrix."""
+
+
+def load_algebra() -> None:
+    """Import SymPy and build the parser's tables, which takes a second or two."""
+    equal("x+0.5", r"\frac{1}{2}+x")
+
+
 def equal(truth: str, answer: str) -> bool:
     """Whether `answer` means the same as `truth`, both LaTeX or plain text without `$` or a box around it.
 
     Args:
         truth: the right answer, trusted and short.
         answer: the response's, any text.
+
+    Raises:
+        AlgebraError: algebra failed on one of the two.
     """
-    if not truth.strip() or not answer.strip():
-        return False
-    if truth.strip() == answer.strip():
-        return True
-    if len(answer) > 4 * MAX_LENGTH:
+    truth, answer = truth.strip(), answer.strip()
+    if truth == answer:
+        return truth != ""
+    if not truth or not answer or len(answer) > 4 * MAX_LENGTH:
         return False
     return _equal(_MEMBER.sub("", math_text.tidy(truth)), _MEMBER.sub("", math_text.tidy(answer)))
 
@@ -59,15 +72,18 @@ def _equal(right: str, given: str) -> bool:
         return True
     if math_text.words(right) or math_text.words(given):
         return math_text.letters(right) == math_text.letters(given)
+    (digits, base), (given_digits, given_base) = math_text.in_base(right), math_text.in_base(given)
+    if base or given_base:
+        return digits == given_digits and (base == given_base or not base or not given_base)
     (name, value), (given_name, given_value) = math_text.assigned(right), math_text.assigned(given)
-    right_number, given_number = math_text.number(value), math_text.number(given_value)
-    if right_number is not None and given_number is not None:
+    number, given_number = math_text.number(value), math_text.number(given_value)
+    if number is not None and given_number is not None:
         renamed = name and given_name and name != given_name
-        return not renamed and math_text.same_number(right_number, given_number)
-    right_list, given_list = math_text.elements(right), math_text.elements(given)
-    if right_list is not None and given_list is not None:
-        return _equal_lists(*right_list, *given_list)
-    if (right_list is None) != (given_list is None) and not _OPEN.search(right + given):
+        return not renamed and math_text.same_number(number, given_number)
+    listed, given_listed = math_text.elements(right), math_text.elements(given)
+    if listed is not None and given_listed is not None:
+        return _equal_lists(*listed, *given_listed)
+    if (listed is None) != (given_listed is None) and not _OPEN.search(right + given):
         return False
     return admitted(given) and admitted(right) and _equal_values(right, given)
 
@@ -87,12 +103,16 @@ def _equal_lists(brackets: str, right: list[str], given_brackets: str, given: li
 
 
 def _equal_values(truth: str, answer: str) -> bool:
-    right, given = _read(truth), _read(answer)
-    return right is not None and given is not None and _same(right, given)
+    # Neither library says which exceptions it may raise for hostile text, and about any type has been seen.
+    try:
+        right, given = _read(truth), _read(answer)
+        return right is not None and given is not None and _same(right, given)
+    except Exception as error:
+        raise AlgebraError(f"{type(error).__name__}: {error}") from error
 
 
 def _read(text: str) -> Any:
-    """The SymPy object of a tidied answer, or None; intervals end by end, for which the parser takes long."""
+    """The SymPy object of a tidied answer, or None; the ends of an interval are read one by one, which is quicker."""
     from sympy import Expr, Interval
 
     listed = math_text.elements(text)
@@ -119,28 +139,35 @@ def _same(right: Any, given: Any) -> bool:
     import sympy
     from math_verify import verify
 
+    def both(kind: Any) -> bool:
+        return isinstance(right, kind) and isinstance(given, kind)
+
     if right == given:
         return True
     if isinstance(right, sympy.Expr) and isinstance(given, sympy.Eq):
         return _states(given) and _same(right, given.rhs)
     if isinstance(right, sympy.Eq) and isinstance(given, sympy.Expr):
         return _states(right) and _same(right.rhs, given)
-    if isinstance(right, sympy.Eq) and isinstance(given, sympy.Eq):
+    if both(sympy.Eq):
         return _same_equation(right, given)
-    if isinstance(right, sympy.Expr) and isinstance(given, sympy.Expr):
+    if both(sympy.Expr):
         return _same_value(right, given)
-    if isinstance(right, sympy.MatrixBase) and isinstance(given, sympy.MatrixBase):
+    if both(sympy.MatrixBase):
         return right.shape == given.shape and all(map(_same, right.flat(), given.flat()))
-    if isinstance(right, sympy.FiniteSet) and isinstance(given, sympy.FiniteSet):
+    if both(sympy.FiniteSet):
         return len(right) == len(given) and all(any(_same(a, b) for b in given.args) for a in right.args)
-    if isinstance(right, sympy.Tuple) and isinstance(given, sympy.Tuple):
+    if both(sympy.Tuple):
         return len(right) == len(given) and all(map(_same, right.args, given.args))
-    if isinstance(right, sympy.Interval) and isinstance(given, sympy.Interval):
-        ends = (right.left_open, right.right_open) == (given.left_open, given.right_open)
-        return bool(ends) and _same(right.start, given.start) and _same(right.end, given.end)
-    if not isinstance(right, sympy.Basic) or not isinstance(given, sympy.Basic):
+    if both(sympy.Interval):
+        same_ends = (right.left_open, right.right_open) == (given.left_open, given.right_open)
+        return bool(same_ends) and _same(right.start, given.start) and _same(right.end, given.end)
+    # From here on math-verify may solve and simplify, so only sets and relations that need it go there.
+    for several, other in ((right, given), (given, right)):
+        if isinstance(several, sympy.FiniteSet):
+            return len(several) == 1 and isinstance(other, sympy.Expr) and _same(several.args[0], other)
+    if isinstance(right, sympy.Expr) or isinstance(given, sympy.Expr):
         return False
-    if _nodes(right) + _nodes(given) > MAX_NODES:
+    if not both(sympy.Basic) or _nodes(right) + _nodes(given) > MAX_NODES:
         return False
     return bool(verify(right, given, timeout_seconds=None))
 
@@ -159,17 +186,23 @@ def _same_value(right: Any, given: Any) -> bool:
 
     floats = bool(right.atoms(sympy.Float)) + bool(given.atoms(sympy.Float))
     for values in _points(right.free_symbols | given.free_symbols):
-        a, b = right.evalf(DIGITS, subs=values), given.evalf(DIGITS, subs=values)
-        error, size = sympy.Abs(a - b).evalf(), sympy.Abs(a).evalf()
-        if not (error.is_Float or error.is_Integer) or not (size.is_Float or size.is_Integer):
+        a, b = _evaluated(right, values), _evaluated(given, values)
+        if a is None or b is None:
             return False
+        error, size = abs(a[0] - b[0]) + abs(a[1] - b[1]), abs(a[0]) + abs(a[1])
         if floats == 1 and size > math_text.SMALL:
-            near = error <= ROUNDED  # a decimal of six places for what it was rounded from
+            near = error <= ROUNDED  # a decimal of six places equals the value that was rounded to it
         else:
             near = error <= (ROUNDING if floats else TOLERANCE) * (size if size > 0 else 1)
         if not near:
             return False
     return True
+
+
+def _evaluated(expression: Any, values: dict[Any, Any]) -> tuple[Any, Any] | None:
+    """Real and imaginary part of an expression at a point; None where it has no finite value, as at a pole."""
+    parts = expression.evalf(DIGITS, subs=values).as_real_imag()
+    return parts if all(part.is_Float or part.is_Integer for part in parts) else None
 
 
 def _same_equation(right: Any, given: Any) -> bool:
@@ -188,13 +221,13 @@ def _same_equation(right: Any, given: Any) -> bool:
     return all(abs(ratio / ratios[0] - 1) <= ROUNDING for ratio in ratios)
 
 
-def _points(symbols: Any) -> Any:
+def _points(symbols: Any) -> Iterator[dict[Any, Any]]:
     """Values for the symbols, three times; once where there are none."""
-    from sympy import Rational
+    from sympy import Float
 
     names = sorted(symbols, key=str)
     for point in POINTS[: 3 if names else 1]:
-        yield {name: Rational(point) + Rational(place * 7, 19) for place, name in enumerate(names)}
+        yield {name: Float(point, FINE) + Float(place, FINE) * 7 / 19 for place, name in enumerate(names)}
 
 
 def _nodes(expression: Any) -> int:

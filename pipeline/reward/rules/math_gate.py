@@ -1,7 +1,8 @@
-r"""What may go into the LaTeX parser and the computer algebra behind it: small answers of known commands.
+r"""Decides which answers may go into the LaTeX parser and computer algebra: small ones of known commands.
 
-The parser's time doubles with each bracket or index inside another, and algebra computes `9^{9^9}` if it is told to, so
-length, nesting, powers and factorials are bounded by reading the text alone, in linear time.
+The parser's time doubles with each bracket or index inside another, and algebra computes `9^{9^9}`, `\exp(\exp(99))` or
+`\binom{\pi}{999}` digit by digit when asked to. So length, nesting, powers, functions and factorials are bounded by
+reading the text alone, in linear time.
 """
 
 import re
@@ -9,46 +10,51 @@ import re
 MAX_LENGTH = 300  # characters of a tidied answer that is parsed
 MAX_DEPTH = 4  # brackets inside each other
 MAX_DIGITS = 30  # of one number
-MAX_POWER = 1000  # product of all numbers in exponents; `MAX_SYMBOLIC_POWER` where there are letters
-MAX_SYMBOLIC_POWER = 60
-MAX_SIGNS = 40  # operators, of all kinds
+MAX_SMALL_DIGITS = 3  # of each number beside `\exp` or `\binom`
+MAX_POWER = 1000  # product of all numbers in exponents
+MAX_SMALL_POWER = 60  # the same beside letters or rounding, which expand the power
+LETTER_POWER = 3  # what each letter of an exponent counts as in that product
+MAX_SIGNS = 40  # operators and commands
 MAX_SCRIPTS = 8  # exponents and indices
 MAX_LETTERS = 20  # outside commands
-MAX_FUNCTIONS = 2  # logarithms, sines and the like
+MAX_FUNCTIONS = 2  # logarithms, sines, roundings and the like
+MAX_BARS = 4  # of absolute values
 
-COMMANDS = re.compile(
-    r"frac|sqrt|binom|cdot|times|div|pm|mp|lt|gt|leq?|geq?|neq?|in|cup|cap|setminus|emptyset|varnothing|infty|mathbb|"
-    r"text|textbf|mathrm|mathbf|begin|end|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|[lr]floor|[lr]ceil|"
-    r"pi|alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|phi|omega"
+_FUNCTIONS = "(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|[lr]floor|[lr]ceil|binom"
+_COMMANDS = re.compile(
+    f"{_FUNCTIONS}|frac|sqrt|cdot|times|div|pm|mp|lt|gt|leq?|geq?|neq?|in|cup|cap|setminus|emptyset|varnothing|infty|"
+    "mathbb|text|textbf|mathrm|mathbf|begin|end|pi|alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|phi|omega"
 )
-MATRICES = re.compile(r"[pbv]?matrix|array")
-
-_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|ln|exp)(?![a-zA-Z])")
+_MATRIX = re.compile(r"(?:[^\\^]|\\frac)*\\begin\{([pbv]?matrix|array)\}(?:(?!\\begin|\\end).)*\\end\{\1\}\\?[)}\]]*")
+_FUNCTION = re.compile(rf"\\({_FUNCTIONS})(?![a-zA-Z])")
+_ROUNDING = re.compile(r"\\[lr](?:floor|ceil)")
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
-_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{([a-zA-Z]*)\}")
 _DIGITS = re.compile(r"\d+")
 _EXPONENT = re.compile(r"\^\s?(?:\{([^{}^]*)\}|(\\?[a-zA-Z]+|\d))")
+_SYMBOL = re.compile(r"\\(?!cdot|times|div)[a-zA-Z]+|[a-zA-Z]")
+_ROOT_INDEX = re.compile(r"\\sqrt\s?\[(?!\d{1,2}\]|[a-z]\])")
 _CHAIN = re.compile(r"[\^_]\s?(?:\{[^{}]*\}|\\?[a-zA-Z]+|\d)\s?[\^_]")
+_CHOSEN = r"\{(?:\d|\d?[a-zA-Z](?:[+-]\d)?)\}"
+_BINOMIAL = re.compile(rf"\\binom(?:\{{\d{{1,3}}\}}\{{\d{{1,3}}\}}|{_CHOSEN}{_CHOSEN})")
 _FACTORIAL = re.compile(r"(?<![\d.)}\]!])\d{1,3}!(?!\s*[!^])")
 _ALLOWED = re.compile(r"[\w\s\\{}()\[\]|,.;:'+\-*/^=<>!&]*")
 _LETTERS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{[^{}]*\}|\\[a-zA-Z]+|([a-zA-Z])")
 
 
 def admitted(text: str) -> bool:
-    """Whether a tidied answer may be parsed: of bounded size, known commands only, and no power that explodes."""
+    """Whether a tidied answer may be parsed: bounded in size, made of known commands, and cheap to evaluate."""
     if len(text) > MAX_LENGTH or not text.isascii() or not _ALLOWED.fullmatch(text):
         return False
-    if any(not COMMANDS.fullmatch(name) for name in _COMMAND.findall(text)):
+    commands = _COMMAND.findall(text)
+    if not all(map(_COMMANDS.fullmatch, commands)):
         return False
-    if any(not MATRICES.fullmatch(name) for name in _ENVIRONMENT.findall(text)):
+    if ("begin" in commands or "end" in commands) and not _MATRIX.fullmatch(text):
+        return False  # also products, powers and inverses of matrices
+    if len(commands) + sum(map(text.count, "+-*/^=<>|!_")) > MAX_SIGNS or text.count("|") > MAX_BARS:
         return False
-    if any(len(digits) > MAX_DIGITS for digits in _DIGITS.findall(text)):
+    if sum(map(bool, _LETTERS.findall(text))) > MAX_LETTERS or _depth(text) > MAX_DEPTH:
         return False
-    if sum(map(text.count, "+-*/^=<>|!_")) + len(_COMMAND.findall(text)) > MAX_SIGNS or text.count("|") > 4:
-        return False
-    if sum(map(bool, _LETTERS.findall(text))) > MAX_LETTERS or len(_FUNCTION.findall(text)) > MAX_FUNCTIONS:
-        return False
-    return _depth(text) <= MAX_DEPTH and _powers(text) and _factorials(text)
+    return _functions(text) and _powers(text) and _factorials(text)
 
 
 def _depth(text: str) -> int:
@@ -62,20 +68,38 @@ def _depth(text: str) -> int:
     return deepest
 
 
+def _functions(text: str) -> bool:
+    functions = _FUNCTION.findall(text)
+    rounds = bool(_ROUNDING.search(text))
+    # A rounding is two commands, the left and the right bracket.
+    if len(functions) > (2 * MAX_FUNCTIONS if rounds else MAX_FUNCTIONS):
+        return False
+    if "exp" in functions and len(functions) > 1:
+        return False
+    if rounds and ("!" in text or r"\infty" in text):
+        return False
+    longest = MAX_SMALL_DIGITS if "exp" in functions or "binom" in functions else MAX_DIGITS
+    if any(len(digits) > longest for digits in _DIGITS.findall(text)):
+        return False
+    return len(_BINOMIAL.findall(text)) == functions.count("binom")
+
+
 def _powers(text: str) -> bool:
-    exponents = _EXPONENT.findall(text)
+    exponents = [group or single for group, single in _EXPONENT.findall(text)]
     if len(exponents) != text.count("^") or _CHAIN.search(text) or text.count("_") + len(exponents) > MAX_SCRIPTS:
         return False  # the parser's time doubles with each exponent or index inside another
     product = 1
-    for group, single in exponents:
-        for digits in _DIGITS.findall(group or single):
+    for exponent in exponents:
+        quotient = "/" in exponent or r"\div" in exponent
+        if _FUNCTION.search(exponent) or (quotient and "." in exponent):
+            return False
+        for digits in _DIGITS.findall(exponent):
             product *= max(int(digits), 1)
-    return product <= (MAX_SYMBOLIC_POWER if any(_LETTERS.findall(text)) else MAX_POWER)
+        product *= LETTER_POWER ** len(_SYMBOL.findall(exponent))
+    expands = any(_LETTERS.findall(text)) or _ROUNDING.search(text)
+    return product <= (MAX_SMALL_POWER if expands else MAX_POWER) and not _ROOT_INDEX.search(text)
 
 
 def _factorials(text: str) -> bool:
-    if ")_" in text:
-        return False  # read as falling factorials
-    if r"\binom" in text and any(len(digits) > 3 for digits in _DIGITS.findall(text)):
-        return False
-    return len(_FACTORIAL.findall(text)) == text.count("!")
+    # `)_` is read as a falling factorial.
+    return ")_" not in text and len(_FACTORIAL.findall(text)) == text.count("!")

@@ -1,8 +1,8 @@
-r"""Mathematical answers as text: their tidied LaTeX, and those that are plain numbers or plain words.
+r"""Reads mathematical answers as text: their tidied LaTeX, plain numbers, plain words and lists.
 
-Most answers need no algebra. `tidy` takes away what does not change an answer (spacing and size commands, dollar and
-percent signs, degrees, units behind a number, a full stop), `number` reads what is then a number, and `words` what is
-text. Time is linear in the length, which the callers bound.
+Most answers need no algebra. `tidy` removes what does not change an answer (spacing and size commands, dollar and
+percent signs, degrees, units behind a number, a full stop), `number` reads numbers, and `words` reads text. Each
+function takes time linear in the length, which the callers bound.
 """
 
 import re
@@ -19,6 +19,8 @@ _UNICODE = str.maketrans(
         "\u20ac": "", "\u00a3": "", "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}",
     }
 )  # fmt: skip
+# MATH writes 10,080 as `10,\!080` or `10{,}080`; such a comma parts thousands even inside a tuple.
+_THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|\\!,|\{,\}(?:\\!)?|\\!)(?=\d{3}(?!\d))")
 _GONE = re.compile(
     r"(?<!\\)\\[!,;:> ]|~|\\(?:left|right|displaystyle|textstyle|limits|bigl|bigr|big|Big|quad|qquad)(?![a-zA-Z])"
     r"|\^\{?\\circ\}?|\\degree(?![a-zA-Z])|\\?[$%]|(?<=\d)\s?percent(?![a-zA-Z])"
@@ -34,16 +36,28 @@ _SPACE = re.compile(r"\s+")
 _AND = re.compile(r"\s*,?\s*\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}\s*|(?<=[\d})])\s*,?\s(?:and|or)\s")
 _TOKEN = re.compile(r"\\[{}]|\\cup(?![a-zA-Z])|\\.|[(){}\[\],;]", re.DOTALL)
 
-_INTEGER, _DECIMAL = r"[0-9]{1,100}", r"[0-9]{1,100}(?:\.[0-9]{0,100})?|\.[0-9]{1,100}"
-_SIGNED = re.compile(rf"([-+]?)({_DECIMAL})")
-_RATIO = re.compile(rf"([-+]?)(?:\\frac\{{([-+]?)({_DECIMAL})\}}\{{([-+]?)({_DECIMAL})\}}|({_DECIMAL})/({_DECIMAL}))")
-_MIXED = re.compile(rf"([-+]?)({_INTEGER})(?:\\frac\{{({_INTEGER})\}}\{{({_INTEGER})\}}|\s({_INTEGER})/({_INTEGER}))")
-_MANTISSA = re.compile(rf"([-+]?)({_DECIMAL})\\(?:times|cdot)\s?10\^\{{?([-+]?[0-9]{{1,2}})\}}?")
+_DECIMAL = r"(?:[0-9]{1,100}(?:\.[0-9]{0,100})?|\.[0-9]{1,100})"
+_NUMBER = re.compile(
+    r"(?P<sign>[-+]?)(?:(?P<whole>[0-9]{1,100})(?:\s|(?=\\frac)))?"
+    rf"(?:\\frac\{{(?P<top>[-+]?{_DECIMAL})\}}\{{(?P<bottom>[-+]?{_DECIMAL})\}}"
+    rf"|(?P<above>{_DECIMAL})(?:/(?P<below>{_DECIMAL}))?)"
+    r"(?:\\(?:times|cdot)\s?10\^\{?(?P<power>[-+]?[0-9]{1,2})\}?)?"
+)
+_WORD = r"[A-Za-z]{2,20}"
+_COUNTED = re.compile(rf"(.{{1,200}}?) (?=[A-Za-z]*[AEIOUaeiou])([A-Za-z]{{3,20}}(?: {_WORD}){{0,3}})")
+# A word that changes the number, and no unit.
+_VALUED = re.compile(
+    r"(?i:hundred|thousand|[mbtr]+illion|dozen|half|halves|(?:third|fourth|quarter|fifth|sixth|seventh|eighth|ninth"
+    r"|tenth|hundredth|thousandth)s?|squared|cubed|factorial|mod|modulo|base|plus|minus|times|over|divided|less|more"
+    r"|root|power|sqrt|sin|cos|tan|cot|sec|csc|log|exp|infinity|alpha|beta|gamma|delta|theta|lambda|sigma|omega)"
+)
+_WORDS = re.compile(r"[A-Z][a-z]{2,}|(?i:true|false|yes|no)")
+_IN_BASE = re.compile(r"\(?(?=[A-Fa-f.]{0,99}[0-9])([0-9A-Fa-f.]{1,100})\)?_\{?\(?([0-9]{1,2})\)?\}?")
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number an answer states, and how many decimal places it was given with (None: no decimal point)."""
+    """An exact number, and how many decimal places it was written with (None: no decimal point)."""
 
     value: Fraction
     places: int | None
@@ -51,7 +65,7 @@ class Number:
 
 def tidy(answer: str) -> str:
     """The answer without what does not change it; blanks stay only between two things that would run together."""
-    text = _GONE.sub(" ", answer.translate(_UNICODE)).replace("{,}", ",").strip()
+    text = _GONE.sub(" ", _THOUSANDS.sub("", answer.translate(_UNICODE))).replace("{,}", ",").strip()
     text = _UNIT.sub("", text) if not _TEXT.fullmatch(text) else text
     text = _FRACTION.sub(r"\\frac", text)
     text = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}", text)
@@ -61,25 +75,41 @@ def tidy(answer: str) -> str:
         text = text[:-1].rstrip()
     if not text.startswith(("(", "[", "\\{")):  # where a comma parts numbers, as in (1,234)
         text = _GROUPED.sub(lambda m: re.sub(r"[^\d]", "", m[0]), text)
+    counted = _COUNTED.fullmatch(text)
+    if counted is not None and not any(map(_VALUED.fullmatch, counted[2].split())):
+        alone = _squeezed(counted[1])
+        if number(assigned(alone)[1]) is not None:
+            return alone
+    return _squeezed(text)
+
+
+def _squeezed(text: str) -> str:
     return re.sub(r"(?<=[^\w]) | (?=[^\w\\])", "", text)
 
 
 def words(answer: str) -> str | None:
-    r"""The words of a tidied answer that is text in a `\text{...}` or one capital letter, without brackets and case.
+    r"""The words of a tidied answer, without brackets and letter case, or None where it is anything but words.
 
-    None where it is anything else.
+    Words are text in a `\text{...}`, one capital letter, a capitalised word, and true, false, yes and no.
     """
     text, wraps = _TEXT.subn(r"\1", answer)
     text = re.sub(r"[(){}\s.]", "", text)
-    if not text.isalpha() or not (wraps or (len(text) == 1 and text.isupper())):
+    if not text.isalpha() or not (wraps or (len(text) == 1 and text.isupper()) or _WORDS.fullmatch(text)):
         return None
-    return text if len(text) == 1 else text.casefold()
+    return letters(text)
 
 
 def letters(answer: str) -> str:
-    """The answer as `words` writes it, whatever it holds."""
+    """The answer in the form that `words` returns, also where it is not words."""
     text = re.sub(r"[(){}\s.]", "", _TEXT.sub(r"\1", answer))
     return text if len(text) == 1 else text.casefold()
+
+
+def in_base(answer: str) -> tuple[str, str]:
+    """Digits and base of a tidied number such as `2012_7`; the base is "" where the answer states none."""
+    match = _IN_BASE.fullmatch(answer)
+    digits, base = (answer, "") if match is None else (match[1], match[2])
+    return digits.lstrip("0").casefold(), base.lstrip("0")
 
 
 def assigned(answer: str) -> tuple[str, str]:
@@ -94,39 +124,36 @@ def elements(answer: str) -> tuple[str, list[str]] | None:
     The brackets are `()`, `[)` and the like for tuples and intervals, `{}` for sets and for lists without brackets,
     and `cup` for a union. Brackets inside are left as they are; `[` may end with `)`.
     """
-    depth, cuts, unions, closed = 0, [], [], -1
-    tokens = [(match[0].lstrip("\\") or match[0], match.start(), match.end()) for match in _TOKEN.finditer(answer)]
-    bracketed = answer.startswith(("(", "[", "\\{"))
-    for token, start, end in tokens:
+    united = _split(answer, ("cup",))
+    if united is None or len(united) > 1:
+        return None if united is None else ("cup", united)
+    if answer.startswith(("(", "[", "\\{")) and answer.endswith((")", "]", "}")):
+        opening = 2 if answer[0] == "\\" else 1
+        closing = 2 if answer.endswith("\\}") else 1
+        inside = _split(answer[opening:-closing], (",", ";"))
+        # None: the first bracket closes before the end, as in `(1,2),(3,4)`.
+        if inside is not None:
+            return (f"{answer[opening - 1]}{answer[-1]}", inside) if len(inside) > 1 else None
+    listed = _split(answer, (",", ";"))
+    return ("{}", listed) if listed is not None and len(listed) > 1 else None
+
+
+def _split(text: str, separators: tuple[str, ...]) -> list[str] | None:
+    """The parts of a text between separators that stand in no bracket; None where brackets are not in pairs."""
+    parts = []
+    depth = start = 0
+    for match in _TOKEN.finditer(text):
+        token = match[0].lstrip("\\")
         if token in ("(", "[", "{"):
             depth += 1
         elif token in (")", "]", "}"):
             depth -= 1
-            if depth == 0 and closed < 0:
-                closed = end
-        elif token == "cup" and depth == 0:
-            unions.append((start, end))
-        elif token in (",", ";"):
-            cuts.append((depth, start, end))
-    if depth != 0:
-        return None
-    if unions:
-        return "cup", _split(answer, unions, 0, len(answer))
-    whole = bracketed and closed == len(answer)
-    places = [(start, end) for level, start, end in cuts if level == int(whole)]
-    if not places:
-        return None
-    if not whole:
-        return "{}", _split(answer, places, 0, len(answer))
-    opening = 2 if answer[0] == "\\" else 1
-    closing = 2 if answer.endswith("\\}") else 1
-    brackets = f"{answer[opening - 1]}{answer[-1]}"
-    return brackets, _split(answer, places, opening, len(answer) - closing)
-
-
-def _split(text: str, places: list[tuple[int, int]], first: int, last: int) -> list[str]:
-    starts, ends = [first, *(end for _, end in places)], [*(start for start, _ in places), last]
-    return [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+            if depth < 0:
+                return None
+        elif depth == 0 and token in separators:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+    return [*parts, text[start:].strip()] if depth == 0 else None
 
 
 def number(answer: str) -> Number | None:
@@ -134,23 +161,19 @@ def number(answer: str) -> Number | None:
 
     None where it is anything else, or divides by zero.
     """
-    if match := _SIGNED.fullmatch(answer):
-        return Number(_signed(match[1], match[2]), len(match[2].partition(".")[2]) if "." in match[2] else None)
-    if match := _MIXED.fullmatch(answer):
-        below = int(match[4] or match[6])
-        if below == 0:
-            return None
-        value = int(match[2]) + Fraction(int(match[3] or match[5]), below)
-        return Number(-value if match[1] == "-" else value, None)
-    if match := _RATIO.fullmatch(answer):
-        above = _signed(match[2] or "", match[3] or match[6])
-        below_ = _signed(match[4] or "", match[5] or match[7])
-        if below_ == 0:
-            return None
-        return Number((-1 if match[1] == "-" else 1) * above / below_, None)
-    if match := _MANTISSA.fullmatch(answer):
-        return Number(_signed(match[1], match[2]) * Fraction(10) ** int(match[3]), None)
-    return None
+    match = _NUMBER.fullmatch(answer)
+    if match is None:
+        return None
+    above = match["top"] or match["above"]
+    below = match["bottom"] or match["below"]
+    if match["whole"] and not (below and above.isdigit() and below.isdigit()):
+        return None
+    if below and Fraction(below) == 0:
+        return None
+    value = Fraction(match["whole"] or 0) + Fraction(above) / Fraction(below or 1)
+    value *= Fraction(10) ** int(match["power"] or 0)
+    places = len(above.partition(".")[2]) if "." in above and not below and not match["power"] else None
+    return Number(-value if match["sign"] == "-" else value, places)
 
 
 def same_number(a: Number, b: Number) -> bool:
@@ -161,8 +184,3 @@ def same_number(a: Number, b: Number) -> bool:
         return False
     places = a.places or b.places or 0
     return places >= 6 and 2 * abs(a.value - b.value) <= Fraction(1, 10**places)
-
-
-def _signed(sign: str, digits: str) -> Fraction:
-    value = Fraction(digits if not digits.startswith(".") else f"0{digits}")
-    return -value if sign == "-" else value

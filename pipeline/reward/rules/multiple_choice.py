@@ -1,9 +1,9 @@
 r"""Reward of a multiple-choice answer: 1.0 for the right letter, 0.0 for any other or none.
 
-The letter is, in this order: the last `<answer>` that is closed, the last box, what follows the last "answer is" or
-"answer:", the last line that is a letter and nothing else, and a letter that opens the response (`B. He jumps`). It may
-stand in brackets or between asterisks, and `\text{B}` is B. The first of these places that is there decides, so that a
-letter in passing ("A dog ...") is no answer.
+The first of these places that a response has decides, so that a letter in passing ("A dog ...") is no answer: the last
+closed `<answer>`, the last box, what follows the last "answer is" or "answer:", the last line that is only a letter,
+and a letter that opens the response (`B. He jumps`). The letter may stand in brackets or between asterisks, and
+`\text{B}` is B.
 """
 
 import re
@@ -28,17 +28,17 @@ def extract_letter(solution_str: str) -> str:
     """The letter a response chooses, a capital, or "" where it chooses none."""
     for marked in (extract_answer(solution_str), last_boxed(solution_str)):
         if marked is not None:
-            found = _OPENING.match(_TEXT.sub(r"\1", marked[:WINDOW]))
-            return found[1].upper() if found else ""
+            match = _OPENING.match(_TEXT.sub(r"\1", marked[:WINDOW]))
+            return match[1].upper() if match else ""
     end = solution_str[-WINDOW:]
     phrases = _PHRASE.findall(end)
     if phrases:
         return "".join(phrases[-1]).upper()
     for line in reversed(end.splitlines()):
-        if found := _LINE.fullmatch(line):
-            return found[1].upper()
-    found = _OPENING.match(solution_str)
-    return found[1].upper() if found else ""
+        if match := _LINE.fullmatch(line):
+            return match[1].upper()
+    match = _OPENING.match(solution_str)
+    return match[1].upper() if match else ""
 
 
 def compute_score(solution_str: str, ground_truth: int | str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def compute_score(solution_str: str, ground_truth: int | str) -> dict[str, Any]:
         ground_truth: place of the right choice, from 0, or its letter; digits in text are a place too.
 
     Returns:
-        `score` (1.0 or 0.0), `acc` and `format` (0 or 1: the letter is right; there is one), and `pred`, the letter.
+        `score` (1.0 or 0.0), `acc`, `format` (there is a letter), and `pred`, the letter.
 
     Raises:
         ValueError: `ground_truth` is no place or letter.
@@ -61,9 +61,7 @@ def compute_score(solution_str: str, ground_truth: int | str) -> dict[str, Any]:
 
 
 def _read(ground_truth: Any) -> str:
-    text = str(ground_truth).strip() if isinstance(ground_truth, int | str) else ""
-    if isinstance(ground_truth, bool):
-        text = ""
+    text = str(ground_truth).strip() if type(ground_truth) in (int, str) else ""
     if text.isascii() and text.isdigit() and len(text) <= 2 and int(text) < len(LETTERS):
         return LETTERS[int(text)]
     if len(text) == 1 and text.upper() in LETTERS:

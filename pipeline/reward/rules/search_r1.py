@@ -32,8 +32,7 @@ def compute_score(solution_str: str, ground_truth: dict[str, Any] | list[str] | 
         ground_truth: `{"target": answer or list of answers}`, or one of the two alone.
 
     Returns:
-        `score` (1.0, 0.25 or 0.0), `acc` and `format` (0 or 1: the answer is right; there is one), and `pred`, the
-        normalised answer, at most `MAX_PRED` characters of it, "" where there is none.
+        `score` (1.0, 0.25 or 0.0), `acc`, `format` (there is an answer), and `pred`, the normalised answer.
 
     Raises:
         ValueError: `ground_truth` holds no answer.
@@ -50,11 +49,11 @@ def compute_score(solution_str: str, ground_truth: dict[str, Any] | list[str] | 
 
 
 def _read(ground_truth: Any) -> set[str]:
-    found = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
-    found = [found] if isinstance(found, str) else found
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        found = []
-    targets = {normalize(one) for one in found} - {""}
+    answers = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
+    answers = [answers] if isinstance(answers, str) else answers
+    targets: set[str] = set()
+    if isinstance(answers, list) and all(isinstance(answer, str) for answer in answers):
+        targets = {normalize(answer) for answer in answers} - {""}
     if not targets:
         raise ValueError(
             "reward_model.ground_truth of a searchR1 row must hold `target`, an answer or a list of answers with "

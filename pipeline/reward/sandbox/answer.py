@@ -4,8 +4,7 @@ import re
 
 MAX_CODE = 100_000  # characters of a program
 
-# A line that opens or closes a fence; the language must be Python's or missing.
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+.-]*)[ \t]*\r?$", re.MULTILINE)
+_LANGUAGE = re.compile(r"[\w+.-]*")
 _PYTHON = ("python", "python3", "py")
 _OPEN, _CLOSE = "<code>", "</code>"
 
@@ -17,24 +16,35 @@ def extract_code(response: str) -> str | None:
     linear in the response's length.
     """
     blocks: list[tuple[str, str]] = []
-    language, start = None, 0
-    for match in _FENCE.finditer(response):
-        if language is None:
-            language, start = match[1].lower(), match.end() + 1
-        elif match[1]:
+    language, start, end = None, 0, 0
+    for line in response.split("\n"):
+        begin, end = end, end + len(line) + 1
+        fence = _fence(line)
+        if fence is None:
+            continue
+        if language is None or fence:
             # A fence with a language inside an open block: that block was never closed.
-            language, start = match[1].lower(), match.end() + 1
+            language, start = fence, end
         else:
-            blocks.append((language, response[start : match.start()]))
+            blocks.append((language, response[start:begin]))
             language = None
     if language in _PYTHON:
-        blocks.append((str(language), response[start:]))
-    python = [text for language, text in blocks if language in _PYTHON]
+        blocks.append((language, response[start:]))
+    python = [text for name, text in blocks if name in _PYTHON]
     if python:
         return python[-1]
-    begin = response.rfind(_OPEN, 0, max(response.rfind(_CLOSE), 0))
-    if begin >= 0:
-        begin += len(_OPEN)
-        return response[begin : response.find(_CLOSE, begin)].strip("\r\n")
-    plain = [text for language, text in blocks if not language]
+    opened = response.rfind(_OPEN, 0, max(response.rfind(_CLOSE), 0))
+    if opened >= 0:
+        opened += len(_OPEN)
+        return response[opened : response.find(_CLOSE, opened)].strip("\r\n")
+    plain = [text for name, text in blocks if not name]
     return plain[-1] if plain else None
+
+
+def _fence(line: str) -> str | None:
+    """The language that a line which opens or closes a block names, "" if it names none; None for any other line."""
+    text = line.removesuffix("\r").strip(" \t")
+    if not text.startswith("```"):
+        return None
+    name = text[3:].strip(" \t")
+    return name.lower() if _LANGUAGE.fullmatch(name) else None

@@ -1,17 +1,16 @@
-"""The command that starts a sandbox, for each kind of isolation, and what is visible inside."""
+"""What a sandbox is made of: the command that starts it, what is visible inside, and the job it is given."""
 
 import os
-import shutil
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
-from pipeline.reward.sandbox.config import SandboxConfig
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox.inside import namespaces
 
 PACKAGE = Path(__file__).parent  # holds `inside`
-START = "import sys; sys.path.append({here!r}); from inside.supervisor import main; main()"
+START = f"import sys; sys.path.append({str(PACKAGE)!r}); from inside.supervisor import main; "
 
 
 class SandboxError(Exception):
@@ -21,6 +20,11 @@ class SandboxError(Exception):
 def interpreter() -> str:
     """The Python that runs the code: this one, outside of any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def command(job: int) -> list[str]:
+    """Command line of the supervisor; its job is in the file descriptor `job`."""
+    return [interpreter(), "-I", "-S", "-c", f"{START}main({job})"]
 
 
 def packages(config: SandboxConfig) -> list[tuple[str, str]]:
@@ -42,65 +46,33 @@ def mounts(config: SandboxConfig) -> list[tuple[str, str]]:
     return shown
 
 
-def job(code: str, tests: list[dict[str, Any]], isolation: str, work: str, config: SandboxConfig) -> dict[str, Any]:
-    """What the supervisor is told, see `inside/supervisor.py`."""
-    processes: int | None = config.max_processes + 3  # the supervisor and the judge count as well
-    if isolation == "none":
-        # Without a user namespace the kernel counts all processes of this user; the runner counts these.
-        processes = None
+def job(code: str, tests: list[dict[str, str]], work: str, streams: list[int], config: SandboxConfig) -> dict[str, Any]:
+    """What the supervisor is told.
+
+    Args:
+        code: the program.
+        tests: see `runner.run_tests`.
+        work: the folder of a program without isolation; "" for namespaces.
+        streams: file descriptors for stdout, stderr and the result of a test.
+        config: the limits.
+    """
+    open_air = bool(work)
     return {
-        "isolation": isolation,
+        "streams": streams,
+        "namespaces": not open_air,
         "code": code,
         "tests": tests,
         "python": interpreter(),
-        "packages": [pair[isolation != "none"] for pair in packages(config)],
+        "packages": [outside if open_air else inside for outside, inside in packages(config)],
         "mounts": mounts(config),
-        "here": str(PACKAGE) if isolation == "none" else namespaces.HERE,
-        "work": work if isolation == "none" else namespaces.WORK,
+        "here": str(PACKAGE) if open_air else namespaces.HERE,
+        "work": work or namespaces.WORK,
         "temp": config.temp_mb << 20,
         "output": config.output_kb << 10,
         "test_s": config.timeout_s,
         "total_s": config.total_timeout_s,
-        "processes": processes,
+        # Without a user namespace the kernel counts all processes of this user; the runner counts those of the
+        # sandbox. Within one, the supervisor and the judge count as well.
+        "processes": None if open_air else config.max_processes + 3,
         "limits": {"cpu_s": config.cpu_s, "memory": config.memory_mb << 20, "file": config.file_mb << 20},
     }
-
-
-def command(isolation: str, config: SandboxConfig) -> list[str]:
-    """Command line of the supervisor under `isolation`, which is not `auto`.
-
-    Raises:
-        SandboxError: bubblewrap is asked for and not installed.
-    """
-    inside = isolation == "bubblewrap"
-    here = namespaces.HERE if inside else str(PACKAGE)
-    start = [interpreter(), "-I", "-S", "-c", START.format(here=here)]
-    return bubblewrap(config) + start if inside else start
-
-
-def bubblewrap(config: SandboxConfig) -> list[str]:
-    """The bwrap part of the command: the same file system and namespaces as `inside/namespaces.py` makes.
-
-    Raises:
-        SandboxError: there is no bwrap on the PATH.
-    """
-    program = shutil.which("bwrap")
-    if program is None:
-        raise SandboxError(
-            "reward.sandbox.isolation is bubblewrap, but there is no program bwrap on the PATH; install bubblewrap "
-            "(0.7 or newer) or use isolation=namespaces"
-        )
-    line = [program, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    line += ["--unshare-cgroup-try", "--uid", str(namespaces.NOBODY), "--gid", str(namespaces.NOBODY)]
-    line += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
-    for path in namespaces.SYSTEM:
-        if os.path.islink(path) and os.path.isdir(path):
-            line += ["--symlink", os.readlink(path), path]
-        elif os.path.exists(path):
-            line += ["--ro-bind", path, path]
-    for source, target in mounts(config):
-        line += ["--ro-bind", source, target]
-    for device in namespaces.DEVICES:
-        line += ["--dev-bind", device, device]
-    line += ["--size", str(config.temp_mb << 20), "--tmpfs", namespaces.WORK, "--remount-ro", "/", "--chdir", "/"]
-    return line

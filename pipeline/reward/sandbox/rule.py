@@ -10,8 +10,8 @@ Chosen:
 from contextlib import closing
 from typing import Any
 
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import answer, runner, truth
-from pipeline.reward.sandbox.config import SandboxConfig
 
 DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")  # the names in verl's files
 MAX_REASON = 200  # characters
@@ -41,20 +41,20 @@ def compute_score(solution_str: str, ground_truth: Any, config: SandboxConfig) -
     result["format"] = 1
     if len(code) > answer.MAX_CODE:
         return result | {"reason": f"the code has {len(code)} characters, more than {answer.MAX_CODE}"}
-    passed, reasons, seen = 0, [], 0
+    passed, seen, reason = 0, 0, ""
     with closing(runner.run_tests(code, [test.job for test in tests], config)) as outcomes:
         for test, outcome in zip(tests, outcomes, strict=False):
             failure = test.failure(outcome)
             seen += 1
-            if not failure:
-                passed += 1
-                continue
-            reasons.append(f"test {seen}: {failure}")
-            if config.score == "all":
-                break
-    if not reasons and seen < len(tests):
-        reasons.append(f"test {seen + 1}: time limit of all tests exceeded")
+            passed += not failure
+            if failure:
+                reason = reason or f"test {seen}: {failure}"
+                if config.score == "all":
+                    break
+    if not reason and seen < len(tests):
+        reason = f"test {seen + 1}: time limit of all tests exceeded"
     correct = passed == len(tests)
     score = float(correct) if config.score == "all" else passed / len(tests)
-    reason = reasons[0][:MAX_REASON] if reasons else ""
+    # Half a surrogate pair, which a program may name in an error, is text that no file can hold.
+    reason = reason[:MAX_REASON].encode(errors="replace").decode()
     return result | {"score": score, "acc": int(correct), "passed": passed, "reason": reason}

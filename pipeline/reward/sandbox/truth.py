@@ -1,6 +1,6 @@
 """Tests of a programming problem: what a ground truth holds, and whether an outcome is right.
 
-The expected values stay on this side; the sandbox sees inputs and asserts, and the program only inputs.
+The expected values stay on this side; the sandbox sees inputs and asserts, and the program sees only inputs.
 """
 
 import ast
@@ -13,6 +13,9 @@ from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.runner import Outcome
 
 TOLERANCE = 1e-6  # of numbers with a decimal point, relative above 1
+# A result is read only up to its expected size: as JSON, one that is right is at most so many times as long.
+MAX_GROWTH = 32
+MIN_RESULT = 4096  # bytes
 WHERE = "reward_model.ground_truth of a code row"
 
 
@@ -20,7 +23,7 @@ WHERE = "reward_model.ground_truth of a code row"
 class Test:
     """One test: what the sandbox is told (see `runner.run_tests`), and what must come of it."""
 
-    job: dict[str, Any]
+    job: dict[str, str]
     expected: Any = None
 
     def failure(self, outcome: Outcome) -> str:
@@ -29,13 +32,25 @@ class Test:
             return outcome.failure or ("" if same_text(outcome.stdout, self.expected) else "wrong answer")
         if outcome.ended != "exit":
             return outcome.failure
-        if outcome.verdict is None:
-            return "the test was ended from inside the program"
-        if not outcome.verdict["passed"]:
-            return str(outcome.verdict["reason"]) or "failed"
-        if self.job["kind"] == "call" and not _is_expected(outcome.verdict.get("value"), self.expected):
-            return "wrong answer"
-        return ""
+        if not outcome.result:
+            return outcome.failure or "the test was ended from inside the program"
+        # Text of the program's own making: longer, deeper or stranger than JSON has to be.
+        try:
+            if len(outcome.result) > MIN_RESULT + MAX_GROWTH * len(json.dumps(self.expected)):
+                return "wrong answer"
+            reply = json.loads(outcome.result)
+            if reason := reply.get("error"):
+                return str(reason)
+            if self.job["kind"] == "assert":
+                return ""
+            value, wanted = values.unpack(reply["value"]), self.expected
+            # Some data sets wrap a single result in a list.
+            wrapped = isinstance(wanted, list) and len(wanted) == 1 and _same_value(value, wanted[0])
+            if wrapped or _same_value(value, wanted):
+                return ""
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
+            pass
+        return "wrong answer"
 
 
 def read(ground_truth: Any) -> list[Test]:
@@ -56,7 +71,7 @@ def read(ground_truth: Any) -> list[Test]:
         except ValueError:
             data = [data]
     if isinstance(data, list):
-        return [_assert(source, f"[{i}]") for i, source in enumerate(_several(data, ""))]
+        return [_assert(source, f"[{i}]") for i, source in enumerate(_several(data, "it"))]
     if not isinstance(data, dict):
         raise ValueError(f"{WHERE} must hold inputs and outputs, or asserts, not be a {type(data).__name__}")
     asserts = data.get("assert_case") or []
@@ -65,47 +80,50 @@ def read(ground_truth: Any) -> list[Test]:
         raise ValueError(f"{WHERE}: assert_case must be a list of pieces of Python, not a {type(asserts).__name__}")
     asserts = [source for source in asserts if not (isinstance(source, str) and not source.strip())]
     if asserts:
-        return [_assert(source, f".assert_case[{i}]") for i, source in enumerate(asserts)]
-    inputs, outputs = _several(data.get("inputs"), ".inputs"), _several(data.get("outputs"), ".outputs")
+        return [_assert(source, f"assert_case[{i}]") for i, source in enumerate(asserts)]
+    inputs, outputs = _several(data.get("inputs"), "inputs"), _several(data.get("outputs"), "outputs")
     if len(inputs) != len(outputs):
         raise ValueError(f"{WHERE} has {len(inputs)} inputs but {len(outputs)} outputs; each input needs its output")
     name = data.get("fn_name")
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"{WHERE}: fn_name must be the name of a function, not {str(name)[:100]!r}")
-    if name is None:
-        return [
-            Test({"kind": "script", "stdin": _text(given, f".inputs[{i}]")}, _text(wanted, f".outputs[{i}]"))
-            for i, (given, wanted) in enumerate(zip(inputs, outputs, strict=True))
-        ]
-    return [
-        Test({"kind": "call", "name": name, "arguments": _arguments(given, i)}, _result(wanted))
-        for i, (given, wanted) in enumerate(zip(inputs, outputs, strict=True))
-    ]
+    tests = []
+    for i, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
+        if name is None:
+            job = {"kind": "script", "stdin": _text(given, f"inputs[{i}]")}
+            tests.append(Test(job, _text(wanted, f"outputs[{i}]")))
+        else:
+            job = {"kind": "call", "stdin": json.dumps([name, _arguments(given, f"inputs[{i}]")])}
+            tests.append(Test(job, _result(wanted)))
+    return tests
 
 
 def same_text(printed: str, expected: str) -> bool:
     """Whether two outputs are the same line by line.
 
     How many blanks stand between words, blanks at the ends of lines, and empty lines at the end do not count; numbers
-    with a decimal point or exponent may differ by `TOLERANCE`.
+    with a decimal point or exponent may differ by `TOLERANCE`, which is not relative where a whole number is expected.
     """
     got, wanted = printed.rstrip().splitlines(), expected.rstrip().splitlines()
-    return len(got) == len(wanted) and all(_same_line(a, b) for a, b in zip(got, wanted, strict=True))
-
-
-def _same_line(got: str, wanted: str) -> bool:
-    if got == wanted:
-        return True
-    a, b = got.split(), wanted.split()
-    return len(a) == len(b) and all(x == y or _close_words(x, y) for x, y in zip(a, b, strict=True))
+    if len(got) != len(wanted):
+        return False
+    for line, right in zip(got, wanted, strict=True):
+        words, right_words = line.split(), right.split()
+        if len(words) != len(right_words):
+            return False
+        if not all(a == b or _close_words(a, b) for a, b in zip(words, right_words, strict=True)):
+            return False
+    return True
 
 
 def _close_words(got: str, wanted: str) -> bool:
     if len(got) > 40 or len(wanted) > 40 or not any(sign in wanted + got for sign in ".eE"):
         return False
     try:
-        return _close(float(got), float(wanted))
-    except ValueError:
+        if any(sign in wanted for sign in ".eE"):
+            return _close(float(got), float(wanted))
+        return abs(float(got) - int(wanted)) <= TOLERANCE
+    except (ValueError, OverflowError):
         return False
 
 
@@ -113,35 +131,17 @@ def _close(got: float, wanted: float) -> bool:
     return got == wanted or (math.isfinite(wanted) and abs(got - wanted) <= TOLERANCE * max(1.0, abs(wanted)))
 
 
-def _is_expected(packed: Any, expected: Any) -> bool:
-    def handle(_index: int, name: str) -> Any:
-        raise ValueError(f"the result is a {name}, which is no plain data")
-
-    try:
-        result = values.unpack(packed, handle)
-        # Some data sets wrap a single result in a list.
-        return _same_value(result, expected) or (
-            isinstance(expected, list) and len(expected) == 1 and _same_value(result, expected[0])
-        )
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
-        return False
-
-
 def _same_value(got: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
-        return (
-            isinstance(got, list | tuple)
-            and len(got) == len(wanted)
-            and all(_same_value(a, b) for a, b in zip(got, wanted, strict=True))
-        )
+        if not isinstance(got, list | tuple) or len(got) != len(wanted):
+            return False
+        return all(_same_value(a, b) for a, b in zip(got, wanted, strict=True))
     if isinstance(wanted, dict):
+        if not isinstance(got, dict):
+            return False
         # The keys of JSON are text.
-        found = {str(key): item for key, item in got.items()} if isinstance(got, dict) else {}
-        return (
-            isinstance(got, dict)
-            and found.keys() == wanted.keys()
-            and all(_same_value(found[key], item) for key, item in wanted.items())
-        )
+        items = {str(key): item for key, item in got.items()}
+        return items.keys() == wanted.keys() and all(_same_value(items[key], item) for key, item in wanted.items())
     if isinstance(wanted, float) and isinstance(got, int | float):
         return _close(float(got), wanted)
     return isinstance(got, str | int | float | bool | None) and bool(got == wanted)
@@ -150,7 +150,7 @@ def _same_value(got: Any, wanted: Any) -> bool:
 def _several(data: Any, key: str) -> list[Any]:
     if not isinstance(data, list) or not data:
         shown = "missing" if data is None else f"{str(data)[:100]!r}"
-        raise ValueError(f"{WHERE}: {key.lstrip('.') or 'it'} must be a list with at least one test, but is {shown}")
+        raise ValueError(f"{WHERE}: {key} must be a list with at least one test, but is {shown}")
     return data
 
 
@@ -163,7 +163,7 @@ def _assert(source: Any, key: str) -> Test:
             raise ValueError(f"{WHERE}: {key} is not Python: {error}") from error
     if not found:
         raise ValueError(f"{WHERE}: {key} must be Python with an assert, not {str(source)[:100]!r}")
-    return Test({"kind": "assert", "source": source})
+    return Test({"kind": "assert", "stdin": "", "source": source})
 
 
 def _text(data: Any, key: str) -> str:
@@ -172,26 +172,24 @@ def _text(data: Any, key: str) -> str:
     if isinstance(data, int | float) and not isinstance(data, bool):
         return str(data)
     if not isinstance(data, str):
-        raise ValueError(f"{WHERE}: {key[1:]} must be text or a list of lines, not a {type(data).__name__}")
+        raise ValueError(f"{WHERE}: {key} must be text or a list of lines, not a {type(data).__name__}")
     return data
 
 
-def _arguments(given: Any, index: int) -> Any:
-    arguments = given
+def _arguments(given: Any, key: str) -> Any:
     if isinstance(given, str):
         try:
-            arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+            given = [json.loads(line) for line in given.splitlines() if line.strip()]
         except ValueError as error:
             raise ValueError(
-                f"{WHERE}: inputs[{index}] must have an argument in JSON on each line, but is {given[:100]!r}: {error}"
+                f"{WHERE}: {key} must have an argument in JSON on each line, but is {given[:100]!r}: {error}"
             ) from error
-    if not isinstance(arguments, list):
-        raise ValueError(f"{WHERE}: inputs[{index}] must be a list of arguments, not a {type(given).__name__}")
-
-    def handle(value: Any) -> Any:
-        raise ValueError(f"{WHERE}: inputs[{index}] holds a {type(value).__name__}")
-
-    return values.pack(arguments, handle)
+    if not isinstance(given, list):
+        raise ValueError(f"{WHERE}: {key} must be a list of arguments, not a {type(given).__name__}")
+    try:
+        return values.pack(given)
+    except ValueError as error:
+        raise ValueError(f"{WHERE}: {key} holds a value that JSON has not: {error}") from error
 
 
 def _result(wanted: Any) -> Any:

@@ -1,30 +1,33 @@
 """What becomes of verl's settings beyond their names."""
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from jobs.verl.convert import convert
-from jobs.verl.keys import RENAMED, RULED
-from jobs.verl.script import Argument
-from jobs.verl.settings import Settings
-from jobs.verl.state import Conversion
-from pipeline.advantage.config import RolloutCorrectionConfig
+from jobs.verl.convert import DEFAULTS, convert
+from jobs.verl.launch import Settings
+from jobs.verl.script import Script
+from jobs.verl.state import OURS, Conversion
 from pipeline.config import Config
+from pipeline.config.algorithm import RolloutCorrectionConfig
+from pipeline.config.verl_keys import RENAMED, RULED
 from pipeline.train.correction import correct, parse
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-CORRECTION = "algorithm.rollout_correction"
+CORRECTION, GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
+GRPO = "algorithm.adv_estimator=grpo"
 
 
-def converted(*arguments: str) -> Conversion:
-    given_keys = Settings()
-    given_keys.add([Argument(argument, 1, "run.sh") for argument in arguments])
-    return convert(given_keys.settings)
+def converted(*arguments: str, script: Script | None = None) -> Conversion:
+    verl = Settings()
+    verl.add(arguments, script)
+    return convert(verl.settings)
 
 
 def values(*arguments: str) -> dict[str, Any]:
@@ -35,26 +38,14 @@ def notes(*arguments: str) -> str:
     return "\n".join(converted(*arguments).notes)
 
 
-def left(*arguments: str) -> dict[str, str]:
-    return {entry.key: entry.reason for entry in converted(*arguments).left}
+def left(*arguments: str) -> dict[str, tuple[str, bool]]:
+    return {entry.key: (entry.reason, entry.cannot) for entry in converted(*arguments).left}
 
 
 def test_verl_defaults_that_differ_are_written_and_no_others() -> None:
+    assert DEFAULTS.keys() <= OURS.keys()
     result = converted("data.train_files=a.parquet")
-    assert result.defaults == {
-        "model.enable_gradient_checkpointing",
-        "rollout.n",
-        "algorithm.adv_estimator",
-        "actor.ppo_mini_batch_size",
-        "actor.fsdp.param_dtype",
-        "critic.fsdp.param_dtype",
-        "trainer.project_name",
-        "trainer.experiment_name",
-        "trainer.total_epochs",
-        "trainer.logger",
-    }
     expected = {
-        "data.train_files": "a.parquet",
         "model.enable_gradient_checkpointing": True,
         "rollout.n": 1,
         "algorithm.adv_estimator": "gae",
@@ -66,41 +57,55 @@ def test_verl_defaults_that_differ_are_written_and_no_others() -> None:
         "trainer.total_epochs": 30,
         "trainer.logger": ["console", "wandb"],
     }
-    assert {ours: result.values[ours] for ours in expected} == expected
+    assert {ours: result.values[ours] for ours in result.defaults} == expected
 
 
 def test_a_given_key_replaces_the_default_and_null_means_not_given() -> None:
-    found = converted(f"{ROLLOUT}.n=4", "trainer.total_epochs=2", "trainer.total_epochs=3", "data.seed=null")
-    assert (found.values["rollout.n"], found.values["trainer.total_epochs"]) == (4, 3)
-    assert not found.defaults & {"rollout.n", "trainer.total_epochs"} and "trainer.seed" not in found.values
+    result = converted(f"{ROLLOUT}.n=4", "trainer.total_epochs=2", "trainer.total_epochs=3", "data.seed=null")
+    assert (result.values["rollout.n"], result.values["trainer.total_epochs"]) == (4, 3)
+    assert not result.defaults & {"rollout.n", "trainer.total_epochs"} and "trainer.seed" not in result.values
 
 
 def test_a_value_that_is_not_known_is_neither_verls_default_nor_a_guess() -> None:
-    given_keys = Settings()
-    given_keys.add([Argument(f"{ROLLOUT}.n=$N", 7, "run.sh", ("`$N` in line 7 is not assigned in run.sh",))])
-    result = convert(given_keys.settings)
-    assert "rollout.n" not in result.values
-    (entry,) = result.left
-    assert entry.reason == "its value needs the shell: `$N` in line 7 is not assigned in run.sh; give rollout.n"
+    script = Script({})
+    mark = script.unknown("$N", "is read")
+    result = converted(
+        f"{ROLLOUT}.n={mark}", f"trainer.nnodes={mark}", f"trainer.experiment_name={mark}", script=script
+    )
+    assert not {"rollout.n", "trainer.experiment_name"} & result.values.keys()
+    unknown = {entry.key: (entry.reason, entry.cannot) for entry in result.left}
+    assert unknown[f"{ROLLOUT}.n"] == ("its value is not known: $N is read; give rollout.n", True)
+    # A name changes nothing in the run.
+    assert not unknown["trainer.experiment_name"][1]
 
 
 @pytest.mark.parametrize(
-    ("argument", "reason"),
+    ("argument", "part"),
     [
         (f"{ROLLOUT}.n=many", "its value does not fit rollout.n: expected a whole number"),
         ("trainer.val_before_train=maybe", "expected true or false"),
         (f"{ACTOR}.optim.lr=[1,2]", "expected a number"),
         ("data.train_batch_size=64,128", "several values for a sweep"),
         ("~data.seed", "takes a key of verl away"),
-        ("data.max_prompt_length='${data.max_response_length}'", "refers to another key of verl's"),
-        ("data.max_prompt_length=${oc.env:LENGTH}", "expected a whole number"),
+        ("data.max_prompt_length='${data.max_response_length}'", "write the value out"),
+        ("data.train_files='${oc.env:SECRET}'", "looked up in the environment"),
         ("data.train_files=a=b", "Hydra cannot read the value"),
         ("trainer.no_such=1", "not a key of verl that is known here"),
+        ("trainer.nnodes=two", "not a whole number; 1 is assumed"),
+        ("algorithm.gamma=null", "null is no value"),
+        (f"{ROLLOUT}.engine_kwargs.vllm=3", "expected a mapping"),
+        ("algorithm.kl_penalty=full", "not built"),
+        ("algorithm.adv_estimator=antigravity:fly", "none of this name"),
+        (f"{ACTOR}.policy_loss.loss_mode=antigravity:fly", "none of this name"),
+        ("trainer.resume_mode=resume_path", "own folder only"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=16", "a node has 8"),
     ],
 )
-def test_values_that_cannot_be_taken(argument: str, reason: str) -> None:
-    (found,) = left(argument).values()
-    assert reason in found
+def test_values_that_cannot_be_taken(argument: str, part: str) -> None:
+    result = converted(argument)
+    ((reason, cannot),) = ((entry.reason, entry.cannot) for entry in result.left)
+    assert part in reason and cannot and not result.converted
+    assert "SECRET" not in str(result.values)
 
 
 def test_values_are_read_with_hydras_grammar() -> None:
@@ -108,91 +113,74 @@ def test_values_are_read_with_hydras_grammar() -> None:
         "+data.shuffle=False",
         "++data.val_files=['a.parquet', \"b.parquet\"]",
         f"{ROLLOUT}.val_kwargs={{n: 8, temperature: 0.6}}",
-        "data.train_files='~/data/x.parquet'",
         "+data.apply_chat_template_kwargs.enable_thinking=False",
         f"+{ROLLOUT}.engine_kwargs.vllm.compilation_config.level=3",
         f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
         "trainer.experiment_name=12",
     )
-    assert found["data.shuffle"] is False
-    assert found["data.val_files"] == ["a.parquet", "b.parquet"]
+    assert found["data.shuffle"] is False and found["data.val_files"] == ["a.parquet", "b.parquet"]
     assert (found["rollout.val_kwargs.n"], found["rollout.val_kwargs.temperature"]) == (8, 0.6)
-    assert found["data.train_files"] == "${oc.env:HOME}/data/x.parquet"
     assert found["data.apply_chat_template_kwargs"] == {"enable_thinking": False}
     assert found["rollout.engine_kwargs"] == {"compilation_config": {"level": 3}, "swap_space": 4}
     assert found["trainer.experiment_name"] == "12"
 
 
-def test_faster_estimators_are_the_estimators() -> None:
-    assert values("algorithm.adv_estimator=grpo_vectorized")["algorithm.adv_estimator"] == "grpo"
-    assert "in verl the bare reward" in notes("algorithm.adv_estimator=grpo_vectorized")
-    assert values("algorithm.adv_estimator=rloo_vectorized")["algorithm.adv_estimator"] == "rloo"
-    assert "in verl 0, too" in notes("algorithm.adv_estimator=rloo_vectorized")
+RULES = """
+algorithm.adv_estimator=rloo_vectorized -> algorithm.adv_estimator=rloo
+A.policy_loss.loss_mode=clip-cov -> actor.policy_loss.loss_mode=clip_cov
+A.tau_pos=2.0 -> actor.policy_loss.tau_pos=2.0
+A.policy_loss.loss_mode=sapo -> actor.loss_agg_mode=seq-mean-token-mean
+A.policy_loss.loss_mode=gspo -> actor.loss_agg_mode=null
+A.use_token_level_loss=False -> actor.loss_agg_mode=seq-mean-token-mean
+A.optim.clip_grad=0.3 A.grad_clip=0.5 -> actor.grad_clip=0.3
+A.policy_loss.loss_mode=cispo A.clip_ratio_low=10 -> actor.clip_ratio_low=1.0
+A.clip_ratio=0.1 A.clip_ratio_high=0.3 -> actor.clip_ratio=0.1 actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.3
+A.clip_ratio=0.1 A.clip_ratio_low=null -> actor.clip_ratio_low=null
+A.clip_ratio_high=0.28 -> actor.clip_ratio_low=null
+algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl+ -> algorithm.kl_penalty=low_var_kl
+algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive -> algorithm.kl_ctrl.type=adaptive
+algorithm.kl_ctrl.type=adaptive -> algorithm.kl_ctrl.type=null
+reward_model.enable=True reward_model.model.path=/judge -> reward.model.path=/judge
+reward_model.enable=False reward_model.model.path=/judge -> reward.model.path=null
+reward_model.enable=True reward_model.model.path=/judge custom_reward_function.path=/f.py -> reward.model.path=null
+C.rollout_is=token C.rollout_is_threshold=3 -> C.rollout_is_threshold='3'
+A.tis_imp_ratio_cap=3 -> C.rollout_is=token C.rollout_is_threshold='3.0'
+C.bypass_mode=true C.rollout_is=token -> actor.old_log_probs=engine C.rollout_is=null
+C.bypass_mode=true C.loss_type=reinforce C.rollout_is=token -> actor.policy_loss.loss_mode=reinforce C.rollout_is=token
+G.enable=true G.metric=seq_reward -> G.metric=score G.max_num_gen_batches=100
+G.enable=true G.metric=acc G.max_num_gen_batches=7 -> G.metric=acc G.max_num_gen_batches=7
+G.enable=false G.metric=acc -> G.metric=null
+data.train_batch_size=512 A.ppo_mini_batch_size=128 A.ppo_epochs=2 A.optim.lr_warmup_steps=10 -> actor.W=80
+data.train_batch_size=512 A.ppo_mini_batch_size=128 critic.optim.lr_warmup_steps=5 -> critic.W=20
+A.optim.lr_warmup_steps=0 -> actor.W=null
+trainer.critic_warmup=10 -> critic.warmup=9
+algorithm.adv_estimator=grpo trainer.critic_warmup=10 -> critic.warmup=null
+data.train_batch_size=96 A.ppo_mini_batch_size=36 -> actor.ppo_mini_batch_size=32
+data.max_response_length=512 R.response_length=1024 -> data.max_response_length=1024
+R.enable_chunked_prefill=False -> rollout.engine_kwargs={enable_chunked_prefill:false}
+A.ppo_micro_batch_size_per_gpu=4 data.max_response_length=1024 -> actor.T=6144
+critic.ppo_micro_batch_size_per_gpu=8 -> critic.T=8192 scoring.value.max_token_len=8192
+A.ppo_micro_batch_size=64 -> actor.T=8192
+A.use_dynamic_bsz=True A.T=20000 A.ppo_micro_batch_size_per_gpu=4 -> actor.T=20000 critic.T=32768
+A.use_dynamic_bsz=True data.max_response_length=20480 A.use_kl_loss=True -> scoring.reference.max_token_len=20992
+trainer.resume_mode=disable trainer.logger=[console,swanlab] -> trainer.resume=never trainer.logger=[console]
+trainer.logger=console trainer.test_freq=0 -> trainer.logger=[console] trainer.test_freq=null
+trainer.experiment_name=a/b trainer.default_local_dir=/out -> trainer.experiment_name=a-b trainer.default_local_dir=/out
+trainer.experiment_name=mine trainer.default_local_dir=/out/mine/ -> trainer.default_local_dir=/out
+"""
+WORDS = {r"\bA\.": f"{ACTOR}.", r"\bR\.": f"{ROLLOUT}.", r"\bC\.": f"{CORRECTION}.", r"\bG\.": f"{GROUPS}."}
+WORDS |= {r"\.W=": ".optim.lr_warmup_steps=", r"\.T=": ".ppo_max_token_len_per_gpu="}
 
 
-def test_an_import_path_in_a_script_is_not_imported() -> None:
-    found = converted("algorithm.adv_estimator=antigravity:fly", f"{ACTOR}.policy_loss.loss_mode=antigravity:fly")
-    assert {entry.key for entry in found.left} == {"algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"}
-    assert not found.values.keys() & {"algorithm.adv_estimator", "actor.policy_loss.loss_mode"}
-
-
-@pytest.mark.parametrize(
-    ("enable", "path"),
-    [
-        ("reward_model.enable", "reward_model.model.path"),
-        ("reward.reward_model.enable", "reward.reward_model.model_path"),
-    ],
-)
-def test_a_reward_model(enable: str, path: str) -> None:
-    given = [f"{enable}=True", f"{path}=/models/judge"]
-    assert values(*given)["reward.model.path"] == "/models/judge"
-    assert "one label" in notes(*given) and "there are rules" not in notes(*given)
-    assert not left(*given)
-    assert "reward.model.path" not in values(f"{enable}=False", f"{path}=/models/judge")
-    assert "scoring.reward_model" in left(*given, "reward_model.micro_batch_size_per_gpu=4").popitem()[1]
-
-
-def test_clip_ratio_alone_has_no_effect_in_verl() -> None:
-    found = values(f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.3")
-    assert [found[f"actor.clip_ratio{side}"] for side in ("", "_low", "_high")] == [0.1, 0.2, 0.3]
-    assert "actor.clip_ratio_low here" in notes(f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.3")
-    # verl follows clip_ratio where a bound is null, as ours does.
-    nulls = [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=null", f"{ACTOR}.clip_ratio_high=null"]
-    assert not values(*nulls).keys() & {"actor.clip_ratio_low", "actor.clip_ratio_high"}
-    assert "actor.clip_ratio_low" not in values(f"{ACTOR}.clip_ratio_high=0.28")
-
-
-def test_cispo_without_a_lower_bound() -> None:
-    cispo = [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10", f"{ACTOR}.clip_ratio_high=0.2"]
-    assert values(*cispo)["actor.clip_ratio_low"] == 1.0
-    assert "without a lower bound" in notes(*cispo)
-
-
-def test_losses() -> None:
-    found = values(
-        f"{ACTOR}.policy_loss.loss_mode=clip-cov", f"{ACTOR}.tau_pos=2.0", f"{ACTOR}.policy_loss.dro_beta=0.1"
-    )
-    assert found["actor.policy_loss.loss_mode"] == "clip_cov"
-    assert (found["actor.policy_loss.tau_pos"], found["actor.policy_loss.dro_beta"]) == (2.0, 0.1)
-    assert values(f"{ACTOR}.policy_loss.loss_mode=sapo")["actor.loss_agg_mode"] == "seq-mean-token-mean"
-    assert "actor.loss_agg_mode" not in values(f"{ACTOR}.policy_loss.loss_mode=gspo")
-    assert values(f"{ACTOR}.use_token_level_loss=False")["actor.loss_agg_mode"] == "seq-mean-token-mean"
-
-
-def test_the_optimisers_clip_is_the_one_that_verl_reads() -> None:
-    both = (f"{ACTOR}.optim.clip_grad=0.3", f"{ACTOR}.grad_clip=0.5")
-    assert values(*both)["actor.grad_clip"] == 0.3 and "grad_clip" not in notes(*both)
-    assert values(both[1])["actor.grad_clip"] == 0.5 and "actor.grad_clip counts here" in notes(both[1])
-
-
-def test_kl() -> None:
-    found = values(
-        "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl+", "algorithm.kl_ctrl.type=adaptive"
-    )
-    assert (found["algorithm.kl_penalty"], found["algorithm.kl_ctrl.type"]) == ("low_var_kl", "adaptive")
-    assert found["scoring.reference.num_gpus"] == 0.5  # shares a GPU with the critic's values
-    assert "algorithm.kl_ctrl.type" not in values("algorithm.kl_ctrl.type=adaptive")
-    assert "not built" in left("algorithm.kl_penalty=full")["algorithm.kl_penalty"]
+@pytest.mark.parametrize("rule", RULES.strip().splitlines())
+def test_rules(rule: str) -> None:
+    """What verl is given -> what becomes of it; null stands for our default."""
+    for word, meaning in WORDS.items():
+        rule = re.sub(word, meaning, rule)
+    arguments, _, expected = rule.partition(" -> ")
+    found = values(*arguments.split())
+    for key, _, value in (pair.partition("=") for pair in expected.split()):
+        assert found.get(key) == yaml.safe_load(value.replace(":", ": "))
 
 
 def test_rejection_keeps_the_same_ratios() -> None:
@@ -206,161 +194,40 @@ def test_rejection_keeps_the_same_ratios() -> None:
     ours = correct(parse(settings), log_ratio, np.zeros(81), np.ones(81), np.array([0, 81])).keep
     verl = (-log_ratio >= np.log(0.5)) & (-log_ratio <= np.log(4.0)) & (0.5 * log_ratio**2 <= 0.3)
     assert (ours == verl).all() and 0 < verl.sum() < 81
+    same = values(f"{CORRECTION}.rollout_rs='token_k1,seq_mean_k3'", f"{CORRECTION}.rollout_rs_threshold='2.0'")
+    assert same[f"{CORRECTION}.rollout_rs_threshold"] == "2.0,2.0"
 
 
 @pytest.mark.parametrize(
-    ("rules", "bounds", "ours"),
+    ("arguments", "expected"),
     [
-        ("token_k1", "2.0", "2.0"),
-        ("seq_sum_k1", "0.5_2.0", "0.5_2"),
-        ("seq_mean_k1", "0.8_1.6", "0.625_1.25"),
-        ("token_k3", "0.01", "0.01"),
-        ("token_k1,seq_mean_k3,token_k1", "2.0", "2.0,2.0"),
+        # workers, engines, chunk, replicas of each pool and their share of a GPU
+        ([GRPO], (4, 4, 16, None, None)),
+        ([GRPO, f"{ACTOR}.use_kl_loss=True"], (4, 3, 16, 1, 1.0)),
+        ([GRPO, "trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=4"], (8, 2, 16, None, None)),
+        ([GRPO, f"{ACTOR}.use_kl_loss=True", f"{ROLLOUT}.tensor_model_parallel_size=2"], (4, 1, 16, 2, 1.0)),
+        (["trainer.nnodes=2", "algorithm.use_kl_in_reward=True", "data.train_batch_size=512"], (8, 6, 16, 2, 0.5)),
+        # 8 does not divide 60, 6 does.
+        (
+            [GRPO, "trainer.nnodes=2", "data.train_batch_size=60", f"{ACTOR}.ppo_mini_batch_size=60"],
+            (6, 10, 2, None, None),
+        ),
+        # One GPU of verl's becomes three, one for each kind.
+        ([GRPO, "trainer.n_gpus_per_node=1", f"{ACTOR}.use_kl_loss=True"], (1, 1, 16, 1, 1.0)),
+        ([GRPO, "trainer.n_gpus_per_node=32", "data.train_batch_size=32"], (16, 16, 1, None, None)),
     ],
 )
-def test_rejection_bounds(rules: str, bounds: str, ours: str) -> None:
-    found = values(f"{CORRECTION}.rollout_rs='{rules}'", f"{CORRECTION}.rollout_rs_threshold='{bounds}'")
-    assert found[f"{CORRECTION}.rollout_rs_threshold"] == ours
-
-
-def test_thresholds_are_text() -> None:
-    key = f"{CORRECTION}.rollout_is_threshold"
-    assert values(f"{CORRECTION}.rollout_is=token", f"{key}=3")[key] == "3"
-    assert values(f"{CORRECTION}.rollout_is=token", f"{key}='0.5_5'")[key] == "0.5_5"
-    # Without quotes Hydra, and so verl, reads one number.
-    assert values(f"{CORRECTION}.rollout_is=token", f"{key}=0.5_5")[key] == "0.55"
-    assert "in quotes it would be two bounds" in notes(f"{key}=0.5_5")
-    old = values(f"{ACTOR}.tis_imp_ratio_cap=2")
-    assert (old[f"{CORRECTION}.rollout_is"], parse(RolloutCorrectionConfig("token", "2.0")).high) == ("token", 2.0)
-
-
-def test_bypass_mode() -> None:
-    bypass = f"{CORRECTION}.bypass_mode=true"
-    found = values(bypass, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true")
-    assert found["actor.old_log_probs"] == "engine"
-    assert not any(ours.startswith(f"{CORRECTION}.rollout_is") for ours in found)
-    plain = values(bypass, f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.loss_type=reinforce")
-    assert (plain["actor.policy_loss.loss_mode"], plain[f"{CORRECTION}.rollout_is"]) == ("reinforce", "sequence")
-    assert "actor.old_log_probs" not in values(f"{CORRECTION}.bypass_mode=false")
-    assert "actor.policy_loss.loss_mode" not in values(bypass, f"{ACTOR}.policy_loss.loss_mode=bypass_mode")
-
-
-def test_warm_up_counts_optimiser_steps() -> None:
-    batch = ("data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=128", f"{ACTOR}.ppo_epochs=2")
-    found = values(*batch, f"{ACTOR}.optim.lr_warmup_steps=10", "critic.optim.lr_warmup_steps=5", "critic.ppo_epochs=1")
-    assert found["actor.optim.lr_warmup_steps"] == 10 * 4 * 2
-    assert found["critic.optim.lr_warmup_steps"] == 5 * 4
-    assert "actor.optim.lr_warmup_steps" not in values(*batch, f"{ACTOR}.optim.lr_warmup_steps=0")
-    assert values(f"{ACTOR}.optim.warmup_style=cosine")["actor.optim.lr_scheduler_type"] == "cosine"
-
-
-def test_critic_warm_up_ends_one_step_earlier() -> None:
-    assert values("trainer.critic_warmup=10")["critic.warmup"] == 9
-    assert values("trainer.critic_warmup=1")["critic.warmup"] == 0
-    without = ("algorithm.adv_estimator=grpo", "trainer.critic_warmup=10")
-    assert "critic.warmup" not in values(*without) and "no critic" in left(*without)["trainer.critic_warmup"]
-
-
-def test_the_critic_follows_the_actor_where_verls_does() -> None:
-    mode = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"
-    assert "critic.loss_agg_mode" not in values(mode)  # null follows the actor's
-    assert "critic.loss_agg_mode" not in values(mode, "algorithm.adv_estimator=grpo")
-    assert values(mode, "critic.loss_agg_mode=token-mean")["critic.loss_agg_mode"] == "token-mean"
-
-
-def test_mini_batches_divide_the_batch() -> None:
-    found = values("data.train_batch_size=96", f"{ACTOR}.ppo_mini_batch_size=36", "critic.ppo_mini_batch_size=96")
-    assert (found["actor.ppo_mini_batch_size"], found["critic.ppo_mini_batch_size"]) == (32, 96)
-    assert values("data.train_batch_size=128")["actor.ppo_mini_batch_size"] == 128
-
-
-def test_micro_batches_become_tokens() -> None:
-    rows = (
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
-        "critic.ppo_micro_batch_size_per_gpu=8",
-        "data.max_response_length=1024",
-    )
-    found = values(*rows)
-    assert found["actor.ppo_max_token_len_per_gpu"] == 4 * 1536
-    assert found["critic.ppo_max_token_len_per_gpu"] == found["scoring.value.max_token_len"] == 8 * 1536
-    assert "4 rows of 1536 tokens" in left(*rows)[f"{ACTOR}.ppo_micro_batch_size_per_gpu"]
-    # In older scripts the number is of all GPUs.
-    assert values(f"{ACTOR}.ppo_micro_batch_size=64")["actor.ppo_max_token_len_per_gpu"] == 8 * 1024
-
-    packed = values(f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=20000", *rows[:2])
-    assert packed["actor.ppo_max_token_len_per_gpu"] == 20000
-    assert packed["critic.ppo_max_token_len_per_gpu"] == packed["scoring.value.max_token_len"] == 32768
-    long = (f"{ACTOR}.use_dynamic_bsz=True", "data.max_response_length=20480", f"{ACTOR}.use_kl_loss=True")
-    assert values(*long)["scoring.reference.max_token_len"] == 20992
-    assert "the longest row must fit" in notes(*long)
-
-
-def test_devices_are_shared_out() -> None:
-    found = values("trainer.n_gpus_per_node=8", "trainer.nnodes=2", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
-    assert (found["trainer.num_workers"], found["rollout.num_engines"]) == (8, 8)
+def test_devices_are_shared_out(arguments: list[str], expected: tuple[Any, ...]) -> None:
+    result = converted(*arguments)
+    found = result.values
+    names = ("trainer.num_workers", "rollout.num_engines", "rollout.chunk_prompts", "scoring.reference.num_workers")
+    defaults = [1, 1, OURS["rollout.chunk_prompts"].default, None]
+    got = [found.get(name, default) for name, default in zip(names, defaults, strict=True)]
+    if expected[3] is not None:
+        got[3] = got[3] or OURS["scoring.reference.num_workers"].default
+    assert (*got, found.get("scoring.reference.num_gpus")) == expected
     assert found["trainer.use_gpu"] is True and found["rollout.num_gpus"] == 1
-    assert "16 GPUs, as many as there" in notes("trainer.nnodes=2", "algorithm.adv_estimator=grpo")
-    single = ("trainer.n_gpus_per_node=1", "algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=true")
-    assert "3 GPUs, 2 more than there" in notes(*single)
-    assert "trainer.use_gpu" not in values("trainer.n_gpus_per_node=0")
-
-
-def test_unknown_numbers_of_gpus_are_assumed_and_said() -> None:
-    given_keys = Settings()
-    given_keys.add([Argument("trainer.nnodes=$NODES", 3, "run.sh", ("`$NODES` is read",))])
-    result = convert(given_keys.settings)
-    assert result.values["trainer.num_workers"] == 4
-    assert result.left[0].reason.endswith("`$NODES` is read; 1 is assumed")
-
-
-def test_engines() -> None:
-    split = f"{ROLLOUT}.tensor_model_parallel_size"
-    assert "only vLLM" in left(f"{ROLLOUT}.name=sglang")[f"{ROLLOUT}.name"]
-    assert left(f"{ROLLOUT}.name=vllm", f"{split}=4") == left(f"{ROLLOUT}.name=vllm", f"{split}=1") == {}
-    four = ("trainer.nnodes=2", "algorithm.adv_estimator=grpo", f"{split}=4")
-    found = values(*four)
-    assert (found["rollout.tensor_parallel_size"], found["rollout.num_engines"], found["rollout.num_gpus"]) == (4, 2, 1)
-    assert "rollout.num_engines=2 of 4 GPUs each" in notes(*four) and "16 GPUs, as many as there" in notes(*four)
-    assert values(f"{split}=1")["rollout.tensor_parallel_size"] == 1
-    wide = ("trainer.nnodes=2", f"{split}=16")
-    assert "a node has 8" in left(*wide)[split] and "rollout.tensor_parallel_size" not in values(*wide)
-    assert "1 fewer than there" in notes("algorithm.adv_estimator=grpo", f"{split}=3")
-    assert values(f"{ROLLOUT}.enable_chunked_prefill=False")["rollout.engine_kwargs"] == {
-        "enable_chunked_prefill": False
-    }
-    assert "rollout.engine_kwargs" not in values(f"{ROLLOUT}.enable_chunked_prefill=True")
-
-
-def test_the_run() -> None:
-    found = values(
-        "trainer.resume_mode=disable",
-        "trainer.logger=[console,swanlab,wandb]",
-        "trainer.experiment_name=a/b",
-        "trainer.default_local_dir=/out",
-        "trainer.max_actor_ckpt_to_keep=null",
-        "trainer.test_freq=0",
-    )
-    assert (found["trainer.resume"], found["trainer.logger"]) == ("never", ["console", "wandb"])
-    assert (found["trainer.experiment_name"], found["trainer.default_local_dir"]) == ("a-b", "/out")
-    assert not found.keys() & {"trainer.max_ckpt_to_keep", "trainer.test_freq"}
-    assert values("trainer.logger=console")["trainer.logger"] == ["console"]
-    assert "own folder only" in left("trainer.resume_mode=resume_path")["trainer.resume_mode"]
-
-
-def test_verls_folder_is_that_of_the_run() -> None:
-    found = values("trainer.experiment_name=mine", "trainer.default_local_dir=/out/mine/")
-    assert found["trainer.default_local_dir"] == "/out"
-    assert "/out/mine" not in notes("trainer.experiment_name=mine", "trainer.default_local_dir=/out/mine")
-    assert "/out/ckpt/mine" in notes("trainer.experiment_name=mine", "trainer.default_local_dir=/out/ckpt")
-
-
-def test_words_that_are_no_settings() -> None:
-    given_keys = Settings()
-    words = ["python3", "-m", "verl.trainer.main_ppo", "HF_HOME=/cache", "--config-name=mine", "data.shuffle=true"]
-    given_keys.add([Argument(word, 4, "run.sh") for word in words])
-    given_keys.add([Argument("$EXTRA", 5, "run.sh", ("`$EXTRA` in line 5 is not assigned",))])
-    assert list(given_keys.settings) == ["data.shuffle"]
-    assert "--config-name=mine in line 4" in given_keys.notes[0] and "what $EXTRA holds" in given_keys.notes[1]
+    assert "GPUs" in "".join(result.notes)
 
 
 ODD = (
@@ -392,25 +259,3 @@ def test_odd_values_are_converted_or_left(pairs: list[tuple[str, str]]) -> None:
     schema = OmegaConf.structured(Config)
     for ours, value in result.values.items():
         OmegaConf.update(schema, ours, value)
-
-
-def test_what_the_engine_may_generate_is_the_length_of_a_response() -> None:
-    rollout = "actor_rollout_ref.rollout"
-    assert values("data.max_response_length=512", f"{rollout}.response_length=1024")["data.max_response_length"] == 1024
-    assert values(f"{rollout}.prompt_length=256")["data.max_prompt_length"] == 256
-
-
-def test_differences_of_meaning_are_told() -> None:
-    assert "the engine sampled with" in notes("algorithm.use_kl_in_reward=True")
-    assert "the engine sampled with" not in notes("algorithm.use_kl_in_reward=False")
-    mode = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
-    assert "the batch is padded to" in notes(mode)
-    assert "the batch is padded to" not in notes(mode, f"{ACTOR}.loss_scale_factor=1024")
-
-
-@pytest.mark.parametrize(
-    "text", ["algorithm.adv_estimator=null", "algorithm.gamma=null", "actor_rollout_ref.rollout.engine_kwargs.vllm=3"]
-)
-def test_values_that_fit_nowhere_are_left(text: str) -> None:
-    conversion = converted(text)
-    assert [left.key for left in conversion.left] == [text.partition("=")[0]] and not conversion.converted

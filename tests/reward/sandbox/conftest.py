@@ -9,13 +9,12 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import isolation
-from pipeline.reward.sandbox.config import SandboxConfig
-from pipeline.reward.sandbox.inside import namespaces
+from pipeline.reward.sandbox.inside import limits
 from pipeline.reward.sandbox.isolation import SandboxError
-from pipeline.reward.sandbox.runner import check_isolation, resolve
-
-LIMIT_S = 3.0
+from pipeline.reward.sandbox.runner import resolve, run
+from tests.reward.sandbox.attempts import LIMIT_S
 
 CONFIG = SandboxConfig(
     timeout_s=LIMIT_S,
@@ -29,7 +28,7 @@ CONFIG = SandboxConfig(
     packages=False,
 )
 
-WALLS = ("namespaces", "user namespaces", "bubblewrap")
+WALLS = ("namespaces", "user namespaces")
 
 
 def config_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
@@ -41,7 +40,7 @@ def config_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
                 pytest.skip("needs setpriv")
             command = isolation.command
             drop = ["setpriv", "--bounding-set=-sys_admin"]
-            monkeypatch.setattr(isolation, "command", lambda name, config: drop + command(name, config))
+            monkeypatch.setattr(isolation, "command", lambda job: drop + command(job))
         kind = "namespaces"
     config = replace(CONFIG, isolation=kind)
     if why := _refusal(isolation.command, config.isolation):
@@ -53,7 +52,7 @@ def config_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
 def _refusal(command: object, kind: str) -> str:
     """Why this kind of isolation does not work here; `command` tells the two kinds of namespaces apart."""
     try:
-        check_isolation(replace(CONFIG, isolation=kind))
+        run("", "", replace(CONFIG, isolation=kind))
     except SandboxError as error:
         return str(error)
     return ""
@@ -64,27 +63,23 @@ def walls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sa
     return config_for(request.param, monkeypatch)
 
 
-@pytest.fixture(params=(*WALLS, "none"))
-def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
+@pytest.fixture(params=(*WALLS, "none"), name="limits")
+def all_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
     return config_for(request.param, monkeypatch)
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """No process of a sandbox is there after the test, under whatever parent."""
-    before = set(psutil.pids())
+    """No process that this test has started is there after it, whatever it did to get away; others are not looked at.
+
+    Orphans below this process become its children, so all that came from the test is found below it.
+    """
+    limits.prctl(limits.PR_SET_CHILD_SUBREAPER, 1)
+    before = set(psutil.Process().children(recursive=True))  # the session's Ray, for one
     yield
-    left = []
-    for process in psutil.process_iter(["uids", "cmdline"]):
-        if process.pid in before:
-            continue
-        uids, line = process.info["uids"], " ".join(process.info["cmdline"] or [])
-        ours = uids and namespaces.FIRST_UID <= uids.real < namespaces.FIRST_UID + namespaces.UIDS
-        if ours or "inside.driver" in line or "inside.supervisor" in line:
-            left.append((process.pid, line))
-    assert not left
-    # The session's Ray is a child of this process, too.
-    assert not [child for child in psutil.Process().children() if child.pid not in before]
+    limits.prctl(limits.PR_SET_CHILD_SUBREAPER, 0)
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not psutil.wait_procs(left, timeout=2.0)[1]
 
 
 @pytest.fixture(scope="session")

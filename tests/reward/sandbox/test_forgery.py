@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.reward.sandbox.config import SandboxConfig
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox.rule import compute_score
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]

@@ -1,7 +1,6 @@
-"""Programs that mean harm: none gets out, none runs past its limits, none is believed, none stays behind."""
+"""Programs that mean harm to the machine: none runs past its limits, none stays behind."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,24 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import runner
-from pipeline.reward.sandbox.config import SandboxConfig
 from pipeline.reward.sandbox.rule import compute_score
-from pipeline.reward.sandbox.runner import Outcome, run
+from pipeline.reward.sandbox.runner import run
+from tests.reward.sandbox.attempts import SLACK_S, attempt
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
-
-LIMIT_S = 3.0  # `timeout_s` of the configs
-SLACK_S = 20.0  # of a machine that does other things as well
-
-
-def attempt(code: str, config: SandboxConfig, stdin: str = "") -> Outcome:
-    """Runs `code`; it must be over soon after its limit."""
-    start = time.monotonic()
-    outcome = run(code, stdin, config)
-    assert time.monotonic() - start < LIMIT_S + SLACK_S
-    return outcome
-
 
 ENDLESS = {
     "loop": "while True: pass",
@@ -97,6 +85,7 @@ try:
             time.sleep(1000)
         made += 1
 except OSError: pass
+time.sleep(1)  # for the look from outside, where the kernel does not count
 print(made)
 """
     outcome = attempt(code, walls)
@@ -174,118 +163,6 @@ def test_the_work_folder_has_a_limit(walls: SandboxConfig) -> None:
         assert "No space left on device" in attempt("for i in range(10000): open(str(i), 'w')", walls).failure
 
 
-def test_nothing_listens(limits: SandboxConfig, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
-        path = f"/tmp/sandbox-test-{os.getpid()}"
-        local.bind(path)
-        local.listen()
-        try:
-            for target in (f"socket.create_connection({server.getsockname()!r})", f"unix.connect({path!r})"):
-                code = f"import socket\nunix = socket.socket(socket.AF_UNIX)\n{target}\nprint('connected')"
-                outcome = attempt(code, limits)
-                assert outcome.returncode == 1 and "connected" not in outcome.stdout
-            outcome = attempt(f"import socket\nsocket.create_connection({server.getsockname()!r})", limits)
-            assert outcome.returncode == 1
-            server.settimeout(0.1)
-            with pytest.raises(TimeoutError):
-                server.accept()
-        finally:
-            os.unlink(path)
-
-
-def test_files_outside_are_neither_seen_nor_written(walls: SandboxConfig, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("canary")
-    code = f"""
-import os, sys
-for action in (
-    lambda: open({str(secret)!r}).read(),
-    lambda: open({str(secret)!r}, "w"),
-    lambda: os.listdir({str(Path.home())!r} + "/.ssh"),
-    lambda: os.listdir({str(Path(__file__).parent)!r}),
-    lambda: open("/proc/1/environ").read(),
-    lambda: os.listdir("/proc"),
-    lambda: os.listdir("/sys"),
-    lambda: open("/new", "w"),
-    lambda: open("/usr/new", "w"),
-    lambda: open("/sandbox/inside/judge.py", "a"),
-    lambda: open(os.__file__, "a"),
-    lambda: os.chmod(os.__file__, 0o777),
-    lambda: os.mkdir("/dev/new"),
-    lambda: os.mknod("/tmp/disk", 0o60600, os.makedev(8, 0)),
-    lambda: os.chroot("/tmp"),
-):
-    try:
-        print("done", action())
-    except OSError as error:
-        print(type(error).__name__)
-"""
-    outcome = attempt(code, walls)
-    assert outcome.returncode == 0 and len(outcome.stdout.splitlines()) == 15
-    assert "done" not in outcome.stdout and "canary" not in outcome.stdout
-    assert secret.read_text() == "canary"
-
-
-def test_the_environment_is_empty(limits: SandboxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET_TOKEN", "canary")
-    code = """
-import os, sys
-print(sorted(os.environ))
-found = []
-for pid in (os.getppid(), 1, "self"):
-    try: found.append(b"canary" in open(f"/proc/{pid}/environ", "rb").read())
-    except OSError: found.append(False)
-print(any(found))
-"""
-    outcome = attempt(code, limits)
-    assert outcome.stdout.splitlines() == ["['LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH']", "False"]
-
-
-def test_the_environment_of_the_worker_is_out_of_sight(walls: SandboxConfig) -> None:
-    outcome = attempt(f"print(open('/proc/{os.getpid()}/environ').read())", walls)
-    assert "FileNotFoundError" in outcome.failure
-
-
-def test_other_processes_cannot_be_signalled(limits: SandboxConfig) -> None:
-    code = f"""
-import os, signal
-for pid in ({os.getpid()}, os.getppid(), 1, -1):
-    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM):
-        try: os.kill(pid, number)
-        except OSError: pass
-print("survived")
-"""
-    assert attempt(code, limits).stdout == "survived\n"
-    tests = {"inputs": ["", ""], "outputs": ["survived", "survived"]}
-    result = compute_score(f"```python\n{code}```", tests, replace(limits, total_timeout_s=60.0))
-    assert result["passed"] == 2  # the supervisor goes on as well
-
-
-def test_the_supervisor_cannot_be_looked_into(limits: SandboxConfig) -> None:
-    code = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-limit = (ctypes.c_ulong * 2)(1, 1)
-for pid in (os.getppid(), 1):
-    print(libc.ptrace(16, pid, 0, 0), libc.prlimit(pid, 0, ctypes.byref(limit), None))
-    part = (ctypes.c_ulong * 2)(ctypes.addressof(limit), 8)
-    print(libc.process_vm_readv(pid, ctypes.byref(part), 1, ctypes.byref(part), 1, 0))
-    print(libc.syscall(434, pid, 0) >= 0 and libc.syscall(438, libc.syscall(434, pid, 0), 1, 0))
-"""
-    numbers = attempt(code, limits).stdout.split()
-    assert numbers and set(numbers) <= {"-1", "False"}
-
-
-def test_no_new_namespace_and_no_mount(limits: SandboxConfig) -> None:
-    code = """
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-print([libc.unshare(0x10000000), libc.unshare(0x20000), libc.mount(b"none", b"/tmp", b"tmpfs", 0, 0)])
-print(libc.syscall(56, 0x10000011, 0, 0, 0, 0))
-"""
-    assert attempt(code, limits).stdout == "[-1, -1, -1]\n-1\n"
-
-
 HARMLESS_TRICKS = {
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
     "recursion in C": "x = []\nfor _ in range(10**6): x = [x]\nprint(repr(x))",
@@ -329,7 +206,7 @@ def test_a_sandbox_that_is_left_early_is_gone(limits: SandboxConfig) -> None:
 
 def test_a_sandbox_ends_with_its_worker(limits: SandboxConfig, tmp_path: Path) -> None:
     code = f"""
-from pipeline.reward.sandbox.config import SandboxConfig
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox.runner import run
 config = SandboxConfig(isolation={limits.isolation!r}, timeout_s=600.0, total_timeout_s=600.0)
 run("import os; os.fork()\\nwhile True: pass", "", config)

@@ -1,7 +1,7 @@
 """Which isolation is used, how it is started, and what is refused before a run."""
 
-import json
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,73 +10,63 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.sandbox import SandboxConfig, problems
 from pipeline.reward.sandbox import isolation, runner
-from pipeline.reward.sandbox.config import SandboxConfig, problems
-from pipeline.reward.sandbox.isolation import SandboxError, bubblewrap, command, job, mounts
-from pipeline.reward.sandbox.runner import check_isolation, resolve, run
+from pipeline.reward.sandbox.isolation import SandboxError, job, mounts
+from pipeline.reward.sandbox.rule import compute_score
+from pipeline.reward.sandbox.runner import resolve, run
+
+BROKEN = [sys.executable, "-c", "raise SystemExit('it is broken')"]
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """What works here is found out anew, and again after the test."""
-    runner._first_that_works.cache_clear()
+    runner._namespaces.cache_clear()
     yield
-    runner._first_that_works.cache_clear()
+    runner._namespaces.cache_clear()
 
 
-def broken(*kinds: str) -> Any:
-    """`isolation.command`, with some kinds not working."""
-    real = isolation.command
-
-    def changed(kind: str, config: SandboxConfig) -> list[str]:
-        if kind in kinds:
-            return [sys.executable, "-c", f"raise SystemExit('{kind} is broken')"]
-        return real(kind, config)
-
-    return changed
+def test_auto_is_namespaces_where_they_work(config: SandboxConfig) -> None:
+    assert resolve(config) == "namespaces"
 
 
-def test_the_check_passes_where_programs_run(config: SandboxConfig) -> None:
-    check_isolation(config)
-    assert resolve(config) in ("bubblewrap", "namespaces")
+def test_a_sandbox_that_does_not_work_is_an_error(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    monkeypatch.setattr(isolation, "command", lambda job: BROKEN)
+    with pytest.raises(SandboxError, match=r"isolation=namespaces\).*it is broken"):
+        run("", "", SandboxConfig(isolation="namespaces"))
+    with pytest.raises(SandboxError, match=r"cannot be isolated.*it is broken.*isolation=none.*all files"):
+        run("", "", SandboxConfig())
 
 
-def test_none_must_be_asked_for(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    monkeypatch.setattr(isolation, "command", broken("bubblewrap", "namespaces"))
-    with pytest.raises(SandboxError, match=r"cannot be isolated.*namespaces is broken.*isolation=none.*all files"):
-        check_isolation(SandboxConfig())
+def test_namespaces_are_never_simply_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = isolation.job
+
+    def open_air(*arguments: Any) -> dict[str, Any]:
+        return real(*arguments) | {"mounts": [("/no/such/folder", "/no/such/folder")]}
+
+    monkeypatch.setattr(isolation, "job", open_air)
+    with pytest.raises(SandboxError, match="mounting"):
+        run("print(1)", "", SandboxConfig(isolation="namespaces"))
     assert run("print(1)", "", SandboxConfig(isolation="none")).stdout == "1\n"
 
 
-def test_auto_takes_the_first_that_works(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    monkeypatch.setattr(isolation, "command", lambda kind, config: command("none", config))
-    monkeypatch.setattr(isolation, "job", lambda c, t, kind, work, config: job(c, t, "none", "/nowhere", config))
-    with pytest.raises(SandboxError):
-        resolve(SandboxConfig())
-    seen = []
-
-    def check(config: SandboxConfig) -> None:
-        seen.append(config.isolation)
-        if config.isolation == "bubblewrap":
-            raise SandboxError("no")
-
-    monkeypatch.setattr(runner, "check_isolation", check)
-    assert [resolve(SandboxConfig()), resolve(SandboxConfig())] == ["namespaces"] * 2
-    assert seen == ["bubblewrap", "namespaces"]
-
-
-def test_an_isolation_that_is_named_and_does_not_work_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "command", broken("namespaces"))
-    with pytest.raises(SandboxError, match=r"isolation=namespaces\) did not start: namespaces is broken"):
-        check_isolation(SandboxConfig(isolation="namespaces"))
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxError, match="no program bwrap"):
-        check_isolation(SandboxConfig(isolation="bubblewrap"))
-
-
-def test_limits_under_which_nothing_runs_are_an_error(config: SandboxConfig) -> None:
-    with pytest.raises(SandboxError, match="a program of one line does not run.*memory_mb"):
-        check_isolation(replace(config, memory_mb=8))
+@pytest.mark.parametrize("free", [30, 34, 36, 38, 41, 45, 1030])
+def test_the_workers_files_may_have_any_numbers(free: int, config: SandboxConfig) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.dup(0)]
+    while taken[-1] < free:
+        taken.append(os.dup(0))
+    code = "import os\nFDS = [fd for fd in range(3, 2000) if opened(fd)]"
+    code = "import os\ndef opened(fd):\n  try: return bool(os.fstat(fd))\n  except OSError: return False\n" + code
+    try:
+        result = compute_score(f"```python\n{code}\n```", ["assert FDS == [3, 4]"], config)
+        assert (result["score"], result["reason"]) == (1.0, "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -97,28 +87,13 @@ def test_values_that_mean_nothing_are_named(key: str, value: Any) -> None:
     (sentence,) = problems(config)
     assert sentence.startswith(f"reward.sandbox.{key} is {value!r}")
     with pytest.raises(ValueError, match=f"reward.sandbox.{key}"):
-        check_isolation(config)
+        run("", "", config)
     assert problems(SandboxConfig()) == []
 
 
-def test_the_command_of_bubblewrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bwrap").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    config = SandboxConfig(temp_mb=3, packages=False)
-    line = command("bubblewrap", config)
-    assert line[0] == str(tmp_path / "bwrap")
-    for option in ("user", "pid", "net", "ipc", "uts"):
-        assert f"--unshare-{option}" in line
-    for option in ("--die-with-parent", "--new-session", "--as-pid-1"):
-        assert option in line
-    text = " ".join(line)
-    assert "--cap-drop ALL" in text and "--uid 65534" in text
-    assert "--ro-bind /usr /usr" in text and "--size 3145728 --tmpfs /tmp" in text
-    assert "--proc" not in line and "--bind" not in line and "--share-net" not in line
-    shown = [line[i + 2] for i, word in enumerate(line) if word in ("--ro-bind", "--dev-bind", "--symlink")]
-    assert not {"/", "/home", "/root", "/etc", "/proc", "/sys", "/dev", "/tmp"} & set(shown)
-    assert line[-5:-1] == [isolation.interpreter(), "-I", "-S", "-c"] and "'/sandbox'" in line[-1]
-    assert line[:-5] == bubblewrap(config)
+def test_an_isolation_that_is_gone_is_named_with_another() -> None:
+    (sentence,) = problems(SandboxConfig(isolation="bubblewrap"))
+    assert "bubblewrap is gone" in sentence and "namespaces" in sentence
 
 
 def test_what_is_shown_and_what_the_supervisor_is_told() -> None:
@@ -130,10 +105,10 @@ def test_what_is_shown_and_what_the_supervisor_is_told() -> None:
         assert any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders)
     (packages,) = [pair for pair in shown if pair[1] == "/sandbox/packages0"]
     assert Path(os.path.realpath(pytest.__file__)).is_relative_to(packages[0])
-    assert "/sandbox/packages0" not in dict(map(reversed, mounts(replace(config, packages=False))))  # type: ignore[arg-type]
-    assert job("", [], "namespaces", "", config)["packages"][0] == "/sandbox/packages0"
-    assert job("", [], "none", "/nowhere", config)["packages"][0] == packages[0]
-    told = job("code", [{"kind": "script", "stdin": ""}], "namespaces", "", config)
+    assert "/sandbox/packages0" not in [target for _, target in mounts(replace(config, packages=False))]
+    told = job("code", [{"kind": "script", "stdin": ""}], "", [5, 6, 7], config)
+    assert told["packages"][0] == "/sandbox/packages0"
     assert told["limits"] == {"cpu_s": 10, "memory": 2 << 20, "file": 1 << 20}
-    assert (told["output"], told["processes"], told["work"]) == (1024, 8, "/tmp")
-    assert json.loads(json.dumps(told)) == {**told, "mounts": [list(pair) for pair in told["mounts"]]}
+    assert (told["output"], told["processes"], told["work"], told["namespaces"]) == (1024, 8, "/tmp", True)
+    told = job("", [], "/somewhere", [], config)
+    assert (told["packages"][0], told["work"], told["namespaces"]) == (packages[0], "/somewhere", False)

@@ -1,5 +1,6 @@
 """Asserts and calls whose program lives in another process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -41,30 +42,32 @@ def make(): return lambda x: x + 1
 """
 
 
-def verdict(test: dict[str, Any], program: str, folder: Path) -> dict[str, Any]:
-    """What the judge says, with the program in a process without any isolation."""
+def result(test: dict[str, str], program: str, folder: Path) -> Any:
+    """What comes of a test, with the program in a process without any isolation."""
     (folder / "solution.py").write_text(program)
     reads, asks = os.pipe()
     hears, replies = os.pipe()
-    start = f"import os, sys; os.dup2({reads}, 13); os.dup2({replies}, 14); os.dup2(13, 3); os.dup2(14, 4); "
-    start += f"os.closerange(5, 64); sys.path.append({str(isolation.PACKAGE)!r}); "
-    start += "from inside.driver import main; main('serve', [])"
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", start], cwd=folder, pass_fds=(reads, replies))
+    start = f"import sys; sys.path.append({str(isolation.PACKAGE)!r}); from inside.driver import main; "
+    start += f"main({test['kind']!r}, [], {reads}, {replies})"
+    command = [sys.executable, "-I", "-S", "-c", start]
+    process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, pass_fds=(reads, replies))
     os.close(reads)
     os.close(replies)
     try:
-        return judge.verdict(test, asks, hears)
+        if test["kind"] == "assert":
+            return judge.failure(test["source"], asks, hears)
+        process.communicate(test["stdin"].encode(), timeout=10)
+        with open(hears, closefd=False) as pipe:
+            return json.loads(pipe.read())
     finally:
         os.close(asks)
         os.close(hears)
         process.kill()
-        process.wait(10)
+        process.communicate()
 
 
 def failure(source: str, folder: Path, program: str = PROGRAM) -> str:
-    result = verdict({"kind": "assert", "source": source}, program, folder)
-    assert result["passed"] is (result["reason"] == "")
-    return str(result["reason"])
+    return str(result({"kind": "assert", "source": source}, program, folder))
 
 
 def test_what_holds(tmp_path: Path) -> None:
@@ -135,11 +138,12 @@ def test_a_standard_module_before_a_dot_is_that_module(tmp_path: Path) -> None:
 
 
 def test_calls(tmp_path: Path) -> None:
-    def call(name: str, *arguments: Any) -> dict[str, Any]:
-        return verdict({"kind": "call", "name": name, "arguments": ["l", *arguments]}, PROGRAM, tmp_path)
+    def call(name: str, *arguments: Any) -> Any:
+        return result({"kind": "call", "stdin": json.dumps([name, ["l", *arguments]])}, PROGRAM, tmp_path)
 
-    assert call("add", 1, 2) == {"passed": True, "reason": "", "value": 3}
-    assert call("twoSum", 1, 2)["value"] == ["l", 1, 2]
-    assert call("sum", 1, 2)["value"] == -1
-    assert call("fail")["reason"] == "ValueError: too small"
-    assert "AttributeError" in call("missing")["reason"]
+    assert call("add", 1, 2) == {"value": 3}
+    assert call("twoSum", 1, 2) == {"value": ["l", 1, 2]}
+    assert call("sum", 1, 2) == {"value": -1}
+    assert call("fail") == {"error": "ValueError: too small"}
+    assert "AttributeError" in call("missing")["error"]
+    assert "not plain data" in call("make")["error"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import answer, rule, runner
-from pipeline.reward.sandbox.config import SandboxConfig
 from pipeline.reward.sandbox.rule import compute_score
 from pipeline.reward.sandbox.runner import Outcome
 
@@ -93,7 +93,7 @@ def test_what_is_wrong_with_the_data_is_an_error_even_without_a_program() -> Non
 
 def test_a_failing_sandbox_is_an_error(monkeypatch: pytest.MonkeyPatch, config: SandboxConfig) -> None:
     monkeypatch.setattr(runner.isolation, "interpreter", lambda: "/no/such/python")
-    with pytest.raises(runner.SandboxError, match="could not be started.*no/such/python"):
+    with pytest.raises(runner.SandboxError, match="failed: .*no/such/python"):
         compute_score(fenced("print(1)"), DOUBLE, replace(config, isolation=runner.resolve(config)))
 
 
@@ -105,3 +105,30 @@ def test_tests_after_the_last_outcome_have_failed(monkeypatch: pytest.MonkeyPatc
     result = compute_score(fenced("x"), DOUBLE, SandboxConfig())
     assert (result["passed"], result["acc"]) == (1, 0)
     assert result["reason"] == "test 2: time limit of all tests exceeded"
+
+
+RESULTS: dict[str, tuple[str, Any, float]] = {
+    "a large list": ("list(range(100_000))", list(range(100_000)), 1.0),
+    "a dict of lists": ("{i: [i] * 100 for i in range(500)}", {str(i): [i] * 100 for i in range(500)}, 1.0),
+    "a large list that is wrong": ("list(range(100_001))", list(range(100_000)), 0.0),
+    "a list where a number is expected": ("list(range(100_000))", 3, 0.0),
+    "more than any result may have": ("'x' * (20 << 20)", 3, 0.0),
+    "many digits": ("10 ** 500_000", 3, 0.0),
+    "many digits as a key": ("{10 ** 500_000: 1}", {"a": 1}, 0.0),
+    "deep": ("eval('[' * 90 + ']' * 90)", 3, 0.0),
+    "endless": ("(lambda x: x.append(x) or x)([])", 3, 0.0),
+    "half a character": ("'\\ud800'", 3, 0.0),
+    "half a character in an error": ("int('\\ud800')", 3, 0.0),
+    "no data": ("object()", 3, 0.0),
+    "digits by hand": ("__import__('os').write(4, b'{\"value\": ' + b'1' * 500_000 + b'}')", 3, 0.0),
+    "depth by hand": ("__import__('os').write(4, b'[' * 100_000)", 3, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_of_any_size_are_right_or_wrong(name: str, config: SandboxConfig) -> None:
+    source, expected, score = RESULTS[name]
+    tests = {"fn_name": "f", "inputs": [[], []], "outputs": [expected, expected]}
+    result = compute_score(f"```python\ndef f(): return {source}\n```", tests, replace(config, output_kb=64))
+    assert result["score"] == score
+    result["reason"].encode()

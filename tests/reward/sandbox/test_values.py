@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import io
 import json
 import math
 import os
@@ -14,20 +15,15 @@ from hypothesis import strategies as st
 from pipeline.reward.sandbox.inside import values
 
 keys = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-scalars = keys | st.complex_numbers(allow_nan=False)
 data = st.recursive(
-    scalars | st.sets(keys) | st.frozensets(keys),
+    keys | st.sets(keys) | st.frozensets(keys),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
     max_leaves=20,
 )
 
 
-def refuse(*_: Any) -> Any:
-    raise ValueError("no plain data")
-
-
 def through(value: Any) -> Any:
-    return values.unpack(json.loads(json.dumps(values.pack(value, refuse))), refuse)
+    return values.unpack(json.loads(json.dumps(values.pack(value))))
 
 
 @settings(deadline=None, max_examples=50)
@@ -38,7 +34,7 @@ def test_data_comes_back_as_it_was(value: Any) -> None:
 
 def test_awkward_numbers_come_back() -> None:
     assert math.isnan(through(float("nan")))
-    for number in (math.inf, -math.inf, 10**10000, -(2**53), True, 1, 1.0, -0.0):
+    for number in (1j, complex(1, math.inf), math.inf, -math.inf, 10**10000, -(2**53), True, 1, 1.0, -0.0):
         assert type(through(number)) is type(number)
         assert through(number) == number
 
@@ -74,23 +70,20 @@ def test_numpy_values_become_lists_and_numbers() -> None:
 )
 def test_anything_else_is_refused_or_data(packed: Any) -> None:
     try:
-        result = values.unpack(packed, refuse)
+        result = values.unpack(packed)
     except (ValueError, TypeError, KeyError, IndexError):
         return
-    assert isinstance(result, type(None) | int | str | float | complex | bytes | list | tuple | set | frozenset | dict)
+    assert isinstance(result, type(None) | int | str | float | bytes | list | tuple | set | frozenset | dict)
 
 
-def test_messages_have_a_size() -> None:
+def test_messages_have_an_end() -> None:
     reading, writing = os.pipe()
-    values.send(writing, {"a": ["l", 1]})
-    assert values.receive(reading) == {"a": ["l", 1]}
-    with pytest.raises(ValueError, match="more than"):
-        values.send(writing, "x" * (values.MAX_FRAME + 1))
-    os.write(writing, (values.MAX_FRAME + 1).to_bytes(4, "little"))
-    with pytest.raises(ValueError, match="more than"):
-        values.receive(reading)
-    os.write(writing, b"\x05\0\0\0ab")
-    os.close(writing)
+    with open(reading, "rb") as pipe:
+        values.send(writing, {"a": ["l", 1]})
+        assert values.receive(pipe) == {"a": ["l", 1]}
+        os.write(writing, b"[1")
+        os.close(writing)
+        with pytest.raises(EOFError):
+            values.receive(pipe)
     with pytest.raises(EOFError):
-        values.receive(reading)
-    os.close(reading)
+        values.receive(io.BytesIO(b" " * values.MAX_FRAME + b"1\n"))

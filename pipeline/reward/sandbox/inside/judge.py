@@ -23,7 +23,7 @@ from typing import Any
 from . import values
 
 MAX_REASON = 200  # characters
-
+MODULE = 0  # handle of the program itself
 
 # Of these the first would look like the test's own failure, and the others would end an iteration early, with the
 # asserts that were still to come left out.
@@ -38,49 +38,45 @@ class Channel:
     """Requests to the program's process, one at a time."""
 
     def __init__(self, requests: int, replies: int) -> None:
-        self.requests, self.replies = requests, replies
+        self.requests = requests
+        self.replies = open(replies, "rb", closefd=False)  # noqa: SIM115 - open until the process ends
 
-    def start(self) -> set[str]:
-        """Waits for the program to be loaded; its global names."""
-        names = self._reply().get("names")
-        return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+    def reply(self) -> dict[str, Any]:
+        """The program's next answer, still packed; what it raised is raised here."""
+        reply = values.receive(self.replies)
+        if not isinstance(reply, dict):
+            raise ProgramError("the program's answer is no answer")
+        if "error" not in reply:
+            return reply
+        name, message = (str(part)[:MAX_REASON] for part in reply["error"])
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _NOT_RAISED:
+            try:
+                error = kind(message)
+            except TypeError:  # UnicodeDecodeError and its like take more arguments
+                error = ProgramError(f"{name}: {message}")
+            raise error
+        raise ProgramError(f"{name}: {message}")
 
     def ask(self, kind: str, *arguments: Any) -> dict[str, Any]:
-        """The program's answer, still packed; what it raised is raised here."""
+        """The program's answer to a request, still packed."""
         values.send(self.requests, [kind, values.pack(arguments, _handle_of)])
-        return self._reply()
+        return self.reply()
 
     def value(self, kind: str, *arguments: Any) -> Any:
-        """The program's answer as a value."""
+        """The program's answer to a request as a value."""
         return self.read(self.ask(kind, *arguments).get("value"))
 
     def read(self, data: Any) -> Any:
         """A packed value with its handles made `Remote` objects."""
-        return values.unpack(data, self.object)
+        return values.unpack(data, self._object)
 
-    def object(self, index: int, name: str) -> Any:
-        """What a handle stands for."""
+    def _object(self, index: int, name: str) -> Any:
         if index >= 0:
             return Remote(self, index, name)
         if name in sys.stdlib_module_names:
             return importlib.import_module(name)
         raise ProgramError(f"a test cannot use the module {name} of the program")
-
-    def _reply(self) -> dict[str, Any]:
-        reply = values.receive(self.replies)
-        if not isinstance(reply, dict):
-            raise ProgramError("the program's answer is no answer")
-        if "error" in reply:
-            name, message = (str(part)[:MAX_REASON] for part in reply["error"])
-            kind = getattr(builtins, name, None)
-            if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _NOT_RAISED:
-                try:
-                    error = kind(message)
-                except TypeError:  # UnicodeDecodeError and its like take more arguments
-                    error = ProgramError(f"{name}: {message}")
-                raise error
-            raise ProgramError(f"{name}: {message}")
-        return reply
 
 
 class Remote:
@@ -99,8 +95,7 @@ class Remote:
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         answer = self._channel.ask("call", self, given, named)
-        changed = self._channel.read(answer.get("given"))
-        for old, new in zip(given, changed, strict=True):
+        for old, new in zip(given, self._channel.read(answer.get("given")), strict=True):
             _follow(old, new)
         return self._channel.read(answer.get("value"))
 
@@ -116,24 +111,21 @@ class Remote:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Remote) and self._channel.value("eq", self, other) is True
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __len__(self) -> int:
+        return int(self._channel.value("length_hint", self))
 
 
-def _operator(kind: str, both: bool) -> Callable[..., Any]:
-    def method(self: Remote, *others: Any) -> Any:
-        if both and not all(isinstance(other, Remote) for other in others):
+def _operator(name: str, between_objects: bool) -> Callable[[Remote, Any], Any]:
+    def method(self: Remote, other: Any) -> Any:
+        if between_objects and not isinstance(other, Remote):
             return NotImplemented
-        return self._channel.value(kind, self, *others)
+        return self._channel.value(name, self, other)
 
     return method
 
 
-for _kind in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "and", "or"):
-    setattr(Remote, f"__{_kind}__", _operator(f"{_kind}_" if _kind in ("and", "or") else _kind, both=True))
-for _kind in ("getitem", "contains"):
-    setattr(Remote, f"__{_kind}__", _operator(_kind, both=False))
-setattr(Remote, "__len__", lambda self: int(self._channel.value("length_hint", self)))  # noqa: B010
+for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "and_", "or_", "getitem", "contains"):
+    setattr(Remote, f"__{_name.rstrip('_')}__", _operator(_name, _name not in ("getitem", "contains")))
 
 
 def _handle_of(value: Any) -> list[Any]:
@@ -151,61 +143,49 @@ def _follow(old: Any, new: Any) -> None:
         old.update(new)
 
 
-class _Names(dict[str, Any]):
+class _Scope(dict[str, Any]):
     """Global names of a test; those of the program are fetched when they are first used."""
 
-    def __init__(self, channel: Channel, names: set[str], shadowing: bool) -> None:
+    def __init__(self, channel: Channel, names: set[str], tree: ast.AST) -> None:
         super().__init__(__name__="test")
-        self.channel, self.names, self.shadowing = channel, names, shadowing
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if any(name in names and not hasattr(builtins, name) for name in used):
+            names = {name for name in names if not hasattr(builtins, name)}
+        self.channel, self.names = channel, names
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = node.value.id
+                if name in names and name in sys.stdlib_module_names:
+                    self[name] = importlib.import_module(name)
 
     def __missing__(self, name: str) -> Any:
-        if name not in self.names or hasattr(builtins, name) and not self.shadowing:
+        if name not in self.names:
             raise KeyError(name)
         try:
-            self[name] = self.channel.value("name", name)
+            self[name] = self.channel.value("attribute", Remote(self.channel, MODULE, "module"), name)
         except KeyError as error:  # would mean that there is no such name, and Python would look among the builtins
             raise ProgramError(f"KeyError: {error}") from error
         return self[name]
 
 
-def check(source: str, channel: Channel) -> None:
-    """Runs one test; returns if every assert holds.
+def failure(source: str, requests: int, replies: int) -> str:
+    """Why the test fails, in a few words; "" if every assert in it holds.
 
-    Raises:
-        Exception: an assert fails, or whatever the test or the program raises.
+    Args:
+        source: Python with asserts.
+        requests: file descriptor that the program's driver reads.
+        replies: file descriptor that it writes.
     """
-    tree = ast.parse(source)
-    names = channel.start()
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    scope = _Names(channel, names, shadowing=not any(name in names and not hasattr(builtins, name) for name in used))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            name = node.value.id
-            if name in names and name in sys.stdlib_module_names:
-                scope[name] = importlib.import_module(name)
-    exec(compile(tree, "test", "exec"), scope)
-
-
-def call(name: str, arguments: Any, channel: Channel) -> Any:
-    """Result of the program's function `name` (or method of its class `Solution`), packed."""
-    channel.start()
-    return channel.ask("method", name, values.unpack(arguments, channel.object)).get("value")
-
-
-def verdict(test: dict[str, Any], requests: int, replies: int) -> dict[str, Any]:
-    """What came of one test: `passed`, `reason`, and for a call `value`."""
     channel = Channel(requests, replies)
     try:
-        if test["kind"] == "call":
-            return {"passed": True, "reason": "", "value": call(test["name"], test["arguments"], channel)}
-        check(test["source"], channel)
-    except EOFError:
-        return {"passed": False, "reason": "the program ended before the test did"}
-    except BrokenPipeError:
-        return {"passed": False, "reason": "the program ended before the test did"}
+        tree = ast.parse(source)
+        names = {name for name in channel.reply()["names"] if isinstance(name, str)}
+        exec(compile(tree, "test", "exec"), _Scope(channel, names, tree))
+    except (EOFError, BrokenPipeError):
+        return "the program ended before the test did"
     except AssertionError as error:
-        return {"passed": False, "reason": f"assertion failed {error}".strip()[:MAX_REASON]}
-    # A test may raise whatever it likes: it has failed then, and says why.
+        return f"assertion failed {error}".strip()[:MAX_REASON]
+    # A test, and the program in it, may raise anything: the test has failed then, and says why.
     except Exception as error:  # noqa: BLE001
-        return {"passed": False, "reason": f"{type(error).__name__}: {error}"[:MAX_REASON]}
-    return {"passed": True, "reason": ""}
+        return f"{type(error).__name__}: {error}"[:MAX_REASON]
+    return ""

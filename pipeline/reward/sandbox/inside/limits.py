@@ -1,8 +1,11 @@
-"""Limits a process puts on itself before it runs foreign code: resource limits and a system call filter.
+"""What a process gives up before it runs foreign code: capabilities, resources, files to write and system calls.
 
-The filter (seccomp) is the second wall behind the namespaces, and most of the wall where there are none. It refuses
-sockets, new namespaces, mounts, tracing, memory that belongs to no address space (System V segments, memfd), new
-sessions and process groups (so that a group can be killed whole), and the limits of other processes.
+Without capabilities the kernel itself refuses mounts, new roots, other users' files and most of what administrators do.
+The filter (seccomp) refuses the rest that would reach outside: sockets, new namespaces, the memory and the limits of
+other processes, signals through file descriptors, kernel objects that outlive the process or belong to no address
+space, and new sessions and process groups (so that a group can be killed whole). Where no namespace hides the files
+and processes of others, Landlock keeps writes inside one folder and closes `/proc` of other processes, and the filter
+refuses signals, and what would change the priority, the shared memory or the file modes of others, as well.
 """
 
 from __future__ import annotations
@@ -19,23 +22,9 @@ if TYPE_CHECKING:  # `typing` takes as long to import as a small program to run
 # Numbers on x86_64 and on aarch64, from the kernel's unistd headers.
 REFUSED = {
     "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "mount_setattr": (442, 442),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
     "keyctl": (250, 219),
     "add_key": (248, 217),
@@ -45,7 +34,6 @@ REFUSED = {
     "io_uring_setup": (425, 425),
     "userfaultfd": (323, 282),
     "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
@@ -53,37 +41,67 @@ REFUSED = {
     "socket": (41, 198),
     "setsid": (112, 157),
     "setpgid": (109, 154),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
-    "personality": (135, 92),
     "syslog": (103, 116),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "swapon": (167, 224),
-    "reboot": (169, 142),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "kexec_load": (246, 104),
 }
-# Where no process namespace hides other processes, a process may signal itself alone.
-SIGNALS = {
+ABSENT = 0xFFFFFFFF  # the number of a system call that a machine does not have
+# Refused as well where no namespace hides other processes and files.
+REFUSED_IN_THE_OPEN = {
     "kill": (62, 129),
     "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    "mq_unlink": (241, 181),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "chmod": (90, ABSENT),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
 }
 CLONE, CLONE3, PRLIMIT64, TGKILL = (56, 220), (435, 435), (302, 261), (234, 131)
+FCNTL, IOCTL, SOCKETPAIR = (72, 25), (16, 29), (53, 199)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 NAMESPACES = 0x7E020080  # CLONE_NEW{CGROUP,UTS,IPC,USER,PID,NET,TIME,NS}: bits of clone's flags
 EPERM, ENOSYS = 1, 38
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NR, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data, little endian
+_NR, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data, little endian
+
+# A system call is refused if one of its arguments has, has not, or has a bit of, a value.
+_IS, _IS_NOT, _HAS_BIT_OF = (_EQUAL, 0, 1), (_EQUAL, 1, 0), (_ANY_BIT, 0, 1)
+REFUSED_ARGUMENTS = (
+    (CLONE, 0, _HAS_BIT_OF, NAMESPACES),
+    (PRLIMIT64, 0, _IS_NOT, 0),
+    # F_SETOWN, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP name the process that a file descriptor sends signals to.
+    (FCNTL, 1, _IS, 8),
+    (FCNTL, 1, _IS, 15),
+    (IOCTL, 1, _IS, 0x8901),
+    (IOCTL, 1, _IS, 0x8902),
+    # Only a pair of local streams (AF_UNIX, SOCK_STREAM) can never be pointed at another socket.
+    (SOCKETPAIR, 0, _IS_NOT, 1),
+    (SOCKETPAIR, 1, _HAS_BIT_OF, 0xE),
+)
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_WRITE_FILE = 1 << 1
+_WRITES = 0x1FF2  # LANDLOCK_ACCESS_FS_{WRITE_FILE,REMOVE_*,MAKE_*}
+_MOVE, _TRUNCATE = 1 << 13, 1 << 14  # known since versions 2 and 3
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -101,14 +119,40 @@ def prctl(option: int, value: int, pointer: Any = None) -> None:
     checked(libc.prctl(option, ctypes.c_ulong(value), pointer, 0, 0), f"prctl({option}, {value})")
 
 
+def drop_privileges() -> None:
+    """Gives up all capabilities for good; a program that is started later, even by root, gets none back."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    checked(libc.capset(struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "dropping capabilities (capset)")
+
+
+def write_only_below(folder: str) -> None:
+    """Refuses this process every write outside of `folder`, and a look into processes that are not its own children.
+
+    Changes nothing where the kernel has no Landlock (before Linux 5.13, or not switched on).
+    """
+    version = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
+    if version < 1:
+        return
+    writes = _WRITES | (_MOVE if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    rules = checked(libc.syscall(_LANDLOCK_CREATE, struct.pack("<Q", writes), 8, 0), "making Landlock rules")
+    for path, allowed in ((folder, writes), ("/dev/null", _WRITE_FILE)):
+        fd = os.open(path, os.O_PATH)
+        checked(libc.syscall(_LANDLOCK_ADD, rules, 1, struct.pack("<Qi", allowed, fd), 0), f"a Landlock rule on {path}")
+        os.close(fd)
+    checked(libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "taking on Landlock rules")
+    os.close(rules)
+
+
 def program(machine: str, only_self: int | None) -> bytes:
     """The filter as instructions of classic BPF, 8 bytes each.
 
     Args:
         machine: `os.uname().machine`.
-        only_self: id of the one process that may be signalled; None allows every signal.
+        only_self: process id of the process that is filtered, where namespaces do not hide others from it: it may
+            signal itself alone. None allows every signal.
     """
     column, arch = MACHINES[machine]
+    refuse = (_RETURN, 0, 0, _ERRNO | EPERM)
     code: list[tuple[int, int, int, int]] = [  # opcode, jump if true, jump if false, constant
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, arch),
@@ -116,41 +160,35 @@ def program(machine: str, only_self: int | None) -> bytes:
         (_LOAD, 0, 0, _NR),
     ]
     if machine == "x86_64":  # the x32 numbers name the same calls again
-        code += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERRNO | EPERM)]
-    refused = REFUSED if only_self is None else REFUSED | SIGNALS
+        code += [(_AT_LEAST, 0, 1, 0x40000000), refuse]
+    refused = REFUSED if only_self is None else REFUSED | REFUSED_IN_THE_OPEN
     for numbers in refused.values():
-        code += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO | EPERM)]
+        code += [(_EQUAL, 0, 1, numbers[column]), refuse]
     # The flags of clone3 lie in memory that a filter cannot read; libc falls back to clone.
     code += [(_EQUAL, 0, 1, CLONE3[column]), (_RETURN, 0, 0, _ERRNO | ENOSYS)]
-    code += [
-        (_EQUAL, 0, 4, CLONE[column]),
-        (_LOAD, 0, 0, _ARG0),
-        (_ANY_BIT, 0, 1, NAMESPACES),
-        (_RETURN, 0, 0, _ERRNO | EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    for numbers, process in ((PRLIMIT64, 0), *(() if only_self is None else ((TGKILL, only_self),))):
+    arguments = list(REFUSED_ARGUMENTS)
+    if only_self is not None:
+        arguments.append((TGKILL, 0, _IS_NOT, only_self))
+    for numbers, index, (opcode, if_true, if_false), constant in arguments:
         code += [
-            (_EQUAL, 0, 4, numbers[column]),
-            (_LOAD, 0, 0, _ARG0),
-            (_EQUAL, 1, 0, process),
-            (_RETURN, 0, 0, _ERRNO | EPERM),
-            (_RETURN, 0, 0, _ALLOW),
+            (_LOAD, 0, 0, _NR),
+            (_EQUAL, 0, 3, numbers[column]),
+            (_LOAD, 0, 0, _ARGUMENTS + 8 * index),
+            (opcode, if_true, if_false, constant),
+            refuse,
         ]
     code.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
 def filter_calls(only_self: int | None) -> None:
-    """Puts the filter on this process and all that come from it, for good."""
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    """Puts the filter on this process and all that come from it, for good; `drop_privileges` comes first."""
     code = ctypes.create_string_buffer(program(os.uname().machine, only_self))
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
-    prog = Program((len(code) - 1) // 8, ctypes.addressof(code))
-    prctl(PR_SET_SECCOMP, 2, ctypes.byref(prog))
+    prctl(PR_SET_SECCOMP, 2, ctypes.byref(Program((len(code) - 1) // 8, ctypes.addressof(code))))
 
 
 def resources(limits: dict[str, int], processes: int | None) -> None:
@@ -168,7 +206,6 @@ def resources(limits: dict[str, int], processes: int | None) -> None:
         (resource.RLIMIT_NOFILE, 64, 64),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
     ]
     if processes is not None:
         values.append((resource.RLIMIT_NPROC, processes, processes))

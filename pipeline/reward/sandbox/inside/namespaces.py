@@ -59,7 +59,7 @@ def enter(mounts: Iterable[tuple[str, str]], size: int) -> int | None:
     _root(mounts, machine)
     child = os.fork()
     if child:
-        os.closerange(0, 3)
+        os.closerange(0, 1024)
         _, status = os.waitpid(child, 0)
         os._exit(0 if status == 0 else 1)
     limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,24 +1,26 @@
 """The first process inside the sandbox: runs the tests of one program, one after the other.
 
-A job comes as JSON on stdin. Messages go out as the first lines of `values.py` describe: `{"ready": true}`, then one
-for each test. A test starts with an empty work folder and its own processes, all of which are killed before its
-message is sent. When the reader of the messages goes away, everything ends.
+For each byte on stdin it runs the next test, and writes a line of JSON to stdout: how the test `ended`, the
+`returncode` of the program, and the `seconds` it took. What the program printed, and the result, lie in the job's
+`streams` then (memory files for stdout, stderr and the result); the supervisor never reads them. A test starts with an
+empty work folder and its own processes, all of which are killed before its line is written. When stdin is closed,
+everything ends.
 """
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import json
 import os
 import select
 import signal
-import sys
 import time
 
-from . import driver, limits, namespaces, values
+from . import driver, folders, limits, namespaces, values
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes as long to import as a small program to run
+    from collections.abc import Callable
     from typing import Any
 
 ENVIRONMENT = {
@@ -29,96 +31,126 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 KILL_S = 5.0  # for killed processes to be gone
+LOOK_S = 0.02  # between two looks at how much was printed
+ASKED, REPORTS = 0, 1  # file descriptors
+VERDICT = 5  # file descriptor of a judge's result
+READY = 39  # file descriptor by which a child says that it could not start
+STREAMS = 50  # file descriptors from here on are those of the job, out of the way of what children get
 
 
 class Gone(Exception):
-    """Nobody reads the messages any more."""
+    """The one who asks for tests has gone away."""
 
 
 class Supervisor:
-    """Runs tests within the limits of a job (see `runner.py`, which makes it)."""
+    """Runs tests within the limits of a job (see `isolation.job`, which makes it)."""
 
-    def __init__(self, job: dict[str, Any], messages: int, uid: int | None) -> None:
-        self.job, self.messages, self.uid = job, messages, uid
-        self.alone = job["isolation"] != "none"  # process 1 of a namespace of its own
+    def __init__(self, job: dict[str, Any], uid: int | None) -> None:
+        self.job, self.uid = job, uid
+        self.alone = job["namespaces"]  # process 1 of a namespace of its own
+        self.group = 0  # first process of the test that runs, and leader of its process group where it is not alone
+        self.count = 0
         self.ends = time.monotonic() + job["total_s"]
         if self.alone and os.getpid() != 1:
             raise RuntimeError("the supervisor is not process 1 of a namespace, so it may not kill all it can see")
 
     def run(self) -> None:
-        """Runs all tests, sending a message for each; stops when the time of all is used up."""
-        for test in self.job["tests"]:
-            if time.monotonic() >= self.ends:
-                return
-            self._empty_work()
-            values.send(self.messages, self._test(test))
+        """Runs the tests that are asked for; stops when the time of all is used up."""
+        try:
+            for test in self.job["tests"]:
+                if not os.read(ASKED, 1) or time.monotonic() >= self.ends:
+                    return
+                self._fresh_work()
+                values.send(REPORTS, self._test(test))
+        except (Gone, BrokenPipeError):
+            pass
+        finally:
+            if not self.alone:
+                folders.remove(self.job["work"])
 
-    def _empty_work(self) -> None:
-        work = self.job["work"]
-        os.chdir("/")
-        if self.job["isolation"] == "namespaces":
+    def _fresh_work(self) -> None:
+        if self.alone:
+            os.chdir("/")
             namespaces.fresh_work(self.job["temp"])
+            os.chdir(namespaces.WORK)
         else:
-            import shutil  # with its archive formats, which most sandboxes do without
-
-            for name in os.listdir(work):
-                path = os.path.join(work, name)
-                if os.path.isdir(path) and not os.path.islink(path):
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    os.unlink(path)
-        os.chdir(work)
+            # The folders of earlier tests are removed in the end: a program can fill them faster than they are emptied.
+            self.count += 1
+            folder = f"{self.job['work']}/{self.count}"
+            os.makedirs(folder)
+            os.chdir(folder)
         with open(driver.PROGRAM, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(self.job["code"])
 
     def _test(self, test: dict[str, Any]) -> dict[str, Any]:
         started = time.monotonic()
-        script = test["kind"] == "script"
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
+        out, err, result = self.job["streams"]
+        for fd in (out, err, result):
+            os.ftruncate(fd, 0)
+            os.lseek(fd, 0, os.SEEK_SET)
         given = os.memfd_create("stdin")
-        with os.fdopen(given, "wb", closefd=False) as file:
-            file.write(test.get("stdin", "").encode(errors="surrogatepass"))
+        values.write(given, test["stdin"].encode(errors="surrogatepass"))
         os.lseek(given, 0, os.SEEK_SET)
-        fds = {0: given, 1: out_end, 2: err_end}
-        verdict: int | None = None
-        if not script:
-            program_reads, judge_writes = os.pipe()
-            judge_reads, program_writes = os.pipe()
-            verdict, verdict_end = os.pipe()
-            fds |= {driver.REQUESTS: program_reads, driver.REPLIES: program_writes}
-        program = self._start(fds, "script" if script else "serve")
-        for fd in fds.values():
-            os.close(fd)
-        main = program
-        if not script:
-            main = self._start_judge(test, judge_writes, judge_reads, verdict_end)
-            for fd in (judge_writes, judge_reads, verdict_end):
-                os.close(fd)
-        deadline = min(started + self.job["test_s"], self.ends)
-        pipes = {out: bytearray(), err: bytearray()} | ({} if verdict is None else {verdict: bytearray()})
+        pipes: list[int] = []
+        fds = {0: given, 1: out, 2: err}
+        main = self.group = 0
         try:
-            ended = self._watch(main, pipes, deadline)
+            if test["kind"] == "assert":
+                reads_request, asks = os.pipe()
+                reads_reply, replies = os.pipe()
+                nothing = os.open(os.devnull, os.O_RDWR)  # what a test prints is not for the program to read
+                pipes = [reads_request, asks, reads_reply, replies, nothing]
+                theirs = {0: nothing, 1: nothing, 2: nothing}
+                theirs |= {driver.REQUESTS: asks, driver.REPLIES: reads_reply, VERDICT: result}
+                # The judge comes first: the program might leave no room for another process.
+                main = self._start(theirs, lambda: _judge(test["source"]))
+                fds |= {driver.REQUESTS: reads_request, driver.REPLIES: replies}
+            elif test["kind"] == "call":
+                fds[driver.REPLIES] = result
+            program = self._start(fds, lambda: self._execute(test["kind"]))
+            main = main or program
+            for fd in (given, *pipes):
+                os.close(fd)
+            ended = self._watch(main, min(started + self.job["test_s"], self.ends))
         finally:
-            status = self._end(program, main)
-        if ended == "":
-            ended = self._drain(pipes)
-        for fd in pipes:
-            os.close(fd)
-        result: dict[str, Any] = {
-            "ended": ended,  # "", "time" or "output"
-            "returncode": os.waitstatus_to_exitcode(status) if status is not None else None,
-            "stdout": pipes[out].decode(errors="replace"),
-            "stderr": pipes[err].decode(errors="replace"),
-            "seconds": time.monotonic() - started,
-        }
-        if verdict is not None:
-            text = pipes[verdict]
-            result["verdict"] = json.loads(text) if text else None
-        return result
+            returncode = self._end(main)
+        if ended == "exit" and self._printed_too_much():
+            ended = "output"
+        return {"ended": ended, "returncode": returncode, "seconds": time.monotonic() - started}
 
-    def _child(self) -> None:
-        """What a process does to itself before it runs anything foreign."""
+    def _start(self, fds: dict[int, int], run: Callable[[], None]) -> int:
+        """Process id of a child that has the file descriptors `fds` (number there: number here) and does `run`.
+
+        Raises:
+            RuntimeError: the child could not take on its limits.
+        """
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.dup2(writing, READY, inheritable=False)
+                for number, fd in fds.items():
+                    os.dup2(fd, READY + 1 + number)
+                for number in fds:
+                    os.dup2(READY + 1 + number, number)
+                os.closerange(max(fds) + 1, READY)
+                os.closerange(READY + 1, 1024)
+                self._confine()
+                run()
+            except BaseException as error:  # noqa: BLE001 - it is told to the supervisor, which raises it
+                os.write(READY, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(127)
+        self.group = self.group or child
+        os.close(writing)
+        problem = os.read(reading, 1000)  # empty once the child runs something else, or has closed its end
+        os.close(reading)
+        if problem:
+            raise RuntimeError(f"a process of the program could not be started: {problem.decode(errors='replace')}")
+        return child
+
+    def _confine(self) -> None:
+        """What a child does to itself before it runs anything foreign."""
         limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.uid is not None:
             os.setgroups([])
@@ -126,148 +158,100 @@ class Supervisor:
             os.setresuid(self.uid, self.uid, self.uid)
             limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
         if not self.alone:
-            os.setpgid(0, 0)
+            os.setpgid(0, self.group)
         limits.resources(self.job["limits"], self.job["processes"])
+        limits.drop_privileges()
+        if not self.alone:
+            limits.write_only_below(".")
         limits.filter_calls(None if self.alone else os.getpid())
 
-    def _start(self, fds: dict[int, int], mode: str) -> int:
-        """Process id of the program, started with the file descriptors `fds` (number inside: number here)."""
-        child = os.fork()
-        if child:
-            return child
-        try:
-            high = {number: os.dup2(fd, 40 + number) for number, fd in fds.items()}
-            for number, fd in high.items():
-                os.dup2(fd, number)
-            os.closerange(max(fds) + 1, 1024)
-            self._child()
-            start = f"import sys; sys.path.append({self.job['here']!r}); from inside.driver import main; "
-            start += f"main({mode!r}, {self.job['packages']!r})"
-            os.execve(self.job["python"], [self.job["python"], "-I", "-S", "-c", start], ENVIRONMENT)
-        finally:
-            os._exit(127)
+    def _execute(self, kind: str) -> None:
+        start = f"import sys; sys.path.append({self.job['here']!r}); from inside.driver import main; "
+        start += f"main({kind!r}, {self.job['packages']!r})"
+        os.execve(self.job["python"], [self.job["python"], "-I", "-S", "-c", start], ENVIRONMENT)
 
-    def _start_judge(self, test: dict[str, Any], requests: int, replies: int, out: int) -> int:
-        child = os.fork()
-        if child:
-            return child
-        try:
-            from . import judge
+    def _watch(self, main: int, deadline: float) -> str:
+        """Waits until process `main` ends ("exit"), the time is over ("time") or too much is printed ("output").
 
-            keep = {requests, replies, out}
-            for fd in set(range(64)) - keep:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-            self._child()
-            limits.prctl(limits.PR_SET_DUMPABLE, 0)  # no process of the program may look into this one
-            values_out = json.dumps(judge.verdict(test, requests, replies)).encode()
-            with os.fdopen(out, "wb") as file:
-                file.write(values_out)
-        finally:
-            os._exit(0)
-
-    def _watch(self, main: int, pipes: dict[int, bytearray], deadline: float) -> str:
-        """Reads pipes until process `main` ends (""), the time is over ("time") or too much is printed ("output")."""
+        Raises:
+            Gone: the one who asks for tests has gone away.
+        """
         poll = select.poll()
         ending = os.pidfd_open(main)
+        poll.register(ending, select.POLLIN)
+        poll.register(ASKED, 0)  # reports that the other end is closed
         try:
-            for fd in pipes:
-                os.set_blocking(fd, False)
-                poll.register(fd, select.POLLIN)
-            poll.register(ending, select.POLLIN)
-            poll.register(self.messages, 0)  # reports an error when the reader is gone
-            while True:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return "time"
-                for fd, _ in poll.poll(left * 1000):
-                    if fd == ending:
-                        return ""
-                    if fd == self.messages:
-                        raise Gone
-                    if not self._read(fd, pipes[fd]):
-                        poll.unregister(fd)
-                    elif len(pipes[fd]) > self.job["output"]:
-                        return "output"
+            while time.monotonic() < deadline:
+                ready = [fd for fd, _ in poll.poll(LOOK_S * 1000)]
+                if ASKED in ready:
+                    raise Gone
+                if ready:
+                    return "exit"
+                if self._printed_too_much():
+                    return "output"
+            return "time"
         finally:
             os.close(ending)
 
-    def _read(self, fd: int, found: bytearray) -> bool:
-        """Whether the pipe may hold more, now or later."""
-        try:
-            part = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return True
-        # One byte past the limit is enough to know that it is passed.
-        found += part[: self.job["output"] + 1 - len(found)]
-        return bool(part)
+    def _printed_too_much(self) -> bool:
+        return any(os.fstat(fd).st_size > self.job["output"] for fd in self.job["streams"][:2])
 
-    def _drain(self, pipes: dict[int, bytearray]) -> str:
-        """Reads what killed processes left in the pipes."""
-        for fd, found in pipes.items():
-            while len(found) <= self.job["output"] and self._read(fd, found):
-                if not select.select([fd], [], [], 0)[0]:
-                    break
-            if len(found) > self.job["output"]:
-                return "output"
-        return ""
+    def _end(self, main: int) -> int | None:
+        """Kills and reaps every process of the test.
 
-    def _end(self, program: int, main: int) -> int | None:
-        """Kills and reaps every process of the test; wait status of the program, None where it had to be killed."""
-        ended: dict[int, int] = {}
-        try:
-            # Asked before the killing: a program that ended by itself has a status of its own.
-            pid, status = os.waitpid(program, os.WNOHANG)
-        except ChildProcessError:
-            pid = 0
-        if pid:
-            ended[program] = status
+        Returns:
+            Exit status of `main`, negative for a signal; None where it had to be killed.
+
+        Raises:
+            RuntimeError: a process did not die.
+        """
+        # Asked before the killing, and left unreaped so that the number of the group stays its own.
+        status = os.waitid(os.P_PID, main, os.WEXITED | os.WNOHANG | os.WNOWAIT) if main else None
         deadline = time.monotonic() + KILL_S
-        while time.monotonic() < deadline:
-            self._kill(program, main)
-            try:
+        try:
+            while time.monotonic() < deadline:
+                # The filter keeps what the program starts in its process group.
+                if self.alone:
+                    os.kill(-1, signal.SIGKILL)
+                elif self.group:
+                    os.killpg(self.group, signal.SIGKILL)
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
                 time.sleep(0.0005)
-            except ChildProcessError:
-                return ended.get(program)
+        except (ProcessLookupError, ChildProcessError):
+            if status is None:
+                return None
+            return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
         raise RuntimeError(f"processes of the program were still there {KILL_S:g} s after they were killed")
 
-    def _kill(self, program: int, main: int) -> None:
-        if self.alone:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            return
-        # The filter keeps what the program starts in its process group. A child that has not made its group yet is
-        # reached by its own id.
-        for pid in {program, main}:
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(pid, signal.SIGKILL)
+
+def _judge(source: str) -> None:
+    from . import judge
+
+    limits.prctl(limits.PR_SET_DUMPABLE, 0)  # no process of the program may look into this one
+    os.close(READY)
+    values.send(VERDICT, {"error": judge.failure(source, driver.REQUESTS, driver.REPLIES)})
 
 
-def main() -> None:
+def main(job_fd: int) -> None:
     """Reads the job, isolates this process, runs the tests."""
-    messages = os.dup(1)
-    job = json.load(sys.stdin)
-    if job["isolation"] != "none":
+    with open(job_fd) as file:
+        job = json.load(file)
+    # The worker may have had any numbers for them, and no child may keep one that it is not given.
+    inherited = job["streams"]
+    job["streams"] = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, STREAMS) for fd in inherited]
+    for fd in inherited:
+        os.close(fd)
+    if job["namespaces"]:
         # Its namespace dies with the supervisor. Without one, the supervisor stays to kill what it has started.
         limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if any(test["kind"] != "script" for test in job["tests"]):
+    if any(test["kind"] == "assert" for test in job["tests"]):
         from . import judge  # noqa: F401  (while its file can still be seen)
     uid = None
-    if job["isolation"] == "namespaces":
+    if job["namespaces"]:
         uid = namespaces.enter(job["mounts"], job["temp"])
-    limits.prctl(limits.PR_SET_DUMPABLE, 0)
-    if job["isolation"] == "none":
+    else:
         limits.prctl(limits.PR_SET_CHILD_SUBREAPER, 1)
-    values.send(messages, {"ready": True})
-    try:
-        Supervisor(job, messages, uid).run()
-    except (Gone, BrokenPipeError):
-        if job["isolation"] == "none":
-            import shutil
-
-            os.chdir("/")
-            shutil.rmtree(job["work"], ignore_errors=True)
+    limits.prctl(limits.PR_SET_DUMPABLE, 0)
+    Supervisor(job, uid).run()

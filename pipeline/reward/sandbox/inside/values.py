@@ -1,8 +1,8 @@
-"""Plain data between a program under test and its judge: JSON text, with a tag for each type that JSON lacks.
+"""Plain data that leaves the process of a program under test: JSON, with a tag for each type that JSON lacks.
 
-Nothing but data is read back, so a hostile sender can choose a value and no more. A list in the JSON is always
-`[tag, ...]`: `l`ist, `t`uple, `s`et, `f`rozenset, `d`ict, `b`ytes, `c`omplex, `n`on-finite float, `i`nteger of many
-digits, `h`andle of an object that stays where it is.
+Only data is read back, so a hostile sender can choose a value and no more. A list in the JSON is always `[tag, ...]`:
+`l`ist, `t`uple, `s`et, `f`rozenset, `d`ict, `b`ytes, `c`omplex, `n`on-finite float, `i`nteger of many digits, `h`andle
+of an object that stays in the program's process.
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ from collections.abc import Callable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes as long to import as a small program to run
-    from typing import Any
+    from typing import Any, BinaryIO
 
-MAX_FRAME = 16 << 20  # bytes of one message
+MAX_FRAME = 16 << 20  # bytes of one message, and of the result of a function
 
 _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 
 
-def pack(value: Any, handle: Callable[[Any], list[Any]]) -> Any:
+def no_handle(*_: Any) -> Any:
+    """The `handle` of data that may hold no objects."""
+    raise ValueError("not plain data")
+
+
+def pack(value: Any, handle: Callable[[Any], list[Any]] = no_handle) -> Any:
     """`value` as JSON data.
 
     A subclass of a built-in type (a named tuple, a Counter, an IntEnum) becomes the built-in type, NumPy values become
-    what their `tolist` says, and anything else what `handle` makes of it.
+    what their `tolist` says, and anything else becomes what `handle` makes of it.
     """
     if value is None or value is True or value is False:
         return value
@@ -45,21 +50,21 @@ def pack(value: Any, handle: Callable[[Any], list[Any]]) -> Any:
     if isinstance(value, bytes | bytearray):
         return ["b", bytes(value).hex()]
     if isinstance(value, complex):
-        return ["c", pack(value.real, handle), pack(value.imag, handle)]
+        return ["c", pack(value.real), pack(value.imag)]
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         return pack(value.tolist(), handle)
     return handle(value)
 
 
-def unpack(data: Any, handle: Callable[[int, str], Any]) -> Any:
+def unpack(data: Any, handle: Callable[[int, str], Any] = no_handle) -> Any:
     """The value that `pack` made `data` of.
 
     Raises:
         ValueError, TypeError, KeyError, IndexError, RecursionError: `data` is nothing that `pack` makes.
     """
+    if isinstance(data, dict):
+        raise ValueError("a JSON object is no packed value")
     if not isinstance(data, list):
-        if isinstance(data, dict):
-            raise ValueError("a JSON object is no packed value")
         return data
     tag, rest = data[0], data[1:]
     if tag in _SEQUENCES:
@@ -69,7 +74,7 @@ def unpack(data: Any, handle: Callable[[int, str], Any]) -> Any:
     if tag == "b":
         return bytes.fromhex(rest[0])
     if tag == "c":
-        return complex(unpack(rest[0], handle), unpack(rest[1], handle))
+        return complex(unpack(rest[0]), unpack(rest[1]))
     if tag == "n":
         return float({"nan": "nan", "inf": "inf", "-inf": "-inf"}[rest[0]])
     if tag == "i":
@@ -79,38 +84,26 @@ def unpack(data: Any, handle: Callable[[int, str], Any]) -> Any:
     raise ValueError(f"{tag!r} is no tag of a packed value")
 
 
-def send(fd: int, message: Any) -> None:
-    """Writes a message to a pipe: its length in 4 bytes, then JSON.
-
-    Raises:
-        ValueError: the message is longer than `MAX_FRAME`.
-    """
-    text = json.dumps(message, separators=(",", ":")).encode()
-    if len(text) > MAX_FRAME:
-        raise ValueError(f"a value has {len(text)} bytes as JSON, more than {MAX_FRAME}")
-    view = memoryview(len(text).to_bytes(4, "little") + text)
+def write(fd: int, data: bytes | bytearray) -> None:
+    """Writes all of `data` to a pipe."""
+    view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
-def receive(fd: int) -> Any:
+def send(fd: int, message: Any) -> None:
+    """Writes a message to a pipe: a line of JSON."""
+    write(fd, json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+
+def receive(pipe: BinaryIO) -> Any:
     """The next message of a pipe.
 
     Raises:
-        EOFError: the other end is closed.
-        ValueError: what comes is no message, or too long a one.
+        EOFError: the other end is closed, or the line is longer than `MAX_FRAME`.
+        ValueError: the line is no JSON.
     """
-    length = int.from_bytes(_exactly(fd, 4), "little")
-    if length > MAX_FRAME:
-        raise ValueError(f"a message of {length} bytes, more than {MAX_FRAME}")
-    return json.loads(_exactly(fd, length))
-
-
-def _exactly(fd: int, size: int) -> bytearray:
-    found = bytearray()
-    while len(found) < size:
-        part = os.read(fd, min(size - len(found), 1 << 16))
-        if not part:
-            raise EOFError("the program ended")
-        found += part
-    return found
+    line = pipe.readline(MAX_FRAME)
+    if not line.endswith(b"\n"):
+        raise EOFError("the program ended")
+    return json.loads(line)

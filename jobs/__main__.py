@@ -1,0 +1,49 @@
+"""The command `slipstream JOB ...`: the same jobs as `python -m jobs.JOB ...`."""
+
+import difflib
+import importlib
+import os
+import sys
+
+JOBS = {
+    "train": "train a policy by reinforcement learning",
+    "sft": "fine-tune a model on conversations",
+    "reward_model": "train a reward model on preferences",
+    "evaluate": "sample responses of a model and score them",
+    "compare": "draw the learning curves of several runs",
+    "replay": "train on the recorded responses of another run",
+    "export": "make a model folder of a checkpoint, and register it",
+    "serve": "serve a trained model with OpenAI's interface",
+    "prepare": "write a data set as parquet files of prompts",
+    "tiny": "make a tiny random model with its tokenizer",
+    "from_verl": "translate a verl script into a configuration",
+    "cluster": "start and stop a Ray head on this machine",
+    "docs_configuration": "write docs/configuration.md",
+}
+"""Every job with what it does."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the job that the first argument names with the other arguments; returns its exit code (2: no such job)."""
+    name, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: slipstream JOB ...\n\njobs:")
+        for job, text in JOBS.items():
+            print(f"  {job:<20}{text}")
+        print("\n`slipstream JOB --help` describes a job, which `python -m jobs.JOB` runs too.")
+        return 0
+    job = name.replace("-", "_")
+    if job not in JOBS:
+        nearest = difflib.get_close_matches(job, JOBS, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]}?" if nearest else "slipstream --help lists them"
+        print(f"slipstream: there is no job {name!r}; {hint}", file=sys.stderr)
+        return 2
+    # `python -m` finds modules in the current folder, such as a reward function.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module = importlib.import_module("jobs.prepare.__main__" if job == "prepare" else f"jobs.{job}")
+    return int(module.main(others) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

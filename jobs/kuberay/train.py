@@ -1,0 +1,40 @@
+"""`jobs.train` as a RayJob: `python -m jobs.kuberay.train experiment=countdown_cpu ...`.
+
+KubeRay retries every failed job on a new cluster (`backoffLimit`), whatever the exit code was. It does not retry a job
+that was stopped. So after exit code 2 (bad settings or input, which a new cluster would refuse again) the job asks Ray
+to stop it: `kubectl get rayjob` shows STOPPED, and the reason is in the job's log.
+
+It is one command without shell operators, because KubeRay's `K8sJobMode` would run a second command outside of Ray.
+"""
+
+import json
+import os
+import sys
+import time
+
+from jobs import train
+
+REFUSED = 2
+"""Exit code of `jobs.train` for settings or input that cannot be used."""
+STOP_S = 60.0
+"""Ray ends this process when it stops the job; after this time it has not."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train with `arguments`, and stop this process's Ray job if they are refused; returns the exit code."""
+    try:
+        code = train.main(sys.argv[1:] if arguments is None else arguments)
+    except SystemExit as wrong_option:
+        code = int(wrong_option.code or 0)
+    if code == REFUSED:
+        from ray.job_submission import JobSubmissionClient
+
+        job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
+        print(f"The settings or the input cannot be used, so {job} is stopped and not tried again.", flush=True)
+        JobSubmissionClient().stop_job(job)
+        time.sleep(STOP_S)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

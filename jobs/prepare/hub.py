@@ -1,0 +1,185 @@
+"""Data sets as they are published: files are found by split, read row by row, and written in verl's format.
+
+1. A file belongs to the split that its name says (`train.jsonl`, `hellaswag_val.jsonl`, `test-00000-of-00001.parquet`),
+   or else to the split that its folder is called (`test/algebra/1.json`).
+2. JSON lines (packed or not), parquet files and files of one JSON object give the same rows. Every row comes with the
+   words that name its place (`FILE, line 3`), for errors.
+"""
+
+import argparse
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.prepare import parquet
+from pipeline.config.paths import local_path
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".parquet", ".json")
+DOWNLOAD = "hf download {} --repo-type dataset --local-dir DIR"
+
+Row = dict[str, Any]
+Placed = Iterator[tuple[str, Row]]
+"""Rows of input files, each after the words that name its place."""
+ToRows = Callable[[Placed, str, argparse.Namespace], Iterator[Row | None]]
+"""Makes output rows of input rows, given the split and the options; None for a row that is left out."""
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set of the Hugging Face hub.
+
+    Args:
+        help: What it is.
+        origin: How it is downloaded: the name on the hub, with options of `hf download`.
+        keys: Columns that must be text; they may be blank with `blanks`.
+        outputs: Schema and rows of the output files, by the beginning of their names, which end in `SPLIT.parquet`.
+        noun: What the rows are.
+        splits: Names of the splits, by the word for each in names of input files and folders.
+        many_folders: Whether the files of a split may lie in several folders.
+    """
+
+    help: str
+    origin: str
+    keys: tuple[str, ...]
+    outputs: dict[str, tuple[pa.Schema, ToRows]]
+    noun: str = "problems"
+    splits: tuple[tuple[str, str], ...] = (("train", "train"), ("test", "test"))
+    many_folders: bool = False
+    blanks: bool = False
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add `--input` and `--out`."""
+        text = f"the data set's files, or a folder that holds them; it comes from: {DOWNLOAD.format(self.origin)}"
+        parser.add_argument("--input", type=local_path, nargs="+", required=True, metavar="PATH", help=text)
+        text = "folder for SPLIT.parquet and the like (replaced)"
+        parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help=text)
+
+    def prepare(self, args: argparse.Namespace) -> None:
+        """Write the parquet files of each split that the input has.
+
+        Raises:
+            ValueError: The input is missing or is not this data set; older output files are untouched.
+            OSError: The folder cannot be written; older output files are untouched.
+        """
+        report = []
+        with parquet.together(args.out) as folder:
+            for split, files in self.find(args.input, args.out).items():
+                for prefix, (schema, to_rows) in self.outputs.items():
+                    path = folder / f"{prefix}{split}.parquet"
+                    kept, left_out = parquet.write(path, schema, to_rows(self.read(files), split, args))
+                    if not kept:
+                        raise ValueError(f"{', '.join(map(str, files))}: no {self.noun}")
+                    note = f" ({left_out:,} left out)" if left_out else ""
+                    report.append(f"{args.out / path.name}: {kept:,} {self.noun}{note}")
+        print("\n".join(report))
+
+    def find(self, inputs: Iterable[Path], out: Path) -> dict[str, list[Path]]:
+        """The files of each split, in order. Parquet files in the folder `out` are output of an earlier call.
+
+        Raises:
+            ValueError: A path does not exist or gives no file, or a split has files of two kinds or in two folders.
+        """
+        sources: dict[str, list[Path]] = {}
+        for path in inputs:
+            files = sorted(path.rglob("*"), key=_order) if path.is_dir() else [path]
+            matched = False
+            for file in files:
+                is_output = file.suffix == ".parquet" and file.resolve().parent == out.resolve()
+                split = self._split(file, path)
+                if split and file.is_file() and file.name.endswith(ENDINGS) and not is_output:
+                    matched = True
+                    sources.setdefault(split, []).append(file)
+            if not matched:
+                words = " or ".join(word for word, _ in self.splits)
+                problem = f"has no {', '.join(ENDINGS)} file with {words} in its name or its folder's"
+                if not path.exists():
+                    problem = "does not exist"
+                raise ValueError(f"--input {path} {problem}; get it with: {DOWNLOAD.format(self.origin)}")
+        for split, files in sources.items():
+            kinds = {(None if self.many_folders else file.parent, file.suffix) for file in files}
+            if len(kinds) > 1 or len(set(files)) < len(files):
+                raise ValueError(f"--input has two sources for {split}: {files[0]} and {files[-1]}; name one of them")
+        return sources
+
+    def _split(self, file: Path, root: Path) -> str | None:
+        words = re.findall("[a-z]+", file.name.lower())
+        words += [folder.name for folder in file.parents if folder == root or root in folder.parents]
+        return next((dict(self.splits)[word] for word in words if word in dict(self.splits)), None)
+
+    def read(self, files: Iterable[Path]) -> Placed:
+        """Rows of the files, one file after the other.
+
+        Raises:
+            ValueError: A file cannot be read, or a row lacks a key; the sentence names file and line or row.
+        """
+        for file in files:
+            for where, row in placed_rows(file):
+                if not isinstance(row, dict):
+                    wanted = " and ".join(map(repr, self.keys))
+                    raise ValueError(f"{where}: must be an object with {wanted}, not a {type(row).__name__}")
+                for key in self.keys:
+                    check_text(row.get(key), repr(key), where, self.blanks)
+                yield where, row
+
+
+def check_text(value: Any, name: str, where: str, blanks: bool = False) -> str:
+    """`value`, which must be text that can be written.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(value, str) or not (value.strip() or blanks):
+        raise ValueError(f"{where}: {name} must be text, not {str(value)[:80]!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: {name} cannot be written as UTF-8 ({error.reason})") from error
+    return value
+
+
+def _order(file: Path) -> tuple[Path, int, str]:
+    return file.parent, int(file.stem) if file.stem.isascii() and file.stem.isdigit() else -1, file.name
+
+
+def placed_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Rows of a file of any format, each after the words that name its place.
+
+    Raises:
+        ValueError: The file cannot be read, or a row is not JSON.
+    """
+    number, unit = 0, "row" if file.suffix == ".parquet" else "line"
+    try:
+        if file.suffix == ".parquet":
+            with pq.ParquetFile(file) as source:
+                for batch in source.iter_batches(batch_size=parquet.ROW_GROUP):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{file}, row {number}", row
+        elif file.name.endswith((".json", ".json.gz")):
+            content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+            yield str(file), _parse(content, str(file))
+        else:
+            with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
+                for number, raw in enumerate(stream, start=1):
+                    if raw.strip():
+                        where = f"{file}, line {number}"
+                        yield where, _parse(raw, where)
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        raise ValueError(f"{file} cannot be read after {unit} {number}: {error}") from error
+
+
+def _parse(raw: bytes, where: str) -> Any:
+    try:
+        return json.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error

@@ -1,0 +1,166 @@
+"""The command that starts verl, and its settings as verl reads them: with Hydra's own grammar."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from jobs.verl.expand import Expander
+from jobs.verl.script import Command
+from jobs.verl.tokens import ScriptError
+from pipeline.config.verl_keys import SECTIONS
+
+_PPO = re.compile(r"(.*\.)?(verl\.trainer\.main_ppo(_sync)?|recipe\.dapo\.(src\.)?main_dapo)")
+_ASYNC = re.compile(r".*\b(one_step_off_policy|fully_async_policy)\.\w*main\w*")
+_VERL = re.compile(r"(.*\.)?(verl|recipe|examples)\..*|main_\w+")
+_OTHERS = {
+    "sft": "supervised fine-tuning, for which there is jobs.sft",
+    "rm_trainer": "a reward model's training, for which there is jobs.reward_model",
+    "gener": "generation, for which there is jobs.evaluate",
+    "eval": "an evaluation, for which there is jobs.evaluate",
+    "merge": "an export of checkpoints, for which there is jobs.export",
+}
+"""What other programs of verl do, by a part of their name."""
+
+_FIRST_SETTING = re.compile(r"[+~]{0,2}(actor_rollout_ref|data|critic|algorithm|trainer|reward\w*)\.[\w.]+=")
+_SETTING = re.compile(r"([+~]{0,2})([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
+_OPTION = re.compile(r"(--config-(?:name|path|dir)|-c[npd])(?:=(.*))?", re.DOTALL)
+_DEFAULT_FILES = ("ppo_trainer", "ppo_trainer.yaml", "ppo_trainer.yml", "config", "./config")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key that verl is given."""
+
+    key: str
+    text: str
+    """The value as it is written."""
+    value: Any = None
+    problem: str | None = None
+    """Why the value cannot be converted; None where it is known."""
+
+
+@dataclass
+class Settings:
+    """All that verl is given; of equal keys the last one counts."""
+
+    settings: dict[str, Setting] = field(default_factory=dict)
+    cannot: list[str] = field(default_factory=list)
+    """What may hold settings that are not known."""
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, arguments: Iterable[str], script: Expander | None = None) -> None:
+        """Take the settings out of arguments, in which `script` marks what it does not know."""
+        parser = OverridesParser.create()
+        option = ""
+        for argument in arguments:
+            shown, unknown = (script.shown(argument), script.why(argument)) if script else (argument, [])
+            match = _SETTING.fullmatch(shown)
+            named = _OPTION.fullmatch(f"{option}={shown}" if option else shown)
+            option = named[1] if named and named[2] is None else ""
+            if named:
+                if named[2] not in (*_DEFAULT_FILES, None):
+                    self.cannot.append(f"{named[0]}: the settings in a file of verl's are not read; give them by key")
+            elif match and (match[3] is not None or match[1] == "~"):
+                problem = f"its value is not known: {'; '.join(unknown)}" if unknown else None
+                for setting in _read(parser, shown, match, problem):
+                    # A key that is given again moves to its new place.
+                    self.settings.pop(setting.key, None)
+                    self.settings[setting.key] = setting
+            elif unknown:
+                self.cannot.append(f"{shown} may hold settings that are not known: {'; '.join(unknown)}")
+            else:
+                self.cannot.append(f"{shown} is no setting of the form key=value")
+
+
+def launch(commands: list[Command], source: str, settings: Settings, script: Expander) -> None:
+    """Add the settings of the command in `source` that starts PPO training.
+
+    Raises:
+        ScriptError: no command does, or a command starts another program of verl's or one that is not known.
+    """
+    starts: list[tuple[Command, str, list[str]]] = []
+    others: list[tuple[Command, str]] = []
+    for command in commands:
+        program, arguments = _program(command.arguments)
+        program = script.shown(program)
+        if _FIRST_SETTING.match(command.arguments[0]):
+            settings.notes.append(
+                "a comment or a missing backslash ends the command above, so verl does not see "
+                f"{script.shown(' '.join(command.arguments))} in {source}{_line(command)}"
+            )
+        elif any(_FIRST_SETTING.match(argument) for argument in command.arguments) or _VERL.fullmatch(program):
+            if _PPO.fullmatch(program) or _ASYNC.fullmatch(program):
+                starts.append((command, program, arguments))
+            else:
+                others.append((command, program))
+    if not starts and others:
+        command, program = others[0]
+        raise ScriptError(f"{source}{_line(command)}{refusal(program, script.shown(command.arguments[0]))}")
+    for command, _, _ in starts:
+        if command.doubt:
+            raise ScriptError(
+                f"{source}, line {command.line}: verl is started in a branch of line {command.doubt} that only a run "
+                "decides; give the variables that it depends on as NAME=VALUE, or use --run"
+            )
+    for _, program, arguments in starts[:1]:
+        settings.add(arguments, script)
+        if _ASYNC.fullmatch(program):
+            settings.notes.append(f"{program} generates ahead; here algorithm.max_staleness and rollout.update do that")
+    for command, program, _ in starts[1:]:
+        settings.cannot.append(f"{source} starts {program} again{_line(command)}, which is not converted")
+    for command, program in others:
+        settings.notes.append(f"{source} also starts {program or 'verl'}{_line(command)}, which is not converted")
+
+
+def _line(command: Command) -> str:
+    return f", line {command.line}" if command.line else ""
+
+
+def _program(arguments: list[str]) -> tuple[str, list[str]]:
+    """The Python module that a command runs, and the module's arguments."""
+    for place, argument in enumerate(arguments):
+        if argument == "-m" and place + 1 < len(arguments):
+            return arguments[place + 1], arguments[place + 2 :]
+        if argument.endswith(".py") and "=" not in argument:
+            return argument.removesuffix(".py").lstrip("./").replace("/", "."), arguments[place + 1 :]
+    return "", []
+
+
+def refusal(program: str, name: str = "") -> str:
+    """Why a program of verl's is not converted; `name` is what the command begins with."""
+    if _PPO.fullmatch(program):
+        return ""
+    if not program:
+        return f": settings of verl are given to `{name}`, and it is not known what that starts; use --run"
+    purpose = next((purpose for part, purpose in _OTHERS.items() if part in program), "another trainer than verl's PPO")
+    return f": {program} is not PPO training but {purpose}; only verl.trainer.main_ppo and its kind are converted"
+
+
+def _read(parser: OverridesParser, argument: str, match: re.Match[str], problem: str | None) -> Iterator[Setting]:
+    key, text = match[2], match[3] or ""
+    if problem is None and match[1] == "~":
+        problem = "it takes a key of verl away; here every key has a value"
+    if problem is None:
+        try:
+            override = parser.parse_override(argument)
+            if not override.is_sweep_override():
+                yield from _leaves(key, text, override.value())
+                return
+            problem = "it gives several values for a sweep; one run takes one"
+        except HydraException:
+            problem = "Hydra cannot read the value, so verl refuses it too"
+    yield Setting(key, text, problem=problem)
+
+
+def _leaves(key: str, text: str, value: Any) -> Iterator[Setting]:
+    if isinstance(value, dict) and value and all(key != section for section, _ in SECTIONS):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", str(inner), inner)
+    elif "${" in str(value):
+        yield Setting(key, text, problem="it is looked up in the environment or in another key; write the value out")
+    else:
+        yield Setting(key, text, value)

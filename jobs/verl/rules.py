@@ -1,0 +1,327 @@
+"""What is more than a new name for a key: where verl's number counts something else, or its word means something else.
+
+Each rule notes what it changes. General differences are told in docs/from_verl.md.
+"""
+
+import math
+from collections.abc import Callable
+
+from jobs.verl.state import State
+from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.plan.check_algorithm import POLICY_LOSSES
+from pipeline.plan.checks import LOGGERS
+
+_ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+_CORRECTION, _GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
+_GPUS_PER_NODE, _NODES = 8, 1
+_MOST_GPUS = 1 << 16
+_MOST_PROMPTS = 1 << 20
+_MOST_BATCHES = 100
+_CRITIC_TOKENS = 32768
+_MAX_CHUNK = 16
+
+
+def words(state: State) -> None:
+    """Names that verl has in several versions, and names that there are not here."""
+    estimator = state.get("algorithm.adv_estimator").removesuffix("_vectorized")
+    state.set("algorithm.adv_estimator", estimator)
+    mode = state.get("actor.policy_loss.loss_mode").replace("-", "_")
+    state.set("actor.policy_loss.loss_mode", "vanilla" if mode == "bypass_mode" else mode)
+    for ours, known in (
+        ("algorithm.adv_estimator", _is_estimator(estimator)),
+        ("actor.policy_loss.loss_mode", state.get("actor.policy_loss.loss_mode") in POLICY_LOSSES),
+    ):
+        if not known:
+            state.drop(ours)
+            key = ours.replace("actor.", f"{_ACTOR}.")
+            state.leave(key, "there is none of this name; see docs/extending.md for one of your own", cannot=True)
+
+
+def _is_estimator(name: str) -> bool:
+    try:
+        # An import path in a script is not followed: it would be imported.
+        return ":" not in name and bool(get_adv_estimator(name))
+    except ValueError:
+        return False
+
+
+def kl(state: State) -> None:
+    """Estimates of the KL, and a controller without a KL to control."""
+    for ours, key in (
+        ("algorithm.kl_penalty", "algorithm.kl_penalty"),
+        ("actor.kl_loss_type", f"{_ACTOR}.kl_loss_type"),
+    ):
+        if state.get(ours).startswith("full"):
+            state.drop(ours)
+            state.leave(key, "the KL over the whole vocabulary is not built (nor does verl compute it)", cannot=True)
+    # The two kinds differ in the gradient of a loss alone.
+    state.set("algorithm.kl_penalty", state.get("algorithm.kl_penalty").rstrip("+"))
+    if state.get("algorithm.kl_ctrl.type") == "adaptive" and not state.get("algorithm.use_kl_in_reward"):
+        state.drop("algorithm.kl_ctrl.type")
+        state.leave("algorithm.kl_ctrl.type", "there is no KL in the reward to control (algorithm.use_kl_in_reward)")
+
+
+def clipping(state: State) -> None:
+    """In verl both bounds are 0.2 unless they are given, whatever `clip_ratio` is; here they follow it."""
+    low = state.get("actor.clip_ratio_low")
+    if state.get("actor.policy_loss.loss_mode") == "cispo" and low is not None and low > 1:
+        state.set("actor.clip_ratio_low", 1.0)
+        state.notes.append(f"actor.clip_ratio_low={low:g} is 1 here: both leave CISPO's weight without a lower bound")
+    ratio = state.get("actor.clip_ratio")
+    for side in ("low", "high"):
+        ours = f"actor.clip_ratio_{side}"
+        # A bound that is given as null follows clip_ratio in verl, too.
+        if ratio != 0.2 and ours not in state.values and f"actor_rollout_ref.{ours}" not in state.given:
+            state.values[ours] = 0.2
+            state.defaults.add(ours)
+            state.notes.append(f"verl clips at its default {ours}=0.2, not at actor.clip_ratio={ratio}")
+
+
+def aggregation(state: State) -> None:
+    """How verl aggregates a loss, whatever `loss_agg_mode` is."""
+    token_level = state.given.get(f"{_ACTOR}.use_token_level_loss")
+    if token_level is not None and f"{_ACTOR}.loss_agg_mode" not in state.given:
+        state.set("actor.loss_agg_mode", "token-mean" if token_level else "seq-mean-token-mean")
+    mode = state.get("actor.policy_loss.loss_mode")
+    if mode in ("sapo", "geo_mean") and state.get("actor.loss_agg_mode") != "seq-mean-token-mean":
+        state.set("actor.loss_agg_mode", "seq-mean-token-mean")
+        state.notes.append(f"verl aggregates {mode} as seq-mean-token-mean, whatever actor.loss_agg_mode is")
+    if state.get("actor.loss_agg_mode") == "seq-mean-token-sum-norm" and state.get("actor.loss_scale_factor") is None:
+        state.notes.append(
+            "actor.loss_agg_mode=seq-mean-token-sum-norm divides by data.max_response_length, in verl by the width "
+            "that the batch is padded to; actor.loss_scale_factor sets the number for both"
+        )
+
+
+def correction(state: State) -> None:
+    """Thresholds of the off-policy correction, and its bypass mode."""
+    cap = state.given.get(f"{_ACTOR}.tis_imp_ratio_cap")
+    if isinstance(cap, int | float) and cap > 0 and f"{_CORRECTION}.rollout_is" not in state.values:
+        state.set(f"{_CORRECTION}.rollout_is", "token")
+        state.set(f"{_CORRECTION}.rollout_is_threshold", str(float(cap)))
+    _rejection(state)
+    bypass = state.given.get(f"{_CORRECTION}.bypass_mode") is True
+    if bypass:
+        state.set("actor.old_log_probs", "engine")
+        if state.given.get(f"{_CORRECTION}.loss_type") == "reinforce":
+            state.set("actor.policy_loss.loss_mode", "reinforce")
+        elif state.get("actor.policy_loss.loss_mode") not in ("gpg", "dro"):
+            # The ratio of the loss is that weight already, and verl does not apply it twice, either.
+            state.drop(f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_threshold")
+    normalize = f"{_CORRECTION}.rollout_is_batch_normalize"
+    if state.get(normalize) and (bypass or state.get(f"{_CORRECTION}.rollout_is") is None):
+        state.drop(normalize)
+        state.leave(normalize, "the weights' mean is not known before the step" if bypass else "there are no weights")
+
+
+def _rejection(state: State) -> None:
+    """One bound for each rule, and those of k1 turned over.
+
+    verl tests -log r against the logarithms of the bounds, so that its `lo_hi` keeps 1/hi <= r <= 1/lo.
+    """
+    rules_key, bounds_key = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
+    rules = list(dict.fromkeys(rule.strip() for rule in (state.get(rules_key) or "").split(",") if rule.strip()))
+    bounds = [bound.strip() for bound in (state.get(bounds_key) or "").split(",") if bound.strip()]
+    if not rules:
+        state.drop(rules_key, bounds_key)
+        state.leave(bounds_key, f"{bounds_key} rejects nothing without {rules_key}")
+        return
+    bounds *= len(rules) if len(bounds) == 1 else 1
+    for place, (rule, bound) in enumerate(zip(rules, bounds, strict=False)):
+        try:
+            low, high = (float(part) for part in bound.split("_"))
+            turned = f"{1 / high:.12g}_{1 / low:.12g}"
+        except (ValueError, ZeroDivisionError):
+            # One number stands for both sides alike.
+            continue
+        if rule.endswith("k1") and turned != bound:
+            bounds[place] = turned
+            state.notes.append(f"{bounds_key}: verl's {bound} keeps ratios from 1/high to 1/low; here that is {turned}")
+    state.set(rules_key, ",".join(rules))
+    state.set(bounds_key, ",".join(bounds) or None)
+
+
+def groups(state: State) -> None:
+    """What dynamic sampling compares, and for how long it generates."""
+    if not state.get(f"{_GROUPS}.enable"):
+        for key in (f"{_GROUPS}.metric", f"{_GROUPS}.max_num_gen_batches"):
+            state.drop(key)
+            state.leave(key, "groups are not filtered")
+        return
+    if state.get(f"{_GROUPS}.metric") in ("seq_reward", "seq_final_reward", "reward"):
+        state.set(f"{_GROUPS}.metric", "score")
+    key = f"{_GROUPS}.max_num_gen_batches"
+    if key not in state.values or state.get(key) < 1:
+        state.set(key, _MOST_BATCHES)
+        state.notes.append(f"verl generates without a limit; here the run ends where {key}={_MOST_BATCHES} are too few")
+
+
+def mini_batches(state: State) -> None:
+    """Every mini-batch has the same size, so it divides the batch."""
+    batch = state.get("data.train_batch_size")
+    for key in ("actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
+        mini = state.get(key)
+        if mini is None or mini < 1 or not 1 <= batch <= _MOST_PROMPTS:
+            continue
+        fitting = max(size for size in range(1, min(mini, batch) + 1) if batch % size == 0)
+        if fitting != mini:
+            state.set(key, fitting)
+            state.notes.append(f"{key}={mini} does not divide data.train_batch_size={batch}; {fitting} does")
+
+
+def critic(state: State) -> None:
+    """Keys of the critic where there is one, and its start."""
+    warmup = state.get("critic.warmup")
+    if "value" not in state.scorers:
+        state.drop("critic.warmup", *[ours for ours in state.defaults if ours.startswith("critic.")])
+        if warmup:
+            state.leave("trainer.critic_warmup", "there is no critic to train alone")
+    elif warmup:
+        # verl counts steps from 1 and asks whether critic_warmup <= step.
+        state.set("critic.warmup", max(warmup - 1, 0))
+        state.notes.append(f"trainer.critic_warmup={warmup} is {warmup - 1} steps of the critic alone, as in verl")
+
+
+def warmups(state: State) -> None:
+    """verl's schedule moves on once an iteration, ours once an optimiser step."""
+    batch = state.get("data.train_batch_size")
+    for learner in ("actor", "critic"):
+        mini = state.get(f"{learner}.ppo_mini_batch_size") or state.get("actor.ppo_mini_batch_size") or batch
+        epochs = state.get(f"{learner}.ppo_epochs") or state.get("actor.ppo_epochs")
+        per_iteration = max(1, batch // max(mini, 1)) * epochs
+        key = f"{learner}.optim.lr_warmup_steps"
+        steps = state.get(key)
+        if steps <= 0:
+            state.drop(key)
+        elif per_iteration > 1:
+            state.set(key, steps * per_iteration)
+            state.notes.append(f"{key}: verl's {steps} iterations are {steps * per_iteration} optimiser steps")
+
+
+def token_budgets(state: State) -> None:
+    """Micro-batches of so many rows, or of so many tokens, become tokens."""
+    pools = state.scorers
+    actor = _budget(
+        state, "actor.ppo_max_token_len_per_gpu", _ACTOR, "ppo", state.get("actor.ppo_max_token_len_per_gpu")
+    )
+    if "reference" in pools:
+        _budget(state, "scoring.reference.max_token_len", _REF, "log_prob", actor)
+    if "value" in pools:
+        tokens = _budget(state, "critic.ppo_max_token_len_per_gpu", "critic", "ppo", _CRITIC_TOKENS)
+        _budget(state, "scoring.value.max_token_len", "critic", "forward", tokens)
+    if "policy" in pools:
+        state.set("scoring.policy.max_token_len", actor)
+
+
+def _budget(state: State, ours: str, section: str, kind: str, default: int) -> int:
+    """Set `ours` to the tokens that verl takes into one forward pass; returns them."""
+    longest = state.get("data.max_prompt_length") + state.get("data.max_response_length")
+    dynamic = f"{section}.log_prob_use_dynamic_bsz" if kind == "log_prob" else f"{section}.use_dynamic_bsz"
+    if state.given.get(dynamic, state.given.get(f"{_ACTOR}.use_dynamic_bsz")) is True:
+        tokens = state.whole(f"{section}.{kind}_max_token_len_per_gpu", default) or default
+    else:
+        state.leave(f"{section}.{kind}_max_token_len_per_gpu", "without use_dynamic_bsz verl does not read it, either")
+        in_all = state.whole(f"{section}.{kind}_micro_batch_size", 0)
+        rows = state.whole(f"{section}.{kind}_micro_batch_size_per_gpu", math.ceil(in_all / max(1, _gpus(state))))
+        if not rows and kind == "forward":
+            rows = state.whole(f"{section}.ppo_micro_batch_size_per_gpu", 0)
+        tokens = rows * longest or default
+    if tokens < longest:
+        state.notes.append(f"{ours} is {longest}, not {tokens}: the longest row must fit into one forward pass")
+        tokens = longest
+    state.set(ours, tokens)
+    return tokens
+
+
+def engines(state: State) -> None:
+    """An engine has GPUs of one node."""
+    size, node = state.get("rollout.tensor_parallel_size"), state.whole("trainer.n_gpus_per_node", _GPUS_PER_NODE)
+    if size != 1 and not 1 <= size <= node:
+        state.drop("rollout.tensor_parallel_size")
+        key = f"{_ROLLOUT}.tensor_model_parallel_size"
+        state.leave(key, f"an engine has GPUs of one node, and a node has {node}", cannot=True)
+    # Engines on GPUs prefill in chunks unless they are told otherwise.
+    if state.given.get(f"{_ROLLOUT}.enable_chunked_prefill") is False:
+        state.set("rollout.engine_kwargs", {**state.get("rollout.engine_kwargs"), "enable_chunked_prefill": False})
+
+
+def _gpus(state: State) -> int:
+    return state.whole("trainer.n_gpus_per_node", _GPUS_PER_NODE) * state.whole("trainer.nnodes", _NODES)
+
+
+def devices(state: State) -> None:
+    """verl's processes share every GPU in turn; here train workers, engines and scoring replicas have their own.
+
+    Half of the GPUs train. The chunk times the workers divides the mini-batch, so every worker gets whole chunks.
+    """
+    gpus, batch, pools = _gpus(state), state.get("data.train_batch_size"), list(state.scorers)
+    minis = [state.get("actor.ppo_mini_batch_size") or batch]
+    if "value" in pools:
+        minis.append(state.get("critic.ppo_mini_batch_size") or minis[0])
+    if not 1 <= gpus <= _MOST_GPUS or min(batch, *minis) < 1:
+        state.notes.append(
+            f"{gpus} GPUs for batches of {batch} prompts are not spread; set trainer.num_workers yourself"
+        )
+        return
+    mini, split = math.gcd(*minis), state.get("rollout.tensor_parallel_size")
+    workers = max(count for count in range(1, max(1, gpus // 2) + 1) if mini % count == 0)
+    rest = gpus - workers
+    # A replica makes one forward pass where a worker makes a forward pass and a training step.
+    replicas = max(1, rest // 4) if pools else 0
+    engine_count = max(1, (rest - replicas) // split)
+    if pools:
+        replicas = max(replicas, rest - engine_count * split)
+    chunks = [size for size in range(1, _MAX_CHUNK + 1) if mini // workers % size == 0]
+    chunk = max((size for size in chunks if batch // size >= 2 * engine_count), default=1)
+    layout = {
+        "trainer.num_workers": workers,
+        "trainer.use_gpu": True,
+        "rollout.num_engines": engine_count,
+        "rollout.num_gpus": 1,
+        "rollout.chunk_prompts": chunk,
+    }
+    for pool in pools:
+        layout[f"scoring.{pool}.num_workers"] = replicas
+        layout[f"scoring.{pool}.num_gpus"] = round(1 / len(pools), 2)
+    for ours, value in layout.items():
+        state.set(ours, value)
+    state.notes.append(
+        f"verl's processes share {gpus} GPUs in turn; here {workers} train, {engine_count} engines of {split} generate"
+        f"{f' and {replicas} score' if pools else ''}: {workers + engine_count * split + replicas} GPUs. Move them to "
+        "where the run waits, and raise rollout.gpu_memory_utilization: an engine has its GPU to itself"
+    )
+
+
+def run(state: State) -> None:
+    """Reward model, trackers, checkpoints and folder."""
+    if not any(state.given.get(f"{section}.enable") for section in ("reward_model", "reward.reward_model")):
+        state.drop("reward.model.path")
+    elif "reward.custom_reward_function.path" in state.values:
+        state.drop("reward.model.path")
+        for key in ("reward_model.model.path", "reward.reward_model.model_path"):
+            reason = "a function gets no address of a reward model; it must ask one that is served (docs/rewards.md)"
+            state.leave(key, reason, cannot=True)
+    mode = state.given.get("trainer.resume_mode", "auto")
+    state.set("trainer.resume", "never" if mode == "disable" else "auto")
+    if mode not in ("auto", "disable"):
+        state.leave("trainer.resume_mode", "a run continues from its own folder only (trainer.resume)", cannot=True)
+    loggers = state.get("trainer.logger")
+    if dropped := [logger for logger in loggers if logger not in LOGGERS]:
+        state.set("trainer.logger", [logger for logger in loggers if logger in LOGGERS])
+        state.notes.append(f"trainer.logger: {', '.join(dropped)} is left out; metrics.jsonl is always written")
+    for key in ("trainer.test_freq", "trainer.save_freq", "trainer.max_ckpt_to_keep"):
+        if state.get(key) == 0 or (key == "trainer.max_ckpt_to_keep" and state.get(key) < 1):
+            state.drop(key)
+    # verl's folder is the run's own; ours is the one of all runs.
+    name = state.get("trainer.experiment_name").replace("/", "-")
+    state.set("trainer.experiment_name", name)
+    folder = state.values.get("trainer.default_local_dir", "").rstrip("/")
+    if folder.endswith(f"/{name}") and folder != f"/{name}":
+        state.set("trainer.default_local_dir", folder.removesuffix(f"/{name}"))
+
+
+RULES: tuple[Callable[[State], None], ...] = (
+    *(words, kl, clipping, aggregation, correction, groups, mini_batches, critic, warmups, token_budgets, engines),
+    *(devices, run),
+)
+"""In this order."""

@@ -1,0 +1,300 @@
+"""Composition of settings: YAML files and command-line arguments become one tree of dataclasses.
+
+Hydra composes `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments onto
+the dataclasses, so types are checked and an unknown key never passes. A refusal by Hydra becomes one sentence that
+names the file or argument, the key, the expected value and the nearest valid key. Code receives plain dataclasses;
+no module outside this one uses Hydra.
+
+`plan/checks.py` refuses impossible combinations of valid values.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
+from yaml import YAMLError
+
+from pipeline.config.paths import expand_argument, expand_settings
+from pipeline.config.root import Config
+from pipeline.config.schema import Key, expected, is_open, keys, unknown
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+
+UNKNOWN_SOURCE = "the config"
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A setting, or a combination of settings, that cannot be run; the message says which and what to do."""
+
+
+def load_config(
+    overrides: Iterable[str] = (),
+    config_name: str = "train",
+    config_dir: str | Path | None = None,
+    base: Config | None = None,
+) -> Config:
+    """The settings of a training run: `configs/<config_name>.yaml`, the experiment, the algorithm, then `overrides`.
+
+    See `load` for arguments and errors. Values are of the right type; whether they fit together is for `checks.check`.
+    """
+    return load(Config, overrides, config_name, config_dir, base)
+
+
+def load(
+    schema: type[T],
+    overrides: Iterable[str] = (),
+    config_name: str = "train",
+    config_dir: str | Path | None = None,
+    base: T | None = None,
+) -> T:
+    """An instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
+
+    The YAML file's defaults list may name `<config_name>_schema`, so that Hydra checks every file against `schema` as
+    it is merged and the file at fault can be named.
+
+    Args:
+        schema: Dataclass whose fields all have defaults; nested dataclasses are sections.
+        overrides: Arguments in Hydra's grammar, for example `actor.optim.lr=1e-5` or `experiment=countdown_cpu`.
+        config_name: Name of the file the composition starts from, without `.yaml`.
+        config_dir: Further folder with config files of your own, searched besides the packaged `configs/`.
+        base: Settings to begin with in the place of the defaults.
+
+    Raises:
+        ConfigError: a file is missing, a key is unknown, or a value has the wrong type.
+    """
+    folders = [CONFIG_DIR]
+    if config_dir is not None:
+        own = Path(config_dir).resolve()
+        if not own.is_dir():
+            raise ConfigError(f"the config folder {config_dir} does not exist or is not a folder")
+        folders.insert(0, own)
+    primary = next((folder for folder in folders if (folder / f"{config_name}.yaml").is_file()), None)
+    if primary is None:
+        found = sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
+        raise ConfigError(f"there is no config file {config_name}.yaml; there are: {', '.join(found)}")
+
+    overrides = [expand_argument(text) for text in overrides]
+    arguments = _checked(overrides, schema, folders)
+    arguments += [f"hydra.searchpath=[file://{folder}]" for folder in folders if folder != primary]
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema if base is None else base)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(primary), version_base="1.3"):
+            composed = compose(config_name, arguments)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), composed)
+        config = OmegaConf.to_object(merged)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(_sentence(error, schema, folders, overrides)) from error
+    _restore_tuples(config)
+    expand_settings(config)
+    return typing.cast(T, config)
+
+
+def _restore_tuples(config: Any) -> None:
+    """Make tuples again of what OmegaConf turned into lists."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            _restore_tuples(value)
+        elif typing.get_origin(kind) is tuple:
+            setattr(config, name, tuple(value))
+
+
+def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[str]:
+    """The overrides as Hydra needs them.
+
+    Raises:
+        ConfigError: an argument cannot be read, or its key or config file does not exist.
+    """
+    valid, parser, result = keys(schema), OverridesParser.create(), []
+    groups = {
+        path.name for folder in folders for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))
+    }
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise ConfigError(
+                f"the argument {text!r} cannot be read as key=value ({str(error).splitlines()[0]}); "
+                "put values with special characters in quotes: 'key=\"value\"'"
+            ) from error
+        key = override.key_or_group
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"the argument {text!r} gives several values; one run takes one (a list is written [a,b])"
+            )
+        if key in groups:
+            result.append(text if override.is_delete() else _choice(key, override.value(), folders))
+            continue
+        if override.is_delete() and not is_open(key, valid):
+            raise ConfigError(f"the argument {text!r} removes a key; every key has a value, set another one instead")
+        for full in _leaf_keys(key, override.value()):
+            if full not in valid and not is_open(full, valid):
+                raise ConfigError(unknown(full, valid, f"the argument {text!r}"))
+        if key in valid and valid[key].type in (str, str | None) and _number(override.value()):
+            # Read as a number and made text again, `0.5_2` would be `0.52`.
+            text = "{}='{}'".format(*text.split("=", 1))
+        # Hydra refuses new names inside a mapping unless they are marked as added.
+        result.append(f"++{text.lstrip('+')}" if is_open(key, valid) and not override.is_delete() else text.lstrip("+"))
+    return result
+
+
+def _choice(group: str, value: Any, folders: list[Path]) -> str:
+    """The argument that lays the file, or the files, `value` of `group` over the settings before them.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    options = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    if value is None:
+        return f"~{group}"
+    if isinstance(value, dict):
+        example = next(iter(_leaf_keys(group, value)))
+        raise ConfigError(
+            f"{group} takes the name of a file ({', '.join(options)}); set keys one by one: {example}=..."
+        )
+    names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
+    for name in names:
+        if name not in options:
+            raise ConfigError(f"{group}={name}: there is no such file; there are: {', '.join(options)}")
+    return f"{group}=[{','.join(names)}]" if isinstance(value, list) else f"{group}={names[0]}"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _leaf_keys(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaf_keys(f"{key}.{getattr(name, 'text', name)}", inner)
+    else:
+        yield key
+
+
+def _sentence(error: Exception, schema: type, folders: list[Path], overrides: list[str]) -> str:
+    """One sentence for what Hydra or OmegaConf refused."""
+    valid, cause = keys(schema), _cause(error)
+    if isinstance(cause, YAMLError):
+        return f"a config file is not valid YAML: {' '.join(str(cause).split())}"
+    full_key = getattr(cause, "full_key", None) or _value_for_section(str(error), valid, folders)
+    if not full_key or isinstance(cause, InterpolationResolutionError):
+        return f"the config could not be composed: {' '.join(str(cause).split())}"
+    full_key = str(full_key)
+
+    source, value = _source(str(error), full_key, folders, overrides)
+    key = full_key.split("[")[0]
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        return unknown(full_key, valid, source)
+    if full_key not in valid and any(name.startswith(full_key + ".") for name in valid):
+        return unknown(full_key, valid, source)
+    wanted = expected(valid[key].type) if key in valid else "another type"
+    return f"{source}: {key}={value} does not fit; expected {wanted}"
+
+
+def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path]) -> str | None:
+    """The section to which the file that `message` names gives a plain value (OmegaConf does not say which)."""
+    sections = {".".join(name.split(".")[:i]) for name in valid for i in range(1, name.count(".") + 1)}
+    for section in sorted(sections):
+        source, value = _source(message, section, folders, [])
+        if source != UNKNOWN_SOURCE and value is not None and not isinstance(value, dict):
+            return section
+    return None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The YAML error, or the innermost OmegaConf error that knows its key, behind `error`; else `error` itself."""
+    found, seen = error, error
+    while True:
+        if isinstance(seen, YAMLError) or getattr(seen, "full_key", None):
+            found = seen
+        following = seen.__cause__ or seen.__context__
+        if following is None:
+            return found
+        seen = following
+
+
+def _source(message: str, full_key: str, folders: list[Path], overrides: list[str]) -> tuple[str, Any]:
+    """Who set `full_key` (file or argument) and to what."""
+    if message.startswith("In '"):
+        name = message.split("'")[1]
+        for folder in folders:
+            path = folder / f"{name}.yaml"
+            if path.is_file():
+                content = OmegaConf.to_container(OmegaConf.load(path))
+                for segment in full_key.split("[")[0].split("."):
+                    content = content.get(segment) if isinstance(content, dict) else None
+                return f"{path}", content
+    for text in overrides:
+        if text.lstrip("+").split("=")[0] == full_key.split("[")[0]:
+            return f"the argument {text!r}", text.split("=", 1)[1]
+    return UNKNOWN_SOURCE, "?"
+
+
+def to_flat(config: Any) -> dict[str, Any]:
+    """Every setting by its dotted name; mappings such as `rollout.engine_kwargs` stay one value."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            flat |= {f"{item.name}.{name}": inner for name, inner in to_flat(value).items()}
+        else:
+            flat[item.name] = value
+    return flat
+
+
+def save_yaml(config: Any, path: str | Path) -> None:
+    """Write the resolved settings to `path` in one piece: a reader finds the old file or the new one."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    part.replace(path)
+
+
+def load_yaml(path: str | Path, schema: type[T]) -> T:
+    """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, or a value has the wrong type.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no config file {path}")
+    try:
+        content = OmegaConf.load(path)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), content))
+    except (OmegaConfBaseException, YAMLError) as error:
+        folder, name = path.resolve().parent, path.stem
+        raise ConfigError(_sentence(_Located(name, error), schema, [folder], [])) from error
+    _restore_tuples(config)
+    return typing.cast(T, config)
+
+
+class _Located(Exception):
+    """An OmegaConf error of a known file, in the form in which Hydra reports it."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"In '{name}': {error}")
+        self.__cause__ = error
+
+
+def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:
+    """Settings in which two configs of the same kind differ, as (key, value in a, value in b)."""
+    flat_a, flat_b = to_flat(config_a), to_flat(config_b)
+    return [(key, flat_a[key], flat_b[key]) for key in flat_a if flat_a[key] != flat_b[key]]

@@ -1,0 +1,211 @@
+"""Settings of the two learners, policy and critic (`actor.*`, `critic.*`): loss, optimiser, sharding, batches."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config.bounds import setting
+
+AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+"""Ways in which token losses become one number."""
+KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+"""Names of the estimates of a KL at one token (`pipeline/kl_estimate.py`)."""
+KL_LOSSES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule (`actor.optim.*`, `critic.optim.*`)."""
+
+    lr: float = setting(1e-6, at_least=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = setting((0.9, 0.999), at_least=0, below=1)
+    """AdamW's moving-average factors."""
+
+    eps: float = setting(1e-8, above=0)
+    """AdamW's denominator term."""
+
+    weight_decay: float = setting(0.01, at_least=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+
+    lr_scheduler_type: str = setting("constant", choices=("constant", "cosine", "linear"))
+    """Schedule after warm-up: `constant`, `cosine` or `linear`."""
+
+    lr_warmup_steps: int = setting(-1, at_least=-1)
+    """Optimiser steps of linear warm-up; -1 uses `lr_warmup_steps_ratio`."""
+
+    lr_warmup_steps_ratio: float = setting(0.0, at_least=0, at_most=1)
+    """Share of all optimiser steps in warm-up."""
+
+    min_lr_ratio: float = setting(0.0, at_least=0, at_most=1)
+    """Share of the peak learning rate at which `cosine` and `linear` end."""
+
+
+@dataclass
+class FSDPConfig:
+    """How FSDP2 shards the model (`actor.fsdp.*`, `critic.fsdp.*`)."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
+
+    param_dtype: str | None = setting(None, choices=(None, "float32", "bfloat16"))
+    """Type of the gathered weights and the computation; null takes `model.dtype`."""
+
+    reduce_dtype: str = setting("float32", choices=("float32", "bfloat16"))
+    """Type in which gradients are summed over ranks."""
+
+
+@dataclass
+class PolicyLossConfig:
+    """Which policy loss, and the options of those that have some (`actor.policy_loss.*`)."""
+
+    loss_mode: str = "vanilla"
+    """Name of the policy loss, or an import path `package.module:function`."""
+
+    clip_cov_ratio: float = setting(2e-4, above=0, at_most=1)
+    """`clip_cov`: share of the mini-batch's tokens that lose their gradient; at least one token."""
+
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: tokens are drawn above this covariance."""
+
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: and below this covariance."""
+
+    kl_cov_ratio: float = setting(2e-4, above=0, at_most=1)
+    """`kl_cov`: share of tokens, those of highest covariance, with a KL penalty; at least one."""
+
+    ppo_kl_coef: float = setting(0.1, at_least=0)
+    """`kl_cov`: weight of that penalty."""
+
+    dro_beta: float | None = setting(None, above=0)
+    """`dro`: weight of the squared log ratio; required."""
+
+    tau_pos: float = setting(1.0, above=0)
+    """`sapo`: temperature of the gate where the advantage is positive."""
+
+    tau_neg: float = setting(1.05, above=0)
+    """`sapo`: temperature of the gate where it is not."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of a loss of your own."""
+
+
+@dataclass
+class ActorConfig:
+    """The policy update."""
+
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """The loss."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimiser and schedule."""
+
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+
+    clip_ratio: float = 0.2
+    """PPO clip range: the ratio is held in [1 - clip_ratio_low, 1 + clip_ratio_high]."""
+
+    clip_ratio_low: float | None = None
+    """Lower clip range; null takes `clip_ratio`."""
+
+    clip_ratio_high: float | None = None
+    """Upper clip range; null takes `clip_ratio`. DAPO's clip-higher sets it above the lower one."""
+
+    clip_ratio_c: float = setting(3.0, infinite=True)
+    """Dual clip: bound of the ratio, above 1, for negative advantages."""
+
+    loss_agg_mode: str = setting(
+        "token-mean",
+        choices=AGG_MODES,
+    )
+    """How token losses become one number, over the global mini-batch ([algorithms.md](algorithms.md#aggregation))."""
+
+    loss_scale_factor: float | None = setting(None, above=0)
+    """Divisor of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
+
+    entropy_coeff: float = setting(0.0, at_least=0)
+    """Weight of the entropy bonus."""
+
+    use_kl_loss: bool = False
+    """Add the KL to the reference policy to the loss."""
+
+    kl_loss_coef: float = setting(0.001, at_least=0)
+    """Weight of that KL."""
+
+    kl_loss_type: str = setting(
+        "low_var_kl",
+        choices=KL_LOSSES,
+    )
+    """Estimate of that KL: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3). A `+` behind it gives its value the
+    gradient of k2, which is that of the KL."""
+
+    grad_clip: float = setting(1.0, above=0, infinite=True)
+    """Gradients with a larger norm are scaled down to this one."""
+
+    ppo_epochs: int = setting(1, at_least=1)
+    """Passes over an iteration's rows."""
+
+    ppo_mini_batch_size: int | None = setting(None, at_least=1)
+    """Prompts per optimiser step; null takes `data.train_batch_size`."""
+
+    ppo_max_token_len_per_gpu: int = 16384
+    """Most tokens (padding counted) in one forward pass of a rank."""
+
+    old_log_probs: str = setting("recompute", choices=("recompute", "engine"))
+    """Source of the ratio's old log-probs: `recompute` (a pass of the trainer before the update; decoupled mode) or
+    `engine` (as sampled; bypass mode)."""
+
+    logits_chunk_tokens: int = setting(1024, at_least=1)
+    """Response tokens whose logits are in memory at a time."""
+
+    @property
+    def clip_low(self) -> float:
+        """Lower clip range in force."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip range in force."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@dataclass
+class CriticConfig:
+    """The value model and its update."""
+
+    enable: bool | None = None
+    """Train a critic; null: if the advantage estimator reads values (`gae`)."""
+
+    path: str | None = None
+    """Hugging Face model for the critic's decoder; null takes `model.path`. The value head starts at 0."""
+
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """Optimiser and schedule."""
+
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+
+    warmup: int = setting(0, at_least=0)
+    """First iterations, in which only the critic is trained."""
+
+    cliprange_value: float = setting(0.5, above=0, infinite=True)
+    """Distance from the row's value at which the loss of a value is held."""
+
+    loss_agg_mode: str | None = setting(
+        None,
+        choices=(None, *AGG_MODES),
+    )
+    """How token losses become one number; null takes the actor's."""
+
+    grad_clip: float = setting(1.0, above=0, infinite=True)
+    """Gradients with a larger norm are scaled down to this one."""
+
+    ppo_epochs: int | None = setting(None, at_least=1)
+    """Passes over an iteration's rows; null takes the actor's."""
+
+    ppo_mini_batch_size: int | None = setting(None, at_least=1)
+    """Prompts per optimiser step; null takes the actor's."""
+
+    ppo_max_token_len_per_gpu: int | None = None
+    """Most tokens (padding counted) in one forward pass of a rank; null takes the actor's."""

@@ -1,0 +1,78 @@
+"""Paths in settings and arguments: `~`, and folders told apart from names on the Hugging Face Hub."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+OUR_FOLDERS = ("models", "runs")
+"""Folders that the commands write to; a path that begins with one of them is no name on the Hub."""
+
+
+def expand_home(value: Any) -> Any:
+    """A path with the home folder in place of `~`; URLs and values that are no text stay as they are."""
+    is_home = isinstance(value, str) and (value == "~" or value.startswith("~/"))
+    return os.path.expanduser(value) if is_home else value
+
+
+def expand_argument(text: str) -> str:
+    """An argument `key=value` of a job with the home folder in place of `~`, which the shell leaves as it is there."""
+    key, equals, value = text.partition("=")
+    return key + equals + re.sub(r"(^|[\[,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), value)
+
+
+def local_path(text: str) -> Path:
+    """An argument of a command as a path, with the home folder in place of `~`."""
+    return Path(expand_home(text))
+
+
+def expand_settings(config: Any) -> None:
+    """Put the home folder in place of `~` in all settings of a dataclass, and in its sections and lists."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            expand_settings(value)
+        elif isinstance(value, list):
+            setattr(config, item.name, [expand_home(entry) for entry in value])
+        else:
+            setattr(config, item.name, expand_home(value))
+
+
+def named_folder(path: str, key: str | None = None) -> Path | None:
+    """The folder that `path` names; None if it is a name on the Hub.
+
+    Args:
+        path: a folder, or a Hub name such as `name` or `owner/name`.
+        key: the setting that has this value, for errors.
+
+    Raises:
+        ValueError: there is no such folder, and the path cannot be meant as a Hub name; or it is a file.
+    """
+    label = f"{key}={path}" if key else path
+    folder = local_path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{label} is a file; give a folder or a Hub name")
+    first, separator, _ = path.partition("/")
+    begins_with_a_folder = separator and (first in OUR_FOLDERS or Path(first).is_dir())
+    if begins_with_a_folder or not HUB_NAME.fullmatch(path):
+        raise ValueError(
+            f"{label}: there is no folder {folder.absolute()}, and this is no name on the Hugging Face Hub"
+        )
+    return None
+
+
+def model_folder(path: str, key: str | None = None) -> Path | None:
+    """The folder of the Hugging Face model that `path` names; None if it is a name on the Hub.
+
+    Raises:
+        ValueError: see `named_folder`; or the folder holds no model.
+    """
+    folder = named_folder(path, key)
+    if folder is not None and not (folder / "config.json").is_file():
+        label = f"{key}={path}" if key else path
+        raise ValueError(f"{label} holds no config.json, so it is no folder of a Hugging Face model")
+    return folder

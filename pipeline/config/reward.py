@@ -1,0 +1,162 @@
+"""Settings of the reward stage (`reward.*`)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config.bounds import setting
+from pipeline.config.sandbox import SandboxConfig
+
+
+@dataclass
+class CustomRewardConfig:
+    """A reward function of your own (`reward.custom_reward_function.*`)."""
+
+    path: str | None = None
+    """Python file (`/code/my_reward.py`) or module (`package.module`); null uses the rule of the row's
+    `data_source`."""
+
+    name: str = "compute_score"
+    """Name of the function `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, plain or `async
+    def`. It returns a number, or a dict with the key `score`."""
+
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the function."""
+
+
+@dataclass
+class FunctionConfig:
+    """One of several rewards (`reward.functions.NAME.*`)."""
+
+    path: str | None = None
+    """As `reward.custom_reward_function.path`."""
+
+    name: str = "compute_score"
+    """Name of the function."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the function."""
+
+    weight: float = 1.0
+    """Factor of its score in the sum."""
+
+    batch: bool = False
+    """Whether it is called once for all rows of a chunk, with `data_sources`, `solution_strs`, `ground_truths` and
+    `extra_infos` (or with one Arrow table, where it has a parameter `table`), and returns a list."""
+
+    timeout_s: float | None = None
+    """Seconds of one call; null is `reward.timeout_s`."""
+
+
+@dataclass
+class OverlongBufferConfig:
+    """DAPO's soft penalty on responses that come close to the longest one allowed (`reward.overlong_buffer.*`)."""
+
+    enable: bool = False
+    """Add `min(0, -(L - (data.max_response_length - len)) / len * penalty_factor)` to the score of a response of L
+    tokens."""
+
+    len: int = 0
+    """Tokens at the end of `data.max_response_length` over which the penalty grows."""
+
+    penalty_factor: float = 1.0
+    """Penalty of a response of `data.max_response_length` tokens."""
+
+
+@dataclass
+class RepetitionPenaltyConfig:
+    """A penalty on responses that repeat themselves (`reward.repetition_penalty.*`)."""
+
+    factor: float = 0.0
+    """The score loses `factor` times the share of repeated n-grams."""
+
+    ngram: int = setting(4, at_least=1)
+    """Tokens of an n-gram."""
+
+
+@dataclass
+class RateLimitConfig:
+    """How often your own functions may be called in the whole run (`reward.rate_limit.*`); rules are not counted. With
+    a limit, the reward stage is a single actor."""
+
+    max_concurrent: int | None = setting(None, at_least=1)
+    """Calls at a time; null: no limit."""
+
+    max_per_minute: int | None = setting(None, at_least=1)
+    """Calls that begin in any 60 seconds; null: no limit."""
+
+    @property
+    def used(self) -> bool:
+        """Whether anything is limited."""
+        return self.max_concurrent is not None or self.max_per_minute is not None
+
+
+@dataclass
+class RewardModelConfig:
+    """A model that scores responses (`reward.model.*`); `scoring.reward_model` says where it runs."""
+
+    path: str | None = None
+    """Hugging Face sequence-classification model with one label, a folder or hub name. Its number is the score;
+    functions of `reward.functions` are added. Null: none."""
+
+    weight: float = 1.0
+    """Factor of its number."""
+
+
+@dataclass
+class RewardConfig:
+    """The stage that scores responses."""
+
+    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    """Your reward function, used for every row."""
+
+    functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Several rewards, whose weighted sum is the score: `reward.functions.NAME.KEY=value` with the keys `path` (null:
+    the rule of the `data_source`), `name`, `kwargs`, `weight` (1.0), `batch` (false) and `timeout_s`
+    ([rewards.md](rewards.md)). The column `score_NAME` keeps each."""
+
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """A reward model."""
+
+    rule_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Keyword arguments of rules, by `data_source`: `reward.rule_kwargs.gsm8k.method=strict`."""
+
+    timeout_s: float = setting(60.0, above=0)
+    """Wall-clock seconds of one call of a rule or function; then its worker is killed and the row is an error."""
+
+    max_processes: int = setting(8, at_least=1)
+    """Most worker processes for plain functions in one reward task; `async def` functions share one more."""
+
+    worker_memory_mb: int = setting(4096, at_least=1)
+    """MB of resident memory of a worker, without mapped files and the programs it starts; above it, the worker is
+    killed and the row is an error. Linux only."""
+
+    num_cpus: float = setting(1, at_least=0)
+    """Ray CPUs of a reward task. Ray Data runs as many tasks as fit."""
+
+    max_error_rate: float = setting(0.1, at_least=0, at_most=1)
+    """Share of an iteration's rows whose reward may fail; above it the run ends."""
+
+    source_scale: dict[str, float] = field(default_factory=dict)
+    """Factor of the score by `data_source` (default 1). This key and the keys below act on training rows only."""
+
+    normalize: dict[str, list[float]] = field(default_factory=dict)
+    """Mean and standard deviation by `data_source`: `reward.normalize.my_source=[2.5,0.8]` makes the score `(score -
+    2.5) / 0.8`."""
+
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    """DAPO's soft penalty on overlong responses."""
+
+    length_penalty: float = 0.0
+    """Penalty of a response of `data.max_response_length` tokens, in proportion for shorter ones."""
+
+    repetition_penalty: RepetitionPenaltyConfig = field(default_factory=RepetitionPenaltyConfig)
+    """A penalty on repetition."""
+
+    clip: list[float] | None = None
+    """Lowest and highest score after the penalties, `[low, high]`; null: no bounds."""
+
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Where the code of responses runs, for data whose rule runs it."""
+
+    rate_limit: RateLimitConfig = field(default_factory=RateLimitConfig)
+    """Limits for functions that call services."""

@@ -1,0 +1,144 @@
+"""Settings of the rollout stage (`rollout.*`)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config.bounds import setting
+
+
+@dataclass
+class SamplingConfig:
+    """How validation responses are sampled (`rollout.val_kwargs.*`)."""
+
+    n: int = setting(1, at_least=1)
+    """Responses per validation prompt."""
+
+    temperature: float = setting(0.0, at_least=0, at_most=2)
+    """0 is greedy."""
+
+    top_p: float = setting(1.0, above=0, at_most=1)
+    """Nucleus sampling mass."""
+
+    top_k: int = setting(-1, at_least=1, or_value=-1)
+    """Sample among the k likeliest tokens; -1: all."""
+
+
+@dataclass
+class RolloutConfig:
+    """The engine pool that turns prompts into responses."""
+
+    n: int = setting(8, at_least=1)
+    """Responses per training prompt (group size)."""
+
+    temperature: float = setting(1.0, above=0, at_most=2)
+    """Sampling temperature of training responses, also that of the trainer's log-probs."""
+
+    top_p: float = setting(1.0, above=0, at_most=1)
+    """Nucleus sampling mass of training responses."""
+
+    top_k: int = setting(-1, at_least=1, or_value=-1)
+    """Sample among the k likeliest tokens; -1: all."""
+
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response and stay in it. The engine then decodes while it generates, which costs time."""
+
+    min_tokens: int = setting(0, at_least=0)
+    """Tokens before which no response may end."""
+
+    ignore_eos: bool = False
+    """Generate `data.max_response_length` tokens, past the end of sequence (for benchmarks)."""
+
+    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    """Sampling of validation responses."""
+
+    chunk_prompts: int = setting(16, at_least=1)
+    """Prompts in one chunk, the unit of the stream."""
+
+    num_engines: int = setting(1, at_least=1)
+    """Engines, each one Ray actor; in an elastic pool, those at the start."""
+
+    min_engines: int | None = setting(None, at_least=1)
+    """Engines with which an elastic pool can go on; null takes `num_engines`."""
+
+    max_engines: int | None = setting(None, at_least=1)
+    """Engines up to which an elastic pool grows if the cluster has room; null takes `num_engines`."""
+
+    update: str = setting("between_chunks", choices=("between_chunks", "in_flight"))
+    """When an engine takes new weights: `between_chunks`, so that a response is of one version, or `in_flight`, between
+    two tokens (needs `algorithm.max_staleness` above 0). A validation response is always of one version."""
+
+    update_kv: str = setting("recompute", choices=("recompute", "keep"))
+    """KV cache of running responses at an update in flight: `recompute` it, so that log-probs are those of a forward
+    pass of the version, or `keep` it, at no cost."""
+
+    chunks_in_flight: int = setting(0, at_least=0)
+    """Chunks of an engine at a time; 0: its share of an iteration, at least enough to fill `max_num_seqs`."""
+
+    num_cpus: float = setting(1, at_least=0)
+    """Ray CPUs of an engine."""
+
+    num_gpus: float = setting(0, at_least=0)
+    """Ray GPUs of an engine."""
+
+    tensor_parallel_size: int = setting(1, at_least=1)
+    """GPUs of one node over which an engine's model is split; above 1, `num_gpus` must be 1."""
+
+    num_threads: int = setting(0, at_least=0)
+    """Compute threads of a CPU engine; 0 takes `num_cpus`."""
+
+    dtype: str = setting("bfloat16", choices=("float32", "bfloat16", "float16"))
+    """Type in which the engine computes and weights travel."""
+
+    gpu_memory_utilization: float = setting(0.5, at_least=0, at_most=1)
+    """Share of a GPU's memory for the engine's weights and KV cache."""
+
+    sleep: bool = False
+    """Free a GPU engine's memory while it has nothing to generate, so that engines and train workers share GPUs
+    (`num_gpus` and `trainer.gpus_per_worker` below 1)."""
+
+    cpu_kvcache_space_gb: int = setting(1, at_least=1)
+    """GiB of KV cache of a CPU engine."""
+
+    max_num_seqs: int = setting(256, at_least=1)
+    """Sequences an engine decodes at a time."""
+
+    max_num_batched_tokens: int = 8192
+    """Most tokens of one engine step."""
+
+    enable_prefix_caching: bool = True
+    """Share the KV cache of equal prompt beginnings within one policy version."""
+
+    enforce_eager: bool = False
+    """Run the engine without CUDA graphs."""
+
+    seed_per_request: bool = True
+    """Seed each request from the run's seed, the prompt and the sample number, so that a run can be repeated."""
+
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further vLLM `EngineArgs`."""
+
+    @property
+    def gpus(self) -> float:
+        """Ray GPUs of one engine."""
+        return self.num_gpus * self.tensor_parallel_size
+
+    @property
+    def fewest(self) -> int:
+        """Engines that the run needs."""
+        return self.num_engines if self.min_engines is None else self.min_engines
+
+    @property
+    def most(self) -> int:
+        """Engines that the run may have."""
+        return self.num_engines if self.max_engines is None else self.max_engines
+
+    @property
+    def elastic(self) -> bool:
+        """Whether engines come and go during the run."""
+        return self.fewest < self.most
+
+    def in_flight(self, chunks_per_iteration: int) -> int:
+        """Chunks one engine works on at a time."""
+        share = -(-chunks_per_iteration // self.num_engines)
+        fill = -(-self.max_num_seqs // (self.chunk_prompts * min(self.n, self.val_kwargs.n)))
+        return self.chunks_in_flight or max(share, fill)

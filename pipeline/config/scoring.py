@@ -1,0 +1,53 @@
+"""Settings of the scoring stages: reference, value and policy forward passes over finished rows (`scoring.*`)."""
+
+from dataclasses import dataclass, field
+
+from pipeline.config.bounds import setting
+
+
+@dataclass
+class ScorerConfig:
+    """One pool of model replicas."""
+
+    num_workers: int = setting(1, at_least=1)
+    """Replicas, each one Ray actor with a whole model."""
+
+    num_cpus: float = setting(1, at_least=0)
+    """Ray CPUs of a replica."""
+
+    num_gpus: float = setting(0, at_least=0)
+    """Ray GPUs of a replica, at most 1."""
+
+    num_threads: int = setting(0, at_least=0)
+    """Compute threads of a CPU replica; 0 takes `num_cpus`."""
+
+    dtype: str | None = setting(None, choices=(None, "float32", "bfloat16", "float16"))
+    """Type in which the replica computes; null takes the trainer's (`fsdp.param_dtype`, else `model.dtype`)."""
+
+    max_token_len: int = 16384
+    """Most tokens (padding counted) in one forward pass."""
+
+
+@dataclass
+class ReferenceConfig(ScorerConfig):
+    """The frozen reference policy (`scoring.reference.*`)."""
+
+    path: str | None = None
+    """Hugging Face model, a folder or hub name; null takes `model.path`."""
+
+
+@dataclass
+class ScoringConfig:
+    """The pools, each of which exists only where something reads what it writes."""
+
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """Log-probs of the reference policy, for a KL in reward or loss."""
+
+    reward_model: ScorerConfig = field(default_factory=ScorerConfig)
+    """Scores of the reward model, where `reward.model.path` names one."""
+
+    value: ScorerConfig = field(default_factory=ScorerConfig)
+    """Values of the critic, for `gae`."""
+
+    policy: ScorerConfig = field(default_factory=ScorerConfig)
+    """Sum of squared probabilities of the policy, for the optimal token baselines."""

@@ -1,0 +1,166 @@
+"""Settings of `python -m jobs.sft` and `python -m jobs.reward_model`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config.bounds import setting
+from pipeline.config.learner import FSDPConfig, OptimConfig
+from pipeline.config.model import ModelConfig
+
+
+def _optim() -> OptimConfig:
+    return OptimConfig(lr=1e-5, lr_scheduler_type="cosine", lr_warmup_steps_ratio=0.05, min_lr_ratio=0.1)
+
+
+@dataclass
+class SupervisedDataConfig:
+    """The rows to learn from (`data.*`)."""
+
+    train_files: Any = None
+    """Parquet files: one path, folder, glob or URL that pyarrow opens, or a list of them."""
+
+    val_files: Any = None
+    """Files for validation, like `train_files`; null skips it."""
+
+    train_batch_size: int = setting(64, at_least=1)
+    """Rows per optimiser step, over all workers."""
+
+    max_length: int = setting(2048, at_least=2)
+    """Longest conversation in tokens."""
+
+    shuffle: bool = True
+    """Shuffle row groups, and rows within them, in each epoch."""
+
+    val_max_samples: int = -1
+    """Rows of the validation files to use, from the first on; -1 uses all."""
+
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments for the tokenizer's `apply_chat_template`."""
+
+
+@dataclass
+class SupervisedTrainerConfig:
+    """Length and resources of the run (`trainer.*`)."""
+
+    total_epochs: int = setting(1, at_least=1)
+    """Passes over the training data."""
+
+    total_training_steps: int | None = setting(None, at_least=1)
+    """Optimiser steps in all; overrides `total_epochs` when set."""
+
+    seed: int = 1
+    """Seed of the data's order."""
+
+    num_workers: int = setting(1, at_least=1)
+    """Ray Train workers (FSDP ranks). Their number changes the speed, not the result."""
+
+    use_gpu: bool = False
+    """Give each worker one GPU."""
+
+    cpus_per_worker: float = setting(1.0, above=0)
+    """Ray CPUs of one worker."""
+
+    num_threads: int = setting(0, at_least=0)
+    """Compute threads of one CPU worker; 0 takes `cpus_per_worker`."""
+
+    ray_num_cpus: int | None = setting(None, at_least=1)
+    """CPUs of a local Ray; null takes the machine's, or more where the workers need more. Without effect on a cluster
+    that is joined."""
+
+    max_token_len_per_gpu: int = setting(16384, at_least=1)
+    """Most tokens, padding included, in one forward pass of a worker; conversations are grouped by length to fit."""
+
+    grad_clip: float = setting(1.0, above=0)
+    """Largest gradient norm; larger gradients are scaled down to it."""
+
+    test_freq: int = -1
+    """Steps between validations; -1 validates at the end only."""
+
+    data_timeout: float = setting(600.0, above=0)
+    """Longest wait in seconds for the next rows and for other workers."""
+
+    start_timeout: float = setting(600.0, above=0)
+    """Longest wait in seconds until all workers have started."""
+
+
+@dataclass
+class SupervisedConfig:
+    """All settings of a run."""
+
+    out: str | None = None
+    """Folder for the trained model; on a cluster, one that all nodes share."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model that is trained."""
+
+    optim: OptimConfig = field(default_factory=_optim)
+    """Optimiser and schedule."""
+
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+
+    data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)
+    """Which rows are learnt."""
+
+    trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
+    """How long, how wide."""
+
+
+@dataclass
+class SFTDataConfig(SupervisedDataConfig):
+    """The conversations to learn from (`data.*`)."""
+
+    messages_key: str = "messages"
+    """Column that holds the conversation as chat messages; the assistant's messages are learnt."""
+
+    truncation: str = setting("error", choices=("error", "right"))
+    """A longer conversation is an error (`error`), or loses its end (`right`)."""
+
+
+@dataclass
+class SFTTrainerConfig(SupervisedTrainerConfig):
+    """Length and resources of the run (`trainer.*`)."""
+
+    logits_chunk_tokens: int = setting(1024, at_least=1)
+    """Tokens whose logits are held at a time; bounds the memory of large vocabularies."""
+
+
+@dataclass
+class SFTConfig(SupervisedConfig):
+    """Settings of supervised fine-tuning (`python -m jobs.sft`)."""
+
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    """The conversations to learn from."""
+
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    """Length and resources."""
+
+
+@dataclass
+class PreferenceDataConfig(SupervisedDataConfig):
+    """The preference pairs to learn from (`data.*`)."""
+
+    prompt_key: str | None = "prompt"
+    """Column that holds the prompt, as chat messages or as the user's text. Without such a column, or with null, the
+    two sides hold whole conversations."""
+
+    chosen_key: str = "chosen"
+    """Column that holds the preferred side, as chat messages or as the assistant's text."""
+
+    rejected_key: str = "rejected"
+    """Column that holds the other side, like `chosen_key`."""
+
+    margin_key: str | None = None
+    """Column of numbers: by how much the reward of the preferred side should exceed the other's. Null: 0."""
+
+    truncation: str = setting("error", choices=("error", "left", "drop"))
+    """A longer conversation is an error (`error`), keeps its end, where the reward is read (`left`), or makes its pair
+    be left out and counted (`drop`)."""
+
+
+@dataclass
+class PreferenceConfig(SupervisedConfig):
+    """Settings of reward-model training (`python -m jobs.reward_model`)."""
+
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    """The preference pairs to learn from."""

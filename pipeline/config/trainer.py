@@ -1,0 +1,165 @@
+"""Settings of the training run (`trainer.*`)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config.bounds import setting
+
+
+@dataclass
+class DeadlineConfig:
+    """Longest waits in seconds (`trainer.deadlines.*`); a wait beyond them ends the run with a sentence."""
+
+    engine_start: float = setting(900.0, above=0)
+    """Until an engine has loaded its model."""
+
+    admission: float = setting(1800.0, above=0)
+    """A chunk's wait for the policy version that may generate it, including an update of the trainer."""
+
+    chunk: float = setting(1800.0, above=0)
+    """The generation of one chunk."""
+
+    rows: float = setting(3600.0, above=0)
+    """The trainer's wait for the next chunk of rows, including engine start, admission and generation."""
+
+    publish: float = setting(600.0, above=0)
+    """Until all ranks have published their weights, after the first."""
+
+    checkpoint: float = setting(1800.0, above=0)
+    """Copying a checkpoint to storage, attempts included, or reading one."""
+
+    train_start: float = setting(3600.0, above=0)
+    """Until the train workers have begun, at the start or after a failure: nodes, models and checkpoint."""
+
+    collective: float = setting(5400.0, above=0)
+    """A train worker's wait for the others in a collective operation; above `rows` and `checkpoint`, for which others
+    may wait."""
+
+    store: float = setting(120.0, above=0)
+    """Until a policy store that died has started again."""
+
+
+PLACED = ("prompts", "rollout", "reward", "train", "reward_model", "reference", "value", "policy")
+"""Stages that `trainer.placement` may name; `reward` stands for all tasks without an actor of their own."""
+
+
+@dataclass
+class TrainerConfig:
+    """The run: how long, how wide, what is kept."""
+
+    project_name: str = "slipstream"
+    """MLflow experiment (wandb project)."""
+
+    experiment_name: str = "run"
+    """Name of the run; its folder is `default_local_dir/experiment_name`."""
+
+    default_local_dir: str = "runs"
+    """Folder of all runs."""
+
+    seed: int = 1
+    """Seed of prompt order, sampling and all other random choices."""
+
+    total_epochs: int = setting(1, at_least=1)
+    """Passes over the training prompts."""
+
+    total_training_steps: int | None = setting(None, at_least=1)
+    """Number of iterations; overrides `total_epochs`."""
+
+    num_workers: int = setting(1, at_least=1)
+    """Ray Train workers (FSDP ranks)."""
+
+    use_gpu: bool = False
+    """Give each train worker a GPU."""
+
+    gpus_per_worker: float = 1.0
+    """Ray GPUs of a train worker with `use_gpu`; below 1, engines or replicas can share the GPU."""
+
+    cpus_per_worker: float = setting(1, at_least=0)
+    """Ray CPUs of a train worker."""
+
+    num_threads: int = setting(0, at_least=0)
+    """Compute threads of a CPU train worker; 0 takes `cpus_per_worker`."""
+
+    stream_gradients: bool | None = None
+    """Accumulate gradients over the first chunks of an iteration while others are generated; loss and gradient are the
+    same up to rounding. Null: if possible (see `--dry-run`)."""
+
+    ray_num_cpus: int | None = setting(None, at_least=1)
+    """CPUs of a local Ray, may exceed the machine's, since phases of an on-policy run alternate; null takes the
+    machine's."""
+
+    object_store_gb: float | None = setting(None, above=0)
+    """GiB of a local Ray's object store; null leaves it to Ray."""
+
+    val_before_train: bool = True
+    """Validate the initial policy."""
+
+    test_freq: int = setting(-1, at_least=1, or_value=-1)
+    """Iterations between validations; -1: only before and after training. The last policy is always validated."""
+
+    save_freq: int = setting(-1, at_least=1, or_value=-1)
+    """Iterations between checkpoints; -1: only at the end and at Ctrl-C."""
+
+    max_ckpt_to_keep: int = setting(2, at_least=1)
+    """Newest checkpoints kept."""
+
+    best_metric: str | None = None
+    """Validation metric, such as `val-core/countdown/acc/mean@1`, whose best checkpoint is kept too; null: none. Only
+    versions that are both validated and saved count."""
+
+    best_metric_mode: str = setting("max", choices=("max", "min"))
+    """Whether the largest (`max`) or smallest (`min`) `best_metric` is best."""
+
+    resume: str = "auto"
+    """`auto` continues the run of this name from its checkpoint; `never` refuses an existing run; a folder or URL of a
+    checkpoint, or of a run, begins a new run from it (an existing run continues)."""
+
+    storage_path: str | None = None
+    """Folder or URL (pyarrow or fsspec) for checkpoints, at `STORAGE_PATH/experiment_name/checkpoints`; null: the run's
+    folder."""
+
+    max_failures: int = setting(3, at_least=-1)
+    """Restarts of the train workers without a new checkpoint between them, before the run ends; -1: any number. Errors
+    that would come again end it at once ([reliability.md](reliability.md#restarts-of-the-train-workers))."""
+
+    max_nonfinite_steps: int = setting(10, at_least=0)
+    """Optimiser steps in a row with a gradient that is not finite; they are left out and counted, and one more ends the
+    run."""
+
+    max_log_prob_gap: float | None = setting(None, infinite=True, above=0)
+    """Largest difference between engine's and trainer's log-prob of a token; above it the run ends. Null only reports
+    it. With `actor.old_log_probs=engine` the first mini-batch counts, and none during `critic.warmup`."""
+
+    logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
+    """Where metrics go besides `metrics.jsonl`: any of `console`, `mlflow`, `wandb`, `tensorboard`."""
+
+    log_samples: int = setting(8, at_least=0)
+    """Sample trajectories in the tracker's table, per validation and per 10 iterations."""
+
+    weight_bucket_mb: int = setting(512, at_least=1)
+    """MiB of weights that travel as one buffer; bounds the extra memory of an update."""
+
+    weight_transport: str = setting("object_store", choices=("object_store", "delta", "nixl"))
+    """Way of weights to an engine. `object_store`: all weights. `delta`: changed ones, without loss; train workers and
+    engines keep a copy in host memory. `nixl` (`pip install nixl`): read from the train workers' memory, which keeps
+    `algorithm.max_staleness + 2` copies in `rollout.dtype`; no GPU has run it yet."""
+
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    """Longest waits."""
+
+    env_vars: dict[str, Any] = field(default_factory=dict)
+    """Environment variables of all workers."""
+
+    placement: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Node labels of a stage: `trainer.placement.rollout.role=gpu` keeps engines on nodes started with `ray start
+    --labels role=gpu`. Stages: `prompts`, `rollout`, `reward` (with all other tasks), `train` and the pools of
+    `scoring`."""
+
+    @property
+    def gpus(self) -> float:
+        """Ray GPUs of one train worker."""
+        return self.gpus_per_worker if self.use_gpu else 0.0
+
+    def placed(self, stage: str) -> dict[str, str] | None:
+        """Labels of the nodes that the stage may run on; None for any node."""
+        return self.placement.get(stage) or None

@@ -1,0 +1,283 @@
+"""verl's keys, as tables: their counterparts here, or why there is none. Importing them loads nothing else.
+
+They were read against verl 0.9.1, with keys of older versions. `python -m jobs.from_verl` converts scripts with them,
+and a run that is given a key of verl's answers with them.
+"""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+_TABLE = """
+data -> data: train_files val_files prompt_key train_batch_size max_prompt_length max_response_length
+data -> data: filter_overlong_prompts truncation shuffle train_max_samples val_max_samples
+data.seed -> trainer.seed
+data.tokenizer -> model.tokenizer_path
+data.trust_remote_code -> model.trust_remote_code
+MODEL -> model: path tokenizer_path trust_remote_code enable_gradient_checkpointing
+MODEL.override_config.attn_implementation -> model.attn_implementation
+
+ROLLOUT -> rollout: n temperature top_p top_k ignore_eos dtype gpu_memory_utilization max_num_seqs
+ROLLOUT -> rollout: max_num_batched_tokens enable_prefix_caching enforce_eager
+ROLLOUT -> data: max_prompt_length=prompt_length max_response_length=response_length
+ROLLOUT.tensor_model_parallel_size -> rollout.tensor_parallel_size
+ROLLOUT.val_kwargs -> rollout.val_kwargs: n temperature top_p top_k
+ROLLOUT.update_weights_bucket_megabytes -> trainer.weight_bucket_mb
+ROLLOUT.checkpoint_engine.update_weights_bucket_megabytes -> trainer.weight_bucket_mb
+
+reward_model.overlong_buffer -> reward.overlong_buffer: enable len penalty_factor
+reward_model.reward_kwargs.overlong_buffer_cfg -> reward.overlong_buffer: enable len penalty_factor
+reward_kwargs.overlong_buffer_cfg -> reward.overlong_buffer: enable len penalty_factor
+reward.reward_kwargs.overlong_buffer_cfg -> reward.overlong_buffer: enable len penalty_factor
+reward_model.sandbox_fusion.url -> reward.sandbox.url
+reward.sandbox_fusion.url -> reward.sandbox.url
+reward_model.model.path -> reward.model.path
+reward.reward_model.model_path -> reward.model.path
+custom_reward_function -> reward.custom_reward_function: path name
+reward.custom_reward_function -> reward.custom_reward_function: path name
+
+algorithm -> algorithm: adv_estimator gamma lam norm_adv_by_std_in_grpo gdpo_reward_keys gdpo_reward_weights
+algorithm -> algorithm: f_norm handle_zero_tail use_kl_in_reward kl_penalty
+algorithm.kl_ctrl -> algorithm.kl_ctrl: type kl_coef target_kl horizon
+algorithm.filter_groups -> algorithm.filter_groups: enable metric max_num_gen_batches
+CORRECTION -> CORRECTION: rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs rollout_rs_threshold
+
+ACTOR -> actor: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor entropy_coeff
+ACTOR -> actor: use_kl_loss kl_loss_coef kl_loss_type ppo_epochs ppo_mini_batch_size grad_clip
+ACTOR.policy_loss -> actor.policy_loss: loss_mode clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef
+ACTOR.policy_loss -> actor.policy_loss: dro_beta
+ACTOR -> actor.policy_loss: tau_pos tau_neg
+ACTOR.optim -> actor.optim: lr betas weight_decay lr_scheduler_type lr_warmup_steps lr_warmup_steps_ratio min_lr_ratio
+ACTOR.optim.warmup_style -> actor.optim.lr_scheduler_type
+ACTOR.optim.clip_grad -> actor.grad_clip
+ACTOR.fsdp_config.mixed_precision -> actor.fsdp: param_dtype reduce_dtype
+ACTOR.fsdp_config -> actor.fsdp: param_dtype=dtype reshard_after_forward
+ACTOR.fsdp_config.model_dtype -> model.dtype
+
+critic.model.path -> critic.path
+critic -> critic: enable cliprange_value loss_agg_mode ppo_epochs ppo_mini_batch_size grad_clip
+critic.optim -> critic.optim: lr betas weight_decay lr_scheduler_type lr_warmup_steps lr_warmup_steps_ratio min_lr_ratio
+critic.optim.warmup_style -> critic.optim.lr_scheduler_type
+critic.optim.clip_grad -> critic.grad_clip
+critic.fsdp -> critic.fsdp: param_dtype=dtype reshard_after_forward
+critic.model.fsdp_config -> critic.fsdp: param_dtype=dtype reshard_after_forward
+
+trainer -> trainer: project_name experiment_name default_local_dir total_epochs total_training_steps val_before_train
+trainer -> trainer: test_freq save_freq logger resume=resume_mode max_ckpt_to_keep=max_actor_ckpt_to_keep
+trainer.log_val_generations -> trainer.log_samples
+trainer.critic_warmup -> critic.warmup
+ray_init.num_cpus -> trainer.ray_num_cpus
+ray_kwargs.ray_init.num_cpus -> trainer.ray_num_cpus
+"""
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def _renamed() -> Iterator[tuple[str, str]]:
+    """The pairs of the table, in which `ours=verl's` stands for names that differ."""
+    for line in filter(None, _TABLE.splitlines()):
+        for word, section in (("ACTOR", _ACTOR), ("ROLLOUT", _ROLLOUT), ("MODEL", _MODEL), ("CORRECTION", _CORRECTION)):
+            line = line.replace(word, section)
+        theirs, _, rest = line.partition(" -> ")
+        ours, _, names = rest.partition(": ")
+        if not names:
+            yield theirs, ours
+        for name in names.split():
+            mine, _, other = name.partition("=")
+            yield f"{theirs}.{other or mine}", f"{ours}.{mine}"
+
+
+RENAMED: tuple[tuple[str, str], ...] = tuple(_renamed())
+"""verl's key and ours; of several that have the same counterpart, the last one counts."""
+
+SECTIONS: tuple[tuple[str, str], ...] = (
+    ("data.apply_chat_template_kwargs", "data.apply_chat_template_kwargs"),
+    (f"{_ROLLOUT}.engine_kwargs.vllm", "rollout.engine_kwargs"),
+    ("reward.custom_reward_function.reward_kwargs", "reward.custom_reward_function.reward_kwargs"),
+    ("custom_reward_function.reward_kwargs", "reward.custom_reward_function.reward_kwargs"),
+    ("ray_kwargs.ray_init.runtime_env.env_vars", "trainer.env_vars"),
+)
+"""Mappings that take any name inside."""
+
+RULED: dict[str, str] = {
+    "trainer.n_gpus_per_node": "trainer.num_workers, rollout.num_engines and scoring.*.num_workers",
+    "trainer.nnodes": "trainer.num_workers, rollout.num_engines and scoring.*.num_workers",
+    f"{_ROLLOUT}.enable_chunked_prefill": "rollout.engine_kwargs.enable_chunked_prefill",
+    f"{_ACTOR}.tis_imp_ratio_cap": f"{_CORRECTION}.rollout_is_threshold",
+    f"{_ACTOR}.use_token_level_loss": "actor.loss_agg_mode",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "scoring.reference.max_token_len",
+    "critic.forward_max_token_len_per_gpu": "scoring.value.max_token_len",
+    "critic.ppo_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
+    f"{_CORRECTION}.bypass_mode": "actor.old_log_probs=engine",
+    f"{_CORRECTION}.loss_type": "actor.policy_loss.loss_mode",
+    "reward.reward_model.enable": "reward.model.path",
+    "reward_model.enable": "reward.model.path",
+}
+"""Keys that are no renaming, and those of ours that the rules of `jobs.verl` make of them."""
+
+CANNOT: dict[str, str] = {
+    "responses have one turn, and there are no tools or agents": (
+        "actor_rollout_ref.rollout.multi_turn.* actor_rollout_ref.rollout.agent.* actor_rollout_ref.rollout.custom.* "
+        "data.tool_config_path data.function_tool_path data.continuous_token.*"
+    ),
+    "images, video and audio are not read": (
+        "*.freeze_vision_tower *.limit_images data.*image* data.*video* data.*audio* data.*multi_modal* "
+        "data.mm_processor_kwargs* *.use_preprocessed_multimodal_input *.mm_processor_cache_gb *.vision_*"
+    ),
+    "all weights are trained; there is no LoRA": (
+        "*.lora_* *.lora.* *.lora *.target_modules *.exclude_modules *.target_parameters *.enable_lora"
+    ),
+    "training uses FSDP2; there is no Megatron or other engine": (
+        "*.megatron.* *.megatron model_engine *.strategy *.veomni.* *.torchtitan.* *.automodel.* *.deepspeed.* "
+        "*.mindspeed* *.turbo_config.* *.fsdp_turbo.*"
+    ),
+    "a sequence is never split over GPUs; it must fit actor.ppo_max_token_len_per_gpu": (
+        "*ulysses_sequence_parallel_size *.context_parallel_size"
+    ),
+    "an engine is split over GPUs by rollout.tensor_parallel_size, and in no other way": (
+        "actor_rollout_ref.*parallel_size *.disaggregation.*"
+    ),
+    "there is no distillation": "distillation.*",
+    "draft tokens are neither trained nor used": "*.mtp.* *.mtp *.speculative*",
+    "weights are not quantised": "*.qat.* *.quantization* *.fp8*",
+    "the routers of mixture models are not replayed": "*router_replay* *.enable_rollout_routing_replay",
+    "rows are not resampled by preference": "algorithm.use_pf_ppo algorithm.pf_ppo.*",
+    "the optimiser is AdamW": "*.optim.optimizer* *.optim.override_optimizer_config*",
+    "prompts are read by the prompt source alone": "data.custom_cls.* data.sampler.* data.datagen.*",
+    "the chat template is the tokenizer's": "*.custom_chat_template",
+    "a run continues from its own folder only": "trainer.resume_from_path",
+    "there is no run that only validates": "trainer.val_only",
+    "functions score rows one by one, or with `batch` chunk by chunk; there are no reward managers": (
+        "*reward_manager* *reward_loop_*"
+    ),
+    "the converted run waits for each iteration; algorithm.max_staleness lets engines generate ahead": (
+        "trainer.v1.trainer_mode async_training.*"
+    ),
+    "checkpoints call nobody back, and are not copied elsewhere": (
+        "trainer.checkpoint_callback_class trainer.default_hdfs_dir"
+    ),
+}
+"""What a run of verl's has and Slipstream has not: reason -> patterns of keys, `*` standing for anything."""
+
+LOST: dict[str, str] = {
+    "rows are packed by tokens (actor.ppo_max_token_len_per_gpu)": (
+        "*micro_batch_size *micro_batch_size_per_gpu *log_prob_use_dynamic_bsz *log_prob_max_token_len_per_gpu "
+        "*.use_dynamic_bsz *.forward_max_token_len_per_gpu *.use_remove_padding *.max_padding* trainer.balance_*"
+    ),
+    "weights and optimiser state stay on the GPU; more workers or bfloat16 take less of it": (
+        "*.param_offload *.optimizer_offload *.grad_offload *.offload_policy *.enable_activation_offload"
+    ),
+    "the model is sharded over all train workers": "*.fsdp_size *.fsdp_config.* *.fsdp.*",
+    "logits are always taken in pieces (actor.logits_chunk_tokens)": (
+        "*.entropy_from_logits_* *.entropy_checkpointing *.use_fused_kernels *.fused_kernel_options.* *.use_liger "
+        "*.tiled_mlp.*"
+    ),
+    "how the model is compiled, wrapped or loaded is not a setting": (
+        "*.use_torch_compile *.use_shm *.pad_to_length* *.layered_summon *.load_format *.external_lib *.nccl_timeout "
+        "*.cudagraph_capture_sizes *.use_no_sync_for_gradient_accumulation"
+    ),
+    "samples share their prompt wherever it pays (model.share_prompts)": "*.use_prefix_grouper *.prefix_grouper.*",
+    "the reference and the critic compute as the actor does": (
+        "*.dtype *.model_dtype critic.model.* *.ref.model.* critic.loss_scale_factor"
+    ),
+    "models are loaded as they are": "*.override_config* *.hf_config_path",
+    "a converted run gives engines GPUs of their own (rollout.sleep is for shared ones)": (
+        "*.free_cache_engine *.multi_stage_wake_up *.enable_sleep_mode"
+    ),
+    "log-probs always come with the tokens, and the entropy is always measured": (
+        "*.calculate_log_probs *.logprobs_mode *.calculate_entropy *sum_pi_squared*"
+    ),
+    "taken from data.max_prompt_length, data.max_response_length and rollout.n": (
+        "*.max_model_len *.prompt_length *.response_length *.rollout_n *.max_resp_len"
+    ),
+    "temperature alone decides, as in verl": "*.do_sample",
+    "engines always run in the stream": (
+        "actor_rollout_ref.rollout.mode *.hybrid_engine actor_rollout_ref.rollout.nnodes transfer_queue.* "
+        "actor_rollout_ref.rollout.n_gpus_per_node *.scheduling_policy *.disable_log_stats *.router_config_path "
+        "actor_rollout_ref.rollout.skip* actor_rollout_ref.rollout.moe_* *.checkpoint_engine.* skip.*"
+    ),
+    "vLLM is the engine": "actor_rollout_ref.rollout.name *.engine_kwargs.* *.engine_kwargs",
+    "all responses are trained; algorithm.max_staleness keeps others from waiting for slow ones": "*.over_sample_rate",
+    "the run is on CPUs or NVIDIA GPUs (trainer.use_gpu)": "trainer.device",
+    "the schedule is worked out from the length of the run": (
+        "*.optim.num_cycles *.optim.zero_indexed_step *.optim.total_training_steps *.optim.lr_decay_* "
+        "*.optim.lr_warmup_init *.optim.lr_wsd_*"
+    ),
+    "rows stay in the order of the stream, and requests are seeded by trainer.seed": (
+        "*.shuffle *.data_loader_seed *.seed *.full_determinism"
+    ),
+    "replacements are generated as soon as groups are dropped": "algorithm.filter_groups.max_inflight_gen_batches",
+    "the penalty is always among the parts of the reward": "*overlong_buffer.log *overlong_buffer_cfg.log",
+    "rewards are computed by stages that Ray Data scales (reward.num_cpus)": (
+        "reward*.num_workers reward_model.launch_reward_fn_async"
+    ),
+    "the sandbox has limits of its own (reward.sandbox.*)": "*sandbox_fusion*",
+    "scoring.reward_model says where a reward model runs": "reward_model.* reward.reward_model.*",
+    "the reward function gets reward_kwargs and nothing else": "*reward_kwargs* custom_reward_function.*",
+    "data_source chooses the rule": "data.reward_fn_key",
+    "there is no profiler, trace or server of metrics": "*profile* *.trace.* *.prometheus.* *nsys*",
+    "checkpoints hold all that a run needs to go on; actor and critic lie in one": (
+        "*.checkpoint.* trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep trainer.esi_redundant_time"
+    ),
+    "the trajectories and metrics of a run are kept in its folder": (
+        "trainer.rollout_data_dir trainer.validation_data_dir trainer.tensorboard_dir"
+    ),
+    "a choice between verl's own trainers": "trainer.use_v1 trainer.v1.* trainer.use_legacy_worker_impl",
+    "prompts are read as a stream, in chunks of rollout.chunk_prompts": (
+        "data.val_batch_size data.validation_shuffle data.gen_batch_size data.dataloader_num_workers data.cache_dir "
+        "data.filter_overlong_prompts_workers data.return_*"
+    ),
+    "a key of an older verl (see algorithm.rollout_correction)": "algorithm.rollout_is* algorithm.rollout_rs*",
+    "Ray is started by the run, or joined by RAY_ADDRESS": "ray_kwargs.* ray_init.* trainer.ray_wait_*",
+    "Hydra's own behaviour": "hydra.*",
+}
+"""What changes no result, or is done in another way: reason -> patterns of keys."""
+
+UNKNOWN = "not a key of verl that is known here"
+SAME = "switched off there, or so here, too"
+
+_OFF: tuple[Any, ...] = (False, None, 0, -1, "", "null", "none", "disabled", "disable", [], {})
+_SAME: dict[str, tuple[Any, ...]] = {
+    "*.strategy": ("fsdp", "fsdp2"),
+    "model_engine": ("fsdp", "fsdp2", "dp"),
+    "*parallel_size": (1,),
+    "trainer.device": ("cuda", "cpu"),
+    "trainer.v1.trainer_mode": ("sync",),
+    "*reward_manager*": ("naive", "dapo", "gdpo", "register"),
+    "*.optimizer": ("AdamW",),
+    "*.optimizer_impl": ("torch.optim",),
+    "*.agent.num_workers": tuple(range(1, 1025)),
+    "*.lora_alpha": tuple(range(1, 1025)),
+    "actor_rollout_ref.rollout.name": ("vllm",),
+    "*.use_remove_padding": (True,),
+    "trainer.balance_batch": (True,),
+    "*.hybrid_engine": (True,),
+}
+"""Values with which verl does what Slipstream does, besides those of `_OFF`, which switch a feature off."""
+
+
+def reason(key: str, value: Any = ...) -> tuple[str, bool]:
+    """Why `key=value` of verl has no counterpart, and whether something is lost that Slipstream cannot do."""
+    for table in (CANNOT, LOST):
+        for why, patterns in table.items():
+            if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
+                return (SAME, False) if _same_here(key, value) else (why, table is CANNOT)
+    return UNKNOWN, True
+
+
+def _same_here(key: str, value: Any) -> bool:
+    allowed = [same for pattern, values in _SAME.items() if fnmatchcase(key, pattern) for same in values]
+    # 0 and False are equal, and so are 1 and True: the type tells them apart.
+    return any(value == same and type(value) is type(same) for same in (*_OFF, *allowed))
+
+
+def answer(key: str) -> str | None:
+    """What to say to someone who gives Slipstream a key of verl's; None where verl has no such key."""
+    ours = {**dict(RENAMED), **RULED}.get(key)
+    if ours == key:
+        return None
+    if ours:
+        return f"there is no key {key}; did you mean {ours}?"
+    why, _ = reason(key)
+    return None if why == UNKNOWN else f"there is no key {key}, which verl has; {why}"

@@ -1,0 +1,135 @@
+"""Settings that follow from other settings: which optional stages and models a run has, and what `auto` stands for.
+
+An optional stage exists where its output is read: the advantage estimator declares what it reads beyond rewards
+(`needs`), and keys ask for the KL and the critic. Stream, train loop, plan and checks use these functions, so that they
+agree. An unknown `algorithm.adv_estimator` raises `ValueError`. Importing this module loads no torch.
+"""
+
+from dataclasses import replace
+
+from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.config import Config
+from pipeline.config.algorithm import RolloutCorrectionConfig
+from pipeline.config.scoring import ScorerConfig
+
+
+def uses_engines(config: Config) -> bool:
+    """Whether engines generate responses; a replay has those of the run that was recorded."""
+    return config.data.recorded_run is None
+
+
+def uses_critic(config: Config) -> bool:
+    """Whether a critic is trained, and the stage `value` evaluates it."""
+    return _needs(config, "values") if config.critic.enable is None else config.critic.enable
+
+
+def uses_reference(config: Config) -> bool:
+    """Whether the stage `reference` scores rows, for a KL in the reward or in the loss."""
+    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
+
+
+def uses_reward_model(config: Config) -> bool:
+    """Whether the stage `reward_model` scores responses before the reward stage."""
+    return config.reward.model.path is not None
+
+
+def uses_policy_scores(config: Config) -> bool:
+    """Whether the stage `policy` goes over rows once more, for the sum of squared probabilities."""
+    return _needs(config, "sum_pi_squared")
+
+
+def uses_filter(config: Config) -> bool:
+    """Whether groups that agree are left out and replaced; a replay has the groups that were trained on."""
+    return config.algorithm.filter_groups.enable and uses_engines(config)
+
+
+def uses_baselines(config: Config) -> bool:
+    """Whether a greedy response to each training prompt is generated and scored beside its group."""
+    return _needs(config, "baselines")
+
+
+def reward_parts(config: Config) -> list[str]:
+    """Parts of the reward that the estimator reads one by one."""
+    return config.algorithm.gdpo_reward_keys if _needs(config, "parts") else []
+
+
+def scorers(config: Config) -> dict[str, ScorerConfig]:
+    """The pools of model replicas that the run has, by name, in the order of the stream."""
+    pools = {
+        "reward_model": (uses_reward_model(config), config.scoring.reward_model),
+        "reference": (uses_reference(config), config.scoring.reference),
+        "value": (uses_critic(config), config.scoring.value),
+        "policy": (uses_policy_scores(config), config.scoring.policy),
+    }
+    return {name: pool for name, (used, pool) in pools.items() if used}
+
+
+def _needs(config: Config, what: str) -> bool:
+    return what in get_adv_estimator(config.algorithm.adv_estimator).needs
+
+
+WITHOUT_RATIO = ("gpg", "reinforce", "dro")
+"""Built-in losses that do not weigh tokens by a probability ratio."""
+
+SELECTING = ("clip_cov", "kl_cov")
+"""Built-in losses that compare a token with all others of its mini-batch."""
+
+
+def rollout_correction(config: Config) -> RolloutCorrectionConfig:
+    """The off-policy correction in force: with `rollout_is` as one of `token`, `sequence` and `none`."""
+    settings = config.algorithm.rollout_correction
+    if settings.rollout_is is not None:
+        return settings
+    none = config.algorithm.max_staleness == 0 or weighs_itself(config)
+    return replace(settings, rollout_is="none" if none else "token")
+
+
+def streams_gradients(config: Config) -> bool:
+    """Whether the first chunks of an iteration train while the others are still generated."""
+    return config.trainer.stream_gradients is not False and why_not_streamed(config) is None
+
+
+def why_not_streamed(config: Config) -> str | None:
+    """The setting that keeps training from beginning before an iteration is complete; None without one."""
+    prompts = config.rollout.chunk_prompts * config.trainer.num_workers
+    chunks = config.data.train_batch_size // max(1, prompts)
+    estimator = config.algorithm.adv_estimator
+    if get_adv_estimator(estimator).scope == "batch":
+        return f"algorithm.adv_estimator={estimator} needs the rewards of the whole iteration for every advantage"
+    if _selects(config):
+        return (
+            f"actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode} compares every token with all others of "
+            "its mini-batch"
+        )
+    if config.algorithm.rollout_correction.rollout_is_batch_normalize:
+        return (
+            "algorithm.rollout_correction.rollout_is_batch_normalize=true divides every weight by the mean over the "
+            "iteration"
+        )
+    if config.rollout.sleep:
+        return "rollout.sleep=true has engines and train workers share GPUs, which compute in turn"
+    if chunks < 2:
+        return (
+            f"an iteration has {chunks} chunk for each of trainer.num_workers={config.trainer.num_workers}; a smaller "
+            "rollout.chunk_prompts gives more"
+        )
+    return None
+
+
+def _selects(config: Config) -> bool:
+    mode = config.actor.policy_loss.loss_mode
+    if ":" not in mode:
+        return mode in SELECTING
+    # A function of the user's own: torch is loaded for these alone.
+    from pipeline.losses import get_policy_loss
+
+    try:
+        return get_policy_loss(mode).token_mask_fn is not None
+    except ValueError:
+        # It leads nowhere, which `check_algorithm` says.
+        return False
+
+
+def weighs_itself(config: Config) -> bool:
+    """Whether the loss's own ratio is that of the current policy to the engine's."""
+    return config.actor.old_log_probs == "engine" and config.actor.policy_loss.loss_mode not in WITHOUT_RATIO

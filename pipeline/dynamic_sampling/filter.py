@@ -1,0 +1,172 @@
+"""The filter stage of dynamic sampling (DAPO, Yu et al. 2025, section 3.2): groups whose rewards agree leave.
+
+Such a group has advantages of 0 and teaches nothing. One actor takes the scored chunks in the order of the stream,
+decides which groups stay (`ledger.py`), and tells the policy store how many do not, which admits replacements. The rows
+that stay get the number of the iteration that trains them and of the chunk they are dealt in; the repartition behind
+this stage cuts the chunks anew.
+
+A reward that failed is no reward, so a group is judged by its other rows. With fewer than two of these it says nothing
+and is dropped, counted as `failed` and not as `equal`. Reward errors of all generated rows count towards
+`reward.max_error_rate`: those of dropped groups never reach the trainer, which counts its own.
+"""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.dynamic_sampling.ledger import ChunkStats, Decision, FilterRules, IterationStats, Ledger
+from pipeline.errors import FinalError
+from pipeline.store.client import StoreClient
+from pipeline.store.errors import StaleAttempt
+from pipeline.store.policy_store import PolicyStore
+
+SCORE = "score"
+
+
+class Filter:
+    """The one actor of the filter stage.
+
+    Args:
+        rules: the settings.
+        store: the policy store, for this attempt.
+        timeout: seconds to wait for the train workers (`trainer.deadlines.engine_start`).
+    """
+
+    def __init__(self, rules: FilterRules, store: StoreClient, timeout: float):
+        self._rules, self._store, self._timeout = rules, store, timeout
+        self._ledger: Ledger | None = None
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The rows of a chunk that will be trained, with `iteration` and `chunk` as the trainer gets them.
+
+        Raises:
+            FinalError: an iteration cannot be filled, or the reward fails too often.
+            StaleAttempt: this actor stands in for one that died, and its ledger with it.
+            ValueError: the rows have no such metric.
+        """
+        if not len(table):
+            return table
+        rules, chunk = self._rules, table["chunk"][0].as_py()
+        group, found = judge(table, rules.metric)
+        decision = self._decide(chunk, found)
+        if complaint := self._complaint(table, decision):
+            raise FinalError(complaint)
+        number = np.full(found.groups, -1)
+        number[found.kept[: decision.taken]] = decision.first + np.arange(decision.taken)
+        number = number[group]  # [R]
+        kept = number >= 0
+        number, table = number[kept], table.filter(pa.array(kept))
+        first_iteration = decision.iteration - decision.first // rules.batch
+        table = _replaced(table, "iteration", first_iteration + number // rules.batch)
+        return _replaced(table, "chunk", number // rules.chunk_prompts)
+
+    def _decide(self, chunk: int, found: ChunkStats) -> Decision:
+        if self._ledger is None:
+            state = self._store.wait(PolicyStore.trainer_state, self._timeout)
+            self._ledger = Ledger(self._rules, state.version)
+        ledger = self._ledger
+        if decision := ledger.known(chunk):
+            return decision
+        if chunk != ledger.following:
+            raise StaleAttempt(
+                f"the filter stage got chunk {chunk} where {ledger.following} follows: its process died and lost count "
+                "of the groups, so the train workers must restart"
+            )
+        decision = ledger.decide(chunk, found)
+        if decision.full:
+            metrics = decision.stats.metrics(self._rules.batch)
+            self._store.call(PolicyStore.report_filled, decision.iteration, *decision.used, metrics)
+        self._store.call(PolicyStore.report_groups, ledger.kept, ledger.dropped)
+        return decision
+
+    def _complaint(self, table: pa.Table, decision: Decision) -> str | None:
+        """Why the run must not go on, if so."""
+        stats, iteration = decision.stats, decision.iteration
+        if not decision.full and not decision.exhausted:
+            return None
+        limit = self._rules.max_error_rate
+        if stats.errors > limit * stats.rows:
+            errors = table["reward_error"].drop_null()
+            first = f"; one of them: {errors[0].as_py()}" if len(errors) else ""
+            return (
+                f"the reward failed for {stats.errors / stats.rows:.0%} of the rows generated for iteration "
+                f"{iteration}, more than reward.max_error_rate={limit:.0%}{first}"
+            )
+        return exhausted(self._rules, iteration, stats) if decision.exhausted else None
+
+
+def exhausted(rules: FilterRules, iteration: int, stats: IterationStats) -> str:
+    """The sentence on an iteration that what was generated for it does not fill."""
+    dropped = stats.equal + stats.failed
+    failed = f" and {stats.failed} had fewer than two responses with a reward" if stats.failed else ""
+    way_out = (
+        "every group agrees, so there is nothing to learn from: look at the reward and at the responses in "
+        "trajectories/, take other prompts, or raise rollout.n or rollout.temperature"
+        if dropped == stats.groups
+        else "raise algorithm.filter_groups.max_num_gen_batches or rollout.n, or take prompts that the policy solves "
+        "now and then"
+    )
+    return (
+        f"iteration {iteration} is not full after {stats.groups} groups, "
+        f"algorithm.filter_groups.max_num_gen_batches={rules.max_num_gen_batches} x "
+        f"data.train_batch_size={rules.batch}: {dropped / stats.groups:.0%} of them were dropped, "
+        f"{stats.equal} because their {rules.metric} agrees{failed}; {way_out}"
+    )
+
+
+def judge(table: pa.Table, metric: str) -> tuple[np.ndarray, ChunkStats]:
+    """The number [R] of each row's group in the table, and which groups stay.
+
+    Args:
+        table: scored training rows, whole groups (`uid`).
+        metric: `score`, or a part of the reward.
+
+    Raises:
+        ValueError: a row without an error has no such number.
+    """
+    group = table["uid"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+    groups = int(group.max()) + 1
+    good = pc.is_null(table["reward_error"]).to_numpy()
+    values = numbers(table, metric, good)
+    low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
+    np.minimum.at(low, group[good], values)
+    np.maximum.at(high, group[good], values)
+    failed = np.bincount(group[good], minlength=groups) < 2
+    equal = ~failed & (low == high)
+    return group, ChunkStats(
+        groups=groups,
+        kept=np.flatnonzero(~failed & ~equal).tolist(),
+        equal=int(equal.sum()),
+        failed=int(failed.sum()),
+        rows=len(table),
+        errors=int((~good).sum()),
+        score=float(table["score"].to_numpy()[good].astype(np.float64).sum()),
+    )
+
+
+def numbers(table: pa.Table, metric: str, good: np.ndarray) -> np.ndarray:
+    """What is compared, of the rows `good` [R].
+
+    Raises:
+        ValueError: a row has no such number.
+    """
+    if metric == SCORE:
+        return table[SCORE].to_numpy()[good].astype(np.float64)
+    chosen = table.filter(pa.array(good))
+    found = [json.loads(text or "{}") for text in chosen["reward_parts"].to_pylist()]
+    for row, parts in enumerate(found):
+        if not isinstance(parts.get(metric), (int, float)):
+            known = sorted(name for name, value in parts.items() if isinstance(value, (int, float)))
+            raise ValueError(
+                f"algorithm.filter_groups.metric={metric}: the reward of a row of uid {chosen['uid'][row].as_py()} "
+                f"({chosen['data_source'][row].as_py()}) has no number of that name; there are: "
+                f"{', '.join(['score', *known])}"
+            )
+    return np.array([float(parts[metric]) for parts in found])
+
+
+def _replaced(table: pa.Table, name: str, values: np.ndarray) -> pa.Table:
+    place = table.column_names.index(name)
+    return table.set_column(place, table.schema.field(place), pa.array(values, pa.int64()))

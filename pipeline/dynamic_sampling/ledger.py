@@ -1,0 +1,184 @@
+"""Dynamic sampling's ledger: which groups are trained, by which iteration, and where its prompts end.
+
+The filter stage keeps it, chunk by chunk in the order of the stream:
+
+- The kept groups of an attempt are numbered. A group's number says which iteration trains it, and which chunk it is
+  dealt to a train worker in, so the trainer gets full batches however many groups were left out.
+- A chunk may be asked for again (a worker died): the answer is the one of the first time.
+- Iteration k ends at a place in a chunk. The prompts up to there are used up, and a resumed run goes on behind them.
+
+With `max_staleness=0` all of this follows from the rows, whatever came first: a chunk starts if the chunks before it do
+not fill the batch, and what their kept groups leave over is discarded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.config import Config
+
+DECISIONS_KEPT = 1000
+"""Chunks that may be asked for again."""
+
+
+@dataclass(frozen=True)
+class FilterRules:
+    """Settings that the filter stage needs."""
+
+    metric: str
+    """`score`, or a part of the reward, that must differ in a group."""
+    max_num_gen_batches: int
+    carry: bool
+    """Whether groups that an iteration has no room for go into the next one."""
+    batch: int
+    """Groups of an iteration."""
+    chunk_prompts: int
+    """Groups of a chunk."""
+    last_iteration: int
+    max_error_rate: float
+
+    @classmethod
+    def of(cls, config: Config, iterations: int) -> "FilterRules":
+        """Those of a run of so many iterations."""
+        groups = config.algorithm.filter_groups
+        return cls(
+            groups.metric or "",
+            groups.max_num_gen_batches,
+            groups.surplus == "carry",
+            config.data.train_batch_size,
+            config.rollout.chunk_prompts,
+            iterations,
+            config.reward.max_error_rate,
+        )
+
+
+@dataclass(frozen=True)
+class ChunkStats:
+    """What is in a chunk of scored rows."""
+
+    groups: int
+    kept: Sequence[int]
+    """Positions in the chunk, from 0, of the groups that do not agree."""
+    equal: int = 0
+    """Groups that agree."""
+    failed: int = 0
+    """Groups with fewer than two rows whose reward did not fail."""
+    rows: int = 0
+    errors: int = 0
+    """Rows whose reward failed."""
+    score: float = 0.0
+    """Sum over the other rows."""
+
+
+@dataclass
+class IterationStats:
+    """What was generated for one iteration."""
+
+    groups: int = 0
+    equal: int = 0
+    failed: int = 0
+    surplus: int = 0
+    """Groups that do not agree, and that the iteration had no room for."""
+    rows: int = 0
+    errors: int = 0
+    score: float = 0.0
+
+    def add(self, chunk: ChunkStats) -> None:
+        self.groups += chunk.groups
+        self.equal += chunk.equal
+        self.failed += chunk.failed
+        self.rows += chunk.rows
+        self.errors += chunk.errors
+        self.score += chunk.score
+
+    def metrics(self, batch: int) -> dict[str, float]:
+        """Metrics of an iteration of `batch` groups."""
+        scored = self.rows - self.errors
+        return {
+            "filter_groups/generated": self.groups,
+            "filter_groups/gen_batches": self.groups / batch,
+            "filter_groups/dropped_ratio": (self.equal + self.failed) / self.groups,
+            "filter_groups/equal": self.equal,
+            "filter_groups/failed": self.failed,
+            "filter_groups/surplus": self.surplus,
+            "filter_groups/error_rate": self.errors / self.rows if self.rows else 0.0,
+            **({"filter_groups/score_mean": self.score / scored} if scored else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of the kept groups of a chunk."""
+
+    iteration: int
+    """That trains the first one."""
+    first: int
+    """Number of the first one in the attempt."""
+    taken: int
+    """How many go on; those behind them are surplus."""
+    stats: IterationStats
+    """Of `iteration` so far."""
+    full: bool
+    """Whether the chunk fills the iteration."""
+    exhausted: bool
+    """Whether no more may be generated for the iteration, which is not full."""
+    used: tuple[int, int] = (0, 0)
+    """Where a full iteration ends: a batch of prompts of the attempt, and how many of its prompts are used up."""
+
+
+@dataclass
+class Ledger:
+    """The ledger of one attempt.
+
+    Args:
+        rules: the settings.
+        base: policy version that the attempt began with.
+    """
+
+    rules: FilterRules
+    base: int
+    kept: int = 0
+    """Groups that go on so far."""
+    dropped: int = 0
+    """Groups that do not."""
+    following: int = 0
+    """The chunk that comes next."""
+    _stats: IterationStats = field(default_factory=IterationStats)
+    _decisions: dict[int, Decision] = field(default_factory=dict)
+
+    def known(self, chunk: int) -> Decision | None:
+        """What was decided about a chunk before."""
+        return self._decisions.get(chunk)
+
+    def decide(self, chunk: int, found: ChunkStats) -> Decision:
+        """Enter the chunk that comes next."""
+        rules = self.rules
+        first, kept = self.kept, len(found.kept)
+        room = rules.batch - first % rules.batch
+        iteration = self.base + first // rules.batch + 1
+        full = kept >= room
+        taken = room if full and not rules.carry else kept
+        # Chunks that were under way when the last iteration filled up have nothing to give.
+        taken = max(0, min(taken, (rules.last_iteration - self.base) * rules.batch - first))
+        full = full and taken > 0
+        self.kept += taken
+        self.dropped += found.groups - taken
+        self.following = chunk + 1
+        self._stats.add(found)
+        stats, used = self._stats, (0, 0)
+        if full:
+            stats.surplus = kept - room
+            # Of what is carried, the prompts are used up by the iteration that trains it.
+            rest = rules.carry and kept > room
+            used = self._place(chunk, found.kept[room - 1] + 1 if rest else rules.chunk_prompts)
+            self._stats = IterationStats()
+        exhausted = not full and stats.groups >= rules.max_num_gen_batches * rules.batch
+        self._decisions[chunk] = Decision(iteration, first, taken, stats, full, exhausted, used)
+        self._decisions.pop(chunk - DECISIONS_KEPT, None)
+        return self._decisions[chunk]
+
+    def _place(self, chunk: int, used: int) -> tuple[int, int]:
+        """Prompt `used` of a chunk, as a batch of the attempt and the prompts of it that lie before."""
+        # At the end of a batch, too: the next one may not have been made yet, and one place has one name.
+        chunks = self.rules.batch // self.rules.chunk_prompts
+        batch = chunk // chunks
+        return batch, (chunk - batch * chunks) * self.rules.chunk_prompts + used

@@ -1,0 +1,37 @@
+"""Ask for the API key on every route of a model server but `/health`.
+
+vLLM's own check covers paths under `/v1` only, which leaves `/invocations`, `/tokenize` and others open to everybody.
+"""
+
+import hmac
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+OPEN = ("/health",)
+
+
+class RequireKey:
+    """ASGI middleware for vLLM's app, which names it by its import path and constructs it with the app alone.
+
+    The keys are those of the server's arguments (`api_key`). Without one no request passes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it with status 401."""
+        # A browser asks with OPTIONS, and without the key, whether it may send a request.
+        if scope["type"] == "lifespan" or scope.get("method") == "OPTIONS" or _path(scope) in OPEN:
+            return await self.app(scope, receive, send)
+        sent = dict(scope["headers"]).get(b"authorization", b"")
+        keys = scope["app"].state.args.api_key or []
+        if any(hmac.compare_digest(sent, b"Bearer " + key.encode()) for key in keys):
+            return await self.app(scope, receive, send)
+        await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

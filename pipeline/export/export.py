@@ -1,0 +1,221 @@
+"""Write a checkpoint as a Hugging Face folder: weights, config, tokenizer with chat template, model card.
+
+1. The model's class is built on the `meta` device, without memory, to learn its weights' names, which of them are tied,
+   and how `transformers` saves its kind. The weights themselves come from the checkpoint, one after the other.
+2. `generation_config.json` keeps the base model's special tokens, which end a response, and the sampling of the run's
+   validation. The base model's own sampling was chosen for another policy.
+3. The folder is written beside its place and renamed, so an interrupted export never looks like a model.
+"""
+
+import contextlib
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
+
+from pipeline.config import Config
+from pipeline.config.model import ModelConfig
+from pipeline.config.paths import named_folder
+from pipeline.config.rollout import SamplingConfig
+from pipeline.export.card import card
+from pipeline.export.choose import Checkpoint
+from pipeline.models.checkpoint_reader import CheckpointReader, load_checkpoint
+from pipeline.models.fsdp import torch_dtype
+from pipeline.models.policy import Policy
+from pipeline.models.settings import ModelSettings
+from pipeline.prompts.chat import load_tokenizer
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    critic: bool = False,
+    base: str | None = None,
+    replace: bool = False,
+) -> None:
+    """Write the model of `checkpoint` into the folder `out`.
+
+    Args:
+        checkpoint: the checkpoint.
+        out: must not exist or be empty, unless `replace` is set.
+        dtype: type of the weights; None writes them as they were trained.
+        critic: write the critic instead of the policy, as a model for token classification with one label. Its logit
+            at a token is the value of the text up to and with that token.
+        base: the model that the run started from, if it has moved since.
+        replace: replace the folder `out`.
+
+    Raises:
+        ValueError: the checkpoint, the base model or `out` cannot be used.
+        OSError: the folder cannot be written.
+    """
+    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; choose another folder or remove it")
+    # A bar for a second's writing would stand between the lines that the commands print.
+    disable_progress_bar()
+    config = checkpoint.config()
+    model = _base_model(config, checkpoint.run_dir, base, critic)
+    tokenizer = load_tokenizer(model, needs_chat_template=False)
+    state = read_weights(
+        checkpoint.path, "critic" if critic else "actor", torch_dtype(dtype, "--dtype") if dtype else None
+    )
+    lm = _without_weights(model, _dtype_of(state), critic)
+    if critic:
+        named = _critic_names(state, lm)
+    else:
+        named = {Policy.hf_name(name): tensor for name, tensor in state.items()}
+        lm.generation_config = _generation_config(model, config.rollout.val_kwargs)
+    weights = _saved_weights(lm, named, checkpoint.path)
+    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        partial.mkdir(parents=True)
+        lm.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+        if not critic:
+            ModelSettings.of(config, checkpoint.iteration).save(partial)
+        (partial / "README.md").write_text(card(checkpoint, config, critic), encoding="utf-8")
+        for file in partial.iterdir():
+            # safetensors makes files that only their owner can read, but other users may serve the model.
+            file.chmod(0o644)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def read_weights(folder: Path, learner: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Full weights of a learner in one process, however many ranks saved them.
+
+    They are read one by one into the result, so the memory needed is that of the result.
+
+    Args:
+        folder: a complete checkpoint.
+        learner: `actor` or `critic`.
+        dtype: type that floating-point weights are converted to; None keeps theirs.
+
+    Returns:
+        the weights by their names in the trained module.
+
+    Raises:
+        ValueError: the checkpoint is damaged or has no such learner.
+        OSError: a file cannot be read.
+    """
+    prefix = f"{learner}.model."
+    state: dict[str, Tensor] = {}
+    for name, stored in CheckpointReader(folder).read_metadata().state_dict_metadata.items():
+        if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata):
+            kind = stored.properties.dtype
+            state[name] = torch.empty(stored.size, dtype=dtype if dtype and kind.is_floating_point else kind)
+    if not state:
+        raise ValueError(f"{folder} holds no weights of the {learner}; the run had none, or another one is meant")
+    load_checkpoint(state, folder, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def _dtype_of(state: dict[str, Tensor]) -> torch.dtype:
+    return next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+
+
+def _base_model(config: Config, run_dir: Path, base: str | None, critic: bool) -> ModelConfig:
+    """The model that config and tokenizer are taken from: `base`, else the one that the run started from, else, if
+    that one is gone, the model that the run saved at its end.
+
+    Raises:
+        ValueError: none of them is there.
+    """
+    path = base or (config.critic.path if critic else None) or config.model.path or ""
+    try:
+        folder = named_folder(path, "--base" if base else "model.path")
+    except ValueError as error:
+        folder = run_dir / "model"
+        if base or critic or not (folder / "config.json").is_file():
+            raise ValueError(f"{error}; name the model that the run started from with --base") from error
+    path = str(folder or path)
+    tokenizer = config.model.tokenizer_path
+    try:
+        named_folder(tokenizer or path)
+    except ValueError:
+        # The folder of the tokenizer is gone; the model has one too.
+        tokenizer = None
+    if critic and not tokenizer and not base:
+        # The critic reads the policy's tokens.
+        tokenizer = config.model.path
+    return ModelConfig(path=path, tokenizer_path=tokenizer, trust_remote_code=config.model.trust_remote_code)
+
+
+def _hf_config(model: ModelConfig) -> Any:
+    assert model.path is not None
+    with contextlib.suppress(OSError):
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    raise ValueError(f"{model.path} has no config of a model that transformers knows; name the model with --base")
+
+
+def _without_weights(model: ModelConfig, dtype: torch.dtype, critic: bool) -> Any:
+    """The language model, or the token classifier that a critic is exported as, on the `meta` device."""
+    config = _hf_config(model)
+    auto: Any = AutoModelForCausalLM
+    if critic:
+        auto = AutoModelForTokenClassification
+        config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"transformers has no {auto.__name__} for {config.model_type} ({error})") from error
+
+
+def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
+    """Weights of a critic (`decoder.*` and its head) under the names of the token classifier `lm`."""
+    decoder = f"{lm.base_model_prefix}."
+    heads = [name.rpartition(".")[0] for name, _ in lm.named_parameters() if not name.startswith(decoder)]
+    head = min(heads, default="score")
+    named = {}
+    for name, tensor in state.items():
+        part, _, rest = name.partition(".")
+        named[decoder + rest if part == "decoder" else f"{head}.{rest}"] = tensor
+    return named
+
+
+def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
+    """Those of the weights that `lm` saves; a tied weight has its first name only.
+
+    Raises:
+        ValueError: a weight is missing or has another shape.
+    """
+    persistent = lm.state_dict().keys()
+    expected = dict(lm.named_parameters())
+    expected |= {name: buffer for name, buffer in lm.named_buffers() if name in persistent}
+    for name, tensor in expected.items():
+        shape = list(named[name].shape) if name in named else None
+        if shape != list(tensor.shape):
+            problem = "is missing" if shape is None else f"has the shape {shape}"
+            raise ValueError(
+                f"{source}: {name} {problem}, but the base model's config expects {list(tensor.shape)}; the checkpoint "
+                "is of another model (--base names the model that the run started from)"
+            )
+    return {name: named[name] for name in expected}
+
+
+def _generation_config(model: ModelConfig, sampling: SamplingConfig) -> GenerationConfig:
+    """The special tokens of the base model with the sampling of the run's validation."""
+    assert model.path is not None
+    try:
+        base = GenerationConfig.from_pretrained(model.path)
+    except OSError:
+        base = GenerationConfig.from_model_config(_hf_config(model))
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        options["top_k"] = max(sampling.top_k, 0)
+    return GenerationConfig(
+        bos_token_id=base.bos_token_id, eos_token_id=base.eos_token_id, pad_token_id=base.pad_token_id, **options
+    )

@@ -1,0 +1,205 @@
+"""Serve a model behind the OpenAI API: Ray Serve's deployment for language models, with vLLM's server in each replica.
+
+    client ─► Serve's HTTP proxy ─► replica: vLLM's FastAPI app ─► vLLM engine
+
+1. `ray.serve.llm` places replicas, starts their engines and scales them. Chat, completions, streaming, `/health` and
+   `/metrics` are those of vLLM's server; no protocol is written here.
+2. The settings that a run validated with (`slipstream.json` of an exported model) become the engine's settings and the
+   defaults of a request: type, template arguments, sampling. So greedy answers are those of the validation. A request
+   may still set its own `temperature`, `max_tokens` and so on.
+3. On CPUs the engine runs as a process of the replica, so all CPUs of the replica are the engine's.
+"""
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.llm import LLMConfig
+
+    from pipeline.export.served_model import ServedModel
+
+POLL_S = 1.0
+MIN_BATCHED_TOKENS = 8192
+
+
+@dataclass
+class ServeOptions:
+    """How a model is deployed; None takes the setting of the model's run or, without a run, a default."""
+
+    name: str | None = None
+    """Name of the model for clients, and of the application for Serve."""
+    min_replicas: int = 1
+    """0 stops all replicas when idle."""
+    max_replicas: int | None = None
+    """None takes `min_replicas`, at least 1."""
+    target_ongoing_requests: int = 64
+    """Concurrent requests per replica that autoscaling aims at."""
+    num_cpus: float | None = None
+    """Ray CPUs of a replica, per GPU where it has several."""
+    num_gpus: float | None = None
+    """Ray GPUs of a replica: a fraction of one, one, or several for tensor parallelism."""
+    max_tokens: int | None = None
+    """Most tokens of an answer where a request does not say."""
+    engine: list[tuple[str, Any]] = field(default_factory=list)
+    """Arguments of vLLM's engine and server, which replace those of the run."""
+
+    def replicas(self) -> tuple[int, int]:
+        """The fewest and the most replicas.
+
+        Raises:
+            ValueError: they are impossible.
+        """
+        low = self.min_replicas
+        high = max(low, 1) if self.max_replicas is None else self.max_replicas
+        if not 0 <= low <= high or high < 1:
+            raise ValueError(f"{low} to {high} replicas are impossible; give --min-replicas >= 0, --max-replicas >= 1")
+        return low, high
+
+    def resources(self, model: "ServedModel") -> tuple[float, float]:
+        """Ray CPUs per GPU, and Ray GPUs, of one replica.
+
+        Raises:
+            ValueError: they are impossible.
+        """
+        cpus = model.engine("num_cpus", 1.0) if self.num_cpus is None else self.num_cpus
+        gpus = model.engine("num_gpus", 0.0) if self.num_gpus is None else self.num_gpus
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"{gpus:g} GPUs per replica are impossible; give a fraction or a whole number")
+        return cpus, gpus
+
+
+def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]:
+    """Arguments of vLLM's engine and server (`AsyncEngineArgs` and `FrontendArgs`), without the API key."""
+    chosen = model.engine("engine_kwargs", {}) | dict(options.engine)
+    arguments: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    answer = options.max_tokens
+    settings = model.settings
+    if settings is not None:
+        answer = answer or settings.max_response_length
+        arguments |= {"dtype": settings.dtype, "enforce_eager": settings.enforce_eager}
+        arguments["max_model_len"] = settings.max_prompt_length + answer
+        sampling |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+        if settings.chat_template_kwargs:
+            arguments["default_chat_template_kwargs"] = dict(settings.chat_template_kwargs)
+    if answer:
+        sampling["max_new_tokens"] = answer
+    if sampling:
+        arguments["override_generation_config"] = sampling
+    if model.config and model.config.model.trust_remote_code:
+        arguments["trust_remote_code"] = True
+    _, gpus = options.resources(model)
+    if gpus > 1:
+        arguments["tensor_parallel_size"] = int(gpus)
+    arguments |= chosen
+    if not gpus:
+        # vLLM rewinds the random generator of a request whose prompt takes two steps, which generators on CPUs refuse.
+        # So one step has to hold any prompt.
+        longest = arguments.get("max_model_len")
+        arguments.setdefault("enable_chunked_prefill", False)
+        if longest:
+            arguments.setdefault("max_num_batched_tokens", max(MIN_BATCHED_TOKENS, longest))
+    return arguments
+
+
+def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None = None) -> "LLMConfig":
+    """The configuration for `ray.serve.llm`.
+
+    Args:
+        model: what is served.
+        options: how.
+        api_key: the key that requests must carry; None accepts any request.
+
+    Raises:
+        ValueError: an argument of the engine is unknown, or the replicas or their resources are impossible.
+    """
+    from ray.serve.llm import LLMConfig
+
+    from pipeline.threads import compute_threads
+
+    low, high = options.replicas()
+    cpus, gpus = options.resources(model)
+    arguments = engine_kwargs(model, options)
+    if api_key:
+        middleware = [*arguments.get("middleware", []), "pipeline.export.api_key.RequireKey"]
+        arguments |= {"api_key": [api_key], "middleware": middleware}
+    env = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    bundle = {"CPU": cpus}
+    if gpus:
+        bundle["GPU"] = min(gpus, 1)
+    else:
+        # GiB of KV cache: vLLM's own variable, or the run's setting.
+        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or model.engine("cpu_kvcache_space_gb", 1)
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(space)
+        env["OMP_NUM_THREADS"] = str(compute_threads(0, cpus))
+    config = LLMConfig(
+        model_loading_config={"model_id": options.name or model.name, "model_source": model.path},
+        engine_kwargs=arguments,
+        placement_group_config={"bundle_per_worker": bundle},
+        runtime_env={"env_vars": env},
+        # With one replica vLLM's metrics are at its /metrics; with more they are labelled by replica in Ray's metrics.
+        log_engine_metrics=high > 1,
+        deployment_config={
+            "autoscaling_config": {
+                "min_replicas": low,
+                "initial_replicas": max(low, 1),
+                "max_replicas": high,
+                "target_ongoing_requests": options.target_ongoing_requests,
+            },
+            # The replica itself only waits; the resources of the bundle are the engine's.
+            "ray_actor_options": {"num_cpus": 0},
+        },
+    )
+    config.get_engine_config()
+    return config
+
+
+def application(config: "LLMConfig") -> "Application":
+    """The application for Serve; Ray must be running."""
+    import ray
+    from ray import serve
+    from ray.serve.llm import build_llm_deployment
+    from ray.serve.llm.deployment import LLMServer
+
+    options = config.runtime_env or {}
+    # The deployment's variables would replace those of this process's job.
+    inherited = dict(ray.get_runtime_context().runtime_env.get("env_vars") or {})
+    options["env_vars"] = inherited | options.get("env_vars", {})
+    return build_llm_deployment(config, name_prefix="LLM:", deployment_cls=serve.ingress()(LLMServer))
+
+
+def wait_until_running(name: str, timeout: float) -> None:
+    """Wait until the application `name` runs, and print what Serve says meanwhile.
+
+    Args:
+        name: the application.
+        timeout: seconds.
+
+    Raises:
+        RuntimeError: it cannot be started.
+        TimeoutError: it does not run in time.
+    """
+    from ray import serve
+
+    deadline = time.monotonic() + timeout
+    printed = ""
+    while True:
+        app = serve.status().applications.get(name)
+        status = app.status.value if app else "NOT_STARTED"
+        if status == "RUNNING":
+            return
+        message = "; ".join(each.message for each in app.deployments.values() if each.message) if app else ""
+        if app and status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise RuntimeError(f"the model {name} could not be started: {message or app.message}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the model {name} did not run within {timeout:.0f} s (--start-timeout); its status in Serve is "
+                f"{status}: {message or 'without a message'}"
+            )
+        if message != printed:
+            print(f"{name}: Serve: {message}", flush=True)
+            printed = message
+        time.sleep(POLL_S)

@@ -1,0 +1,90 @@
+"""Find the model that `jobs.serve` is to serve: of a run, in a folder, on the Hub, or registered in MLflow."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.config.paths import model_folder
+from pipeline.export.choose import choose, is_run
+from pipeline.models.settings import ModelSettings, load_settings
+from pipeline.track.mlflow_logger import QUIET
+
+EXPORTS = "exports"
+REGISTERED = "models:/"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that can be served."""
+
+    path: str
+    """Folder or Hub name."""
+    name: str
+    """Its name for clients."""
+    settings: ModelSettings | None
+    """How its run validated it, if that is known."""
+    config: Config | None = None
+    """Settings of its run, if it comes from one."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user."""
+
+    def engine(self, key: str, default: Any) -> Any:
+        """The run's setting `rollout.KEY`, or `default` without a run."""
+        return default if self.config is None else getattr(self.config.rollout, key)
+
+
+def find(target: str, iteration: int | None = None, best: str | None = None, lowest: bool = False) -> ServedModel:
+    """The model that `target` names.
+
+    A run's checkpoint is exported to `RUN/exports/iteration_N` in the type that the run's engines computed in, each
+    time anew: a run that was repeated has other weights under the same number.
+
+    Args:
+        target: a run's folder, one of its checkpoints, a Hugging Face folder, a Hub name, or `models:/NAME@ALIAS`.
+        iteration, best, lowest: which checkpoint of a run, see `choose`.
+
+    Raises:
+        ValueError: `target` is a folder that is not there or holds no model, or a checkpoint is asked of something
+            that is no run.
+        OSError: the export cannot be written.
+    """
+    path = Path(target).expanduser().absolute()
+    if is_run(path):
+        checkpoint, notes = choose(path, iteration, best, lowest)
+        # Torch and transformers take seconds to import, and a wrong path is refused without them.
+        from pipeline.export.export import export
+
+        config = checkpoint.config()
+        inside = checkpoint.run_dir != checkpoint.path
+        out = (checkpoint.run_dir if inside else checkpoint.path.parent) / EXPORTS / checkpoint.path.name
+        export(checkpoint, out, config.rollout.dtype, replace=True)
+        settings = ModelSettings.of(config, checkpoint.iteration)
+        return ServedModel(str(out), config.trainer.experiment_name, settings, config, notes)
+    if iteration is not None or best is not None:
+        raise ValueError(f"--iteration and --best choose a checkpoint of a run, but {target} is no run's folder")
+    if target.startswith(REGISTERED):
+        folder: Path | None = _download(target)
+        name = target.removeprefix(REGISTERED).partition("@")[0]
+    else:
+        folder = model_folder(target, "RUN_OR_MODEL")
+        name = folder.name if folder else target
+    if folder is None:
+        return ServedModel(target, target, None)
+    return ServedModel(str(folder), name, load_settings(folder))
+
+
+def _download(uri: str) -> Path:
+    """The files of a registered model, on this machine."""
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise ValueError(f"{uri} is a registered model; set MLFLOW_TRACKING_URI to the tracker that has it")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return Path(download_artifacts(artifact_uri=uri))
+    except MlflowException as error:
+        raise ValueError(f"{uri} cannot be fetched: {error.message}") from error

@@ -1,0 +1,119 @@
+"""Losses of the probability ratio r = exp(log_probs - old_log_probs), held in check token by token."""
+
+import torch
+from torch import Tensor
+
+from pipeline.config.learner import ActorConfig
+from pipeline.losses.registry import LossInput, Sums, register_policy_loss
+from pipeline.losses.sums import token_sums
+
+
+def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
+    """`max(-A r, -A clip(r, 1 - low, 1 + high))`, PPO's clipped loss (Schulman et al. 2017, equation 7).
+
+    Separate bounds are DAPO's (Yu et al. 2025, equation 10).
+
+    Args:
+        advantages: [N].
+        ratio: [N].
+        config: gives the bounds.
+
+    Returns:
+        losses [N], and [N] bool where the clipped term is the larger one, so that the token gets no gradient.
+    """
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+@register_policy_loss("vanilla", zero_without_advantage=True)
+def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
+    """PPO's clipped loss with separate clip bounds and the dual clip (Ye et al. 2020, equation 5).
+
+    `ppo_clip`, and where A < 0 at most `-A c`, so that one token whose probability rose a lot on a bad response cannot
+    dominate the gradient.
+
+    Metrics:
+    `pg_clipfrac`: tokens whose clipped term is the larger one (they get no gradient);
+    `pg_clipfrac_lower`: tokens with A < 0 held by the dual clip (no gradient either);
+    `ppo_kl`.
+    """
+    advantages = data.masked(data.advantages)
+    ppo, clipped = ppo_clip(advantages, data.log_ratio.exp(), config)
+    bound = -advantages * config.clip_ratio_c
+    negative = advantages < 0
+    per_token = torch.where(negative, torch.minimum(ppo, bound), ppo)
+    return per_token, token_sums(data, pg_clipfrac=clipped, pg_clipfrac_lower=negative & (ppo > bound))
+
+
+@register_policy_loss("cispo", zero_without_advantage=True)
+def cispo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
+    """Clipped importance weights instead of a clipped objective (MiniMax-M1, 2025, arXiv 2506.13585).
+
+    `-sg(clip(r, 1 - low, 1 + high)) A log_probs`, sg stopping the gradient: every token keeps a gradient, and only its
+    weight is bounded.
+
+    Metrics: `pg_clipfrac`, tokens whose weight is held at a bound; `ppo_kl`.
+    """
+    ratio = data.log_ratio.detach().exp()
+    weight = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    per_token = -weight * data.masked(data.advantages) * data.masked(data.log_probs)
+    return per_token, token_sums(data, pg_clipfrac=weight != ratio)
+
+
+@register_policy_loss("dppo_tv", zero_without_advantage=True)
+def dppo_tv(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
+    """DPPO with the binary total variation (Qi et al. 2026, arXiv 2602.04879): a trust region in probabilities.
+
+    `-A sg(min(r, c)) log_probs` while the sampled token's probability p has moved no further than the bound in the
+    direction the update takes it: p - p_old <= high where A > 0, p_old - p <= low elsewhere. Beyond it, 0.
+
+    `clip_ratio_low` and `clip_ratio_high` are differences of probabilities here. c, which truncates the importance
+    weight, is `clip_ratio_c`; its default of 3 was made for the dual clip, and 20 leaves more of the weights as they
+    are.
+
+    Metrics:
+    `pg_clipfrac`: tokens beyond the bound (no gradient);
+    `pg_clipfrac_lower`: tokens within it whose weight is truncated at c;
+    `ppo_kl`.
+    """
+    moved = data.masked(data.log_probs.detach()).exp() - data.masked(data.old_log_probs).exp()
+    valid = torch.where(data.masked(data.advantages) > 0, moved <= config.clip_high, moved >= -config.clip_low)
+    return _dppo(data, valid, config)
+
+
+@register_policy_loss("dppo_kl", zero_without_advantage=True)
+def dppo_kl(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
+    """DPPO with the binary KL (Qi et al. 2026, arXiv 2602.04879): `dppo_tv` with another distance.
+
+    The distance is KL(p_old || p) of the two distributions over "this token" and "any other token", and the bounds
+    `clip_ratio_low` (where A is not above 0) and `clip_ratio_high` (where it is) are in nats. A token on its way back
+    (p <= p_old where A > 0, p >= p_old elsewhere) trains whatever the distance.
+
+    Metrics as in `dppo_tv`.
+    """
+    new, old = data.masked(data.log_probs.detach()), data.masked(data.old_log_probs)
+    distance = _binary_kl(old, new)
+    rises = data.masked(data.advantages) > 0
+    valid = torch.where(
+        rises,
+        (distance <= config.clip_high) | (new <= old),
+        (distance <= config.clip_low) | (new >= old),
+    )
+    return _dppo(data, valid, config)
+
+
+def _binary_kl(old: Tensor, new: Tensor) -> Tensor:
+    """[N] KL between the distributions (p, 1 - p) of two log-probs; infinite where only the new one is certain."""
+    # 1 - p from expm1, and x log x from xlogy: exact for p near 1, where most tokens are, and 0 for p = 1.
+    rest_old, rest_new = -torch.expm1(old.clamp(max=0.0)), -torch.expm1(new.clamp(max=0.0))
+    rest = torch.special.xlogy(rest_old, rest_old) - torch.special.xlogy(rest_old, rest_new)
+    return old.exp() * (old - new) + rest
+
+
+def _dppo(data: LossInput, valid: Tensor, config: ActorConfig) -> tuple[Tensor, Sums]:
+    ratio = data.log_ratio.detach().exp()
+    weight = torch.where(valid, ratio.clamp(max=config.clip_ratio_c), ratio.new_zeros(()))
+    per_token = -weight * data.masked(data.advantages) * data.masked(data.log_probs)
+    truncated = valid & (ratio > config.clip_ratio_c)
+    return per_token, token_sums(data, pg_clipfrac=~valid, pg_clipfrac_lower=truncated)

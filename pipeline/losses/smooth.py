@@ -1,0 +1,49 @@
+"""Losses that hold the policy without clipping anything."""
+
+import torch
+from torch import Tensor
+
+from pipeline.config.learner import ActorConfig
+from pipeline.losses.registry import LossInput, Sums, register_policy_loss
+from pipeline.losses.sums import token_sums
+
+
+@register_policy_loss("sapo", zero_without_advantage=True)
+def sapo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
+    """Soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347): a gate in place of the clip.
+
+    `-A (4 / tau) sigmoid(tau (r - 1))` with tau = `tau_pos` where A > 0, else `tau_neg`. At r = 1 the gradient is that
+    of `-A r`, and it fades smoothly on both sides, the faster the larger tau. The value there is -2 A / tau, which
+    estimates no objective: compare it within a run only. verl forces `seq-mean-token-mean`, the paper's mode;
+    here `loss_agg_mode` decides.
+
+    Metrics: `ppo_kl`.
+    """
+    advantages = data.masked(data.advantages)
+    options = config.policy_loss
+    tau = torch.full_like(advantages, options.tau_neg).masked_fill(advantages > 0, options.tau_pos)
+    gate = torch.sigmoid(tau * (data.log_ratio.exp() - 1.0)) * (4.0 / tau)
+    return -advantages * gate, token_sums(data)
+
+
+@register_policy_loss("dro")
+def dro(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
+    """Direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107) with given advantages.
+
+    `-(A log_probs - beta / 2 (log r)^2)`: the policy gradient, and a quadratic pull back to the old policy for every
+    token, whatever its advantage. The pull is not clamped, for it matters most where the policies are far apart.
+
+    Metrics: `ppo_kl`.
+
+    Raises:
+        ValueError: `dro_beta` is not given or not above 0.
+    """
+    beta = config.policy_loss.dro_beta
+    if beta is None or not beta > 0:
+        raise ValueError(
+            f"actor.policy_loss.loss_mode=dro needs actor.policy_loss.dro_beta above 0, but it is "
+            f"{'null' if beta is None else beta}; give the weight of the squared log ratio, 0.05 for example"
+        )
+    log_ratio = data.masked(data.log_probs - data.old_log_probs)
+    per_token = 0.5 * beta * log_ratio.square() - data.masked(data.advantages) * data.masked(data.log_probs)
+    return per_token, token_sums(data)

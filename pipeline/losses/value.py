@@ -1,0 +1,66 @@
+"""The critic's loss, and how much of the returns it explains."""
+
+import torch
+from torch import Tensor
+
+from pipeline.losses.registry import Sums
+
+Moments = tuple[float, float, float]
+"""(n, mean, sum of squared deviations from the mean), as the kind `std` of `pipeline.stats.Stat`."""
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float
+) -> tuple[Tensor, Sums]:
+    """PPO's clipped value loss: `0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)`.
+
+    A value that has moved further than c from the one in the row, towards its return, gets no more gradient: the value
+    clipping of OpenAI's baselines, discussed in Engstrom et al. 2020, arXiv 2005.12729.
+
+    Args:
+        values: [N] of the critic that is trained; carries the gradient.
+        old_values: [N] in the row, which the advantages were made from.
+        returns: [N] targets R.
+        mask: [N] 1 where the token counts (any dtype); what stands elsewhere is not looked at.
+        cliprange_value: c, not negative.
+
+    Returns:
+        losses [N], 0 where masked, and sums of `vf_clipfrac` (tokens whose clipped term is the larger one) and
+        `vpred_mean` (values).
+    """
+    keep = mask > 0
+    values, old_values, returns = (torch.where(keep, x, x.new_zeros(())) for x in (values, old_values, returns))
+    near = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    plain, clipped = (values - returns).square(), (near - returns).square()
+    count = keep.sum()
+    sums: Sums = {
+        "vf_clipfrac": ((clipped > plain).sum(), count),
+        "vpred_mean": (values.detach().double().sum(), count),
+    }
+    return 0.5 * torch.maximum(plain, clipped), sums
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Moments, Moments]:
+    """What the explained variance, 1 - Var(R - V) / Var(R), is made of: moments of R - V and of R.
+
+    Moments of several parts merge exactly; with those of all of them it is 1 - residuals[2] / returns[2]. It is
+    undefined where returns[2] is 0.
+
+    Args:
+        values: [N] V.
+        returns: [N] R.
+        mask: [N] 1 where the token counts (any dtype); what stands elsewhere is not looked at.
+
+    Returns:
+        moments of the residuals and of the returns, worked out in float64; (0, 0, 0) where nothing counts.
+    """
+    keep = mask > 0
+    kept = returns.detach()[keep].double()
+    return _moments(kept - values.detach()[keep].double()), _moments(kept)
+
+
+def _moments(values: Tensor) -> Moments:
+    if not values.numel():
+        return 0.0, 0.0, 0.0
+    mean = values.mean()
+    return float(values.numel()), float(mean), float((values - mean).square().sum())

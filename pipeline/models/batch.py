@@ -1,0 +1,188 @@
+"""Rows of the stream as flat numpy arrays, for the trainer and the scoring replicas.
+
+Response tokens are flat, `[N]`, as the losses want them. They are cut out of Arrow's own buffers with numpy, so there
+is no Python work per token.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.rows import flat, loss_mask
+
+
+@dataclass
+class TokenBatch:
+    """Prompts with their responses, as flat numpy arrays; R rows with N response tokens in all."""
+
+    prompt_ids: np.ndarray
+    """int32, prompt tokens of all rows, one row after the other."""
+    prompt_offsets: np.ndarray
+    """[R + 1] int64, start of each row's prompt in `prompt_ids`."""
+    response_ids: np.ndarray
+    """[N] int32."""
+    response_offsets: np.ndarray
+    """[R + 1] int64, start of each row's response in the arrays of length N."""
+
+    @classmethod
+    def from_table(cls, table: pa.Table) -> "TokenBatch":
+        """Flat views of the tokens of generated rows.
+
+        Raises:
+            ValueError: a response stands after an empty prompt.
+        """
+        tokens = TokenBatch(*flat(table, "prompt_ids"), *flat(table, "response_ids"))
+        orphan = (np.diff(tokens.prompt_offsets) == 0) & (np.diff(tokens.response_offsets) > 0)
+        if orphan.any():
+            row = int(np.flatnonzero(orphan)[0])
+            raise ValueError(
+                f"row {row} (uid {_uid(table, row)}) has an empty prompt, and nothing predicts the first token of its "
+                "response; the chat template must produce at least one token"
+            )
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self.response_offsets) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompt + response tokens of each row."""
+        return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
+
+    def pack_lengths(self, packs: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens of each pack: one prompt, and the responses of all its rows."""
+        prompts, responses = np.diff(self.prompt_offsets), np.diff(self.response_offsets)
+        return [int(prompts[pack[0]] + responses[list(pack)].sum()) for pack in packs]
+
+
+@dataclass
+class TrainBatch(TokenBatch):
+    """Rows of an iteration on one rank, with the columns that the update reads."""
+
+    mask: np.ndarray
+    """[N] float32, 1 where the policy wrote the token and the row trains."""
+    loss_mask: np.ndarray
+    """[N] float32, those of `mask` that count in the loss: begins as `mask`, and the off-policy correction may leave
+    tokens out."""
+    rollout_log_probs: np.ndarray
+    """[N] float32, log-probs of the engine."""
+    old_log_probs: np.ndarray
+    """[N] float32, log-probs that the ratio is taken against: a copy of the engine's, which the trainer overwrites with
+    its own where `actor.old_log_probs` is `recompute`."""
+    advantages: np.ndarray
+    """[N] float32."""
+    returns: np.ndarray
+    """[N] float32."""
+    ids: np.ndarray
+    """[R] uint64, identity of each row in the run, from its uid and sample; the same on any rank."""
+    ref_log_probs: np.ndarray | None = None
+    """[N] float32, log-probs of the reference policy; None without one."""
+    values: np.ndarray | None = None
+    """[N] float32, the critic's values from which the advantages were computed; None without a critic."""
+    weights: np.ndarray | None = None
+    """[N] float32, importance weights of the off-policy correction, once it has run."""
+    token_mask: np.ndarray | None = None
+    """[N] bool, tokens that the policy loss chose among all of the mini-batch, once it has."""
+
+    @classmethod
+    def from_table(cls, table: pa.Table) -> "TrainBatch":
+        """Flat views of a table of finished rows.
+
+        Raises:
+            ValueError: a list column has another length than `response_ids` in some row, an advantage that trains is
+                not finite, or a response stands after an empty prompt.
+        """
+        tokens = TokenBatch.from_table(table)
+        offsets = tokens.response_offsets
+        columns: dict[str, np.ndarray] = {}
+        optional = [name for name in ("ref_log_probs", "values") if name in table.column_names]
+        for name in ("response_mask", "rollout_log_probs", "advantages", "returns", *optional):
+            values, other = loss_mask(table) if name == "response_mask" else flat(table, name)
+            if not np.array_equal(offsets, other):
+                row = int(np.flatnonzero(np.diff(offsets) != np.diff(other))[0])
+                raise ValueError(
+                    f"row {row} (uid {_uid(table, row)}) has {np.diff(other)[row]} entries in {name!r} but "
+                    f"{np.diff(offsets)[row]} response tokens; there must be one entry per response token"
+                )
+            columns[name] = values.astype(np.float32)
+        bad = ~np.isfinite(columns["advantages"]) & (columns["response_mask"] > 0)
+        if bad.any():
+            row = int(np.searchsorted(offsets, np.flatnonzero(bad)[0], side="right")) - 1
+            raise ValueError(f"row {row} (uid {_uid(table, row)}) has an advantage that is not a finite number")
+        return cls(
+            **vars(tokens),
+            mask=columns["response_mask"],
+            loss_mask=columns["response_mask"],
+            rollout_log_probs=columns["rollout_log_probs"],
+            old_log_probs=columns["rollout_log_probs"].copy(),
+            advantages=columns["advantages"],
+            returns=columns["returns"],
+            ids=_ids(table),
+            **{name: columns[name] for name in optional},
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence["TrainBatch"]) -> "TrainBatch":
+        """The rows of several parts, one part after the other, including what the update has written into them."""
+        joined: dict[str, Any] = {}
+        for name in vars(parts[0]):
+            values = [getattr(part, name) for part in parts]
+            if name.endswith("_offsets"):
+                # Each part's offsets begin at 0.
+                ends = np.cumsum([offsets[-1] for offsets in values])
+                shifted = [offsets[1:] + end - offsets[-1] for offsets, end in zip(values, ends, strict=True)]
+                joined[name] = np.concatenate([[0], *shifted])
+            else:
+                joined[name] = None if values[0] is None else np.concatenate(values)
+        return cls(**joined)
+
+    def mask_counts(self, index: list[int]) -> tuple[int, int]:
+        """Number of tokens of the loss mask in these rows, and number of rows with such a token. Summed over ranks,
+        they normalise the loss."""
+        totals = np.concatenate([[0], np.cumsum(self.loss_mask > 0)])
+        per_row = np.diff(totals[self.response_offsets])[index]
+        return int(per_row.sum()), int((per_row > 0).sum())
+
+    def trained_tokens(self, index: list[int]) -> np.ndarray:
+        """Indices [M] into the arrays of length N of these rows' tokens in the loss mask, row after row."""
+        starts = self.response_offsets[index]
+        tokens = ranges(starts, self.response_offsets[np.asarray(index, dtype=np.int64) + 1] - starts)
+        return tokens[self.loss_mask[tokens] > 0]
+
+    def random_keys(self, index: list[int], seed: int, step: int) -> np.ndarray:
+        """[M] uniform numbers in [0, 1) for `trained_tokens(index)`. They depend only on the seed, the step, the row
+        and the token's position in it."""
+        starts, stops = self.response_offsets[:-1], self.response_offsets[1:]
+        drawn = [
+            np.random.default_rng([seed, step, self.ids[row]]).random(stops[row] - starts[row])[
+                self.loss_mask[starts[row] : stops[row]] > 0
+            ]
+            for row in index
+        ]
+        return np.concatenate([np.empty(0), *drawn])
+
+    def with_advantages(self, index: list[int]) -> list[int]:
+        """Those of these rows that have a token in the loss mask whose advantage is not 0."""
+        totals = np.concatenate([[0], np.cumsum((self.loss_mask > 0) & (self.advantages != 0))])
+        per_row = np.diff(totals[self.response_offsets])
+        return [row for row in index if per_row[row]]
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """[sum(counts)] the integers `start`, `start + 1`, ... of each range, one range after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+
+
+def _ids(table: pa.Table) -> np.ndarray:
+    names = zip(table["uid"].to_pylist(), table["sample"].to_pylist(), strict=True)
+    digests = (hashlib.blake2b(f"{uid}/{sample}".encode(), digest_size=8).digest() for uid, sample in names)
+    return np.frombuffer(b"".join(digests), dtype="<u8")
+
+
+def _uid(table: pa.Table, row: int) -> str:
+    return str(table["uid"][row].as_py())

@@ -1,0 +1,181 @@
+"""FSDP2: sharding, gradient norm, gathering and saving.
+
+1. `fully_shard` on every transformer block, then on the root, which keeps the embedding and the head: tied or not,
+   they live in one group. The same code runs over gloo on CPUs and nccl on GPUs.
+2. Gradients are summed over ranks, not averaged (FSDP's default). A loss is divided by a count over the whole global
+   batch before `backward`, so the sum over ranks and micro-batches is the gradient of the global loss, whatever their
+   number. No code multiplies by the world size.
+3. Weights are gathered one parameter at a time, so the memory beside the shards is that of the largest parameter.
+
+Each `backward` is a collective: all ranks must run the same number of micro-batches.
+"""
+
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from pipeline.config.learner import FSDPConfig
+
+if TYPE_CHECKING:
+    from pipeline.models.pretrained import Pretrained
+
+Module = TypeVar("Module", bound=nn.Module)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_dtype(name: str, key: str) -> torch.dtype:
+    """The torch type called `name`; `key` is the configuration key it came from.
+
+    Raises:
+        ValueError: `name` is none of `DTYPES`.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"{key}={name} is not a known type; use one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def transformer_blocks(module: nn.Module) -> list[nn.Module]:
+    """The transformer blocks of a model, outermost first, in the order of its modules.
+
+    They are the `_no_split_modules` of a `transformers` model, or its decoder's `layers` where it names none. A block
+    that holds an embedding is left out and belongs to the root, where a tied head needs it.
+    """
+    names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for child in module.modules():
+        if type(child).__name__ in names and child not in inside:
+            descendants = set(child.modules())
+            if not any(isinstance(part, nn.Embedding) for part in descendants):
+                blocks.append(child)
+                inside |= descendants
+    if blocks:
+        return blocks
+    for child in module.modules():
+        layers = getattr(child, "layers", None)
+        if isinstance(layers, nn.ModuleList):
+            return list(layers)
+    return []
+
+
+def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Module:
+    """Shard `module` in place over all ranks of the default process group and move it to `device`.
+
+    Args:
+        module: every rank holds the same weights.
+        config: types and resharding.
+        device: this rank's device; its kind (`cpu`, `cuda`) chooses the mesh.
+
+    Returns:
+        `module`, whose parameters are now DTensors and whose gradients are summed over ranks.
+
+    Raises:
+        RuntimeError: no process group is initialised.
+        ValueError: a type in `config` is unknown.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("sharding needs a process group; call torch.distributed.init_process_group first")
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch_dtype(config.param_dtype, "fsdp.param_dtype") if config.param_dtype else None,
+        reduce_dtype=torch_dtype(config.reduce_dtype, "fsdp.reduce_dtype"),
+    )
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": policy,
+        "reshard_after_forward": config.reshard_after_forward,
+    }
+    for block in transformer_blocks(module):
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    module.to(device)  # buffers; fully_shard moved the parameters
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # A plain sum on every backend: gloo knows neither AVG nor the premultiplied sum.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients down to a global 2-norm of `max_norm` and return the norm before that.
+
+    The norm covers all shards of all ranks; every rank gets the same number. A norm that is not finite is returned as
+    it is and the gradients are left alone: skip that optimiser step.
+    """
+    with_grad = [parameter for parameter in params if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    value = float(norm)
+    if value not in (float("inf"), float("-inf")) and value == value:
+        nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+    return value
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters and persistent buffers in CPU memory on rank 0; an empty dict on the others.
+
+    A collective: every rank must call it. One tensor is gathered at a time. A tied parameter appears once, under its
+    first name.
+    """
+    keep = not dist.is_initialized() or dist.get_rank() == 0
+    persistent = model.state_dict().keys()
+    state: dict[str, Tensor] = {}
+    tensors: list[tuple[str, Tensor]] = [
+        *model.named_parameters(),
+        *((n, b) for n, b in model.named_buffers() if n in persistent),
+    ]
+    for name, tensor in tensors:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            state[name] = whole.detach().to("cpu", copy=True)
+        del whole
+    return state
+
+
+def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
+    """Save the model and its tokenizer as a Hugging Face folder (safetensors), which vLLM loads too.
+
+    A collective: every rank must call it, and all return when the folder is complete. Rank 0 writes beside `folder`
+    and renames, so a broken-off save never looks like a model; an older `folder` is replaced.
+
+    Raises:
+        RuntimeError: rank 0 could not write; raised on every rank.
+    """
+    folder = Path(folder)
+    state = full_state_dict(model)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    failure: list[str | None] = [None]
+    error: OSError | None = None
+    if rank == 0:
+        partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+        try:
+            partial.mkdir(parents=True)
+            named = {model.hf_name(name): tensor for name, tensor in state.items()}
+            model.lm.save_pretrained(partial, state_dict=named)
+            tokenizer.save_pretrained(partial)
+            old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
+            if folder.exists():
+                folder.rename(old)
+            partial.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+        except OSError as problem:
+            shutil.rmtree(partial, ignore_errors=True)
+            error, failure = problem, [str(problem)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise RuntimeError(f"the model could not be saved in {folder}: {failure[0]}") from error

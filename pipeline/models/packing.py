@@ -1,0 +1,146 @@
+"""Packs of rows become the tensors of a forward pass.
+
+A pack is one row, or several rows behind one copy of their prompt (`sharing.py`). Packs are padded on the right.
+Attention follows from lengths: `ids != pad` would mask a pad token that the policy itself chose.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.models.batch import TokenBatch, TrainBatch, ranges
+
+
+@dataclass
+class ModelInputs:
+    """What a model reads in one forward pass: B packs of T positions, with N response tokens in S rows."""
+
+    input_ids: Tensor
+    """[B, T] int64, a prompt and one response or more, padded on the right."""
+    lengths: Tensor
+    """[B] int64, tokens of each pack that are not padding."""
+    positions: Tensor | None
+    """[B, T] int64, positions in each row's own sequence; None where every pack is one row."""
+    segment_ids: Tensor | None
+    """[B, T] int64, 0 in the prompt, k in the k-th response of the pack, -1 in padding; None as `positions`."""
+    logit_index: Tensor
+    """[N] int64, index into the B * T positions of the one that predicts each response token (the one before it)."""
+    targets: Tensor
+    """[N] int64, the response tokens."""
+    row_index: Tensor
+    """[N] int64, row of each response token, below `sequences`."""
+    sequences: int
+    """S, the number of rows; 1 where there is none."""
+    token_index: np.ndarray
+    """[N] int64, index of each response token into the arrays of `TokenBatch`; stays on the CPU."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()
+        }
+        return type(self)(**moved)
+
+
+@dataclass
+class MicroBatch(ModelInputs):
+    """Tensors of one forward and backward pass."""
+
+    mask: Tensor
+    """[N] float32, the loss mask."""
+    old_log_probs: Tensor
+    """[N] float32."""
+    rollout_log_probs: Tensor
+    """[N] float32."""
+    advantages: Tensor
+    """[N] float32."""
+    returns: Tensor
+    """[N] float32."""
+    ref_log_probs: Tensor | None
+    """[N] float32."""
+    values: Tensor | None
+    """[N] float32."""
+    weights: Tensor | None
+    """[N] float32."""
+    token_mask: Tensor | None
+    """[N] bool."""
+
+
+def pack(rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0) -> ModelInputs:
+    """What a model reads of the rows in `packs`, in that order; the rows of a pack share one prompt (`sharing.py`).
+
+    Without packs it is one pad token and no response token (N = 0). The forward and backward pass of that keeps this
+    rank in step with the others, and contributes exact zeros.
+    """
+    order = np.asarray([row for members in packs for row in members], dtype=np.int64)
+    sizes = np.asarray([len(members) for members in packs], dtype=np.int64)
+    first = np.cumsum(sizes) - sizes  # position in `order` of each pack's first row
+    prompt_starts = rows.prompt_offsets[order[first]]
+    prompt_counts = rows.prompt_offsets[order[first] + 1] - prompt_starts
+    starts = rows.response_offsets[order]
+    counts = rows.response_offsets[order + 1] - starts
+    before = np.cumsum(counts) - counts  # response tokens of all rows before
+    before_in_pack = before - np.repeat(before[first], sizes)
+    lengths = prompt_counts + np.add.reduceat(counts, first) if len(sizes) else np.ones(1, dtype=np.int64)
+    width = max(int(lengths.max()), 1)
+
+    # Indices into the B * T positions.
+    pack_starts = np.arange(len(sizes)) * width
+    prompt_ends = pack_starts + prompt_counts
+    prompt_index = ranges(pack_starts, prompt_counts)
+    response_index = ranges(np.repeat(prompt_ends, sizes) + before_in_pack, counts)
+    # A token is predicted at the token before it; the first one of each response at the prompt's last token.
+    logit_index = response_index - 1
+    not_empty = counts > 0
+    logit_index[before[not_empty]] = np.repeat(prompt_ends, sizes)[not_empty] - 1
+
+    token_index = ranges(starts, counts)
+    targets = rows.response_ids[token_index].astype(np.int64)
+    shape = len(lengths), width
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    input_ids.flat[prompt_index] = rows.prompt_ids[ranges(prompt_starts, prompt_counts)]
+    input_ids.flat[response_index] = targets
+    positions = segment_ids = None
+    if len(order) > len(sizes):
+        positions = np.zeros(shape, dtype=np.int64)
+        positions.flat[prompt_index] = ranges(np.zeros_like(prompt_counts), prompt_counts)
+        positions.flat[response_index] = ranges(np.repeat(prompt_counts, sizes), counts)
+        segment_ids = np.full(shape, -1, dtype=np.int64)
+        segment_ids.flat[prompt_index] = 0
+        segment_ids.flat[response_index] = np.repeat(np.arange(len(order)) - np.repeat(first, sizes) + 1, counts)
+    return ModelInputs(
+        input_ids=torch.from_numpy(input_ids),
+        lengths=torch.from_numpy(lengths),
+        positions=None if positions is None else torch.from_numpy(positions),
+        segment_ids=None if segment_ids is None else torch.from_numpy(segment_ids),
+        logit_index=torch.from_numpy(logit_index),
+        targets=torch.from_numpy(targets),
+        row_index=torch.from_numpy(np.repeat(np.arange(len(order)), counts)),
+        sequences=max(len(order), 1),
+        token_index=token_index,
+    )
+
+
+def collate(rows: TrainBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0) -> MicroBatch:
+    """The micro-batch of the rows in `packs`, in that order; see `pack`."""
+    inputs = pack(rows, packs, pad_token_id)
+    columns = {
+        "mask": rows.loss_mask,
+        "old_log_probs": rows.old_log_probs,
+        "rollout_log_probs": rows.rollout_log_probs,
+        "advantages": rows.advantages,
+        "returns": rows.returns,
+        "ref_log_probs": rows.ref_log_probs,
+        "values": rows.values,
+        "weights": rows.weights,
+        "token_mask": rows.token_mask,
+    }
+    tensors: dict[str, Any] = {
+        name: None if values is None else torch.from_numpy(values[inputs.token_index])
+        for name, values in columns.items()
+    }
+    return MicroBatch(**vars(inputs), **tensors)

@@ -1,0 +1,85 @@
+"""`slipstream.json` of an exported model: how its run prompted and sampled it, so that it can be served the same way.
+
+The file holds plain numbers and words. Nothing in it makes a reader load code or other files, since model folders are
+passed on: `trust_remote_code` and further engine arguments come from a run's `config.yaml` or the command line.
+"""
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+
+FILE = "slipstream.json"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a run validated its model."""
+
+    run: str
+    """`trainer.experiment_name`."""
+    iteration: int
+    """Iterations of training behind the weights."""
+    max_prompt_length: int
+    """Longest prompt in tokens."""
+    max_response_length: int
+    """Most tokens of a response."""
+    dtype: str
+    """Type the engine computed in."""
+    enforce_eager: bool
+    """Whether the engine ran without compiled graphs, whose rounding differs."""
+    temperature: float
+    """Of validation; 0 is greedy."""
+    top_p: float
+    """Of validation."""
+    top_k: int
+    """Of validation; -1 is all tokens."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template."""
+
+    @classmethod
+    def of(cls, config: Config, iteration: int) -> "ModelSettings":
+        """Those of a run."""
+        sampling, rollout = config.rollout.val_kwargs, config.rollout
+        return cls(
+            run=config.trainer.experiment_name,
+            iteration=iteration,
+            max_prompt_length=config.data.max_prompt_length,
+            max_response_length=config.data.max_response_length,
+            dtype=rollout.dtype,
+            enforce_eager=rollout.enforce_eager,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            chat_template_kwargs=dict(config.data.apply_chat_template_kwargs),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write them into a model's folder."""
+        (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def load_settings(folder: Path) -> ModelSettings | None:
+    """The settings in a model's folder; None where it has none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        settings = ModelSettings(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); export the model again, or remove the file") from error
+    for item in dataclasses.fields(ModelSettings):
+        value = getattr(settings, item.name)
+        kind = typing.get_origin(item.type) or item.type
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise ValueError(f"{path}: {item.name} is {value!r}; export the model again, or remove the file")
+    return settings

@@ -1,0 +1,142 @@
+"""One prompt, many samples: rows with the same prompt go through the model together, behind one copy of it.
+
+    alone       prompt a1 a2      prompt b1 b2 b3
+    together    prompt a1 a2 b1 b2 b3
+
+A response sees the prompt and itself, and its positions continue from the prompt's end. Log-probs and gradients are
+those of the rows alone, up to rounding, and the prompt is computed once. In exchange attention covers positions that
+are masked, in a kernel that takes a mask, so a row joins others only where that is clearly cheaper.
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.models.batch import TokenBatch
+
+logger = logging.getLogger(__name__)
+
+MAX_COST = 0.8
+"""Share of a row's cost alone that it may cost behind the prompt of others; the estimate of costs is rough."""
+TOLERANCE = 0.02
+"""Relative difference of hidden states that passes for rounding, also in bfloat16."""
+
+
+def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, hidden_size: int | None) -> list[list[int]]:
+    """Packs of the rows `index`, in that order, each of which shares one copy of its prompt.
+
+    The cost of L tokens in one sequence is taken as L * (6 H + L): per layer and token some 24 H^2 operations in
+    matrices and 4 L H in attention, half of that where attention is causal. It bounds a pack's length, too.
+
+    Args:
+        rows: of any prompts; only neighbours in `index` share.
+        index: rows.
+        max_tokens: largest number of tokens of a pack; a row alone may be longer.
+        hidden_size: H, of the model; None leaves every row alone (`shared_size`).
+    """
+    if hidden_size is None:
+        return [[row] for row in index]
+    offsets = rows.prompt_offsets
+    packs: list[list[int]] = []
+    length, pack_prompt = 0, np.empty(0)
+    for row in index:
+        prompt = rows.prompt_ids[offsets[row] : offsets[row + 1]]
+        response = int(rows.response_offsets[row + 1] - rows.response_offsets[row])
+        alone, joined = len(prompt) + response, length + response
+        added_cost = joined * (6 * hidden_size + joined) - length * (6 * hidden_size + length)
+        cheaper = added_cost < MAX_COST * alone * (6 * hidden_size + alone / 2)
+        if packs and joined <= max_tokens and cheaper and np.array_equal(prompt, pack_prompt):
+            packs[-1].append(row)
+            length = joined
+        else:
+            packs.append([row])
+            length, pack_prompt = alone, prompt
+    return packs
+
+
+def attention_inputs(positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+    """What a decoder needs beside the ids to read packs.
+
+    Args:
+        positions: [B, T] int64, positions in each row's own sequence.
+        segment_ids: [B, T] int64, 0 in the prompt, k in the k-th response of the pack, -1 in padding.
+    """
+    keys, queries = segment_ids[:, None, :], segment_ids[:, :, None]
+    causal = torch.ones(segment_ids.shape[1], segment_ids.shape[1], dtype=torch.bool, device=segment_ids.device).tril()
+    # Padding sees itself, lest a softmax over nothing gives NaN.
+    visible = ((keys == 0) | (keys == queries)) & causal
+    return {"position_ids": positions, "attention_mask": visible[:, None]}
+
+
+def hidden_states(
+    decoder: Any, input_ids: Tensor, logit_index: Tensor, positions: Tensor | None, segment_ids: Tensor | None
+) -> Tensor:
+    """Hidden states [N, H] of the flat positions `logit_index` [N] of `input_ids` [B, T], right-padded."""
+    more = {} if positions is None or segment_ids is None else attention_inputs(positions, segment_ids)
+    hidden: Tensor = decoder(input_ids=input_ids, use_cache=False, **more).last_hidden_state  # [B, T, H]
+    return hidden.flatten(0, 1).index_select(0, logit_index)
+
+
+@torch.no_grad()
+def obstacle(decoder: Any) -> str | None:
+    """Why rows must not share a prompt in this model; None where they may.
+
+    Asked of the configuration, and then tried: two responses behind one prompt must give the hidden states that each
+    gives alone.
+
+    Args:
+        decoder: on any device, not sharded yet.
+    """
+    config = decoder.config.get_text_config()
+    if config._attn_implementation != "sdpa":
+        return f"attention {config._attn_implementation!r} takes no mask of this kind, sdpa does"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
+        return f"its layers are not all of full attention ({', '.join(sorted(kinds)) or 'sliding_window'})"
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return "it takes no position_ids"
+    device = decoder.get_input_embeddings().weight.device
+    ids = torch.arange(7, device=device)[None] % config.vocab_size
+    prompt, first, second = ids[:, :3], ids[:, 3:5], ids[:, 5:]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 3, 4]], device=device)
+    segment_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2]], device=device)
+
+    def hidden(tokens: Tensor, **more: Tensor) -> Tensor:
+        return decoder(input_ids=tokens, use_cache=False, **more).last_hidden_state[0].float()
+
+    try:
+        together = hidden(ids, **attention_inputs(positions, segment_ids))
+        alone = hidden(torch.cat([prompt, first], 1)), hidden(torch.cat([prompt, second], 1))
+    except Exception as error:  # noqa: BLE001 (whatever a model's own code raises)
+        return f"it failed with a mask: {error}"
+    expected = torch.cat([alone[0], alone[1][3:]])
+    if not (together - expected).abs().max() <= TOLERANCE * expected.abs().max():
+        return "it gives other numbers with a mask and positions"
+    return None
+
+
+def shared_size(setting: str, module: Any, device: torch.device) -> int | None:
+    """The model's hidden size where rows share their prompt in it, else None.
+
+    Args:
+        setting: `model.share_prompts`.
+        module: the model, with a `decoder`; not sharded yet.
+        device: where it will run.
+
+    Raises:
+        ValueError: the setting is `always`, and the model cannot.
+    """
+    if setting == "never" or (setting == "auto" and device.type != "cpu"):
+        return None
+    reason = obstacle(module.decoder)
+    if reason is None:
+        return int(module.decoder.config.get_text_config().hidden_size)
+    if setting == "always":
+        raise ValueError(f"model.share_prompts=always, but {type(module.decoder).__name__} cannot: {reason}")
+    logger.info("samples do not share their prompt in %s: %s", type(module.decoder).__name__, reason)
+    return None

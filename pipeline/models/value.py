@@ -1,0 +1,91 @@
+"""The value model: the decoder of a causal language model with a linear head that gives one value per token.
+
+1. It reads the same inputs as the policy, at the same positions: right-padded ids without an attention mask
+   (`pipeline/models/policy.py` says why that is safe). The value of a response token is read where the token is
+   predicted, so it is the value of the tokens before it.
+2. The language model's head is dropped. A tied head is the embedding, which stays.
+3. The value head starts at 0. The first values are then 0 for every token, so the first advantages are plain returns;
+   a random head would add noise of its own size to them. The first step moves the head alone.
+4. The head computes in float32, whatever the decoder computes in: values are regressed on returns, and a bfloat16
+   value has no more than three digits.
+"""
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.config.model import ModelConfig
+from pipeline.models.policy import load_lm
+from pipeline.models.pretrained import without_dropout
+from pipeline.models.sharing import hidden_states
+from pipeline.prompts.chat import load_tokenizer
+
+
+class ValueModel(nn.Module):
+    """A `transformers` decoder with a value head.
+
+    Args:
+        lm: model with a decoder (`get_decoder()`), of which nothing else is kept.
+
+    Raises:
+        ValueError: the model has no decoder of its own.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.decoder = lm.get_decoder()
+        embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+        if self.decoder is lm or not isinstance(head, nn.Linear):
+            raise ValueError(f"{type(lm).__name__} has no decoder with a linear head, so it cannot become a critic.")
+        without_dropout(self.decoder)
+        self.vocab_size = embedding.num_embeddings
+        # Like the decoder's weights: FSDP wants one type in a group, and the head is in the root's.
+        self.head = nn.Linear(head.in_features, 1, dtype=embedding.weight.dtype, device=embedding.weight.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self, input_ids: Tensor, logit_index: Tensor, positions: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> Tensor:
+        """Values of response tokens.
+
+        Args:
+            input_ids: [B, T] int64, padded on the right with any id.
+            logit_index: [N] int64, flat positions in B*T whose value is wanted: the value before token t of row b is
+                read at `b * T + t - 1`, where `Policy.forward` reads the token's distribution.
+            positions: [B, T] int64 where responses share a prompt, as `segment_ids`; see `sharing.attention_inputs`.
+            segment_ids: [B, T] int64.
+
+        Returns:
+            values [N] float32; for N = 0 still in the graph, and so in the ranks' collectives.
+        """
+        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids)
+        # The weights are used here and not in the head's own forward, which would compute in their type.
+        return hidden.float() @ self.head.weight.float().squeeze(0) + self.head.bias.float()
+
+
+def load_value_model(policy: ModelConfig, path: str | None = None) -> ValueModel:
+    """Build the critic on the CPU, with a value head of zeros.
+
+    A checkpoint without a language-model head will do, such as that of a reward model.
+
+    Args:
+        policy: the settings of the policy's model, which the critic's share.
+        path: `critic.path`; None starts from the policy's model.
+
+    Raises:
+        ValueError: no path, an incomplete or unsupported model, or one whose vocabulary is too small for the policy's
+            tokens.
+    """
+    key = "critic.path" if path else "model.path"
+    model = ValueModel(load_lm(dataclasses.replace(policy, path=path or policy.path), key, with_head=False))
+    if path:
+        tokens = len(load_tokenizer(policy, needs_chat_template=False))
+        if model.vocab_size < tokens:
+            raise ValueError(
+                f"critic.path={path} knows {model.vocab_size} tokens, but the policy's tokenizer "
+                f"({policy.tokenizer_path or policy.path}) has {tokens}; the critic reads the policy's "
+                "token ids, so give a model with the same vocabulary."
+            )
+    return model

@@ -1,0 +1,235 @@
+"""Placement: the actors and tasks of a plan, put on the nodes of a cluster one by one.
+
+Ray takes an actor's CPUs from one node and its part of a GPU from one GPU. Sums are therefore not enough: three workers
+of 0.6 of a GPU do not fit on two GPUs. The search is greedy, as Ray's is, in a few orders.
+"""
+
+import os
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from pipeline.config import ConfigError
+
+Resources = Mapping[str, float]
+"""Resources of a node, `{"CPU": 8.0, "GPU": 1.0}`."""
+SHARED_STAGE_CPUS = 1.0
+"""CPUs of the prompt source and of the tasks that cut its blocks into chunks, which take turns."""
+EPSILON = 1e-6
+"""Ray counts in ten-thousandths."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Ray actors or tasks of one stage, with the resources that each of them holds."""
+
+    name: str
+    count: int
+    cpus: float
+    gpus: float = 0.0
+    keys: tuple[str, str, str] = ("", "", "")
+    """The keys of the three numbers above; empty for a number without a key."""
+    at_least: bool = False
+    """Tasks: Ray Data adds more on free CPUs, and `count` is the smallest number with which the run advances."""
+    most: int = 0
+    """Actors that the stage may grow to; 0 if their number is fixed."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that a node must have."""
+
+
+@dataclass
+class Node:
+    """One node during placement, with the resources that are left."""
+
+    resources: Resources
+    labels: Mapping[str, str]
+    cpus: float = 0.0
+    gpus: list[float] = field(default_factory=list)
+    """The free part of each GPU."""
+    without_gpu: list[str] = field(default_factory=list)
+    on_gpu: list[list[str]] = field(default_factory=list)
+    """Names of the stages on each GPU."""
+
+    @classmethod
+    def empty(cls, resources: Resources, labels: Mapping[str, str]) -> "Node":
+        count = int(resources.get("GPU", 0.0))
+        return cls(resources, labels, resources.get("CPU", 0.0), [1.0] * count, [], [[] for _ in range(count)])
+
+    def take(self, stage: Stage) -> bool:
+        """Place one actor of the stage here, if it fits."""
+        if stage.cpus > self.cpus + EPSILON or not stage.labels.items() <= self.labels.items():
+            return False
+        if stage.gpus > 0:
+            share = min(stage.gpus, 1.0)
+            fitting = [number for number, left in enumerate(self.gpus) if left + EPSILON >= share]
+            needed = max(1, round(stage.gpus))
+            if len(fitting) < needed:
+                return False
+            # The fullest first, so that whole GPUs stay whole.
+            for number in sorted(fitting, key=lambda number: self.gpus[number])[:needed]:
+                self.gpus[number] -= share
+                self.on_gpu[number].append(f"{stage.name} {stage.gpus:g}")
+        else:
+            self.without_gpu.append(stage.name)
+        self.cpus -= stage.cpus
+        return True
+
+    def __str__(self) -> str:
+        labels = ", ".join(f"{key}={value}" for key, value in self.labels.items() if not key.startswith("ray.io/"))
+        parts = []
+        for names, numbered in groupby(enumerate(self.on_gpu), key=lambda item: " + ".join(item[1])):
+            numbers = [number for number, _ in numbered]
+            span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+            parts.append(f"GPU {span}: {names or 'free'}")
+        for name, count in sorted(Counter(self.without_gpu).items()):
+            parts.append(f"{count} x {name}" if count > 1 else name)
+        return f"{describe(self.resources)}{f' ({labels})' if labels else ''}: {'; '.join(parts) or 'empty'}"
+
+
+def place(
+    stages: Iterable[Stage], nodes: Sequence[Resources], labels: Sequence[Mapping[str, str]] | None = None
+) -> list[Node]:
+    """The nodes with all actors of the stages on them; empty where no placement was found.
+
+    Args:
+        stages: `count` actors of each are placed.
+        nodes: resources of each node.
+        labels: labels of each node; None where no node has any.
+    """
+    stages = list(stages)
+    orders = (
+        lambda stage: (not stage.labels, -stage.gpus, -stage.cpus),
+        lambda stage: (not stage.labels, -stage.cpus, -stage.gpus),
+        lambda stage: (-stage.gpus, -stage.cpus),
+    )
+    for order in orders:
+        placed = [Node.empty(*node) for node in zip(nodes, labels or [{}] * len(nodes), strict=True)]
+        actors = (stage for stage in sorted(stages, key=order) for _ in range(stage.count))
+        if all(any(node.take(stage) for node in placed) for stage in actors):
+            return placed
+    return []
+
+
+def lines(nodes: Sequence[Node]) -> Iterator[str]:
+    """One line for each node, or for several that are alike."""
+    for text, count in sorted(Counter(map(str, nodes)).items()):
+        yield f"{count} nodes of {text}" if count > 1 else text
+
+
+def check_resources(
+    stages: Sequence[Stage],
+    num_cpus: int | None = None,
+    nodes: Iterable[Resources] | None = None,
+    labels: Sequence[Mapping[str, str]] | None = None,
+) -> None:
+    """Refuse stages that do not fit: Ray would wait for ever without a message.
+
+    Args:
+        stages: of the plan.
+        num_cpus: `trainer.ray_num_cpus`, the CPUs of a local Ray; None takes the machine's.
+        nodes: resources of each node of a Ray cluster; None for a local Ray on this machine.
+        labels: labels of each node; None where no node has any.
+
+    Raises:
+        ConfigError: CPUs or GPUs are too few in all, or no placement of the actors on the nodes and labels was found,
+            or engines that are added later would take the CPUs of tasks.
+    """
+    holder = cpu_holder = "the cluster has" if nodes is not None else "this machine has"
+    remedy = "lower one of them or add nodes"
+    if nodes is None:
+        nodes = [local_node(num_cpus)]
+        cpu_holder = f"trainer.ray_num_cpus={num_cpus} gives the local Ray" if num_cpus else holder
+        remedy = (
+            "lower one of them, or set trainer.ray_num_cpus (phases alternate, so it may exceed the machine's CPUs)"
+        )
+    nodes = list(nodes)
+    for kind, place_of, shared, advice in (
+        ("GPU", holder, 0.0, "lower one of them or use more GPUs"),
+        ("CPU", cpu_holder, SHARED_STAGE_CPUS, remedy),
+    ):
+        have = sum(node.get(kind, 0.0) for node in nodes)
+        need = sum(stage.count * _each(stage, kind) for stage in stages)
+        if need > have + EPSILON:
+            words, numbers = _sum(stages, kind)
+            more = (f" + {shared:g} for prompts", f" + {shared:g}") if shared else ("", "")
+            raise ConfigError(
+                f"the run needs {words}{more[0]} = {numbers}{more[1]} = {need:g} {kind}s and {place_of} {have:g}; "
+                f"{advice}"
+            )
+    if not place(stages, nodes, labels):
+        wanted = ", ".join(
+            f"{stage.count} x {stage.name} of {describe({'CPU': stage.cpus, 'GPU': stage.gpus})}{_where(stage)}"
+            for stage in stages
+        )
+        raise ConfigError(
+            f"the nodes have enough in all, but not together for {wanted}: an actor has its CPUs from one node and its "
+            "part of a GPU from one GPU, on a node with the labels of trainer.placement; the nodes have "
+            + ", ".join(str(Node.empty(*node)) for node in zip(nodes, labels or [{}] * len(nodes), strict=True))
+        )
+    _check_growth(stages, nodes, labels)
+
+
+def _check_growth(
+    stages: Sequence[Stage], nodes: Sequence[Resources], labels: Sequence[Mapping[str, str]] | None
+) -> None:
+    """Refuse a pool that would grow at the expense of tasks."""
+    actors = [stage for stage in stages if not stage.at_least]
+    for stage in actors:
+        for count in range(stage.count + 1, stage.most + 1):
+            grown = replace(stage, count=count)
+            if not place([grown if other is stage else other for other in actors], nodes, labels):
+                # More actors fit on further nodes alone.
+                break
+            if not place([grown if other is stage else other for other in stages], nodes, labels):
+                tasks = " and ".join(task.name for task in stages if task.at_least)
+                raise ConfigError(
+                    f"rollout.max_engines={stage.most}: {count} engines would take the CPUs of the tasks of {tasks}, "
+                    f"which would wait for ever; at most {count - 1} fit beside them"
+                )
+
+
+def local_node(num_cpus: int | None) -> Resources:
+    """The node of a Ray on this machine, with the machine's GPUs and `num_cpus` or its CPUs."""
+    return {"CPU": float(num_cpus or os.cpu_count() or 1), "GPU": float(local_gpus())}
+
+
+def local_gpus() -> int:
+    """GPUs of this machine that `CUDA_VISIBLE_DEVICES` leaves visible; 0 without a working driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+
+
+def describe(resources: Resources) -> str:
+    """CPUs and GPUs in words."""
+    return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
+
+
+def _each(stage: Stage, kind: str) -> float:
+    return stage.gpus if kind == "GPU" else stage.cpus
+
+
+def _where(stage: Stage) -> str:
+    labels = ",".join(f"{key}={value}" for key, value in stage.labels.items())
+    return f" on nodes labelled {labels}" if labels else ""
+
+
+def _sum(stages: Iterable[Stage], kind: str) -> tuple[str, str]:
+    """The needs of the stages that have keys for them, as a sum of keys and as a sum of numbers."""
+    words, numbers = [], []
+    for stage in stages:
+        each, key = _each(stage, kind), stage.keys[2 if kind == "GPU" else 1]
+        if each and key:
+            words.append(f"{stage.keys[0]} x {key}" if stage.keys[0] else key)
+            numbers.append(f"{stage.count} x {each:g}" if stage.keys[0] else f"{each:g}")
+    return " + ".join(words), " + ".join(numbers)

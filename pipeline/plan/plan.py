@@ -1,0 +1,159 @@
+"""What a config amounts to: chunks, rows and optimiser steps per iteration, actors, CPUs, GPUs and memory per stage.
+
+`python -m jobs.train --dry-run` prints it and exits; a real run prints the same plan and refuses to start where the
+machine cannot hold it. Everything is worked out from the settings and from files of the models' folders; torch, Ray and
+vLLM are not imported.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from pipeline.config import Config, ConfigError
+from pipeline.config.learner import ActorConfig, CriticConfig
+from pipeline.derived import (
+    scorers,
+    uses_baselines,
+    uses_critic,
+    uses_engines,
+    uses_filter,
+)
+from pipeline.plan.check_replay import REPLAY_CPUS
+from pipeline.plan.checks import check
+from pipeline.plan.memory import Memory, estimate
+from pipeline.plan.placement import SHARED_STAGE_CPUS, Stage
+from pipeline.plan.warnings import notes
+
+FILTER_CPUS = 0.1
+"""Ray CPUs of the filter stage, which mostly waits."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How a learner goes over an iteration's rows."""
+
+    mini_batches: int
+    epochs: int
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps per iteration."""
+        return self.mini_batches * self.epochs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved numbers of a run."""
+
+    config: Config
+    chunks_per_iteration: int
+    chunks_per_rank: int
+    rows_per_iteration: int
+    rows_per_rank: int
+    greedy_rows_per_iteration: int
+    """Rows generated for the baselines of the estimator, which do not reach the trainer."""
+    actor: Updates
+    critic: Updates | None
+    """None without a critic."""
+    chunks_in_flight_per_engine: int
+    iterations: int | None
+    """Iterations of the whole run; None where the number of training prompts is not known."""
+    train_rows: int | None
+    stages: tuple[Stage, ...]
+    memory: Memory | None
+    """None where the model is not a local folder with safetensors files."""
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def cpus(self) -> float:
+        """Ray CPUs without which some stage would wait for ever."""
+        return sum(stage.count * stage.cpus for stage in self.stages)
+
+    @property
+    def gpus(self) -> float:
+        return sum(stage.count * stage.gpus for stage in self.stages)
+
+
+def plan(config: Config, train_rows: int | None = None) -> Plan:
+    """What `config` amounts to, wherever it will run.
+
+    Args:
+        config: Settings of the run.
+        train_rows: Number of rows of the training files, when known.
+
+    Raises:
+        ConfigError: the config cannot be run, or the rows do not fill one iteration.
+    """
+    check(config)
+    data, rollout, trainer = config.data, config.rollout, config.trainer
+    chunks = data.train_batch_size // rollout.chunk_prompts
+    rows = data.train_batch_size * rollout.n
+    if train_rows is not None and data.train_max_samples > 0:
+        train_rows = min(train_rows, data.train_max_samples)
+    memory = estimate(config)
+    return Plan(
+        config=config,
+        chunks_per_iteration=chunks,
+        chunks_per_rank=chunks // trainer.num_workers,
+        rows_per_iteration=rows,
+        rows_per_rank=rows // trainer.num_workers,
+        greedy_rows_per_iteration=data.train_batch_size * (uses_baselines(config) and uses_engines(config)),
+        actor=_updates(config, config.actor),
+        critic=_updates(config, config.critic) if uses_critic(config) else None,
+        chunks_in_flight_per_engine=rollout.in_flight(chunks),
+        iterations=_iterations(config, train_rows),
+        train_rows=train_rows,
+        stages=tuple(
+            replace(stage, labels=trainer.placed(stage.name.split(",")[0]) or {}) for stage in _stages(config)
+        ),
+        memory=memory,
+        notes=tuple(notes(config, chunks, memory)),
+    )
+
+
+def _updates(config: Config, learner: ActorConfig | CriticConfig) -> Updates:
+    batch = config.data.train_batch_size
+    mini = learner.ppo_mini_batch_size or config.actor.ppo_mini_batch_size or batch
+    return Updates(batch // mini, learner.ppo_epochs or config.actor.ppo_epochs)
+
+
+def _stages(config: Config) -> Iterator[Stage]:
+    rollout, trainer = config.rollout, config.trainer
+    yield Stage("prompts", 1, SHARED_STAGE_CPUS)
+    if uses_engines(config):
+        fewest = "rollout.num_engines" if rollout.min_engines is None else "rollout.min_engines"
+        split = rollout.tensor_parallel_size > 1
+        keys = (fewest, "rollout.num_cpus", "rollout.tensor_parallel_size" if split else "rollout.num_gpus")
+        most = rollout.most if rollout.elastic else 0
+        yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.gpus, keys, most=most)
+    else:
+        yield Stage("replay", 1, REPLAY_CPUS, keys=("", "the replay stage", ""))
+    yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
+    if uses_filter(config):
+        yield Stage("filter", 1, FILTER_CPUS, keys=("", "the filter stage", ""))
+    for name, pool in scorers(config).items():
+        keys = (f"scoring.{name}.num_workers", f"scoring.{name}.num_cpus", f"scoring.{name}.num_gpus")
+        yield Stage(name, pool.num_workers, pool.num_cpus, pool.num_gpus, keys)
+    keys = ("trainer.num_workers", "trainer.cpus_per_worker", "trainer.gpus_per_worker")
+    yield Stage("train", trainer.num_workers, trainer.cpus_per_worker, trainer.gpus, keys)
+
+
+def _iterations(config: Config, train_rows: int | None) -> int | None:
+    trainer, batch, warmup = config.trainer, config.data.train_batch_size, config.critic.warmup
+    iterations = trainer.total_training_steps
+    if iterations is None:
+        if train_rows is None:
+            return None
+        iterations = train_rows * trainer.total_epochs // batch
+    if iterations == 0:
+        assert train_rows is not None
+        raise ConfigError(
+            f"{train_rows} training prompts x trainer.total_epochs={trainer.total_epochs} = "
+            f"{train_rows * trainer.total_epochs} do not fill one iteration of data.train_batch_size={batch}; "
+            "lower it, raise the epochs or set trainer.total_training_steps"
+        )
+    if warmup >= iterations:
+        raise ConfigError(
+            f"critic.warmup={warmup} leaves {iterations} - {warmup} = {iterations - warmup} iterations in which the "
+            "policy is trained; lower it or train longer"
+        )
+    return iterations

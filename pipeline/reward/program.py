@@ -1,0 +1,218 @@
+"""The program of a reward worker: it loads the reward functions and calls them until its pool closes the connection.
+
+1. Messages are JSON. A function may print: stdout and stderr lead to /dev/null.
+2. Plain functions run one call after another in the main thread, without an event loop, so they may start a loop of
+   their own or use signals. `async def` functions run all at once on one event loop; a worker that has been given such
+   a call takes no plain ones any more.
+3. The kernel kills the process when the thread that started it ends, and when a rule spends more CPU time than its
+   budget (`rules/budget.py`).
+"""
+
+import asyncio
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pipeline.config.sandbox import SandboxConfig
+from pipeline.reward.functions import BATCH_KEYWORDS, KEYWORDS, TABLE, Function, keywords_of, load
+from pipeline.reward.result import Answer, answer_from
+from pipeline.reward.rules import rule_of
+from pipeline.reward.rules.budget import budget_of
+from pipeline.reward.sandbox import rule as sandbox
+
+NO_SCORE = "no score after {:g} s"
+"""The message for a call that took too long; the number is its limit."""
+
+
+def send(connection: Connection, content: Any) -> None:
+    """Send a message."""
+    connection.send_bytes(json.dumps(content).encode())
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Answer calls until the parent closes the connection.
+
+    Args:
+        descriptor: the inherited end of the connection.
+        parent: process id of the parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        return
+    # A crash would leave a dump of this process in the current folder.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = Connection(descriptor)
+    settings = json.loads(connection.recv_bytes())
+    functions = {entry["name"]: Function(**entry) for entry in settings["functions"]}
+    try:
+        caller = Caller(functions, settings["rule_kwargs"], SandboxConfig(**settings["sandbox"]))
+    except ValueError as error:
+        return send(connection, {"refused": str(error)})
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    send(connection, {"asynchronous": caller.asynchronous})
+    with suppress(EOFError):
+        while True:
+            calls = json.loads(connection.recv_bytes())
+            if calls[0]["function"] in caller.asynchronous:
+                return _serve_async(caller, connection, calls)
+            # The answer of a row is sent before the next one begins, so the pool knows which row a worker died of.
+            for call in calls:
+                send(connection, {"id": call["id"], "answers": caller.answers(call, caller.run(call))})
+
+
+def _serve_async(caller: "Caller", connection: Connection, calls: list[Any]) -> None:
+    """Answer calls of `async def` functions, `calls` being the first ones, all at once on one event loop."""
+
+    async def answer(call: dict[str, Any]) -> None:
+        clock = asyncio.timeout(call["limit_s"])
+        result: Any
+        try:
+            async with clock:
+                result = await caller.begin(call)
+        except BaseException as error:  # noqa: BLE001
+            result = TimeoutError(NO_SCORE.format(call["limit_s"])) if clock.expired() else error
+        send(connection, {"id": call["id"], "answers": caller.answers(call, result)})
+
+    async def serve() -> None:
+        loop, received = asyncio.get_running_loop(), asyncio.Queue[list[Any]]()
+
+        def receive() -> None:
+            # A thread, so that the pool can hand calls over while a function blocks the loop.
+            with suppress(EOFError):
+                while True:
+                    loop.call_soon_threadsafe(received.put_nowait, json.loads(connection.recv_bytes()))
+            os._exit(0)
+
+        threading.Thread(target=receive, daemon=True).start()
+        async with asyncio.TaskGroup() as tasks:
+            batch = calls
+            while True:
+                for call in batch:
+                    tasks.create_task(answer(call))
+                batch = await received.get()
+
+    asyncio.run(serve())
+
+
+class Caller:
+    """The loaded functions.
+
+    Raises:
+        ValueError: (when made) a function of the user's own cannot be loaded.
+    """
+
+    def __init__(
+        self, functions: dict[str, Function], rule_kwargs: dict[str, dict[str, Any]], limits: SandboxConfig
+    ) -> None:
+        self._functions, self._rule_kwargs, self._sandbox = functions, rule_kwargs, limits
+        self._loaded = {name: load(function) for name, function in functions.items() if function.path is not None}
+        self.asynchronous = [name for name, loaded in self._loaded.items() if _is_async(loaded)]
+        """Names of the `async def` functions."""
+        self._prepared: set[str] = set()
+        """Data sources whose rule has been called."""
+
+    def run(self, call: dict[str, Any]) -> Any:
+        """What a plain function returns for a call, or the exception it raised."""
+        # A function may raise anything, `SystemExit` included; its row carries the error, which is counted.
+        try:
+            result = self.begin(call)
+            return _awaited(result) if inspect.isawaitable(result) else result
+        except BaseException as error:  # noqa: BLE001
+            return error
+
+    def begin(self, call: dict[str, Any]) -> Any:
+        """Call the function and return what it returns, which is an awaitable for an `async def` function."""
+        function, rows = self._functions[call["function"]], call["rows"]
+        if function.path is None:
+            return self._score_by_rule(rows[0])
+        loaded = self._loaded[function.name]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        if function.batch and keywords_of(loaded, batch=True) == (TABLE,):
+            pa = importlib.import_module("pyarrow")
+            table = pa.table([pa.array(column, pa.string()) for column in columns], names=KEYWORDS)
+            return loaded(table=table, **function.kwargs)
+        columns[2] = [_loads(truth) for truth in columns[2]]
+        columns[3] = [_loads(extra) or {} for extra in columns[3]]
+        if function.batch:
+            return loaded(**dict(zip(BATCH_KEYWORDS, columns, strict=True)), **function.kwargs)
+        row = [column[0] for column in columns]
+        return loaded(**dict(zip(KEYWORDS, row, strict=True)), **function.kwargs)
+
+    def _score_by_rule(self, row: list[Any]) -> Any:
+        source, text, truth = row[0], row[1], _loads(row[2])
+        if source in sandbox.DATA_SOURCES:
+            return sandbox.compute_score(text, truth, self._sandbox)
+        rule, kwargs = rule_of(source), self._rule_kwargs.get(source, {})
+        budget = budget_of(rule)
+        if budget is None:
+            return rule(text, truth, **kwargs)
+        if source not in self._prepared and budget.prepare is not None:
+            budget.prepare()
+        self._prepared.add(source)
+        with _killed_after(budget.cpu_s):
+            return rule(text, truth, **kwargs)
+
+    def answers(self, call: dict[str, Any], result: Any) -> list[Answer]:
+        """The answer for each row of a call."""
+        count = len(call["rows"])
+        if isinstance(result, BaseException):
+            return [answer_from(result, self._place(call, result))] * count
+        if not self._functions[call["function"]].batch:
+            return [answer_from(result)]
+        try:
+            plain = next((name for name in ("to_pylist", "tolist") if hasattr(result, name)), None)
+            results = list(getattr(result, plain)() if plain else result)
+            if len(results) != count:
+                raise ValueError(f"the batch function returned {len(results)} results for {count} rows")
+        except Exception as error:  # noqa: BLE001
+            return [answer_from(error)] * count
+        return [answer_from(inner) for inner in results]
+
+    def _place(self, call: dict[str, Any], error: BaseException) -> str:
+        """The line of the user's file in which an exception arose, in brackets; empty for rules."""
+        loaded = self._loaded.get(call["function"])
+        code = getattr(inspect.unwrap(loaded), "__code__", None) if loaded else None
+        if code is None:
+            return ""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == code.co_filename]
+        return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+
+
+@contextmanager
+def _killed_after(cpu_s: float) -> Iterator[None]:
+    """The kernel kills this process with SIGPROF once the block has spent `cpu_s` CPU seconds, even in a C library."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _awaited(awaitable: Any) -> Any:
+    """The result of an awaitable that came from a function not declared `async def`."""
+
+    async def result() -> Any:
+        return await awaitable
+
+    return asyncio.run(result())
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _loads(text: str | None) -> Any:
+    return None if text is None else json.loads(text)

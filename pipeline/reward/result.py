@@ -1,0 +1,88 @@
+"""What a reward function returned or raised, as the score, the parts and the error of a row."""
+
+import json
+import math
+from numbers import Real
+from typing import Any
+
+FLOAT32_MAX = 3.4028234663852886e38
+MAX_ERROR = 500
+"""Characters of a row's error."""
+MAX_PARTS = 100_000
+"""Characters of a row's parts as JSON."""
+
+Answer = tuple[float, str, str | None]
+"""The score, the parts as a JSON mapping, and why the reward failed; None where it did not fail."""
+
+
+def failed(reason: str) -> Answer:
+    """The answer for a row whose reward failed. The score column holds 0, and the error says that it means nothing."""
+    return 0.0, "{}", reason[:MAX_ERROR]
+
+
+def answer_from(result: Any, place: str = "") -> Answer:
+    """The answer that a function's result, or the exception it raised, makes.
+
+    Args:
+        result: a number, a dict with the key `score`, or an exception.
+        place: where the exception arose, put behind its message.
+    """
+    if isinstance(result, BaseException):
+        return failed(_message(result)[: MAX_ERROR - len(place)] + place)
+    # The result may fail to convert in any way, which is an error of its row alone.
+    try:
+        parts = dict(result) if isinstance(result, dict) else {"score": result}
+        score = _score(parts)
+        text = json.dumps({_text(str(name)): _part(value) for name, value in parts.items()})
+        if len(text) > MAX_PARTS:
+            raise ValueError(f"the parts of the reward are {len(text):,} characters as JSON; at most {MAX_PARTS:,} fit")
+        return score, text, None
+    except Exception as error:  # noqa: BLE001
+        return failed(_message(error))
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return _text(f"{type(error).__name__}: {error}")
+    except Exception:  # noqa: BLE001
+        return f"{type(error).__name__}, whose message cannot be read"
+
+
+def _text(text: str) -> str:
+    # Arrow strings are UTF-8: a lone surrogate would fail the whole table.
+    return text.encode(errors="replace").decode()
+
+
+def _score(parts: dict[Any, Any]) -> float:
+    """The score, taken out of `parts`."""
+    if "score" not in parts:
+        keys = sorted(map(str, parts))
+        raise ValueError(f"the reward function returned a dict without the key 'score' (keys: {keys})")
+    score = parts.pop("score")
+    score = score.tolist() if hasattr(score, "tolist") else score
+    if not isinstance(score, Real):
+        raise ValueError(f"the score must be a number, not a {type(score).__name__}")
+    value = float(score)
+    if not math.isfinite(value) or abs(value) > FLOAT32_MAX:
+        raise ValueError(f"the score is {value}, not a finite float32")
+    return value
+
+
+def _part(value: Any) -> Any:
+    """A part of a reward as plain JSON values; NumPy and torch values are converted."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int | float):
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"a part of the reward is {number}, which JSON cannot hold")
+        return int(value) if isinstance(value, int) else number
+    if isinstance(value, dict):
+        return {_text(str(name)): _part(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_part(inner) for inner in value]
+    if hasattr(value, "tolist"):
+        return _part(value.tolist())
+    raise ValueError(f"a part of the reward is a {type(value).__name__}, which JSON cannot hold")

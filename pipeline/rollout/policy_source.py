@@ -1,0 +1,55 @@
+"""Where engines get versions and weights from."""
+
+from typing import Protocol
+
+from pipeline.store.client import StoreClient
+from pipeline.store.policy_store import PolicyStore
+from pipeline.store.versions import Ticket
+
+
+class PolicySource(Protocol):
+    """Where versions and weights come from; in a run, the policy store."""
+
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
+        """Wait for the permission to start a chunk; None where the run has all the rows that it needs.
+
+        Args:
+            split: `train`, or another one for rows of exactly `version`.
+            chunk: number of a training chunk.
+            version: policy version of the rows of another split.
+        """
+
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
+    ) -> None:
+        """The engine has loaded a version.
+
+        Args:
+            engine: its name.
+            version: what it has loaded.
+            crc: checksum of the weights.
+            load_s: seconds that loading took.
+            idle_s, busy_s: seconds since its last call without and with admitted chunks.
+        """
+
+
+class StorePolicy:
+    """The policy store as the engines of one attempt see it.
+
+    Args:
+        store: of the attempt.
+        timeout: seconds without a heartbeat after which a wait for admission fails (`trainer.deadlines.admission`).
+    """
+
+    def __init__(self, store: StoreClient, timeout: float):
+        self._store, self._timeout = store, timeout
+
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
+        if split == "train":
+            return await self._store.awaited(PolicyStore.admit, chunk, self._timeout)
+        return await self._store.awaited(PolicyStore.admit_validation, version, self._timeout)
+
+    async def acknowledge(
+        self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
+    ) -> None:
+        await self._store.awaited(PolicyStore.acknowledge, engine, version, crc, load_s, idle_s, busy_s)

@@ -1,0 +1,108 @@
+"""Ray for a driver: the cluster that `RAY_ADDRESS` names, as in `ray job submit`, else one on this machine."""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+ENV = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # Tokenizers are called from threads of many processes; their own threads would only warn and compete.
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    # The second half of `pipeline/executor.py`.
+    "RAY_DATA_METADATA_PREFETCH_ON_THREAD": "0",
+}
+
+
+LOCAL_RAY = {
+    # Ray ends workers that are idle for a second as soon as a machine has more of them than CPUs. The actors of a run
+    # alone are more here, so that every iteration would start the workers of its light stages, imports and all, anew.
+    "RAY_idle_worker_killing_time_threshold_ms": "3600000",
+    # Nobody asks for the numbers of a Ray without a dashboard, which every process reports.
+    "RAY_enable_metrics_collection": "0",
+    # What Ray remembers of finished tasks for `ray list tasks`, about 12 KiB each; its default is 100,000 of them.
+    "RAY_task_events_max_num_task_in_gcs": "2000",
+    # Ray would start a worker for each CPU before it knows what for; a run's actors have environments of their own.
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Environment of a Ray that is started on this machine."""
+
+
+def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping[str, Any]) -> bool:
+    """Join or start Ray.
+
+    Args:
+        num_cpus: CPUs a Ray on this machine is told it has; None takes the machine's.
+        object_store_gb: GiB of its object store; None leaves it to Ray.
+        env_vars: environment of all workers, beside `ENV`.
+
+    Returns:
+        whether that was done here: False where this process was using Ray already.
+
+    Raises:
+        ValueError: the cluster asks for a token that this process does not have.
+    """
+    # The source tree that runs here runs in the workers too, installed or not.
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env = {**ENV, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
+    env |= {name: str(value) for name, value in env_vars.items()}
+    os.environ.update(env)
+    if ray.is_initialized():
+        return False
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "runtime_env": {"env_vars": env},
+    }
+    if address := os.environ.get("RAY_ADDRESS"):
+        # Ray would refuse a job that was submitted with one of these variables, PYTHONPATH for example.
+        os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    else:
+        for name, value in LOCAL_RAY.items():
+            os.environ.setdefault(name, value)
+        # Ray counts the machine's cores and warns when more processes than that start together.
+        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_cpus or 0))
+        # Without an address Ray would first look for a cluster that somebody else started on this machine.
+        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+        if object_store_gb:
+            options["object_store_memory"] = int(object_store_gb * 2**30)
+    try:
+        ray.init(**options)
+    except ray.exceptions.AuthenticationError as error:
+        raise ValueError(
+            f"Ray at {address or 'this machine'} asks for a token: set RAY_AUTH_MODE=token, and have the token of the "
+            f"cluster in ~/.ray/auth_token or RAY_AUTH_TOKEN ({str(error).split('. ')[0]})"
+        ) from error
+    return True
+
+
+def absolute(path: str | None) -> str | None:
+    """An existing file or folder named from the root: workers have another working directory."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
+def absolute_files(value: Any) -> Any:
+    """The same for a setting that holds paths, globs and URLs, one or a list; URLs stay as they are."""
+    if isinstance(value, str):
+        return value if "://" in value else os.path.abspath(value)
+    return [absolute_files(item) for item in value] if isinstance(value, list) else value
+
+
+def release_placement_groups() -> None:
+    """Give back what this job has set aside in placement groups.
+
+    Those of a controller of Ray Train that was killed would hold their CPUs and GPUs to the end of the job: Ray Train's
+    own cleaner asks the dashboard, which not every Ray has.
+    """
+    job = ray.get_runtime_context().get_job_id()
+    for number, group in placement_group_table().items():
+        # The number ends with that of the job that made the group.
+        if number.endswith(job) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))

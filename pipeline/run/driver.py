@@ -1,0 +1,187 @@
+"""The driver: everything that starts, in order, and what becomes of it.
+
+    check all that can be checked ─► Ray ─► policy store ─► TorchTrainer (train loop + stream) ─► follow ─► summary
+
+Training runs in a thread of its own; the main thread reads the run's messages and Ctrl-C. The first Ctrl-C lets the
+iteration in work end, saves and stops; the second one ends the run at once.
+"""
+
+import itertools
+import os
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline import stream
+from pipeline.config import Config, save_yaml
+from pipeline.derived import uses_engines, uses_filter
+from pipeline.plan.plan import Plan
+from pipeline.prompts.stage import Schedule
+from pipeline.run import cluster
+from pipeline.run.faults import Restarts, sentence
+from pipeline.run.monitor import follow
+from pipeline.storage import checkpoints
+from pipeline.storage.filesystem import filesystem_of
+from pipeline.store.admission import Admission
+from pipeline.store.client import StoreClient
+from pipeline.store.events import TrainingEnded
+from pipeline.store.policy_store import PolicyStore, milliseconds
+from pipeline.track.follow import Follower
+from pipeline.track.history import read_history
+from pipeline.track.retention import Retention
+from pipeline.track.tracker import Tracker
+from pipeline.track.trajectories import read_trajectories
+from pipeline.train.entry import LoopSettings, train_loop
+
+
+@dataclass
+class Outcome:
+    """How a run ended: `finished`, `interrupted` or `failed`, and why it failed."""
+
+    status: str
+    version: int
+    error: str | None = None
+
+
+def start_ray(config: Config) -> bool:
+    """Join or start Ray; False where this process was using Ray already."""
+    trainer = config.trainer
+    return cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
+
+
+def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint: str | None = None) -> Outcome:
+    """Train as `config` says; Ray is running and everything has been checked.
+
+    Args:
+        config: the resolved configuration; also written to the run's folder.
+        plan: what it amounts to, with the number of iterations.
+        tracker: takes the metrics; started, and finished by the caller.
+        run_dir: the run's folder.
+        checkpoint: folder or URL of the checkpoint to begin with; None begins anew.
+    """
+    assert plan.iterations is not None
+    trainer, deadlines = config.trainer, config.trainer.deadlines
+    save_yaml(config, run_dir / "config.yaml")
+    schedule = Schedule.of(config, plan.iterations)
+    admission = Admission(
+        config.rollout.chunk_prompts,
+        config.data.train_batch_size,
+        config.algorithm.max_staleness,
+        plan.iterations if uses_filter(config) else None,
+    )
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    store: Any = (
+        ray.remote(PolicyStore)
+        # Many chunks wait inside the store at the same time, each in a call of its own. It sits where the driver does,
+        # whose node the run cannot lose anyway. Calls are not repeated: a new store knows nothing of the old one's.
+        .options(num_cpus=0, max_concurrency=10_000, max_restarts=-1, max_task_retries=0, scheduling_strategy=here)
+        .remote(admission, milliseconds)
+    )
+
+    def rollouts() -> ray.data.Dataset:
+        StoreClient(store).wait_until_ready(deadlines.store)
+        return stream.build(config, schedule, store, str(run_dir))
+
+    with warnings.catch_warnings():
+        # Ray's own default sets an option that Ray deprecates.
+        warnings.simplefilter("ignore")
+        options = DataConfig.default_ingest_options()
+    options.preserve_order = True
+    # Ray Train's own collectives have no deadline otherwise.
+    os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(deadlines.collective)
+    filesystem, root = filesystem_of(checkpoints.root(trainer, run_dir))
+
+    def prepare() -> TorchTrainer:
+        # Ray Train's own list of checkpoints is for restarts by one controller. Else the files themselves say what is
+        # whole; the list may be half written, or name some that are gone.
+        checkpoints.forget_list(checkpoints.root(trainer, run_dir))
+        return TorchTrainer(
+            train_loop,  # type: ignore[arg-type]
+            train_loop_config={"settings": LoopSettings(config, schedule, store, str(run_dir), checkpoint)},
+            datasets={"rollouts": rollouts},
+            dataset_config=DataConfig(execution_options=options),
+            torch_config=TorchConfig(timeout_s=round(deadlines.collective)),
+            scaling_config=ScalingConfig(
+                num_workers=trainer.num_workers,
+                use_gpu=trainer.use_gpu,
+                resources_per_worker={"CPU": trainer.cpus_per_worker, "GPU": trainer.gpus},
+                # mypy knows the classes of the first Ray Train.
+                label_selector=trainer.placed("train"),  # type: ignore[call-arg]
+            ),
+            run_config=RunConfig(
+                name=checkpoints.FOLDER,
+                storage_path=root,
+                storage_filesystem=filesystem,
+                # `Restarts` counts, and ends what would only fail again.
+                failure_config=FailureConfig(max_failures=-1),
+                callbacks=[Restarts(StoreClient(store), trainer.max_failures)],  # type: ignore[list-item]
+            ),
+        )
+
+    failure: list[BaseException] = []
+    ends: list[TrainingEnded] = []
+    over = threading.Event()
+
+    def fit(torch_trainer: TorchTrainer) -> None:
+        try:
+            for attempt in itertools.count(1):
+                try:
+                    ends.append(torch_trainer.fit().return_value)  # type: ignore[attr-defined]
+                    return
+                except ray.exceptions.RayActorError:
+                    # Ray Train's controller died, and its workers with it.
+                    if over.is_set() or 0 <= trainer.max_failures < attempt:
+                        raise
+                store.report_failure.remote("Ray Train's controller died")
+                cluster.release_placement_groups()
+                torch_trainer = prepare()
+        except BaseException as error:  # noqa: BLE001 (handed to the main thread)
+            failure.append(error)
+
+    thread = threading.Thread(target=fit, args=(prepare(),), name="fit", daemon=True)
+    thread.start()
+    engines = "the engines and " if uses_engines(config) else ""
+    tracker.status(f"starting {engines}the train workers")
+    retention = Retention(
+        run_dir,
+        trainer.max_ckpt_to_keep,
+        trainer.best_metric,
+        trainer.best_metric_mode,
+        checkpoints.root(trainer, run_dir),
+    )
+    for record in read_history(tracker.metrics_path):
+        retention.record(record["iteration"], record)
+    follower = Follower(
+        tracker,
+        retention,
+        schedule,
+        config.rollout.val_kwargs.n,
+        trainer.log_samples,
+        lambda split, iteration, count: read_trajectories(str(run_dir), iteration, split).slice(0, count).to_pylist(),
+    )
+    try:
+        interrupted, problem = follow(store, follower, thread, tracker, deadlines)
+    finally:
+        over.set()
+    if problem:
+        # Whatever is left of the run ends when it asks the store.
+        ray.kill(store)
+        retention.close()
+        return Outcome("failed", -1, problem)
+    if ends and follower.done is None:
+        # The message was lost with the store.
+        follower.handle(ends[0])
+    retention.close()
+    if failure:
+        return Outcome("failed", -1, sentence(failure[0]))
+    if follower.done is None:
+        return Outcome("interrupted" if interrupted else "failed", -1, "the train workers ended without a word")
+    return Outcome("interrupted" if follower.done.stopped else "finished", follower.done.version)

@@ -1,0 +1,163 @@
+"""What becomes of a run whose train workers fail: restarted from the newest checkpoint, or ended with a sentence.
+
+an error that would come again (`FinalError`, too many steps without a finite gradient)      the run ends
+any error but a death, before the first iteration was trained: settings, model, start        the run ends
+whatever else: a dead process or node, a deadline, storage that stayed away                   restart,
+    but not more than `trainer.max_failures` times without a checkpoint in between            the run ends
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+from ray.train import UserCallback
+
+from pipeline.store.client import StoreClient
+from pipeline.store.policy_store import PolicyStore
+
+ENDINGS = ("Error", "Exception", "Timeout", "Dead", "Died", "StaleAttempt", "Interrupt", "Exit")
+RAISED = re.compile(r"^(?:\x1b\[\d+m)*((?:\w+\.)*\w+): (.+)$", re.MULTILINE)
+"""A traceback's last line: the exception's class and message."""
+GLOO = re.compile(r"\bgloo/transport/\w+/\w+\.\w+:\d+\]")
+"""Where gloo says that it failed; torch raises that as a plain `RuntimeError`."""
+FINAL = {"FinalError", "FloatingPointError"}
+"""Classes of errors that would come again."""
+ECHO = {"StaleAttempt", "PeerDied", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo"}
+"""What the survivors of a death meet."""
+DEATH = ECHO | {
+    *("RayActorError", "ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"),
+    *("OwnerDiedError", "ObjectLostError", "ObjectReconstructionFailedError", "ObjectFetchTimedOutError"),
+    *("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"),
+}
+"""Of a process or a node, as those that dealt with it see it."""
+
+
+class RunEnded(RuntimeError):
+    """Ends a run; the message is its sentence."""
+
+
+class Restarts(UserCallback):
+    """Decides about failures of the train workers; lives in Ray Train's controller.
+
+    Ray Train restarts the workers after every error that this lets pass, and none after one that is raised here.
+
+    Args:
+        store: the policy store.
+        max_failures: restarts without a checkpoint between them; -1 for any number.
+    """
+
+    def __init__(self, store: StoreClient, max_failures: int):
+        self._store, self._max_failures = store, max_failures
+        self._in_a_row = 0
+        self._trained = False
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        """A checkpoint is whole."""
+        if checkpoint is not None:
+            self._in_a_row, self._trained = 0, True
+
+    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
+        """Train workers failed, by rank.
+
+        Raises:
+            RunEnded: they are not to be restarted.
+        """
+        errors = dict(sorted(worker_exceptions.items(), key=lambda item: _rank_of_interest(item[1])))
+        reason = next(told(rank, error) for rank, error in errors.items())
+        found = set[str]().union(*(kinds(error) for error in errors.values()))
+        if found & FINAL:
+            raise RunEnded(reason)
+        self._trained = self._trained or self._has_trained()
+        if not self._trained and not found & DEATH:
+            raise RunEnded(reason)
+        self._in_a_row += 1
+        if 0 <= self._max_failures < self._in_a_row:
+            again = (
+                f" (after {self._max_failures} restarts without a checkpoint between them, trainer.max_failures)"
+                if self._max_failures
+                else ""
+            )
+            raise RunEnded(f"{reason}{again}")
+        try:
+            self._store.ask(PolicyStore.report_failure, reason)
+        except (ray.exceptions.RayActorError, TimeoutError):
+            # The store's own death is the reason; the driver sees that itself.
+            return
+
+    def _has_trained(self) -> bool:
+        """Whether an iteration has been trained since the workers began."""
+        try:
+            status = self._store.ask(PolicyStore.status)
+        except (ray.exceptions.RayActorError, TimeoutError):
+            return False
+        return status.version > status.base >= 0
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those it came from."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = getattr(cause, "health_check_failure", None) or getattr(cause, "cause", None) or cause.__cause__
+
+
+def kinds(error: BaseException) -> set[str]:
+    """The classes of an error and of those it came from, base classes included, by name.
+
+    By name, because torch need not be imported here, and because Ray hands errors of other processes on as text: what
+    stands in front of the message in a traceback's last line counts as a class, and nothing else in a message does.
+    """
+    names: set[str] = set()
+    for cause in causes(error):
+        names |= {kind.__name__ for kind in type(cause).__mro__}
+        lines = RAISED.findall(str(cause))
+        names |= {name.split(".")[-1] for name, _ in lines}
+        plain = [message for name, message in lines if name == "RuntimeError"]
+        if type(cause) is RuntimeError:
+            plain.append(str(cause))
+        if any(GLOO.search(message) for message in plain):
+            names.add("gloo")
+    return names
+
+
+def _rank_of_interest(error: BaseException) -> int:
+    found = kinds(error)
+    if found & FINAL:
+        return 0
+    return 2 if found & ECHO else 1
+
+
+def told(rank: int, error: BaseException) -> str:
+    """What went wrong on a rank."""
+    if (death := getattr(error, "health_check_failure", None)) is not None:
+        # Ray lists names and numbers of the actor, a line each; the address is what helps.
+        lines = str(death).splitlines()
+        why = " ".join(" ".join(line for line in lines if not line.startswith("\t")).split())[:300]
+        node = next((line.strip() for line in lines if line.startswith("\tip:")), None)
+        return f"the process of train rank {rank} ended{f' ({node})' if node else ''}: {why}"
+    return sentence(error)
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong, without the stacks of the processes it passed through.
+
+    Ray hands exceptions on as text inside others; the last one in it that is not Ray's own is the one that says most.
+    """
+    if isinstance(ended := getattr(error, "controller_failure", error), RunEnded):
+        return str(ended)
+    failures = getattr(error, "worker_failures", None)
+    if failures:
+        error = next(iter(failures.values()))
+    text = f"{type(error).__name__}: {error}"
+    raised = [
+        (name.split(".")[-1], message)
+        for name, message in RAISED.findall(text)
+        if name.split(".")[-1].endswith(ENDINGS) and not name.startswith("ray.")
+    ]
+    name, message = (
+        raised[-1] if raised else (type(error).__name__, (str(error).strip().splitlines() or ["it says no more"])[-1])
+    )
+    return f"{name}: {message}"

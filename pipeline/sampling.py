@@ -1,0 +1,179 @@
+"""How responses are sampled: the run's settings, and what the row of a prompt asks for instead.
+
+A row of a prompt file asks in its `extra_info`, each key on its own:
+
+    {"sampling_params": {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_tokens": 8, "max_tokens": 64,
+                         "stop": ["</answer>"]}}
+
+What it asks for is checked when the row is read (`RowLimits`), so that a mistake is found before engines wait for it.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.derived import uses_policy_scores
+
+KEY = "sampling_params"
+MOST_STOPS, LONGEST_STOP = 16, 256
+"""Texts that may end a response, and their characters: the engine searches each new token for all of them."""
+WARMEST, COLDEST = 2.0, 0.01
+"""Temperatures that vLLM takes, besides 0."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one response is sampled; the names are those of `rollout.*`, and `max_tokens` is the longest response."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_tokens: int
+    max_tokens: int
+    stop: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, split: str) -> "Sampling":
+        """What rows of a split (`train` or `val`) are sampled with unless they ask for something else."""
+        rollout = config.rollout
+        chosen = rollout if split == "train" else rollout.val_kwargs
+        length = config.data.max_response_length
+        stop = tuple(rollout.stop)
+        return cls(chosen.temperature, chosen.top_p, chosen.top_k, rollout.min_tokens, length, stop)
+
+    def greedy(self) -> "Sampling":
+        """The same with the likeliest token each time."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
+
+    def of_row(self, extra_info: str) -> "Sampling":
+        """The same with what a row asks for.
+
+        Args:
+            extra_info: the row's column, JSON that `RowLimits` has passed.
+        """
+        # Most rows ask for nothing, and their JSON can be long.
+        if f'"{KEY}"' not in extra_info:
+            return self
+        return replace(self, **asked(json.loads(extra_info)))
+
+
+KEYS = tuple(one.name for one in fields(Sampling))
+
+NUMBERS: dict[str, tuple[type[int] | type[float], Callable[[float], bool], str]] = {
+    "temperature": (float, lambda t: t == 0 or COLDEST <= t <= WARMEST, f"0, or from {COLDEST:g} to {WARMEST:g}"),
+    "top_p": (float, lambda p: 0 < p <= 1, "a number above 0 and at most 1"),
+    "top_k": (int, lambda k: k == -1 or k >= 1, "a whole number of at least 1, or -1 for all tokens"),
+    "min_tokens": (int, lambda n: n >= 0, "a whole number of at least 0"),
+    "max_tokens": (int, lambda n: n >= 1, "a whole number of at least 1"),
+}
+"""Key: its type, which values it takes, and that in words."""
+
+
+def asked(extra_info: Any) -> dict[str, Any]:
+    """What a row asks for, by the names of `Sampling`.
+
+    Args:
+        extra_info: as read from a file or from JSON; nulls in it ask for nothing.
+
+    Raises:
+        ValueError: a sentence that names the key, its value, and what it may be.
+    """
+    values = extra_info.get(KEY) if isinstance(extra_info, Mapping) else None
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ValueError(f"`extra_info.{KEY}` is {values!r:.80}; it must be an object with any of {', '.join(KEYS)}")
+    found = {}
+    for key, value in values.items():
+        if key not in KEYS:
+            raise ValueError(f"`extra_info.{KEY}.{key}` is not known; a row may set {', '.join(KEYS)}")
+        if value is not None:
+            found[key] = _stops(value) if key == "stop" else _number(key, value)
+    return found
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """What the rows of a split may ask for."""
+
+    own: Sampling
+    """What a row is sampled with that asks for nothing."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Keys that no row may set, and why."""
+
+    @classmethod
+    def of(cls, config: Config, split: str) -> "RowLimits":
+        """Training rows may not ask for what the trainer would take for another policy than its own."""
+        refused = {}
+        if split == "train":
+            refused["temperature"] = "the trainer computes the log-probs of all rows at rollout.temperature"
+            if why := _needs_all_tokens(config):
+                reason = f"{why} needs log-probs over the whole vocabulary, and the engine renormalises them"
+                refused |= dict.fromkeys(("top_p", "top_k", "min_tokens"), reason)
+        return cls(Sampling.of(config, split), refused)
+
+    def check(self, extra_info: Any) -> None:
+        """Refuse what cannot be sampled.
+
+        Raises:
+            ValueError: a sentence that names the key, its value, and what it may be.
+        """
+        found = asked(extra_info)
+        for key in found:
+            if key in self.refused:
+                raise ValueError(
+                    f"`extra_info.{KEY}.{key}` is {found[key]!r}, and a training row may not set it: "
+                    f"{self.refused[key]}; remove it from the row"
+                )
+        wanted, longest = replace(self.own, **found), self.own.max_tokens
+        if wanted.max_tokens > longest:
+            raise ValueError(
+                f"`extra_info.{KEY}.max_tokens` is {wanted.max_tokens}, above data.max_response_length={longest}; "
+                "lower it, or raise that"
+            )
+        if wanted.min_tokens > wanted.max_tokens:
+            raise ValueError(
+                f"`extra_info.{KEY}` gives a response at least min_tokens={wanted.min_tokens} and at most "
+                f"max_tokens={wanted.max_tokens} tokens; lower the one or raise the other"
+            )
+
+
+def _needs_all_tokens(config: Config) -> str:
+    """The setting that compares the engine's log-probs with others over the whole vocabulary; empty without one."""
+    if config.actor.old_log_probs == "engine":
+        return "actor.old_log_probs=engine"
+    if config.algorithm.use_kl_in_reward:
+        return "algorithm.use_kl_in_reward=true"
+    return f"algorithm.adv_estimator={config.algorithm.adv_estimator}" if uses_policy_scores(config) else ""
+
+
+def _number(key: str, value: Any) -> float | int:
+    kind, fits, wanted = NUMBERS[key]
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # A column of whole numbers in which some are missing is often stored as floats.
+    if not known or (kind is int and value != int(value)) or not fits(value):
+        raise ValueError(f"`extra_info.{KEY}.{key}` is {value!r:.80}; it must be {wanted}")
+    return kind(value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or (problem := stop_problem(texts)):
+        what = problem if isinstance(texts, (list, tuple)) else f"is {value!r:.80}"
+        raise ValueError(f"`extra_info.{KEY}.stop` {what}; it must be a text or a list of texts that end a response")
+    return tuple(texts)
+
+
+def stop_problem(texts: Any) -> str:
+    """What is wrong with a list of texts that end a response; empty if nothing is."""
+    if len(texts) > MOST_STOPS:
+        return f"has {len(texts)} texts, more than {MOST_STOPS}"
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            return f"holds {text!r:.80}"
+        if len(text) > LONGEST_STOP:
+            return f"holds a text of {len(text)} characters, more than {LONGEST_STOP}"
+    return ""

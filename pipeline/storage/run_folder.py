@@ -1,0 +1,209 @@
+"""Whether a run may write into its folder.
+
+A run's name is its folder. Started again with the same settings it continues; with other settings it would mix two
+experiments in one curve, so it is refused, except for settings that only say how long to go on, what to report, or how
+the work is laid out on the machine.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError, diff, load_yaml
+from pipeline.derived import uses_critic
+from pipeline.storage.checkpoints import Saved, find, newest, root
+from pipeline.storage.filesystem import filesystem_of
+
+CONFIG_FILE = "config.yaml"
+RESUME = ("auto", "never")
+"""Values of `trainer.resume` that name no checkpoint."""
+OF_THE_STATE = ("model.path", "model.dtype", "critic.path")
+"""Settings that say what a checkpoint's tensors are."""
+
+MAY_DIFFER = (
+    "data.val_files",
+    "data.val_max_samples",
+    "data.max_bad_rows",
+    "rollout.num_engines",
+    "rollout.min_engines",
+    "rollout.max_engines",
+    "rollout.sleep",
+    "rollout.chunks_in_flight",
+    "rollout.num_cpus",
+    "rollout.num_gpus",
+    "rollout.tensor_parallel_size",
+    "rollout.num_threads",
+    "rollout.gpu_memory_utilization",
+    "rollout.cpu_kvcache_space_gb",
+    "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
+    "rollout.enforce_eager",
+    "reward.num_cpus",
+    "reward.max_error_rate",
+    "reward.timeout_s",
+    "reward.max_processes",
+    "reward.worker_memory_mb",
+    "reward.rate_limit.",
+    *(
+        f"scoring.{pool}.{key}"
+        for pool in ("reward_model", "reference", "value", "policy")
+        for key in ("num_workers", "num_cpus", "num_gpus", "num_threads", "max_token_len")
+    ),
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.default_local_dir",
+    "trainer.total_epochs",
+    "trainer.total_training_steps",
+    "trainer.cpus_per_worker",
+    "trainer.num_threads",
+    "trainer.ray_num_cpus",
+    "trainer.object_store_gb",
+    "trainer.val_before_train",
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "trainer.max_ckpt_to_keep",
+    "trainer.best_metric",
+    "trainer.best_metric_mode",
+    "trainer.num_workers",
+    "trainer.use_gpu",
+    "trainer.gpus_per_worker",
+    "trainer.resume",
+    "trainer.max_failures",
+    "trainer.max_log_prob_gap",
+    "trainer.max_nonfinite_steps",
+    "trainer.logger",
+    "trainer.log_samples",
+    "trainer.stream_gradients",
+    "trainer.weight_bucket_mb",
+    "trainer.weight_transport",
+    "trainer.deadlines.",
+    "trainer.env_vars",
+    "trainer.placement",
+)
+"""Settings that a continued run may change; a name that ends in a dot stands for its section."""
+
+
+def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") -> bool:
+    """Whether `run_dir` already holds this run (and may be continued); False where the run is new.
+
+    Args:
+        run_dir: Folder of the run; it need not exist.
+        config: Settings the run is started with.
+        resume: `never` refuses any existing run; anything else lets one of the same settings be continued.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or holds another run, or any run with `resume="never"`, or
+            files that are no run.
+    """
+    run_dir = Path(run_dir)
+    remedies = f"choose another trainer.experiment_name or delete {run_dir}"
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is a file where the run's folder should be; {remedies}")
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ConfigError(
+            f"{place} is a file, so the run's folder {run_dir} cannot be made; choose another trainer.default_local_dir"
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{place} is not writable, so the run cannot be kept in {run_dir}; allow writing or choose another "
+            "trainer.default_local_dir"
+        )
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return False
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is not empty and holds no {CONFIG_FILE}, so it is not a run; {remedies}")
+    if resume == "never":
+        raise ConfigError(f"{run_dir} already holds a run and trainer.resume=never; {remedies}")
+    try:
+        stored = load_yaml(run_dir / CONFIG_FILE, Config)
+    except ConfigError as error:
+        raise ConfigError(f"the run in {run_dir} cannot be continued by this version: {error}; {remedies}") from error
+    changed = [(key, old, new) for key, old, new in diff(stored, config) if not may_differ(key)]
+    if changed:
+        listed = ", ".join(f"{key} ({old} there, {new} now)" for key, old, new in changed)
+        raise ConfigError(f"{run_dir} already holds a run with other settings: {listed}; {remedies}")
+    return True
+
+
+def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
+    """The checkpoint that a run in `run_dir` begins with: its own newest one, or that of `trainer.resume`; None begins
+    anew.
+
+    Raises:
+        ConfigError: `trainer.resume` names no whole checkpoint, or one of another model or without the same learners.
+        ValueError, OSError: a checkpoint is damaged, or its storage does not answer.
+    """
+    place = root(config.trainer, run_dir)
+    try:
+        own = newest(place)
+    except OSError as error:
+        raise OSError(
+            error.errno or 5, f"the checkpoints in {place} cannot be read: {error.strerror or error}"
+        ) from error
+    if own is not None and not (Path(run_dir) / CONFIG_FILE).is_file():
+        _check_orphan(own, config)
+    if own is not None or config.trainer.resume in RESUME:
+        return own
+    try:
+        found = find(config.trainer.resume)
+    except ValueError as error:
+        raise ConfigError(f"trainer.resume: {error}") from error
+    stored = _stored_config(found)
+    problems = [f"{key} is {new} and was {old}" for key, old, new in diff(stored, config) if key in OF_THE_STATE]
+    if uses_critic(stored) != uses_critic(config):
+        problems.append(f"the checkpoint has {'a' if uses_critic(stored) else 'no'} critic")
+    if problems:
+        raise ConfigError(f"trainer.resume={found.place} cannot be gone on from: {'; '.join(problems)}")
+    return found
+
+
+def recover(run_dir: Path, saved: Saved | None, config: Config) -> bool:
+    """Take over what a checkpoint knows of its run, whose folder was lost with its disk; whether there was anything.
+
+    Args:
+        run_dir: the run's folder, which holds no settings yet.
+        saved: what the run begins with, `starting_point`'s.
+        config: settings of the run.
+    """
+    if saved is None or not saved.place.startswith(f"{root(config.trainer, run_dir)}/"):
+        return False
+    mlflow_run = saved.progress.get("mlflow_run_id")
+    if mlflow_run is None:
+        return False
+    (run_dir / "mlflow_run_id").write_text(f"{mlflow_run}\n")
+    return True
+
+
+def _check_orphan(saved: Saved, config: Config) -> None:
+    """Whether a checkpoint in `trainer.storage_path` is of this run, whose own folder is new or was lost."""
+    remedies = "choose another trainer.experiment_name or trainer.storage_path, or delete it"
+    if config.trainer.resume == "never":
+        raise ConfigError(f"{saved.place} already holds a checkpoint and trainer.resume=never; {remedies}")
+    changed = [key for key, _, _ in diff(_stored_config(saved), config) if not may_differ(key)]
+    if changed:
+        raise ConfigError(
+            f"{saved.place} is a checkpoint of a run with other settings ({', '.join(changed)}); {remedies}"
+        )
+
+
+def _stored_config(saved: Saved) -> Config:
+    filesystem, path = filesystem_of(saved.place)
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder) / CONFIG_FILE
+        with filesystem.open_input_stream(f"{path}/{CONFIG_FILE}") as stream:
+            local.write_bytes(stream.read())
+        return load_yaml(local, Config)
+
+
+def reached(run_dir: str | Path, config: Config) -> int:
+    """The iteration of the newest whole checkpoint of the run in `run_dir`, if it also saved its model; 0 without."""
+    if not (Path(run_dir) / "model" / "config.json").is_file():
+        return 0
+    saved = newest(root(config.trainer, run_dir))
+    return saved.iteration if saved else 0
+
+
+def may_differ(key: str) -> bool:
+    """Whether the setting `key` may have another value in a run that is continued."""
+    return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in MAY_DIFFER)

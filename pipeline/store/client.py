@@ -1,0 +1,127 @@
+"""The policy store as its callers see it: typed calls of one attempt, each with a deadline."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import ray
+
+from pipeline.store.errors import StoreTimeout
+from pipeline.store.policy_store import PolicyStore
+
+ANSWER_S = 60.0
+"""Seconds the policy store may take to answer what it can answer at once."""
+PAUSE_S = 0.5
+"""Between attempts to reach a store that is restarting."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class StoreClient:
+    """Calls methods of `PolicyStore` for one attempt: `client.call(PolicyStore.post, event)`.
+
+    `call` is for what the store answers at once. `wait` and `awaited` are for what waits in the store, whose deadline a
+    living run extends; where that takes longer than `ANSWER_S`, they ask whether the store still answers.
+
+    All of them raise `StaleAttempt` where the train workers have restarted, `StoreTimeout` where the store does not
+    answer or a deadline passes, and `ray.exceptions.RayActorError` where the store has died or restarts.
+
+    Args:
+        store: handle of the actor.
+        attempt: number of the attempt; the driver belongs to none, and uses `ask`.
+    """
+
+    def __init__(self, store: Any, attempt: int = -1):
+        self._store, self.attempt = store, attempt
+
+    def ask(
+        self,
+        method: Callable[Concatenate[PolicyStore, P], Awaitable[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """What a method answers at once that belongs to no attempt."""
+        return self._answer(method, self._send(method, *args, **kwargs), ANSWER_S)
+
+    def call(
+        self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What a method answers at once."""
+        return self._answer(method, self._send(method, self.attempt, *args, **kwargs), ANSWER_S)
+
+    def wait(
+        self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What a method answers when its own wait ends."""
+        answer = self._send(method, self.attempt, *args, **kwargs)
+        while True:
+            try:
+                return ray.get(answer, timeout=ANSWER_S)
+            except ray.exceptions.GetTimeoutError:
+                self._answer(method, self._send(PolicyStore.status), ANSWER_S)
+
+    async def awaited(
+        self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """As `wait`, in an event loop."""
+        answer = asyncio.ensure_future(_result(self._send(method, self.attempt, *args, **kwargs)))
+        try:
+            while True:
+                done, _ = await asyncio.wait([answer], timeout=ANSWER_S)
+                if done:
+                    return answer.result()
+                try:
+                    await asyncio.wait_for(_result(self._send(PolicyStore.status)), ANSWER_S)
+                except TimeoutError:
+                    raise _frozen(method, ANSWER_S) from None
+        finally:
+            answer.cancel()
+
+    def wait_until_ready(self, patience: float) -> None:
+        """Wait until the store answers, which may be restarting.
+
+        Raises:
+            StoreTimeout: it did not within `patience` seconds (`trainer.deadlines.store`).
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._answer(PolicyStore.status, self._send(PolicyStore.status), max(1.0, left))
+                return
+            except ray.exceptions.RayActorError as error:
+                if left <= PAUSE_S:
+                    raise StoreTimeout(store_lost(patience, error)) from error
+            time.sleep(PAUSE_S)
+
+    def _send(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._store, method.__name__).remote(*args, **kwargs)
+
+    def _answer(self, method: Callable[..., Any], ref: Any, timeout: float) -> Any:
+        try:
+            return ray.get(ref, timeout=timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise _frozen(method, timeout) from None
+
+
+async def _result(ref: Any) -> Any:
+    return await ref
+
+
+def _frozen(method: Callable[..., Any], seconds: float) -> StoreTimeout:
+    return StoreTimeout(
+        f"{method.__name__}: the policy store gave no answer within {seconds:.0f} s; its process, or the network "
+        "to it, is held up"
+    )
+
+
+def store_lost(seconds: float, error: BaseException) -> str:
+    """The sentence on a store that does not come back."""
+    last = " ".join(str(error).split("\n")[0].split())
+    return (
+        f"the policy store is gone: it has not answered for {seconds:.0f} s (trainer.deadlines.store); {last}. "
+        "Start the same command again"
+    )

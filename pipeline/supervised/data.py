@@ -1,0 +1,216 @@
+"""Read parquet rows as token rows, in a Ray Data stream.
+
+1. The unit of work is a row group. Its place in the order, and the order of its rows, follow from seed and epoch alone,
+   so a run repeats itself on any number of workers. Only footers are read up front.
+2. No row is ever left out of the stream, so the number of steps is known before the first row is read. A row without
+   anything to learn stays in, and nothing is learnt from it.
+"""
+
+import glob
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import ray.data
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.supervised import SupervisedDataConfig
+from pipeline.prompts.chat import load_tokenizer
+
+SLICE_ROWS = 2048
+
+D = TypeVar("D", bound=SupervisedDataConfig)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of one file."""
+
+    fragment: Any
+    """`pyarrow.dataset.ParquetFileFragment` of this row group alone."""
+    file: str
+    first_row: int
+    """Number of its first row in the file."""
+    rows: int
+
+
+def find_row_groups(paths: Any, config_key: str, problem: Callable[[pa.Schema], str | None]) -> list[RowGroup]:
+    """The row groups of all files that `paths` names, in order.
+
+    Args:
+        paths: value of the setting: a path, glob or URL, or a list of them.
+        config_key: its name, for errors.
+        problem: says what is wrong with the columns of a file, to follow the file's name; None if nothing is.
+
+    Raises:
+        ValueError: a path names nothing, or a file is not parquet, has no rows, or has a problem.
+    """
+    if not paths:
+        raise ValueError(f"{config_key} is not set; give parquet files.")
+    groups: list[RowGroup] = []
+    for path in [paths] if isinstance(paths, str) else list(paths):
+        matches = sorted(glob.glob(path)) if "://" not in path and glob.has_magic(path) else [path]
+        if not matches:
+            raise ValueError(f"{config_key}: no file matches {path}; check the pattern.")
+        for match in matches:
+            groups += _row_groups(match, config_key, problem)
+    return groups
+
+
+def _row_groups(path: str, config_key: str, problem: Callable[[pa.Schema], str | None]) -> list[RowGroup]:
+    groups: list[RowGroup] = []
+    try:
+        for fragment in pa.dataset.dataset(path, format="parquet").get_fragments():
+            first_row = 0
+            for part in fragment.split_by_row_group():
+                rows = part.row_groups[0].num_rows
+                groups.append(RowGroup(part, fragment.path, first_row, rows))
+                first_row += rows
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{config_key}: {path} cannot be read as parquet: {error}") from error
+    for group in groups:
+        if sentence := problem(group.fragment.physical_schema):
+            raise ValueError(f"{config_key}: {group.file} {sentence}")
+    groups = [group for group in groups if group.rows]
+    if not groups:
+        raise ValueError(f"{config_key}: {path} has no rows.")
+    return groups
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type can hold chat messages."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+class Encoder(ABC, Generic[D]):
+    """Turns rows of a file into token rows, with the model's chat template.
+
+    Args:
+        tokenizer: of the model.
+        data: `data.*`.
+    """
+
+    def __init__(self, tokenizer: Any, data: D) -> None:
+        self.tokenizer = tokenizer
+        self.data = data
+
+    @staticmethod
+    @abstractmethod
+    def problem(schema: pa.Schema, data: Any) -> str | None:
+        """What is wrong with the columns of a file, to follow the file's name; None if nothing is."""
+
+    @abstractmethod
+    def columns(self, names: list[str]) -> list[str]:
+        """Those of a file's columns that `encode` reads."""
+
+    @abstractmethod
+    def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
+        """One token row per row; columns of tokens end with `_ids`.
+
+        Args:
+            rows: with the `columns`.
+            places: file and number of each row, for errors.
+
+        Raises:
+            ValueError: a row cannot be learnt; the sentence begins with its place.
+        """
+
+    def render(self, messages: list[dict[str, Any]], generate: bool, place: str) -> str:
+        """The text of `messages`, followed by the opening of the assistant's next turn if `generate`.
+
+        Raises:
+            ValueError: the template fails.
+        """
+        arguments = self.data.apply_chat_template_kwargs
+        # A template is foreign code and may raise anything.
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generate, **arguments
+            )
+        except Exception as error:
+            raise ValueError(f"{place}: the model's chat template fails: {type(error).__name__}: {error}") from error
+        return str(text)
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Tokens of rendered texts: the template has written the special tokens itself."""
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"])
+
+
+def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without null fields: a parquet struct has every field in every row, and templates test for fields."""
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
+    """Encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
+    columns = encoder.columns(list(group.fragment.physical_schema.names))
+    rows = group.fragment.to_table(columns=columns)
+    order = np.arange(group.rows) if random is None else random.permutation(group.rows)
+    for start in range(0, group.rows, SLICE_ROWS):
+        part = order[start : start + SLICE_ROWS]
+        places = [f"{group.file}, row {group.first_row + int(row)}" for row in part]
+        yield encoder.encode(rows.take(pa.array(part)), places)
+
+
+def held_rows(groups: list[RowGroup], encoder: Encoder[Any], limit: int, rank: int, world_size: int) -> pa.Table | None:
+    """One rank's share of the first `limit` rows (negative: of all) in memory; None without row groups."""
+    tables: list[pa.Table] = []
+    rows_before = 0
+    for group in groups:
+        for table in read(group, encoder, None):
+            if limit >= 0:
+                table = table.slice(0, max(0, limit - rows_before))
+            share = np.arange((rank - rows_before) % world_size, len(table), world_size)
+            tables.append(table.take(pa.array(share)))
+            rows_before += len(table)
+        if 0 <= limit <= rows_before:
+            break
+    return pa.concat_tables(tables) if tables else None
+
+
+class Reader:
+    """The Ray Data stage: numbers of row groups in, token rows out."""
+
+    def __init__(
+        self, groups: list[RowGroup], encoder: type[Encoder[Any]], model: ModelConfig, data: Any, seed: int
+    ) -> None:
+        self.groups = groups
+        self.shuffle = data.shuffle
+        self.seed = seed
+        self.encoder = encoder(load_tokenizer(model), data)
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        for epoch, number in zip(batch["epoch"].to_pylist(), batch["group"].to_pylist(), strict=True):
+            random = np.random.default_rng([self.seed, epoch, number]) if self.shuffle else None
+            yield from read(self.groups[number], self.encoder, random)
+
+
+def train_dataset(
+    groups: list[RowGroup],
+    encoder: type[Encoder[Any]],
+    model: ModelConfig,
+    data: SupervisedDataConfig,
+    seed: int,
+    epochs: int,
+    block_rows: int,
+) -> ray.data.Dataset:
+    """All epochs as one stream of blocks of `block_rows` rows (the last may be smaller), in a repeatable order."""
+    order = []
+    for epoch in range(epochs):
+        numbers = np.random.default_rng([seed, epoch]).permutation(len(groups)) if data.shuffle else range(len(groups))
+        order += [{"epoch": epoch, "group": int(number)} for number in numbers]
+    stream = ray.data.from_items(order, override_num_blocks=len(order)).map_batches(
+        Reader,
+        fn_constructor_args=(groups, encoder, model, data, seed),
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=1),
+        num_cpus=1,
+        udf_modifying_row_count=True,
+    )
+    return stream.repartition(target_num_rows_per_block=block_rows, strict=True)

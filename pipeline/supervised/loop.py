@@ -1,0 +1,196 @@
+"""The train worker of `jobs.sft` and `jobs.reward_model`: Ray Train, FSDP2 and Ray Data.
+
+1. The loss is a mean over the global batch: a sum per micro-batch, divided by the count over all ranks, and added up by
+   FSDP. So neither ranks nor micro-batches change the result.
+2. Each rank gets `train_batch_size / num_workers` rows per step as one block. The ranks get blocks in turn, so step k
+   sees the same rows on any number of ranks.
+3. Rows are grouped by length into micro-batches under a token budget, which keeps padding small.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pyarrow as pa
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config.supervised import SupervisedConfig
+from pipeline.models.fsdp import clip_grad_norm, save_hf, shard
+from pipeline.models.micro_batches import minimum_parts, split_micro_batches
+from pipeline.models.pretrained import Pretrained
+from pipeline.prompts.chat import load_tokenizer
+from pipeline.rows import flat
+from pipeline.supervised.data import Encoder, RowGroup, held_rows
+from pipeline.threads import compute_threads
+from pipeline.train.feed import TimedIterator
+from pipeline.train.optim import build_optimizer, build_scheduler
+
+POST_EVERY_S = 0.5
+
+C = TypeVar("C", bound=SupervisedConfig)
+
+
+@dataclass(frozen=True)
+class Settings(Generic[C]):
+    """What every train worker gets from the driver."""
+
+    loop: "type[SupervisedLoop[C]]"
+    config: C
+    steps: int
+    val_groups: list[RowGroup]
+    progress: Any
+    """Handle of the actor that takes `post(dict)`."""
+
+
+def train_loop(settings: dict[str, Settings[Any]]) -> None:
+    """Entry point of a Ray Train worker."""
+    config = settings["settings"]
+    config.loop(config).run()
+
+
+class SupervisedLoop(ABC, Generic[C]):
+    """One train worker. A subclass defines the model and its loss."""
+
+    encoder: ClassVar[type[Encoder[Any]]]
+    """Turns rows of files into token rows."""
+
+    measured: ClassVar[tuple[str, ...]]
+    """Names of the metrics that `sums` returns; the first one is the loss."""
+
+    def __init__(self, settings: Settings[C]) -> None:
+        self.settings = settings
+        self.config = settings.config
+        trainer = self.config.trainer
+        context = ray.train.get_context()
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.device = ray.train.torch.get_device()
+        if self.device.type == "cpu":
+            torch.set_num_threads(compute_threads(trainer.num_threads, trainer.cpus_per_worker))
+        self.block_rows = self.config.data.train_batch_size // self.world_size
+        blocks = ray.train.get_dataset_shard("train").iter_batches(
+            batch_size=None, batch_format="pyarrow", prefetch_batches=1
+        )
+        hint = "trainer.data_timeout; Ray Data may lack a free CPU for its reader, or the files answer too slowly"
+        self.rows = TimedIterator(iter(blocks), trainer.data_timeout, lambda: hint)
+        self.tokenizer = load_tokenizer(self.config.model)
+        self.model: Any = shard(self.load(), self.config.fsdp, self.device)
+        self.optimizer = build_optimizer(self.model, self.config.optim)
+        self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
+        encoder = self.encoder(self.tokenizer, self.config.data)
+        limit = self.config.data.val_max_samples
+        self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
+        self._posted = 0.0
+
+    @abstractmethod
+    def load(self) -> Pretrained:
+        """The model on the CPU, with the same weights on every rank."""
+
+    @abstractmethod
+    def count(self, table: pa.Table) -> int:
+        """The number by which sums over these rows are divided, such as their learnt tokens."""
+
+    @abstractmethod
+    def lengths(self, table: pa.Table) -> list[int]:
+        """Tokens of each row in a micro-batch in which it is the longest."""
+
+    @abstractmethod
+    def sums(self, table: pa.Table, index: list[int]) -> Tensor:
+        """A forward pass over the rows `index`, which may be empty.
+
+        Returns:
+            sums over these rows of the `measured` metrics, [K] float32; only the loss has a gradient.
+        """
+
+    def tokens(self, table: pa.Table) -> int:
+        """Tokens of these rows."""
+        return sum(len(flat(table, name)[0]) for name in table.column_names if name.endswith("_ids"))
+
+    def run(self) -> None:
+        """Take all steps, then validate and save the model."""
+        steps = self.settings.steps
+        test_freq = self.config.trainer.test_freq
+        tokens_seen = 0
+        start = time.perf_counter()
+        for step in range(1, steps + 1):
+            table = self.rows.next(f"rows for step {step}")
+            if table is None:
+                raise RuntimeError(f"the rows ended before step {step}; did a file change while it was read?")
+            if len(table) != self.block_rows:
+                raise RuntimeError(f"step {step} got {len(table)} rows where {self.block_rows} were expected")
+            metrics = {"step": step, "lr": self.optimizer.param_groups[0]["lr"], **self.step(table)}
+            tokens_seen += self.world_size * self.tokens(table)
+            metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)
+            if self.val_rows is not None and (step == steps or (test_freq > 0 and step % test_freq == 0)):
+                metrics |= {f"val_{name}": value for name, value in self.validate(self.val_rows).items()}
+            self._post(metrics, last=step == steps)
+        self.save()
+
+    def step(self, table: pa.Table) -> dict[str, float]:
+        """Take one optimiser step on this rank's rows; the metrics of the global batch."""
+        self.model.train()
+        total = self._reduce(self.count(table), dist.ReduceOp.SUM)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = torch.zeros(len(self.measured), dtype=torch.float64, device=self.device)
+        for part in self._forward(table):
+            (part[0] / max(total, 1.0)).backward()
+            sums += part.detach()
+        norm = clip_grad_norm(self.model.parameters(), self.config.trainer.grad_clip)
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the gradient norm is {norm}; lower optim.lr or compute in float32")
+        # With nothing to learn the gradient is zero, and a step would still decay the weights.
+        if total:
+            self.optimizer.step()
+        self.scheduler.step()
+        return {**self._means(sums, total, len(table)), "grad_norm": norm}
+
+    @torch.no_grad()
+    def validate(self, table: pa.Table) -> dict[str, float]:
+        """The metrics of all ranks' rows."""
+        self.model.eval()
+        total = self._reduce(self.count(table), dist.ReduceOp.SUM)
+        sums = torch.zeros(len(self.measured), dtype=torch.float64, device=self.device)
+        for part in self._forward(table):
+            sums += part
+        return self._means(sums, total, len(table))
+
+    def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
+        """The metrics of `rows` rows of all ranks, from their sums and counts over all ranks."""
+        return {name: value / max(total, 1.0) for name, value in zip(self.measured, sums, strict=True)}
+
+    def save(self) -> None:
+        """Save the model and its tokenizer."""
+        if self.config.out is None:
+            raise RuntimeError("out is not set; the driver checks it")
+        save_hf(self.model, self.tokenizer, self.config.out)
+
+    def _forward(self, table: pa.Table) -> Iterator[Tensor]:
+        """`sums` micro-batch by micro-batch; equally many on every rank, as FSDP needs."""
+        lengths, budget = self.lengths(table), self.config.trainer.max_token_len_per_gpu
+        parts = int(self._reduce(minimum_parts(lengths, budget), dist.ReduceOp.MAX))
+        for index in split_micro_batches(lengths, budget, parts):
+            yield self.sums(table, index)
+
+    def _means(self, sums: Tensor, total: float, rows: int) -> dict[str, float]:
+        dist.all_reduce(sums)
+        return self.means(sums.tolist(), total, int(self._reduce(rows, dist.ReduceOp.SUM)))
+
+    def _reduce(self, value: int, op: Any) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op)
+        return tensor.item()
+
+    def _post(self, metrics: dict[str, float], last: bool) -> None:
+        now = time.monotonic()
+        validated = any(name.startswith("val_") for name in metrics)
+        if self.rank == 0 and (last or validated or now - self._posted >= POST_EVERY_S):
+            self._posted = now
+            handle = self.settings.progress.post.remote(metrics)
+            if last:
+                ray.get(handle, timeout=self.config.trainer.data_timeout)

@@ -1,0 +1,62 @@
+"""What the train loop says about an iteration: timings, and why a run must not go on."""
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pyarrow as pa
+import torch.distributed as dist
+
+from pipeline.config import Config
+from pipeline.stats import Stat, Stats
+
+TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+"""How torch words that a collective operation took too long."""
+
+
+class CollectiveTimeout(TimeoutError):
+    """The other train workers did not come to a collective operation."""
+
+
+def is_collective_timeout(error: RuntimeError) -> bool:
+    """Whether torch raised the error because a collective operation took too long."""
+    of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return of_torch and TIMED_OUT.search(str(error)) is not None
+
+
+@contextmanager
+def timed(timings: Stats, name: str) -> Iterator[None]:
+    """Add the wall-clock seconds of the block to `timing_s/{name}`; of all ranks the slowest counts."""
+    begun = time.perf_counter()
+    yield
+    key = f"timing_s/{name}"
+    before = timings[key].values[0] if key in timings else 0.0
+    timings[key] = Stat("max", (before + time.perf_counter() - begun,))
+
+
+def stop_reason(metrics: Mapping[str, float], table: pa.Table, iteration: int, config: Config) -> str | None:
+    """The sentence with which an iteration's metrics end the run; None where it may go on.
+
+    Args:
+        metrics: of all ranks.
+        table: this rank's rows of the iteration, for an example of an error.
+        iteration: its number.
+        config: gives `reward.max_error_rate` and `trainer.max_log_prob_gap`.
+    """
+    limit = config.reward.max_error_rate
+    if metrics["reward/error_rate"] > limit:
+        errors = table["reward_error"].drop_null()
+        example = f"; one of them: {errors[0].as_py()}" if len(errors) else ""
+        return (
+            f"the reward failed for {metrics['reward/error_rate']:.0%} of the rows of iteration {iteration}, more than "
+            f"reward.max_error_rate={limit:.0%}{example}"
+        )
+    max_gap, gap = config.trainer.max_log_prob_gap, metrics.get("training/rollout_log_probs_diff_max", 0.0)
+    if max_gap is not None and gap > max_gap:
+        return (
+            f"engine and trainer disagree about a token's log-prob by {gap:.2g} in iteration {iteration}, more than "
+            f"trainer.max_log_prob_gap={max_gap:g}: the engine does not run the published weights, or computes in "
+            "another precision (rollout.dtype, actor.fsdp.param_dtype)"
+        )
+    return None

@@ -1,0 +1,144 @@
+"""One learner's update in one iteration: gradients are added up part by part, and steps are taken as soon as possible.
+
+    part comes ─► recompute old log-probs ─► forward and backward, not normalised      while other parts are generated
+    mini-batch complete ─► divide the gradient by the counts of the mini-batch ─► step
+
+A part is a chunk of rows with `trainer.stream_gradients`, else the whole iteration. Both give the same numbers:
+
+1. A loss is a sum over tokens or sequences, divided by a count of the whole mini-batch, such as its trained tokens.
+   That count is known when the mini-batch is complete. Division is linear, so undivided gradients are added up and
+   divided once. Parts differ from the whole by rounding only, since their micro-batches differ.
+2. Only rows of the current mini-batch add to the gradient, because a step changes the weights for all later ones.
+3. Recomputed old log-probs are those of the weights before the first step, which therefore waits for all parts. Later
+   mini-batches, and all epochs after the first, train when the iteration is complete.
+
+`pipeline.derived.why_not_streamed` lists the settings that need the whole iteration at once.
+"""
+
+import copy
+import time
+
+import numpy as np
+import torch
+
+from pipeline.losses import agg_divisor
+from pipeline.models.batch import TrainBatch
+from pipeline.models.packing import MicroBatch, collate
+from pipeline.stats import Stat, Stats, merge
+from pipeline.train.learner import Learner
+
+
+class GradAccumulator:
+    """The gradient of one optimiser step.
+
+    Args:
+        learner: whose gradients are set to None here and accumulated until `step`.
+        number: number of the step in the iteration, from 0.
+    """
+
+    def __init__(self, learner: Learner, number: int):
+        self._learner, self._number = learner, number
+        self._stats: list[Stats] = []
+        self._rejected = 0.0
+        self._counts = np.zeros(2)
+        learner.optimizer.zero_grad(set_to_none=True)
+
+    def add(self, rows: TrainBatch, index: list[int]) -> None:
+        """Add the gradient of the rows `index`, which belong to the step's mini-batch; a collective."""
+        learner = self._learner
+        learner.select_tokens(rows, index)
+        for batch in learner.micro_batches(rows, learner.rows_to_train(rows, index, self._number)):
+            self._backward(batch)
+        self._counts += rows.mask_counts(index)
+
+    def step(self, rows: TrainBatch) -> Stats:
+        """Normalise the gradient and take the step; a collective. `rows` are any rows, for their optional columns."""
+        learner = self._learner
+        if not self._stats:
+            # AdamW skips a parameter without a gradient, but moves one with a gradient of zeros by its momentum.
+            self._backward(collate(rows, []).to(learner.device))
+        tokens, sequences = learner.all_reduce(self._counts.tolist())
+        factor = 1.0 / agg_divisor(learner.agg_mode, tokens, sequences)
+        with torch.no_grad():
+            for parameter in learner.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        stats = {
+            name: Stat("sum", (stat.values[0] * factor,)) if stat.kind == "sum" else stat
+            for name, stat in merge(self._stats).items()
+        }
+        return merge([stats, learner.optimizer_step(tokens, self._rejected)])
+
+    def _backward(self, batch: MicroBatch) -> None:
+        stats, rejected = self._learner.backward(batch, self._number)
+        self._stats.append(stats)
+        self._rejected += rejected
+
+
+class StreamedUpdate:
+    """One learner's update in one iteration.
+
+    Args:
+        learner: actor or critic.
+        parts: number of times that `add` will be called; the same on every rank. It is 1, or a multiple of the number
+            of mini-batches.
+    """
+
+    def __init__(self, learner: Learner, parts: int):
+        self.learner = learner
+        self._parts_per_step = parts // learner.shape.mini_batches
+        """Parts of one mini-batch; 0 where one part holds several mini-batches."""
+        self._parts: list[TrainBatch] = []
+        self._stats: list[Stats] = []
+        self.rows: TrainBatch
+        """All rows of the iteration, set by `finish`."""
+        self._steps = 0
+        self._open: GradAccumulator | None = None
+        self._preparing_s = self._training_s = 0.0
+
+    def add(self, rows: TrainBatch) -> None:
+        """Train on the next part as far as possible; a collective."""
+        # The actor's correction changes the loss mask, which must not reach the critic.
+        rows = copy.copy(rows)
+        learner, begun = self.learner, time.perf_counter()
+        self._stats.append(learner.compute_old_log_probs(rows))
+        self._preparing_s += time.perf_counter() - begun
+        begun = time.perf_counter()
+        position = len(self._parts)
+        self._parts.append(rows)
+        if self._parts_per_step and position // self._parts_per_step == self._steps:
+            self._open = self._open or GradAccumulator(learner, self._steps)
+            self._open.add(rows, list(range(len(rows))))
+            if len(self._parts) == (self._steps + 1) * self._parts_per_step and not learner.needs_old_log_probs:
+                self._step()
+        self._training_s += time.perf_counter() - begun
+
+    def finish(self) -> Stats:
+        """Take the remaining steps, now that all parts are there; a collective.
+
+        Returns:
+            metrics of this rank, to be merged over ranks.
+        """
+        learner, begun = self.learner, time.perf_counter()
+        rows = self.rows = TrainBatch.concat(self._parts)
+        self._stats.append(learner.iteration_metrics(rows))
+        self._preparing_s += time.perf_counter() - begun
+        begun = time.perf_counter()
+        if self._open:
+            self._step()
+        for number, index in learner.mini_batches(rows):
+            if number == self._steps:
+                self._open = GradAccumulator(learner, number)
+                self._open.add(rows, index)
+                self._step()
+        self._training_s += time.perf_counter() - begun
+        timings = {f"timing_s/update_{learner.name}": Stat("max", (self._training_s,))}
+        if learner.needs_old_log_probs:
+            timings["timing_s/old_log_prob"] = Stat("max", (self._preparing_s,))
+        return merge([*self._stats, timings])
+
+    def _step(self) -> None:
+        assert self._open is not None
+        self._stats.append(self._open.step(self._parts[0]))
+        self._open = None
+        self._steps += 1

@@ -1,0 +1,78 @@
+"""Paths in settings: `~`, and folders told apart from Hub names."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Config, load
+from pipeline.config.paths import expand_settings, local_path, model_folder, named_folder
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    model = tmp_path / "home" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-0.5B-Instruct", "owner/name.v1_2"])
+def test_hub_names(name: str) -> None:
+    assert named_folder(name) is None and model_folder(name, "model.path") is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "runs/TYPO",
+        "models/typo",
+        "folder/typo",
+        "./typo",
+        "../typo",
+        ".typo",
+        "/typo",
+        "~/typo",
+        "a/b/c",
+        "a//b",
+        "a/",
+    ],
+)
+def test_a_missing_folder_is_no_hub_name(path: str) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        named_folder(path, "model.path")
+
+
+def test_folders(home: Path) -> None:
+    assert named_folder("folder") == Path("folder")
+    assert model_folder("~/model") == home / "model"
+    assert model_folder("home/model") == Path("home/model")
+    with pytest.raises(ValueError, match=r"^critic.path=folder holds no config.json"):
+        model_folder("folder", "critic.path")
+    with pytest.raises(ValueError, match=r"^file is a file"):
+        model_folder("file")
+
+
+def test_home_in_arguments_and_settings(home: Path) -> None:
+    @dataclass
+    class Inner:
+        out: str | None = "~/out"
+        size: int = 3
+
+    @dataclass
+    class Outer:
+        files: list[str] = field(default_factory=lambda: ["~/a.parquet", "s3://bucket/~/b", "c~/d"])
+        options: dict[str, str] = field(default_factory=lambda: {"text": "~/untouched"})
+        inner: Inner = field(default_factory=Inner)
+
+    config = Outer()
+    expand_settings(config)
+    assert config.files == [f"{home}/a.parquet", "s3://bucket/~/b", "c~/d"]
+    assert config.options == {"text": "~/untouched"} and config.inner == Inner(f"{home}/out")
+    assert local_path("~") == home and local_path("a/~") == Path("a/~")
+    loaded = load(Config, ["model.path=~/model", "data.val_files=[~/v.parquet,b.parquet]"], "train")
+    assert loaded.model.path == f"{home}/model" and loaded.data.val_files == [f"{home}/v.parquet", "b.parquet"]

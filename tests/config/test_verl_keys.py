@@ -1,0 +1,73 @@
+"""The tables of verl's keys, and what a run says to one of them."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from pipeline.config import Config, ConfigError, load_config
+from pipeline.config.schema import keys
+from pipeline.config.verl_keys import CANNOT, LOST, RENAMED, RULED, SAME, SECTIONS, UNKNOWN, reason
+
+OURS = keys(Config)
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_every_target_is_a_key_of_ours_and_no_key_of_verl_is_mapped_twice() -> None:
+    assert [ours for _, ours in (*RENAMED, *SECTIONS) if ours not in OURS] == []
+    mapped = [theirs for theirs, _ in (*RENAMED, *SECTIONS)] + sorted(RULED)
+    assert len(set(mapped)) == len(mapped)
+
+
+def test_no_pattern_hides_behind_a_wider_one() -> None:
+    patterns = [pattern for table in (CANNOT, LOST) for several in table.values() for pattern in several.split()]
+    hidden = [
+        (pattern, wider)
+        for place, pattern in enumerate(patterns)
+        for wider in patterns[:place]
+        if fnmatchcase(pattern.replace("*", "x"), wider)
+    ]
+    assert hidden == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part", "cannot"),
+    [
+        (f"{ROLLOUT}.multi_turn.enable", True, "one turn", True),
+        (f"{ROLLOUT}.multi_turn.enable", False, SAME, False),
+        (f"{ROLLOUT}.agent.num_workers", 8, SAME, False),
+        ("data.image_key", "images", "images", True),
+        ("actor_rollout_ref.model.lora_rank", 32, "LoRA", True),
+        ("actor_rollout_ref.model.lora_rank", 0, SAME, False),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 2, "Megatron", True),
+        ("actor_rollout_ref.actor.strategy", "fsdp2", SAME, False),
+        ("actor_rollout_ref.actor.strategy", "megatron", "FSDP2", True),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 8, "never split", True),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 1, SAME, False),
+        # 1 and True are equal in Python, and mean different things here.
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", True, "never split", True),
+        ("reward_model.reward_manager", "prime", "no reward managers", True),
+        ("reward_model.reward_manager", "dapo", SAME, False),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload", True, "stay on the GPU", False),
+        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", 16, "packed by tokens", False),
+        (f"{ROLLOUT}.nn", 1, UNKNOWN, True),
+    ],
+)
+def test_reasons(key: str, value: object, part: str, cannot: bool) -> None:
+    why, lost = reason(key, value)
+    assert part in why and lost is cannot
+
+
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ("actor_rollout_ref.actor.optim.warmup_style", "did you mean actor.optim.lr_scheduler_type?"),
+        ("trainer.nnodes", "did you mean trainer.num_workers, rollout.num_engines"),
+        ("actor_rollout_ref.model.lora_rank", "which verl has; all weights are trained"),
+        (f"{ROLLOUT}.name", "which verl has; vLLM is the engine"),
+        ("data.train_bach_size", "did you mean data.train_batch_size?"),
+    ],
+)
+def test_a_run_answers_a_key_of_verls_before_it_guesses(key: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no key {key}") as caught:
+        load_config([f"{key}=1"])
+    assert part in str(caught.value)

@@ -1,0 +1,61 @@
+"""The command `slipstream`."""
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jobs.__main__ import JOBS, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_job_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    runnable = [path for path in (ROOT / "jobs").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in runnable} - {"jobs"}
+    assert set(JOBS) == names
+    for arguments in (["--help"], []):
+        assert main(arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert {line.split()[0] for line in lines if line.startswith("  ")} == names
+        assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("trian", "did you mean train?"), ("zzz", "slipstream --help lists them"), ("kuberay", "")]
+)
+def test_an_unknown_job_is_refused(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "a=1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"slipstream: there is no job '{name}'; ") and hint in captured.err
+    assert captured.out == ""
+
+
+def test_help_and_refusals_import_nothing_heavy() -> None:
+    code = (
+        "import sys; from jobs.__main__ import main; main(['--help']); main(['trian'])\n"
+        "print([name for name in ('torch', 'ray', 'pyarrow', 'hydra', 'rich', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_job_gets_its_arguments_and_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reward_of_the_user.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(ROOT))])
+    options = ["--out", "data", "--train", "8", "--test", "2"]
+    assert main(["prepare", "countdown", *options]) == 0
+    assert Path("data/train.parquet").is_file() and importlib.util.find_spec("reward_of_the_user")
+    assert main(["prepare", "countdown", *options, "--seed", "-1"]) == 2
+    assert main(["docs-configuration", "--check"]) in (0, 1)
+
+
+def test_the_package_installs_the_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"slipstream": "jobs.__main__:main"}

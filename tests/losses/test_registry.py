@@ -1,0 +1,91 @@
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.losses import get_policy_loss, register_policy_loss
+from tests.losses.batches import actor, choose, evaluate, random_row, ratios
+
+PPO_LIKE = ("vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
+
+
+@pytest.fixture(autouse=True)
+def _own_losses_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [(name, key, value) for name in PPO_LIKE for key, value in (("clip_ratio_low", 0.02), ("clip_ratio_high", 0.03))]
+    + [(name, "clip_ratio_c", 1.2) for name in ("vanilla", "dppo_tv", "dppo_kl")]
+    + [
+        ("sapo", "tau_pos", 2.0),
+        ("sapo", "tau_neg", 2.0),
+        ("dro", "dro_beta", 0.4),
+        ("clip_cov", "clip_cov_ratio", 0.6),
+        ("clip_cov", "clip_cov_lb", 0.2),
+        ("clip_cov", "clip_cov_ub", 0.1),
+        ("kl_cov", "kl_cov_ratio", 0.6),
+        ("kl_cov", "ppo_kl_coef", 0.2),
+    ],
+)
+def test_each_option_does_something(name, key, value):
+    rng = np.random.default_rng(0)
+    rows = [random_row(rng, 12) for _ in range(6)]
+
+    def result(**changes):
+        got = evaluate(name, choose(name, rows, actor(**changes)), actor(**changes))
+        return got.losses["token-mean"], got.gradient
+
+    loss, gradient = result()
+    changed, changed_gradient = result(**{key: value})
+    assert changed != pytest.approx(loss, rel=1e-6)
+    assert changed_gradient != pytest.approx(gradient, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", PPO_LIKE)
+def test_one_clip_ratio_stands_for_both_bounds(name):
+    rows = [random_row(np.random.default_rng(0), 12) for _ in range(6)]
+    one = actor(clip_ratio=0.05, clip_ratio_low=None, clip_ratio_high=None)
+    two = actor(clip_ratio=0.9, clip_ratio_low=0.05, clip_ratio_high=0.05)
+    assert evaluate(name, rows, one).losses == evaluate(name, rows, two).losses
+
+
+def test_a_loss_of_ones_own():
+    row = replace(ratios([2.0, 1.0], [1.0, 1.5]), mask=np.array([1.0, 0.0]))
+    got = evaluate("custom_losses:scaled", [row], actor(kwargs={"scale": 3.0}))
+    assert got.per_token.tolist() == [6.0, 0.0] and got.gradient == [-6.0, 0.0]
+    assert not get_policy_loss("custom_losses:scaled").zero_without_advantage
+
+
+def test_an_import_path_to_a_registered_loss_keeps_what_it_was_registered_with():
+    assert get_policy_loss("custom_losses:flagged").zero_without_advantage
+    assert get_policy_loss("custom_losses:known") is get_policy_loss("cispo")
+    assert get_policy_loss("pipeline.losses.covariance:kl_cov").token_mask_fn is not None
+
+
+def test_wrong_names_get_sentences():
+    with pytest.raises(ValueError, match=r"'vanila' is unknown. Did you mean 'vanilla'\? Known are .*cispo"):
+        get_policy_loss("vanila")
+    with pytest.raises(ValueError, match="module 'no_such_module' cannot be imported"):
+        get_policy_loss("no_such_module:f")
+    for missing in ("nothing", "constant", ""):
+        with pytest.raises(ValueError, match=f"module 'custom_losses' has no function '{missing}'"):
+            get_policy_loss(f"custom_losses:{missing}")
+
+
+def test_a_name_is_taken_once():
+    vanilla = get_policy_loss("vanilla").function
+    with pytest.raises(ValueError, match="'vanilla' is registered twice"):
+        register_policy_loss("vanilla")(lambda data, config: vanilla(data, config))
+    register_policy_loss("vanilla", zero_without_advantage=True)(vanilla)  # a module that is loaded again
+    assert get_policy_loss("vanilla").function is vanilla
+
+
+def test_importing_the_losses_brings_no_cluster_and_no_model_library():
+    heavy = "{'ray', 'vllm', 'transformers', 'mlflow', 'pyarrow'}"
+    script = f"import sys, pipeline.losses; sys.exit(', '.join({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr.strip() == ""

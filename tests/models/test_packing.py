@@ -1,0 +1,204 @@
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipeline.models.batch import TrainBatch
+from pipeline.models.micro_batches import minimum_parts, split_micro_batches
+from pipeline.models.packing import collate
+from pipeline.rows import ADVANTAGE, PROMPT, ROLLOUT
+
+COLUMNS = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
+SCHEMA = pa.schema([field for field in (*PROMPT, *ROLLOUT, *ADVANTAGE) if field.name in COLUMNS])
+
+
+def table(rows: list[tuple[list[int], list[int]]], **changes) -> pa.Table:
+    """Rows of (prompt, response); the other columns are numbers that tell row and token."""
+    made = []
+    for i, (prompt, response) in enumerate(rows):
+        marks = [i + t / 100 for t in range(len(response))]
+        row = {
+            "uid": f"u{i}",
+            "sample": 0,
+            "prompt_ids": prompt,
+            "response_ids": response,
+            "response_mask": [int(t % 3 != 1) for t in range(len(response))],
+            "rollout_log_probs": [-m for m in marks],
+            "advantages": [10 + m for m in marks],
+            "returns": [20 + m for m in marks],
+        }
+        made.append(row | {name: values[i] for name, values in changes.items()})
+    return pa.Table.from_pylist(made, schema=SCHEMA)
+
+
+ROWS = [([1, 2], [3, 0, 5]), ([6], []), ([7, 8, 9], [4])]
+
+
+def test_collate_by_hand():
+    batch = collate(TrainBatch.from_table(table(ROWS)), [[2], [0]], pad_token_id=99)
+    assert batch.input_ids.tolist() == [[7, 8, 9, 4, 99], [1, 2, 3, 0, 5]]
+    assert batch.lengths.tolist() == [4, 5]
+    assert batch.logit_index.tolist() == [2, 6, 7, 8]
+    assert batch.targets.tolist() == [4, 3, 0, 5]
+    assert batch.row_index.tolist() == [0, 1, 1, 1]
+    assert batch.mask.tolist() == [1, 1, 0, 1]
+    assert batch.advantages.tolist() == pytest.approx([12, 10, 10.01, 10.02])
+    assert batch.returns.tolist() == pytest.approx([22, 20, 20.01, 20.02])
+    assert batch.rollout_log_probs.tolist() == pytest.approx([-2, 0, -0.01, -0.02])
+    assert batch.token_index.tolist() == [3, 0, 1, 2]
+    assert batch.sequences == 2
+    assert batch.mask.dtype == torch.float32 and batch.input_ids.dtype == torch.int64
+
+
+def test_columns_of_references_critics_and_corrections_come_along_where_they_are():
+    plain = table(ROWS)
+    assert collate(TrainBatch.from_table(plain), [[0]]).values is None
+    for name in ("ref_log_probs", "values"):
+        plain = plain.append_column(name, pa.array([[1.0, 2, 3], [], [4]], pa.list_(pa.float32())))
+    rows = TrainBatch.from_table(plain)
+    rows.weights, rows.token_mask = np.array([5.0, 6, 7, 8], np.float32), np.array([True, False, False, True])
+    batch = collate(rows, [[2], [0]])
+    for name, wanted in {"ref_log_probs": [4, 1, 2, 3], "values": [4, 1, 2, 3], "weights": [8, 5, 6, 7]}.items():
+        assert getattr(batch, name).tolist() == wanted
+    assert batch.token_mask.tolist() == [True, True, False, False]
+    with pytest.raises(ValueError, match="row 0 .uid u0. has 2 entries in 'values' but 3 response tokens"):
+        TrainBatch.from_table(
+            table(ROWS).append_column("values", pa.array([[1.0, 2], [], [4]], pa.list_(pa.float32())))
+        )
+
+
+def test_random_keys_belong_to_the_token_wherever_it_is():
+    rows, part = TrainBatch.from_table(table(ROWS)), TrainBatch.from_table(table(ROWS).slice(2))
+    assert rows.trained_tokens([2, 0]).tolist() == [3, 0, 2]  # the middle token of row 0 is masked
+    keys = rows.random_keys([2, 0], seed=1, step=5)
+    assert len(keys) == len(set(keys)) == 3 and ((keys >= 0) & (keys < 1)).all()
+    assert rows.random_keys([0], 1, 5).tolist() == keys[1:].tolist()
+    # A table of row 2 alone; its uid tells it.
+    assert part.random_keys([0], 1, 5).tolist() == TrainBatch.from_table(table(ROWS)).random_keys([2], 1, 5).tolist()
+    assert rows.random_keys([2, 0], 1, 6).tolist() != keys.tolist() != rows.random_keys([2, 0], 2, 5).tolist()
+    assert rows.random_keys([1], 1, 5).tolist() == [] == rows.trained_tokens([]).tolist()
+
+
+def test_empty_responses_and_the_dummy():
+    rows = TrainBatch.from_table(table(ROWS))
+    alone = collate(rows, [[1]])
+    assert alone.input_ids.tolist() == [[6]] and alone.logit_index.numel() == 0
+    assert collate(rows, [[1], [0]]).row_index.tolist() == [1, 1, 1]
+    dummy = collate(rows, [], pad_token_id=7)
+    assert dummy.input_ids.tolist() == [[7]] and dummy.lengths.tolist() == [1] and dummy.logit_index.numel() == 0
+    # A layer runs forward and backward on it and gets an exact zero gradient.
+    layer = torch.nn.Embedding(10, 4)
+    layer(dummy.input_ids).flatten(0, 1)[dummy.logit_index].sum().backward()
+    assert layer.weight.grad.abs().sum() == 0
+
+
+def test_chunked_and_sliced_tables_read_the_same():
+    whole = table(ROWS)
+    pieces = pa.concat_tables([whole.slice(0, 1), whole.slice(1, 2)])
+    for index in ([0], [1, 2], [2, 1, 0]):
+        a, b = (collate(TrainBatch.from_table(t), [[i] for i in index]) for t in (whole, pieces))
+        assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.advantages, b.advantages)
+    tail = TrainBatch.from_table(whole.slice(2))
+    assert collate(tail, [[0]]).targets.tolist() == [4]
+    assert len(tail) == 1 and tail.lengths == [4]
+
+
+def test_old_log_probs_are_the_engines_until_written():
+    rows = TrainBatch.from_table(table(ROWS))
+    batch = collate(rows, [[2], [0]])
+    assert torch.equal(batch.old_log_probs, batch.rollout_log_probs)
+    rows.old_log_probs[batch.token_index] = [4.0, 1.0, 2.0, 3.0]
+    assert collate(rows, [[0], [1], [2]]).old_log_probs.tolist() == [1, 2, 3, 4]
+    assert collate(rows, [[0], [2]]).rollout_log_probs.tolist() == pytest.approx([0, -0.01, -0.02, -2])
+
+
+def test_mask_counts():
+    rows = TrainBatch.from_table(table([*ROWS, ([1], [2, 2])], response_mask=[[1, 0, 1], [], [0], [1, 1]]))
+    assert rows.mask_counts([0, 1, 2, 3]) == (4, 2)
+    assert rows.mask_counts([1, 2]) == (0, 0)
+    assert rows.mask_counts([]) == (0, 0)
+
+
+ragged_rows = st.lists(
+    st.tuples(st.lists(st.integers(0, 50), min_size=1, max_size=5), st.lists(st.integers(0, 50), max_size=8)),
+    min_size=1,
+    max_size=10,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(ragged_rows, st.integers(13, 60), st.randoms(use_true_random=False))
+def test_order_split_and_padding_keep_what_each_token_computes(made, budget, random):
+    """A small causal model gives every token the same number however its row is batched."""
+    rows = TrainBatch.from_table(table(made))
+    torch.manual_seed(0)
+    embed = torch.randn(51, 3, dtype=torch.float64)
+
+    def per_token(batches: list[list[int]], pad: int) -> np.ndarray:
+        out = np.full(len(rows.mask), np.nan)
+        for index in batches:
+            batch = collate(rows, [[i] for i in index], pad)
+            hidden = embed[batch.input_ids].cumsum(dim=1).flatten(0, 1)  # position t sees positions up to t
+            out[batch.token_index] = (hidden[batch.logit_index] * embed[batch.targets]).sum(-1) + batch.advantages
+        return out
+
+    expected = per_token([[row] for row in range(len(made))], pad=0)
+    shuffled = list(range(len(made)))
+    random.shuffle(shuffled)
+    assert np.allclose(per_token([shuffled], pad=50), expected)
+    assert np.allclose(per_token(split_micro_batches(rows.lengths, budget), pad=3), expected)
+    assert np.isfinite(expected).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=25), st.integers(40, 120), st.integers(0, 30))
+def test_split_keeps_its_promises(lengths, budget, extra):
+    fewest = minimum_parts(lengths, budget)
+    parts = fewest + extra
+    batches = split_micro_batches(lengths, budget, parts)
+    assert len(batches) == parts
+    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+    assert all(len(batch) * max(lengths[row] for row in batch) <= budget for batch in batches if batch)
+    assert sum(bool(batch) for batch in batches) == min(parts, len(lengths))
+    assert batches == split_micro_batches(list(lengths), budget, parts)
+    assert len(split_micro_batches(lengths, budget)) == fewest
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(9, 30))
+def test_minimum_is_the_minimum(lengths, budget):
+    """Against every assignment of rows to batches."""
+    fewest = minimum_parts(lengths, budget)
+    assume(fewest > 1)
+    for assignment in itertools.product(range(fewest - 1), repeat=len(lengths)):
+        groups = [[n for n, a in zip(lengths, assignment, strict=True) if a == g] for g in range(fewest - 1)]
+        assert any(len(group) * max(group) > budget for group in groups if group)
+
+
+def test_split_by_hand():
+    assert split_micro_batches([5, 1, 1, 1, 9, 2], 10) == [[4], [0], [5, 1, 2, 3]]
+    assert split_micro_batches([4, 4, 4, 4], 16, 2) == [[0, 1], [2, 3]]  # balanced, not 16 and 0
+    assert split_micro_batches([3, 3], 10, 4) == [[0], [1], [], []]
+    assert split_micro_batches([], 10) == [] and split_micro_batches([], 10, 2) == [[], []]
+    assert split_micro_batches([10, 1, 1, 1], 10, 3) == [[0], [1], [2, 3]]
+
+
+def test_sentences():
+    with pytest.raises(ValueError, match=r"row 1 has 30 tokens .* 10 more than the 20 .*ppo_max_token_len_per_gpu"):
+        split_micro_batches([5, 30], 20)
+    with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu to at least 30"):
+        minimum_parts([5, 30], 20)
+    with pytest.raises(ValueError, match="at least 2 micro-batches, but 1"):
+        split_micro_batches([20, 20], 20, 1)
+    with pytest.raises(ValueError, match=r"row 2 \(uid u2\) has 2 entries in 'advantages' but 1 response tokens"):
+        TrainBatch.from_table(table(ROWS, advantages=[[1, 2, 3], [], [1, 2]]))
+    with pytest.raises(ValueError, match=r"row 0 \(uid u0\) has an advantage that is not a finite"):
+        TrainBatch.from_table(table(ROWS, advantages=[[1, 2, float("nan")], [], [1]]))
+    with pytest.raises(ValueError, match=r"row 1 \(uid u1\) has an empty prompt"):
+        TrainBatch.from_table(table([([1], []), ([], [2])]))
+    with pytest.raises(ValueError, match="'response_ids' is null in row 1"):
+        TrainBatch.from_table(table(ROWS, response_ids=[[3, 0, 5], None, [4]]))

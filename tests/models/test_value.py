@@ -1,0 +1,191 @@
+"""The value model against hidden states and a head written out, on ragged batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+
+from pipeline.config import Config
+from pipeline.config.learner import FSDPConfig
+from pipeline.models.fsdp import shard
+from pipeline.models.value import ValueModel, load_value_model
+from tests.models.test_policy import FAMILIES, ROWS, SIZES, VOCAB, pack
+
+WIDTH = SIZES["hidden_size"]
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, head: bool = True) -> ValueModel:
+    """The value model of a family; with random weights in its head, or as it starts."""
+    torch.manual_seed(7)
+    model = ValueModel(FAMILIES[family]().to(dtype))
+    if head:
+        with torch.no_grad():
+            model.head.weight.copy_(torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1)))
+            model.head.bias.fill_(0.75)
+    return model
+
+
+def plain(family: str, head: torch.nn.Linear) -> Tensor:
+    """Values the direct way: one row at a time, the language model's last hidden states times the head."""
+    torch.manual_seed(7)
+    lm, values = FAMILIES[family](), []
+    for ids, prompt in ROWS:
+        hidden = lm(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+        values += [hidden[t - 1] @ head.weight[0] + head.bias[0] for t in range(prompt, len(ids))]
+    return torch.stack(values)
+
+
+def inputs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return pack(*args, **kwargs)[:2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_last_hidden_state_times_the_head(family: str) -> None:
+    model = build(family)
+    got = model(*inputs(ROWS, padding=3, pad=5))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, plain(family, model.head), atol=1e-5, rtol=0)
+
+
+def test_gradients_are_those_of_the_plain_computation() -> None:
+    model, target = build("qwen3-untied"), torch.arange(float(sum(len(ids) - p for ids, p in ROWS)))
+    (model(*inputs(ROWS)) - target).square().sum().backward()
+    torch.manual_seed(7)
+    lm = FAMILIES["qwen3-untied"]()
+    head = torch.nn.Linear(WIDTH, 1)
+    head.load_state_dict(model.head.state_dict())
+    input_ids, select = inputs(ROWS)
+    hidden = lm.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).last_hidden_state
+    (head(hidden.flatten(0, 1)[select])[:, 0] - target).square().sum().backward()
+    wanted = {**dict(lm.model.named_parameters(prefix="decoder")), **dict(head.named_parameters(prefix="head"))}
+    assert {name for name, _ in model.named_parameters()} == wanted.keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, atol=1e-3, rtol=1e-4)
+
+
+def test_starts_at_zero_and_the_first_step_moves_the_head_alone() -> None:
+    model = build("qwen2-tied", head=False)
+    values = model(*inputs(ROWS))
+    assert not values.any()
+    (values - 1).square().mean().backward()
+    assert model.head.weight.grad.any() and model.head.bias.grad.item() == pytest.approx(-2)
+    assert not any(p.grad.any() for p in model.decoder.parameters())
+
+
+def test_the_value_stands_before_the_token() -> None:
+    model, (ids, prompt) = build("qwen3-untied"), ROWS[0]
+    base = model(*inputs([(ids, prompt)]))
+    changed = list(ids)
+    changed[prompt + 2] = (ids[prompt + 2] + 1) % VOCAB
+    other = model(*inputs([(changed, prompt)]))
+    assert torch.equal(base[:3], other[:3]) and (base[3:] != other[3:]).all()
+
+
+def test_no_wanted_token_still_reaches_every_parameter() -> None:
+    model = build("qwen2-tied")
+    values = model(torch.zeros(1, 3, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    assert values.shape == (0,)
+    values.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_head_computes_in_float32() -> None:
+    model = build("qwen3-untied", torch.bfloat16)
+    input_ids, select = inputs(ROWS)
+    hidden = model.decoder(input_ids=input_ids).last_hidden_state.flatten(0, 1)[select]
+    assert hidden.dtype == model.head.weight.dtype == torch.bfloat16
+    exact = hidden.double() @ model.head.weight[0].double() + 0.75
+    values = model(input_ids, select)
+    torch.testing.assert_close(values.double(), exact, atol=1e-5, rtol=0)
+    assert (values.bfloat16().double() - exact).abs().max() > 1e-3  # what a bfloat16 head would lose
+
+
+# sharding
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharding_keeps_values_and_gradients() -> None:
+    model, sharded = build("qwen2-tied"), shard(build("qwen2-tied"), FSDPConfig(), "cpu")
+    units = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
+    assert units == ["", "decoder.layers.0", "decoder.layers.1"]  # embedding and head are in the root
+    results = [m(*inputs(ROWS)) for m in (model, sharded)]
+    torch.testing.assert_close(results[0], results[1])
+    for values in results:
+        values.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), grads[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_shard_that_computes_in_bfloat16_gives_what_a_bfloat16_model_does(tmp_path: Path) -> None:
+    config = config_for(saved(tmp_path / "policy", FAMILIES["qwen3-untied"]()))
+    sharded = load_critic(config)
+    config.model.dtype = "bfloat16"
+    replica = load_critic(config)
+    for model in (sharded, replica):
+        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    shard(sharded, FSDPConfig(param_dtype="bfloat16"), "cpu")
+    values = sharded(*inputs(ROWS))
+    assert values.dtype == torch.float32 and values.any()
+    assert torch.equal(values, replica(*inputs(ROWS)))
+    values.sum().backward()
+    assert sharded.head.weight.grad.dtype == torch.float32
+
+
+# loading
+
+
+def config_for(model: Path, critic: Path | None = None) -> Config:
+    config = Config()
+    config.model.path, config.critic.path = str(model), str(critic) if critic else None
+    return config
+
+
+def load_critic(config: Config) -> ValueModel:
+    return load_value_model(config.model, config.critic.path)
+
+
+def saved(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_loads_the_policys_decoder_or_the_critics_own(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    policy = FAMILIES["qwen2-tied"]()
+    config = config_for(saved(tmp_path / "policy", policy))
+    config.model.enable_gradient_checkpointing = True
+    model = load_critic(config)
+    assert model.training and model.decoder.is_gradient_checkpointing and not model.head.weight.any()
+    for name, parameter in policy.model.named_parameters():
+        assert torch.equal(dict(model.decoder.named_parameters())[name], parameter)
+    config.model.dtype = "bfloat16"
+    assert {p.dtype for p in load_critic(config).parameters()} == {torch.bfloat16}
+
+
+def test_a_critic_of_its_own_must_know_the_policys_tokens(tiny_model: Path, tmp_path: Path) -> None:
+    wide = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"vocab_size": 320}))
+    model = load_critic(config_for(tiny_model, saved(tmp_path / "wide", wide)))
+    assert torch.equal(model.decoder.embed_tokens.weight, wide.model.embed_tokens.weight)
+    narrow = saved(tmp_path / "narrow", FAMILIES["qwen3-untied"]())
+    with pytest.raises(
+        ValueError, match=r"critic.path=.*narrow knows 50 tokens, but the policy's tokenizer .* has 320"
+    ):
+        load_critic(config_for(tiny_model, narrow))
+
+
+def test_a_reward_model_will_do_but_not_half_a_decoder(tiny_model: Path, tmp_path: Path) -> None:
+    sizes = SIZES | {"vocab_size": 320}
+    reward = Qwen3ForSequenceClassification(Qwen3Config(**sizes, num_labels=1, tie_word_embeddings=False))
+    model = load_critic(config_for(tiny_model, saved(tmp_path / "reward", reward)))
+    for name, parameter in reward.model.named_parameters():
+        assert torch.equal(dict(model.decoder.named_parameters())[name], parameter)
+    state = {name: p for name, p in reward.state_dict().items() if name != "model.norm.weight"}
+    reward.save_pretrained(tmp_path / "half", state_dict=state)
+    with pytest.raises(ValueError, match=r"critic.path=.*half lacks 1 weights, the first model.norm.weight"):
+        load_critic(config_for(tiny_model, tmp_path / "half"))

@@ -1,0 +1,155 @@
+"""Memory on hand-worked cases, and what the files of models' folders rule out."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import ConfigError
+from pipeline.plan.memory import read_model
+from tests.plan.test_plan import PPO, shown, small
+
+
+def write_model(folder: Path, shapes: dict[str, list[int]], **config: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    encoded = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+
+
+def test_memory_of_a_local_model(tmp_path):
+    write_model(
+        tmp_path,
+        {"a": [100, 10], "b": [24]},
+        vocab_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=64,
+    )
+    overrides = [f"model.path={tmp_path}", "data.max_prompt_length=10", "data.max_response_length=30"]
+    memory = small(*overrides, "rollout.max_num_seqs=5", "actor.logits_chunk_tokens=7").memory
+    assert memory is not None
+    assert memory.parameters == 1024
+    assert memory.train_weights == memory.train_gradients == 1024 * 4 // 2
+    assert memory.train_optimizer == 2 * 1024 * 4 // 2
+    assert memory.engine_weights == 1024 * 2
+    assert memory.engine_kv_needed == 2 * 2 * 2 * 16 * 2 * 40 * 5  # K and V, layers, heads, head size, bytes, tokens
+    assert memory.train_logits == 3 * 4 * 7 * 100
+    assert "1024" not in shown(*overrides) and "memory of an engine" in shown(*overrides)
+
+
+def test_sizes_of_the_decoder_are_read_from_text_config(tmp_path):
+    sizes = {"vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    write_model(tmp_path, {"a": [100, 10]}, text_config=sizes)
+    memory = small(f"model.path={tmp_path}", "data.max_prompt_length=10", "data.max_response_length=30").memory
+    assert memory is not None
+    assert memory.train_logits > 0 and memory.engine_kv_needed > 0
+
+
+@pytest.mark.parametrize("tower", ["vision_config", "audio_config"])
+def test_models_that_read_more_than_text_are_refused(tmp_path, tower):
+    write_model(tmp_path, {"a": [100, 10]}, **{tower: {"hidden_size": 8}})
+    with pytest.raises(ConfigError, match=f"has {tower} in its config.json"):
+        small(f"model.path={tmp_path}")
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_memory_of_versions_that_engines_read(tmp_path, monkeypatch, staleness):
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    settings = [f"model.path={tmp_path}", *LENGTHS, f"algorithm.max_staleness={staleness}", "rollout.dtype=bfloat16"]
+    plain, kept = small(*settings).memory, small(*settings, "trainer.weight_transport=nixl").memory
+    assert plain and kept and plain.train_versions == 0
+    assert kept.train_versions == (staleness + 2) * (1600 + 64) * 2 // 2  # in two bytes, on two workers
+    assert kept.train_worker == plain.train_worker + kept.train_versions
+    assert "weights for the engines" in shown(*settings, "trainer.weight_transport=nixl")
+
+
+MODEL = {"model.embed_tokens.weight": [100, 8], "model.layers.0.w": [8, 8], "lm_head.weight": [100, 8]}
+DECODER = 100 * 8 + 8 * 8 + 8 + 1  # with a value head of one row and a bias in place of the head
+LENGTHS = ["data.max_prompt_length=10", "data.max_response_length=30"]
+
+
+def test_memory_of_a_critic(tmp_path):
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    model = [f"model.path={tmp_path}", *LENGTHS]
+    alone, both = small(*model).memory, small(*model, *PPO).memory
+    assert alone and both
+    assert alone.train_critic == 0 and alone.scorer_weights == {}
+    assert both.train_critic == 4 * (DECODER * 4 // 2)
+    assert both.train_worker == alone.train_worker + both.train_critic
+    assert both.scorer_weights == {"reference": (1600 + 64) * 4, "value": DECODER * 4}
+    text = shown(*model, *PPO)
+    assert f"a critic from {tmp_path}, KL to {tmp_path} in reward" in text
+    assert "logits 1 MiB, critic 7 KiB" in text and "memory of a value replica" in text
+
+
+def test_memory_of_models_from_other_folders(tmp_path):
+    for name, width in (("policy", 8), ("critic", 4), ("reference", 2)):
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name, {"model.w": [100, width]}, vocab_size=100, hidden_size=width)
+    paths = [f"model.path={tmp_path}/policy", *LENGTHS, *PPO]
+    own = [f"critic.path={tmp_path}/critic", f"scoring.reference.path={tmp_path}/reference"]
+    types = ["critic.fsdp.param_dtype=bfloat16", "scoring.reference.dtype=float16"]
+    memory = small(*paths, *own, *types).memory
+    assert memory and memory.train_critic == 4 * (405 * 4 // 2)
+    assert memory.scorer_weights == {"reference": 200 * 2, "value": 405 * 2}
+    memory = small(*paths, "critic.path=owner/critic", "scoring.reference.path=owner/reference").memory
+    assert memory and memory.train_critic is None
+    assert memory.scorer_weights == {"reference": None, "value": None}
+    assert "critic not estimated" in shown(*paths, "critic.path=owner/critic")
+
+
+def test_rows_grow_with_what_is_read(tmp_path):
+    write_model(tmp_path, MODEL)
+
+    def rows(*overrides: str) -> int:
+        memory = small(f"model.path={tmp_path}", *LENGTHS, *overrides).memory
+        assert memory
+        return memory.rows
+
+    # Ids, mask, log-probs, advantages and returns; then one float32 per token for each further column.
+    assert rows() == 256 * (10 * 4 + 30 * (4 + 1 + 4 + 4 + 4))
+    assert rows("actor.use_kl_loss=true") == rows() + 256 * 30 * 4
+    assert rows(*PPO) == rows() + 256 * 30 * (4 + 4)
+    assert rows("algorithm.adv_estimator=optimal_token_baseline") == rows() + 256 * 30 * 4
+    assert rows("algorithm.adv_estimator=remax") == rows() * 5 // 4
+
+
+def test_reference_of_another_vocabulary(tmp_path):
+    for name, size in (("policy", 100), ("reference", 90)):
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name, {"model.w": [1]}, vocab_size=size)
+    paths = [f"model.path={tmp_path}/policy", f"scoring.reference.path={tmp_path}/reference"]
+    small(*paths)
+    with pytest.raises(ConfigError, match="a vocabulary of 90 tokens and model.path=.*policy one of 100"):
+        small(*paths, "actor.use_kl_loss=true")
+
+
+@pytest.mark.parametrize("key", ["critic.path", "scoring.reference.path"])
+def test_row_longer_than_a_further_model(tmp_path, key):
+    for name, longest in (("policy", 2000), ("other", 1000)):
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name, {"model.w": [1]}, max_position_embeddings=longest)
+    paths = [f"model.path={tmp_path}/policy", f"{key}={tmp_path}/other"]
+    small(*paths)
+    with pytest.raises(ConfigError, match=f"more than the 1000 of the model in .*other \\({key}"):
+        small(*paths, *PPO)
+
+
+def test_row_longer_than_the_model(tmp_path):
+    write_model(tmp_path, {"a": [1]}, max_position_embeddings=1000)
+    with pytest.raises(ConfigError, match="512 \\+ 512 = 1024 tokens, more than the 1000"):
+        small(f"model.path={tmp_path}")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 16, struct.pack("<Q", 3) + b"abc"])
+def test_damaged_weights_are_named(tmp_path, content):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match="model.safetensors is not a whole safetensors file"):
+        read_model(tmp_path)

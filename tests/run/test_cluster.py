@@ -1,0 +1,17 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_cluster_whose_token_is_not_here(tmp_path: Path) -> None:
+    """In a process of its own: Ray reads mode and token once."""
+    code = (
+        "from pipeline.run import cluster\ntry: cluster.start(None, None, {})\nexcept ValueError as error: print(error)"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    # Nothing listens there; the token is missed before anybody is asked.
+    env |= {"HOME": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:9", "RAY_AUTH_MODE": "token"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("Ray at 127.0.0.1:9 asks for a token: set RAY_AUTH_MODE=token"), done.stderr
+    assert not (tmp_path / ".ray").exists()

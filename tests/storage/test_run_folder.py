@@ -1,0 +1,152 @@
+"""Who may write into a run's folder."""
+
+import json
+
+import pytest
+
+from pipeline.config import Config, ConfigError, load_config, save_yaml
+from pipeline.config.schema import keys
+from pipeline.storage.checkpoints import FOLDER, PROGRESS
+from pipeline.storage.filesystem import check_scheme, filesystem_of
+from pipeline.storage.run_folder import MAY_DIFFER, check_run_folder, reached, recover, starting_point
+from tests.storage.test_checkpoints import written
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_yaml(load_config(["rollout.n=4"]), folder / "config.yaml")
+    return folder
+
+
+def test_new_and_empty_folders_are_free(tmp_path):
+    assert not check_run_folder(tmp_path / "new", Config())
+    assert not check_run_folder(tmp_path, Config(), resume="never")
+
+
+def test_the_same_settings_continue(run):
+    assert check_run_folder(run, load_config(["rollout.n=4"]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "trainer.total_training_steps=99",
+        "trainer.deadlines.chunk=5",
+        "rollout.num_cpus=2",
+        "scoring.value.num_workers=2",
+        "scoring.reference.max_token_len=99",
+    ],
+)
+def test_settings_of_length_and_layout_may_change(run, change):
+    assert check_run_folder(run, load_config(["rollout.n=4", change]))
+
+
+def test_other_settings_are_named_with_both_remedies(run):
+    with pytest.raises(ConfigError) as error:
+        check_run_folder(run, load_config(["rollout.n=8", "actor.optim.lr=0.5"]))
+    sentence = str(error.value)
+    assert "rollout.n (4 there, 8 now)" in sentence and "actor.optim.lr (1e-06 there, 0.5 now)" in sentence
+    assert "trainer.experiment_name" in sentence and f"delete {run}" in sentence
+
+
+@pytest.mark.parametrize("change", ["scoring.reference.path=other", "scoring.value.dtype=bfloat16", "critic.warmup=1"])
+def test_settings_that_change_numbers_may_not(run, change):
+    with pytest.raises(ConfigError, match=change.split("=")[0]):
+        check_run_folder(run, load_config(["rollout.n=4", change]))
+
+
+def test_never_refuses_any_run(run):
+    with pytest.raises(ConfigError, match="trainer.resume=never"):
+        check_run_folder(run, load_config(["rollout.n=4"]), resume="never")
+
+
+def test_folder_that_is_no_run(tmp_path):
+    (tmp_path / "thesis.txt").write_text("")
+    with pytest.raises(ConfigError, match="is not a run"):
+        check_run_folder(tmp_path, Config())
+    with pytest.raises(ConfigError, match="is a file"):
+        check_run_folder(tmp_path / "thesis.txt", Config())
+
+
+def test_run_of_another_version(run):
+    (run / "config.yaml").write_text("old: {key: 1}\n")
+    with pytest.raises(ConfigError, match="cannot be continued by this version"):
+        check_run_folder(run, Config())
+
+
+def test_the_list_names_existing_keys():
+    names = keys(Config)
+    for entry in MAY_DIFFER:
+        assert entry in names or any(name.startswith(entry) for name in names if entry.endswith("."))
+
+
+# checkpoints elsewhere
+
+
+def settings(tmp_path, *more):
+    return load_config([f"trainer.storage_path=file://{tmp_path}/far", "trainer.experiment_name=run", *more])
+
+
+def saved(tmp_path, *more):
+    """A checkpoint of a run with these settings in the storage."""
+    folder = written(tmp_path / "far" / "run", 6)
+    save_yaml(settings(tmp_path, *more), folder / "config.yaml")
+
+
+def test_a_run_whose_folder_was_lost_goes_on_from_the_storage(tmp_path):
+    assert starting_point(tmp_path / "run", settings(tmp_path)) is None
+    saved(tmp_path, "trainer.total_epochs=3")
+    found = starting_point(tmp_path / "run", settings(tmp_path))
+    assert found.iteration == 6 and found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
+
+
+def test_the_mlflow_run_of_a_lost_folder_is_continued(tmp_path):
+    config, run_dir = settings(tmp_path), tmp_path / "run"
+    run_dir.mkdir()
+    assert not recover(run_dir, None, config)
+    folder = tmp_path / "far" / "run" / FOLDER / "iteration_000006"
+    saved(tmp_path)
+    assert not recover(run_dir, starting_point(run_dir, config), config)
+    progress = json.loads((folder / PROGRESS).read_text())
+    (folder / PROGRESS).write_text(json.dumps(progress | {"mlflow_run_id": "cafe"}))
+    begin = starting_point(run_dir, config)
+    assert recover(run_dir, begin, config)
+    assert (run_dir / "mlflow_run_id").read_text() == "cafe\n"
+    # A run that begins with another run's checkpoint has an MLflow run of its own.
+    other = load_config(["trainer.experiment_name=other", f"trainer.resume={begin.place}"])
+    assert not recover(tmp_path / "other", starting_point(tmp_path / "other", other), other)
+
+
+def test_a_checkpoint_of_another_run_in_the_storage_is_refused(tmp_path):
+    saved(tmp_path, "rollout.n=4")
+    with pytest.raises(ConfigError, match=r"run with other settings \(rollout.n\); choose another"):
+        starting_point(tmp_path / "run", settings(tmp_path))
+    with pytest.raises(ConfigError, match="already holds a checkpoint and trainer.resume=never"):
+        starting_point(tmp_path / "run", settings(tmp_path, "rollout.n=4", "trainer.resume=never"))
+
+
+def test_a_run_may_not_move_its_storage(run, tmp_path):
+    with pytest.raises(ConfigError, match="trainer.storage_path"):
+        check_run_folder(run, load_config(["rollout.n=4", f"trainer.storage_path={tmp_path}"]))
+
+
+def test_reached_looks_into_the_storage(tmp_path):
+    saved(tmp_path)
+    run_dir = tmp_path / "run"
+    assert reached(run_dir, settings(tmp_path)) == 0
+    (run_dir / "model").mkdir(parents=True)
+    (run_dir / "model" / "config.json").touch()
+    assert reached(run_dir, settings(tmp_path)) == 6
+
+
+def test_any_file_system_of_pyarrow_or_fsspec_will_do(tmp_path):
+    filesystem, path = filesystem_of("memory://bucket/runs/")
+    filesystem.create_dir(f"{path}/a")
+    assert filesystem_of("memory://bucket/runs")[0].get_file_info(f"{path}/a").is_file is False
+    for place in ("s3://bucket/x", "gs://bucket/x", "memory://x", f"{tmp_path}", f"file://{tmp_path}"):
+        check_scheme(place)
+    for refuse in (check_scheme, filesystem_of):
+        with pytest.raises(ValueError, match="'nosuch://x' is on no file system that pyarrow or fsspec knows"):
+            refuse("nosuch://x")

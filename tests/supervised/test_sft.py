@@ -1,0 +1,199 @@
+"""Supervised fine-tuning: encoding, order, and whole runs on a local Ray."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jobs import sft as job
+from jobs.tiny import build_model, build_tokenizer, countdown_texts
+from pipeline.config import ConfigError, load
+from pipeline.config.supervised import SFTConfig, SFTDataConfig
+from pipeline.supervised.data import find_row_groups
+from pipeline.supervised.sft import collate
+from pipeline.supervised.sft_data import Encoder
+
+
+def conversation(i: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"Numbers: {i} {i + 1}. Target: {2 * i + 1}."},
+        {"role": "assistant", "content": f"<answer> {i} + {i + 1} </answer>"},
+    ]
+
+
+def write(path: Path, count: int, row_group_size: int = 16) -> Path:
+    pq.write_table(pa.table({"messages": [conversation(i) for i in range(count)]}), path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft") / "model"
+    tokenizer = build_tokenizer(countdown_texts(200, 0), 320)
+    build_model(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, tie=True, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path):
+    return AutoTokenizer.from_pretrained(model)
+
+
+def encode(tokenizer, conversations: list[Any], **data: Any) -> pa.Table:
+    """Token rows of conversations that are said to stand in `f.parquet`."""
+    places = [f"f.parquet, row {row}" for row in range(len(conversations))]
+    return Encoder(tokenizer, SFTDataConfig(**data)).encode(pa.table({"messages": conversations}), places)
+
+
+def test_only_the_assistants_tokens_are_learnt(tokenizer) -> None:
+    messages = [*conversation(3), {"role": "user", "content": "Again?"}, {"role": "assistant", "content": "No, 7."}]
+    table = encode(tokenizer, [messages])
+    ids, mask = table["input_ids"][0].as_py(), table["loss_mask"][0].as_py()
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    learnt = tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
+    assert learnt == "<answer> 3 + 4 </answer><|im_end|>No, 7.<|im_end|>"
+    # What the policy is given when it generates is exactly what stands before its first learnt token.
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    assert ids[: mask.index(1)] == prompt
+
+
+def test_template_without_generation_markers(tokenizer) -> None:
+    expected = encode(tokenizer, [conversation(1)])
+    template = tokenizer.chat_template
+    tokenizer.chat_template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert template != tokenizer.chat_template
+    try:
+        assert encode(tokenizer, [conversation(1)]) == expected
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_long_conversations(tokenizer) -> None:
+    short = encode(tokenizer, [conversation(1)], max_length=5, truncation="right")
+    assert len(short["input_ids"][0]) == len(short["loss_mask"][0]) == 5
+    with pytest.raises(ValueError, match="row 0, column 'messages': the conversation has .* than data.max_length=5"):
+        encode(tokenizer, [conversation(1)], max_length=5)
+
+
+@pytest.mark.parametrize("bad", [None, [], [{"role": "user", "content": "x"}], [{"content": "x"}]])
+def test_bad_conversations_name_the_row(tokenizer, bad: Any) -> None:
+    with pytest.raises(ValueError, match="f.parquet, row 1, column 'messages': .* is not a list of messages"):
+        encode(tokenizer, [conversation(0), bad])
+
+
+def test_row_groups_and_their_errors(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 40)
+    write(tmp_path / "b.parquet", 3)
+
+    def row_groups(name: str) -> list[Any]:
+        data = SFTDataConfig()
+        path = [str(tmp_path / name)]
+        return find_row_groups(path, "data.train_files", lambda schema: Encoder.problem(schema, data))
+
+    groups = row_groups("*.parquet")
+    expected = [("a.parquet", 0, 16), ("a.parquet", 16, 16), ("a.parquet", 32, 8), ("b.parquet", 0, 3)]
+    assert [(Path(group.file).name, group.first_row, group.rows) for group in groups] == expected
+    assert groups[1].fragment.to_table()["messages"][0].as_py() == conversation(16)
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "c.parquet")
+    (tmp_path / "d.parquet").write_text("no")
+    for path, sentence in {
+        "c.parquet": "c.parquet has no column 'messages', but text",
+        "d.parquet": "d.parquet cannot be read as parquet",
+        "e.parquet": "e.parquet cannot be read as parquet",
+        "*.arrow": "no file matches",
+    }.items():
+        with pytest.raises(ValueError, match=sentence.replace("*", r"\*")):
+            row_groups(path)
+
+
+def test_collate_points_at_the_predecessors() -> None:
+    table = pa.table({"input_ids": [[5, 6, 7], [8, 9], [1]], "loss_mask": [[0, 1, 1], [1, 1], [1]]})
+    ids, select, targets = collate(table, [0, 1, 2])
+    assert ids.tolist() == [[5, 6, 7], [8, 9, 0], [1, 0, 0]]
+    assert select.tolist() == [0, 1, 3] and targets.tolist() == [6, 7, 9]
+    ids, select, targets = collate(table, [])
+    assert ids.shape == (1, 1) and len(select) == len(targets) == 0
+
+
+def test_check_names_every_problem() -> None:
+    config = load(
+        SFTConfig,
+        ["data.train_batch_size=10", "trainer.num_workers=3", "data.max_length=99999", "data.truncation=left"],
+        "sft",
+    )
+    with pytest.raises(ConfigError) as caught:
+        job.check(config)
+    for part in (
+        "out is not set",
+        "10 / 3 leaves 1 rows",
+        "1 x data.max_length=99999 tokens, more than trainer.max_token_len_per_gpu",
+        "data.truncation=left must be one of error, right",
+    ):
+        assert part in str(caught.value)
+
+
+def test_command_line_refusals(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = write(tmp_path / "a.parquet", 4)
+    start = [f"out={tmp_path / 'out'}", f"model.path={model}", f"data.train_files={files}"]
+    cases = {
+        "did you mean trainer.num_workers?": ["trainer.num_worker=2"],
+        "holds 4 rows, less than one data.train_batch_size=8": ["data.train_batch_size=8"],
+        "nowhere": ["data.val_files=nowhere.parquet"],
+        "model.path": ["data.train_batch_size=2", "model.path=./missing"],
+    }
+    for sentence, options in cases.items():
+        assert job.main([*start, *options]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def options(model: Path, files: Path, out: Path, *more: str) -> list[str]:
+    return [
+        f"out={out}",
+        f"model.path={model}",
+        f"data.train_files={files}",
+        f"data.val_files={files}",
+        "data.val_max_samples=37",
+        "data.train_batch_size=8",
+        "optim.lr=3e-3",
+        "trainer.total_epochs=2",
+        *more,
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, model: Path, ray_session: None) -> None:
+    files = write(tmp_path / "train.parquet", 44, row_group_size=10)
+    results = {}
+    for name, more in {
+        "one": ["trainer.max_token_len_per_gpu=2048"],
+        "two": ["trainer.num_workers=2", "trainer.max_token_len_per_gpu=70", "data.max_length=70"],
+    }.items():
+        results[name] = job.run(load(SFTConfig, options(model, files, tmp_path / name, *more), "sft"))
+    one, two = results["one"], results["two"]
+    assert one["step"] == two["step"] == 11
+    for key in ("loss", "grad_norm", "val_loss", "lr"):
+        assert one[key] == pytest.approx(two[key], rel=1e-3), key
+    assert one["val_loss"] < 4.5  # random weights give log(320) = 5.8
+
+    # The number reported is that of the model saved, measured the plain way.
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "two")
+    table = encode(tokenizer, [conversation(i) for i in range(37)])
+    total, count = 0.0, 0
+    for ids, mask in zip(table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), strict=True):
+        labels = torch.from_numpy(np.where(mask, ids, -100))[None]
+        with torch.no_grad():
+            logits = trained(torch.tensor([ids])).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum").item()
+        count += sum(mask)
+    assert total / count == pytest.approx(two["val_loss"], rel=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "train.parquet", "two"]

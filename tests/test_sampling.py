@@ -1,0 +1,128 @@
+"""How responses are sampled: by the run's settings, and by what a row asks for."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.sampling import KEY, RowLimits, Sampling, asked
+
+
+@pytest.fixture
+def config() -> Config:
+    made = Config()
+    made.data.max_response_length = 64
+    made.rollout.top_p, made.rollout.stop, made.rollout.min_tokens = 0.9, ["###"], 2
+    made.rollout.val_kwargs.temperature, made.rollout.val_kwargs.top_k = 0.4, 30
+    return made
+
+
+def row(**values: Any) -> str:
+    return json.dumps({"index": 3, KEY: values})
+
+
+def test_each_split_has_its_settings(config: Config) -> None:
+    assert Sampling.of(config, "train") == Sampling(1.0, 0.9, -1, 2, 64, ("###",))
+    assert Sampling.of(config, "val") == Sampling(0.4, 1.0, 30, 2, 64, ("###",))
+    assert Sampling.of(config, "val").greedy() == Sampling(0.0, 1.0, -1, 2, 64, ("###",))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "means"),
+    [
+        ("temperature", 0, 0.0),
+        ("temperature", 2.0, 2.0),
+        ("top_p", 1, 1.0),
+        ("top_k", -1, -1),
+        ("top_k", 5.0, 5),
+        ("min_tokens", 0, 0),
+        ("max_tokens", 64, 64),
+        ("stop", "</answer>", ("</answer>",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop", [], ()),
+    ],
+)
+def test_a_row_changes_one_thing_and_leaves_the_rest(config: Config, key: str, value: Any, means: Any) -> None:
+    own = Sampling.of(config, "val")
+    changed = own.of_row(row(**{key: value}))
+    assert vars(changed) == vars(own) | {key: means}
+    assert type(getattr(changed, key)) is type(means)
+    RowLimits.of(config, "val").check({KEY: {key: value}} if key != "min_tokens" else None)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "null", '"text"', "[1]", '{"index": 3}', f'{{"{KEY}": null}}', row(), row(stop=None)]
+)
+def test_most_rows_ask_for_nothing(config: Config, text: str) -> None:
+    own = Sampling.of(config, "train")
+    assert own.of_row(text) == own
+    RowLimits.of(config, "train").check(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("hot", f"`extra_info.{KEY}` is 'hot'; it must be an object"),
+        ({"temprature": 1}, f"`extra_info.{KEY}.temprature` is not known; a row may set temperature, top_p"),
+        ({"temperature": "hot"}, "temperature` is 'hot'; it must be 0, or from 0.01 to 2"),
+        ({"temperature": 0.001}, "temperature` is 0.001; it must be 0, or from 0.01 to 2"),
+        ({"temperature": 2.5}, "temperature` is 2.5;"),
+        ({"temperature": -1}, "temperature` is -1;"),
+        ({"temperature": True}, "temperature` is True;"),
+        ({"temperature": float("nan")}, "temperature` is nan;"),
+        ({"top_p": 0}, "top_p` is 0; it must be a number above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p` is 1.1;"),
+        ({"top_k": 0}, "top_k` is 0; it must be a whole number of at least 1, or -1"),
+        ({"top_k": 2.5}, "top_k` is 2.5;"),
+        ({"min_tokens": -1}, "min_tokens` is -1;"),
+        ({"max_tokens": 0}, "max_tokens` is 0; it must be a whole number of at least 1"),
+        ({"max_tokens": float("inf")}, "max_tokens` is inf;"),
+        ({"max_tokens": 65}, "max_tokens` is 65, above data.max_response_length=64"),
+        ({"min_tokens": 9, "max_tokens": 8}, "at least min_tokens=9 and at most max_tokens=8 tokens"),
+        ({"max_tokens": 1}, "at least min_tokens=2 and at most max_tokens=1 tokens"),
+        ({"stop": 5}, "stop` is 5; it must be a text or a list of texts"),
+        ({"stop": [""]}, "stop` holds ''; it must be"),
+        ({"stop": ["a", None]}, "stop` holds None;"),
+        ({"stop": ["x"] * 17}, "stop` has 17 texts, more than 16;"),
+        ({"stop": "x" * 257}, "stop` holds a text of 257 characters, more than 256;"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(config: Config, values: Any, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        RowLimits.of(config, "val").check({KEY: values})
+    assert words in str(error.value)
+
+
+def test_training_rows_keep_the_temperature_that_the_trainer_takes(config: Config) -> None:
+    with pytest.raises(
+        ValueError, match="a training row may not set it: the trainer computes .* remove it from the row"
+    ):
+        RowLimits.of(config, "train").check({KEY: {"temperature": 0.5}})
+    RowLimits.of(config, "val").check({KEY: {"temperature": 0.5}})
+
+
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_tokens"])
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [
+        ("actor.old_log_probs", "engine", "actor.old_log_probs=engine needs"),
+        ("algorithm.use_kl_in_reward", True, "algorithm.use_kl_in_reward=true needs"),
+        ("algorithm.adv_estimator", "optimal_token_baseline", "algorithm.adv_estimator=optimal_token_baseline needs"),
+    ],
+)
+def test_training_rows_are_not_truncated_where_whole_distributions_are_compared(
+    config: Config, key: str, setting: str, value: Any, named: str
+) -> None:
+    wanted = {KEY: {key: 1}}
+    RowLimits.of(config, "train").check(wanted | {KEY: {key: 2 if key == "min_tokens" else 1}})
+    section, name = setting.split(".")
+    setattr(getattr(config, section), name, value)
+    with pytest.raises(ValueError, match=named):
+        RowLimits.of(config, "train").check(wanted)
+    RowLimits.of(config, "train").check({KEY: {"max_tokens": 8, "stop": "x"}})
+
+
+def test_names_are_those_of_the_file() -> None:
+    everything = {"temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_tokens": 1, "max_tokens": 2, "stop": ["a"]}
+    assert asked({KEY: everything}) == everything | {"stop": ("a",)}

@@ -1,0 +1,299 @@
+"""Weights that are read out of a train worker's memory: with NIXL where it is installed, else with stand-ins.
+
+The stand-in for NIXL copies between addresses of this process. What GPUs would do differently is not tested here.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipeline.config import Config
+from pipeline.run.faults import ECHO, kinds
+from pipeline.scoring.replica import StoreWeights
+from pipeline.store.versions import Ticket
+from pipeline.train.setup import build_publishers
+from pipeline.weights import direct
+from pipeline.weights.direct import BLOCK, Remote, digest, read
+from pipeline.weights.load import Shard, checksum, fetch, parameters
+from pipeline.weights.outbox import Outbox
+from pipeline.weights.publish import Sender
+
+CPU = torch.device("cpu")
+LIMIT = 300
+PARTS = 3
+CALL_S = 60.0
+LIVING: list[Outbox] = []
+"""A train worker outlives what it publishes."""
+
+
+class Model(nn.Module):
+    def __init__(self, version: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(version)
+        self.embedding = nn.Embedding(13, 7)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 11)
+
+
+def sender(rank: int = 0) -> Sender:
+    outbox = Outbox(rank, PARTS, CPU)
+    LIVING.append(outbox)
+    return Sender(rank, torch.bfloat16, LIMIT, lambda buffer: pytest.fail("put"), outbox=outbox)
+
+
+def arrived(shards: list[Shard], timeout: float = CALL_S) -> dict[str, torch.Tensor]:
+    return dict(parameters(shards, lambda refs: fetch(refs, "cpu", timeout)))
+
+
+def check_is(got: dict[str, torch.Tensor], version: int) -> None:
+    wanted = {name: parameter.detach().bfloat16() for name, parameter in Model(version).named_parameters()}
+    assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+class Agent:
+    """NIXL's calls, within one process."""
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.name, self.registered, self.known, self.open = name, 0, [], 0
+        self.state, self.error = "DONE", None
+
+    def register_memory(self, tensor: torch.Tensor) -> int:
+        assert tensor.nbytes
+        self.registered += 1
+        return 1
+
+    def deregister_memory(self, count: int) -> None:
+        self.registered -= count
+
+    def get_agent_metadata(self) -> bytes:
+        return self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> None:
+        self.known.append(metadata.decode())
+
+    def get_xfer_descs(self, descs: list[tuple[int, int, int]], mem_type: str) -> tuple[int, int, int]:
+        assert mem_type == "DRAM"
+        return descs[0]
+
+    def initialize_xfer(self, kind: str, here: Any, there: Any, remote: str, message: bytes) -> Any:
+        if self.error:
+            raise self.error
+        assert kind == "READ" and remote in self.known and here[1] == there[1]
+        self.open += 1
+        return here[0], there[0], here[1]
+
+    def transfer(self, handle: Any) -> str:
+        ctypes.memmove(*handle)
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        return self.state
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        self.open -= 1
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    api: Any = ModuleType("nixl._api")
+    api.nixl_agent, api.nixl_agent_config = Agent, lambda backends: backends
+    monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    caches = (direct.nixl_agent, direct._introduce)
+    for cache in caches:
+        cache.cache_clear()
+    yield direct.nixl_agent()
+    for cache in caches:
+        cache.cache_clear()
+
+
+# The checksum
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_any_other_byte_changes_the_checksum(data: bytes, draw: Any) -> None:
+    place, value = draw.draw(st.integers(0, len(data) - 1)), draw.draw(st.integers(1, 255))
+    other = bytearray(data)
+    other[place] ^= value
+    whole, changed = (torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (data, other))
+    assert digest(whole) == digest(whole.clone()) != digest(changed)
+    assert digest(whole) != digest(torch.cat([whole, torch.zeros(1, dtype=torch.uint8)]))
+
+
+def test_the_checksum_of_several_blocks_and_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randint(0, 256, (5 * 2 * BLOCK + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    value = digest(data)
+    monkeypatch.setattr(direct, "SLICE", 4 * BLOCK)
+    assert digest(data) == value
+    swapped = data.clone()
+    swapped[: 2 * BLOCK], swapped[2 * BLOCK : 4 * BLOCK] = data[2 * BLOCK : 4 * BLOCK], data[: 2 * BLOCK]
+    assert digest(swapped) != value
+    # Largest numbers under largest sums: exact, where overflow would not be.
+    full = torch.full((2 * BLOCK,), 255, dtype=torch.uint8)
+    assert int((torch.full((BLOCK,), 65535) * direct._weights("cpu")).sum()) == 65535 * sum(
+        direct._weights("cpu").tolist()
+    )
+    assert digest(full) != digest(torch.zeros_like(full))
+
+
+def test_no_bytes_have_a_checksum() -> None:
+    assert digest(torch.empty(0, dtype=torch.uint8)) == 0
+
+
+# NIXL, by the stand-in
+
+
+def test_every_version_arrives_and_stands_while_others_are_written(agent: Agent) -> None:
+    send, shards = sender(), {}
+    for version in range(5, 12):
+        shards[version] = send.pack(Model(version), version)
+        for standing in range(max(5, version - PARTS + 1), version + 1):
+            check_is(arrived([shards[standing]]), standing)
+    assert send.bytes == send.whole_bytes == sum(p.numel() * 2 for p in Model().parameters())
+    # The sender's memory alone, registered and told once; every read gives back what it took.
+    assert (agent.registered, agent.open, agent.known) == (1, 0, [agent.name])
+    assert len({checksum([shard]) for shard in shards.values()}) == len(shards)
+
+
+def test_what_is_published_is_a_copy(agent: Agent) -> None:
+    model, send = Model(0), sender()
+    shard = send.pack(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    check_is(arrived([shard]), 0)
+
+
+def test_a_version_that_was_written_over_is_refused(agent: Agent) -> None:
+    send = sender()
+    old = send.pack(Model(0), 0)
+    for version in range(1, PARTS + 1):
+        send.pack(Model(version), version)
+    with pytest.raises(ValueError, match="weights bucket 0 of train rank 0 arrived damaged"):
+        arrived([old])
+
+
+def test_ranks_without_a_part_of_the_weights_are_not_read(agent: Agent) -> None:
+    shards = [sender(rank=rank).pack(Model(3), 0) for rank in (0, 1)]
+    assert all(remote.nbytes == 0 and remote.memory is None for remote in shards[1].buckets)
+    check_is(arrived(shards), 3)
+
+
+def test_what_is_published_passes_through_the_store(agent: Agent) -> None:
+    shard = sender().pack(Model(2), 0)
+    check_is(arrived([pickle.loads(pickle.dumps(shard))]), 2)
+    assert all(isinstance(remote, Remote) for remote in shard.buckets)
+
+
+def test_a_read_that_takes_too_long_names_the_rank(agent: Agent) -> None:
+    shard = sender(rank=0).pack(Model(), 0)
+    agent.state = "PROC"
+    with pytest.raises(TimeoutError, match="train rank 0 was not read within 0 s"):
+        arrived([shard], timeout=0.01)
+
+
+def test_a_train_worker_that_cannot_be_read_counts_as_the_echo_of_its_death(agent: Agent) -> None:
+    shard = sender().pack(Model(), 0)
+    agent.state = "ERR"
+    with pytest.raises(ConnectionError, match="memory of train rank 0 cannot be read") as error:
+        arrived([shard])
+    assert kinds(error.value) & ECHO
+    agent.error = RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+    with pytest.raises(ConnectionError, match="NIXL_ERR_REMOTE_DISCONNECT"):
+        arrived([shard])
+
+
+def test_a_replica_reads_as_an_engine_does(agent: Agent) -> None:
+    module = Model(1).bfloat16()
+    store: Any = None
+    weights = StoreWeights(module, store, "policy", CALL_S)
+    weights._load(Ticket(4, [sender().pack(Model(9), 4)]))
+    check_is({name: parameter.detach() for name, parameter in module.named_parameters()}, 9)
+    agent.state = "PROC"
+    weights._timeout = 0.01
+    with pytest.raises(TimeoutError, match=r"version 5 did not arrive from train ranks 0 within .* \(trainer.deadl"):
+        weights._load(Ticket(5, [sender().pack(Model(9), 5)]))
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_the_policy_is_kept_for_as_many_versions_as_may_be_read(agent: Agent, staleness: int) -> None:
+    config = Config()
+    config.trainer.weight_transport, config.algorithm.max_staleness = "nixl", staleness
+    model: Any = Model()
+    model.hf_name = lambda name: f"lm.{name}"
+    actor: Any = SimpleNamespace(module=model)
+    send = build_publishers(config, actor, None, 0, CPU)["policy"]
+    first = send.pack(model, 0)
+    for version in range(1, staleness + 2):
+        send.pack(Model(version), version)
+    assert all(name.startswith("lm.") for name in arrived([first]))
+    send.pack(Model(1), staleness + 2)
+    with pytest.raises(ValueError, match="arrived damaged"):
+        arrived([first])
+
+
+def test_without_nixl_the_train_worker_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    direct.nixl_agent.cache_clear()
+    with pytest.raises(ImportError, match="on every node, and it cannot be imported here .* pip install nixl"):
+        Outbox(0, 2, CPU)
+
+
+# NIXL itself
+
+
+def work(pipe: Any) -> None:
+    """A train worker in a process of its own: gets version numbers, sends shards."""
+    torch.set_num_threads(1)
+    send = sender()
+    while (version := pipe.recv()) is not None:
+        pipe.send(send.pack(Model(version), version))
+
+
+@pytest.fixture
+def worker() -> Iterator[tuple[Any, Any]]:
+    pytest.importorskip("nixl", exc_type=ImportError)
+    direct.nixl_agent.cache_clear()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    process = context.Process(target=work, args=(end,), daemon=True)
+    process.start()
+    yield process, pipe
+    process.kill()
+    process.join(CALL_S)
+
+
+def test_nixl_reads_another_process_s_memory_until_it_dies(worker: tuple[Any, Any]) -> None:
+    process, pipe = worker
+    shards: dict[int, Shard] = {}
+    for version in range(2 * PARTS):
+        pipe.send(version)
+        assert pipe.poll(CALL_S), "the train worker sent nothing"
+        shards[version] = pipe.recv()
+        for standing in range(max(0, version - PARTS + 1), version + 1):
+            check_is(arrived([shards[standing]]), standing)
+    with pytest.raises(ValueError, match="arrived damaged"):
+        arrived([shards[0]])
+    last = shards[2 * PARTS - 1]
+    with pytest.raises(ValueError, match="weights bucket 1 of train rank 0 arrived damaged"):
+        arrived([replace(last, checksums=[last.checksums[0], *(crc ^ 1 for crc in last.checksums[1:])])])
+    process.kill()
+    process.join(CALL_S)
+    with pytest.raises(ConnectionError, match="memory of train rank 0 cannot be read"):
+        read(last.buckets[:1], "cpu", CALL_S)

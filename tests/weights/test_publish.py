@@ -1,0 +1,203 @@
+"""Weights from sharded ranks to whole parameters: `pack` on real gloo ranks, `parameters` on what they put."""
+
+import os
+import time
+import zlib
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor import distribute_tensor
+
+from pipeline.config.learner import FSDPConfig
+from pipeline.models.fsdp import shard
+from pipeline.weights.load import Piece, Shard, checksum, parameters
+from pipeline.weights.publish import buckets, pack, rows_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LIMIT = 600
+"""Bytes of a bucket: a few small parameters, or a large one by itself."""
+
+
+class Model(nn.Module):
+    """Rows that divide by no number of ranks, fewer rows than ranks, three dimensions, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(11, 5)
+        self.deep = nn.Parameter(torch.randn(7, 2, 3))
+        self.short = nn.Parameter(torch.randn(2, 4))
+        self.one = nn.Parameter(torch.randn(1))
+        self.large = nn.Linear(30, 10)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def publish(model: nn.Module, rank: int, dtype: str, limit: int = LIMIT) -> Shard:
+    """What a rank publishes, its buffers in place of object refs."""
+    return pack(model, rank, DTYPES[dtype], limit, lambda buffer: buffer.tobytes(), lambda name: f"model.{name}")
+
+
+def work(rank: int, folder: str) -> None:
+    """One process, which is rank `rank` of the groups of 1, 2 and 3 ranks that it belongs to."""
+    torch.set_num_threads(1)
+    for world in range(rank + 1, 4):
+        store = dist.FileStore(f"{folder}/store{world}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        model = shard(Model(), FSDPConfig(), "cpu")
+        for dtype in DTYPES:
+            torch.save(asdict(publish(model, rank, dtype)), f"{folder}/{world}-{dtype}-{rank}.pt")
+        if world == 2:
+            columns = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Sharded(1)])
+            with pytest.raises(ValueError, match=r"only rows \(Shard\(0\)\) can be broadcast"):
+                rows_of(columns, rank)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = mp.spawn(work, args=(str(folder),), nprocs=3, join=False)
+    deadline = time.monotonic() + 120
+    while not context.join(timeout=1):
+        assert time.monotonic() < deadline, "3 ranks did not finish within 120 s"
+    return folder
+
+
+def shards(folder: Path, world: int, dtype: str) -> list[Shard]:
+    def read(rank: int) -> Shard:
+        fields: dict[str, Any] = torch.load(folder / f"{world}-{dtype}-{rank}.pt", weights_only=True)
+        return Shard(**fields | {"pieces": [Piece(**piece) for piece in fields["pieces"]]})
+
+    return [read(rank) for rank in range(world)]
+
+
+def expected(dtype: str) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": p.detach().to(DTYPES[dtype]) for name, p in Model().named_parameters()}
+
+
+def fetch(refs: list[bytes]) -> list[bytes]:
+    return refs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_parameter_arrives_exactly_and_once(published: Path, world: int, dtype: str) -> None:
+    made = shards(published, world, dtype)
+    arrived = list(parameters(made, fetch))
+    wanted = expected(dtype)
+    assert [name for name, _ in arrived] == list(wanted)  # the tied head is the embedding
+    assert "model.head.weight" not in wanted
+    for name, tensor in arrived:
+        assert tensor.dtype == DTYPES[dtype] and torch.equal(tensor, wanted[name])
+    # The order in which the shards are handed over does not matter.
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in parameters(made[::-1], fetch))
+    assert checksum(made) == checksum(made[::-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_buckets_are_bounded_and_the_same_on_all_ranks(published: Path, world: int, dtype: str) -> None:
+    made = shards(published, world, dtype)
+    assert len({len(s.buckets) for s in made}) == 1 and len(made[0].buckets) > 2
+    for number in range(len(made[0].buckets)):
+        names = {piece.name for s in made for piece in s.pieces if piece.bucket == number}
+        size = sum(len(s.buckets[number]) for s in made)
+        assert size == sum(expected(dtype)[name].nbytes for name in names)
+        assert size <= LIMIT or len(names) == 1
+    for s in made:
+        for piece in s.pieces:
+            assert len(s.buckets[piece.bucket]) >= piece.offset + piece.nbytes > piece.offset
+    # Nobody sends what another rank holds.
+    whole = sum(tensor.nbytes for tensor in expected(dtype).values())
+    assert sum(len(bucket) for s in made for bucket in s.buckets) == whole
+    assert all(sum(map(len, s.buckets)) < whole for s in made) or world == 1
+
+
+def test_one_bucket_is_fetched_at_a_time(published: Path) -> None:
+    made = shards(published, 3, "float32")
+    asked: list[list[bytes]] = []
+
+    def watch(refs: list[bytes]) -> list[bytes]:
+        asked.append(refs)
+        return refs
+
+    stream = parameters(made, watch)
+    next(stream)
+    assert asked == [[s.buckets[0] for s in made]]
+    list(stream)
+    assert len(asked) == len(made[0].buckets)
+
+
+def test_the_checksum_tells_versions_apart(published: Path) -> None:
+    made = shards(published, 2, "float32")
+    model = Model()
+    with torch.no_grad():
+        model.embedding.weight[3, 2] += 1e-3
+    assert checksum([publish(Model(), 0, "float32")]) == checksum([publish(Model(), 0, "float32")])
+    assert checksum([publish(Model(), 0, "float32")]) != checksum([publish(model, 0, "float32")])
+    swapped = [replace(made[0], checksums=made[0].checksums[::-1]), made[1]]
+    assert checksum(made) != checksum(swapped)
+
+
+def test_damaged_bytes_are_refused(published: Path) -> None:
+    made = shards(published, 2, "float32")
+    damaged = bytearray(made[1].buckets[1])
+    damaged[-1] ^= 1
+    made[1].buckets[1] = bytes(damaged)
+    arriving = parameters(made, fetch)
+    with pytest.raises(ValueError, match="weights bucket 1 of train rank 1 arrived damaged"):
+        list(arriving)
+
+
+def test_missing_rows_are_refused(published: Path) -> None:
+    made = shards(published, 3, "float32")
+    with pytest.raises(ValueError, match=r"'model.deep': the ranks published 6 of 7 rows"):
+        list(parameters(made[:2], fetch))
+    lacking = replace(made[0], pieces=[p for p in made[0].pieces if p.name != "model.embedding.weight"])
+    with pytest.raises(ValueError, match=r"'model.embedding.weight': the ranks published 7 of 11 rows"):
+        list(parameters([lacking, *made[1:]], fetch))
+
+
+class Scalars(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.5))
+        self.row = nn.Parameter(torch.arange(3.0))
+        self.strided = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scalars_and_unsharded_models_come_from_rank_0_alone(dtype: str) -> None:
+    made = [publish(Scalars(), rank, dtype) for rank in range(2)]
+    assert made[1].pieces == [] and set(made[1].buckets) == {b""} and set(made[1].checksums) == {zlib.crc32(b"")}
+    arrived = dict(parameters(made, fetch))
+    for name, parameter in Scalars().named_parameters():
+        assert torch.equal(arrived[f"model.{name}"], parameter.to(DTYPES[dtype]))
+    assert arrived["model.scale"].shape == ()
+
+
+def test_bucket_limits() -> None:
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    for limit in (1, 200, 600, 10**9):
+        groups = list(buckets(model, torch.float32, limit))
+        assert [name for group in groups for name, _ in group] == names
+        sizes = [sum(p.numel() * 4 for _, p in group) for group in groups]
+        assert all(size <= limit or len(group) == 1 for size, group in zip(sizes, groups, strict=True))
+        # Greedy: what begins a bucket had no room in the one before.
+        for before, after in zip(range(len(groups)), groups[1:], strict=False):
+            assert sizes[before] + after[0][1].numel() * 4 > limit
+    assert len(list(buckets(model, torch.bfloat16, 200))) < len(list(buckets(model, torch.float32, 200)))
