@@ -89,7 +89,7 @@ def build(
     if not uses_engines(config):
         rollout_stage, generate = Replay, several(rollout.in_flight(chunks)) | {"num_cpus": REPLAY_CPUS}
 
-    placed, scored_by = config.trainer.placed, (config, client)
+    placed, publish_s = config.trainer.placed, config.trainer.deadlines.publish
     advantage = Advantage(config.algorithm, client)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
@@ -122,11 +122,11 @@ def build(
         stream = stream.map_batches(Filter, fn_constructor_args=args, **alone, **WHOLE)
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
     if uses_reference(config):
-        stream = stream.map_batches(Reference, fn_constructor_args=(config,), **pool(config, "reference"), **WHOLE)
+        stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature)
     if uses_critic(config):
-        stream = stream.map_batches(Value, fn_constructor_args=scored_by, **pool(config, "value"), **WHOLE)
+        stream = scored(stream, Value, config, "value", config.critic, client, publish_s)
     if uses_policy_scores(config):
-        stream = stream.map_batches(PolicyScore, fn_constructor_args=scored_by, **pool(config, "policy"), **WHOLE)
+        stream = scored(stream, PolicyScore, config, "policy", config.actor, rollout.temperature, client, publish_s)
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
     stream = stream.map_batches(advantage, **light)
@@ -166,8 +166,8 @@ def rewarded(stream: Dataset, config: Config, together: int) -> Dataset:
         together: chunks that are scored at the same time where calls are counted.
     """
     if uses_reward_model(config):
-        judge = pool(config, "reward_model")
-        stream = stream.map_batches(RewardModelScore, fn_constructor_args=(config,), **judge, **WHOLE)
+        judge = config.reward.model.path
+        stream = scored(stream, RewardModelScore, config, "reward_model", config.actor.fsdp, judge)
     reward, longest = config.reward, config.data.max_response_length
     where: dict[str, Any] = {"label_selector": config.trainer.placed("reward")}
     if not reward.rate_limit.used:
@@ -204,18 +204,24 @@ def engines(config: Config, size: int, chunks: int, between: tuple[int, int] | N
     return several(chunks, size, between) | gives | {"runtime_env": {"env_vars": engine_env(config)}}
 
 
-def pool(config: Config, name: str) -> dict[str, Any]:
-    """Resources of a scoring stage. Each replica takes one chunk at a time, and has threads where Ray gives it one."""
+def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) -> Dataset:
+    """`stream` with the stage of the pool `scoring.<name>`, which gets the model, that section and `args`.
+
+    Each replica takes one chunk at a time, and has threads where Ray gives it one.
+    """
     scorer: ScorerConfig = getattr(config.scoring, name)
     threads = compute_threads(scorer.num_threads, scorer.num_cpus)
-    return {
+    return stream.map_batches(
+        stage,
+        fn_constructor_args=(config.model, scorer, *args),
         # A second chunk waits in the replica's queue while the first is scored.
-        "compute": ActorPoolStrategy(size=scorer.num_workers, max_tasks_in_flight_per_actor=2),
-        "num_cpus": scorer.num_cpus,
-        "num_gpus": scorer.num_gpus,
-        "label_selector": config.trainer.placed(name),
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
-    }
+        compute=ActorPoolStrategy(size=scorer.num_workers, max_tasks_in_flight_per_actor=2),
+        num_cpus=scorer.num_cpus,
+        num_gpus=scorer.num_gpus,
+        label_selector=config.trainer.placed(name),
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        **WHOLE,
+    )
 
 
 def engine_env(config: Config) -> dict[str, str]:

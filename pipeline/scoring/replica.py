@@ -1,19 +1,17 @@
 """What the scoring stages share: a whole model on one device, and its weights from the policy store.
 
-A stage makes one `Replica`, hands it the forward pass that it wants and gets a list column back:
-
-    replica = Replica(lambda: load_value_model(config), config.scoring.value, "value")
+    replica = Replica(lambda: load_value_model(model), scorer, "value")
     weights = StoreWeights(replica.module, store, CRITIC, timeout)   # not where the model is frozen
-    version = weights.bring_to_rows(table)
+    version = weights.bring_to(table)
     column = replica.score(table, lambda module, batch: ...)
 
-Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`): grouped by length and padded on the right,
-some behind one copy of their prompt. A token's number depends on its own row alone.
+Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`). A token's number depends on its own row
+alone.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -39,25 +37,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def scoring_model(model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None = None) -> ModelConfig:
-    """`model` as a replica loads it: in the type that `scorer` asks for, else the one the trainer computes in.
-
-    Args:
-        model: the trained model.
-        scorer: the pool.
-        fsdp: sharding of the learner whose numbers the replica should give.
-        path: another model than the trained one.
-    """
+    """`model`, or the one at `path`, as a replica loads it: in the type that `scorer` names, else the trainer's."""
     return dataclasses.replace(
         model,
         path=path or model.path,
         dtype=scorer.dtype or fsdp.param_dtype or model.dtype,
         enable_gradient_checkpointing=False,
     )
-
-
-def newest(table: pa.Table) -> int:
-    """The newest policy version that generated a row; the table must have rows."""
-    return pc.max(table["policy_version"]).as_py()
 
 
 class Replica(Generic[M]):
@@ -93,12 +79,12 @@ class Replica(Generic[M]):
             ValueError: a row is longer than a forward pass may be, or has a response after an empty prompt.
         """
         rows = TokenBatch.from_table(table)
-        lengths = rows.lengths
-        if lengths and max(lengths) > self.max_token_len:
+        longest = max(rows.lengths, default=0)
+        if longest > self.max_token_len:
             raise ValueError(
-                f"row {int(np.argmax(lengths))} has {max(lengths)} tokens (prompt + response), more than the "
+                f"row {rows.lengths.index(longest)} has {longest} tokens (prompt + response), more than the "
                 f"{self.max_token_len} of one forward pass; raise scoring.{self.name}.max_token_len to at least "
-                f"{max(lengths)}"
+                f"{longest}"
             )
         numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
         packs = share_prefixes(rows, range(len(rows)), self.max_token_len, self._shared_size)
@@ -129,60 +115,48 @@ class StoreWeights:
     ):
         self._store, self._model, self._timeout = store, model, timeout
         self._parameters = {published_name(name): parameter for name, parameter in module.named_parameters()}
-        self.version = -1
+        self._version = -1
         """What the module holds; -1 before the first load."""
 
-    def bring_to_rows(self, table: pa.Table) -> int:
-        """`bring_to` the newest policy version that generated a row of `table`.
+    def bring_to(self, table: pa.Table) -> int:
+        """Load the store's current weights unless the module is as new as the newest row; the version it then holds.
 
-        No rows need no weights, and nothing is waited for: a chunk of validation rows has left the stream before.
-        """
-        return self.bring_to(newest(table)) if len(table) else -1
-
-    def bring_to(self, version: int) -> int:
-        """Load the store's current weights unless the module holds `version` or a newer one; the version it then holds.
+        Without rows nothing is waited for, and the version is -1.
 
         Raises:
             StaleAttempt: the train workers have restarted.
             StoreTimeout: the train workers did not publish the version in time.
-            TimeoutError: the store did not answer, or a rank's weights did not arrive, in time.
+            TimeoutError: the store did not answer, or a bucket of weights did not arrive, in time.
             ValueError: the published weights are not those of the module, or arrived damaged.
         """
-        if version > self.version:
+        if not len(table):
+            return -1
+        version = pc.max(table["policy_version"]).as_py()
+        if version > self._version:
             ticket = self._store.wait(PolicyStore.weights, self._model, version, self._timeout)
             # A load that fails leaves the module between two versions.
-            self.version = -1
+            self._version = -1
             self._load(ticket)
-            self.version = ticket.version
-        return self.version
+            self._version = ticket.version
+        return self._version
 
     @torch.no_grad()
     def _load(self, ticket: Ticket) -> None:
         device = next(iter(self._parameters.values())).device
-
-        def take(refs: list[Any]) -> list[Any]:
-            try:
-                return fetch(refs, device, self._timeout)
-            except TimeoutError:
-                ranks = ", ".join(str(shard.rank) for shard in ticket.shards)
-                raise TimeoutError(
-                    f"{self._model} weights: a bucket of version {ticket.version} did not arrive from train ranks "
-                    f"{ranks} within {self._timeout:.0f} s (trainer.deadlines.publish)"
-                ) from None
-
+        published = f"{self._model} weights: version {ticket.version}"
         missing = set(self._parameters)
-        for name, tensor in parameters(ticket.shards, take):
+        for name, tensor in parameters(ticket.shards, lambda refs: fetch(refs, device, self._timeout)):
             target = self._parameters.get(name)
             if target is None or target.shape != tensor.shape:
                 here = "does not know" if target is None else f"has with shape {tuple(target.shape)}"
                 raise ValueError(
-                    f"{self._model} weights: version {ticket.version} holds {name!r} with shape "
-                    f"{tuple(tensor.shape)}, which this replica {here}; it must load the model that is trained"
+                    f"{published} holds {name!r} with shape {tuple(tensor.shape)}, which this replica {here}; it must "
+                    "load the model that is trained"
                 )
             target.copy_(tensor)
             missing.discard(name)
         if missing:
             raise ValueError(
-                f"{self._model} weights: version {ticket.version} lacks {len(missing)} of {len(self._parameters)} "
-                f"parameters: {', '.join(sorted(missing))}; the train workers must publish all of them"
+                f"{published} lacks {len(missing)} of {len(self._parameters)} parameters: "
+                f"{', '.join(sorted(missing))}; the train workers must publish all of them"
             )

@@ -1,14 +1,16 @@
-"""The value stage: finished rows in, the critic's value before every response token added.
+"""The value stage: the critic's value before every response token.
 
-Values come from a replica of the critic at the version of the policy that generated the rows, or at a newer one where
-the trainer is ahead; both are published together, so rows and weights of a version are there at the same time.
+Values come from a replica of the critic at the version of the policy that generated the rows, or at a newer one. Policy
+and critic of a version are published together.
 """
 
 import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from pipeline.config import Config
+from pipeline.config.learner import CriticConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.scoring import ScorerConfig
 from pipeline.models.packing import ModelInputs
 from pipeline.models.value import ValueModel, load_value_model
 from pipeline.rows import VALUE, append
@@ -18,32 +20,26 @@ from pipeline.store.versions import CRITIC
 
 
 class Value:
-    """One replica of the critic.
+    """Stage that adds the columns `VALUE`.
 
     Args:
-        config: the run's configuration.
+        model: the trained model.
+        scorer: `scoring.value`.
+        critic: its own model, if it has one, and its sharding.
         store: the policy store, for this attempt.
-
-    Raises:
-        ValueError: the model cannot be loaded, or cannot become a critic.
+        timeout: seconds that publication and transfer of weights may take.
     """
 
-    def __init__(self, config: Config, store: StoreClient):
-        scorer = config.scoring.value
-        model = scoring_model(config.model, scorer, config.critic.fsdp)
-        self._replica = Replica(
-            lambda: load_value_model(model, config.critic.path), scorer, "value", model.share_prompts
-        )
-        timeout = config.trainer.deadlines.publish
+    def __init__(
+        self, model: ModelConfig, scorer: ScorerConfig, critic: CriticConfig, store: StoreClient, timeout: float
+    ) -> None:
+        model = scoring_model(model, scorer, critic.fsdp)
+        self._replica = Replica(lambda: load_value_model(model, critic.path), scorer, "value", model.share_prompts)
         self._weights = StoreWeights(self._replica.module, store, CRITIC, timeout)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with the columns `VALUE` added.
-
-        Raises:
-            see `StoreWeights.bring_to` and `Replica.score`.
-        """
-        version = self._weights.bring_to_rows(table)
+        """`table` with one value (float32) per response token."""
+        version = self._weights.bring_to(table)
         values = self._replica.score(table, _values)
         return append(table, VALUE, {"values": values, "value_version": np.full(len(table), version)})
 

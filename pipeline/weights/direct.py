@@ -134,7 +134,9 @@ def read(remotes: Sequence[Remote], device: Any, timeout: float) -> list["torch.
             if state == "ERR":
                 raise PeerDied(_broken(remote, "the transfer failed"))
             if time.monotonic() > deadline:
-                raise TimeoutError(f"train rank {remote.rank} was not read within {timeout:.0f} s")
+                raise TimeoutError(
+                    f"weights: train rank {remote.rank} was not read within {timeout:.0f} s (trainer.deadlines.publish)"
+                )
             time.sleep(POLL_S)
         nixl_agent().release_xfer_handle(transfer)
         nixl_agent().deregister_memory(registered)

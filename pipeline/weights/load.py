@@ -74,7 +74,13 @@ def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
         return read(refs, device, timeout)
     import ray
 
-    return ray.get(refs, timeout=timeout) if ray.is_initialized() else refs
+    try:
+        return ray.get(refs, timeout=timeout) if ray.is_initialized() else refs
+    except TimeoutError:
+        raise TimeoutError(
+            f"weights: a bucket of the {len(refs)} train ranks did not arrive within {timeout:.0f} s "
+            "(trainer.deadlines.publish)"
+        ) from None
 
 
 def checksum(shards: Sequence[Shard]) -> int:
@@ -184,14 +190,7 @@ def register() -> None:
 
         def receive_weights(self, update_info: Update) -> None:
             def take(refs: list[Any]) -> list[Any]:
-                try:
-                    return fetch(refs, self.device, update_info.timeout)
-                except TimeoutError:
-                    ranks = ", ".join(str(shard.rank) for shard in update_info.shards)
-                    raise TimeoutError(
-                        f"weights: a bucket did not arrive from train ranks {ranks} within {update_info.timeout:.0f} s "
-                        "(trainer.deadlines.publish)"
-                    ) from None
+                return fetch(refs, self.device, update_info.timeout)
 
             model: Any = self.model
             loaded = model.load_weights(parameters(update_info.shards, take, self._held))

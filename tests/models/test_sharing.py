@@ -31,7 +31,7 @@ from pipeline.models.sharing import attention_inputs, obstacle, share_prefixes, 
 from pipeline.models.value import ValueModel
 from pipeline.train.setup import build_actor
 from tests.models.test_policy import SIZES, VOCAB, build
-from tests.scoring.test_reference import make_config as scoring_config
+from tests.scoring.test_reference import make_stage as reference_stage
 from tests.train.updates import COLUMNS, CPU, assert_same, make_config, trained
 
 GROUPS = [
@@ -187,13 +187,9 @@ def test_fewer_tokens_go_through_the_model(tiny_model: Path) -> None:
 
 
 def test_replicas_share(tiny_model: Path) -> None:
-    from pipeline.scoring.reference import Reference
-
     rows, found = make_rows(), []
     for share in ("never", "auto"):
-        config = scoring_config(tiny_model, 0.7)
-        config.model.share_prompts = share
-        reference = Reference(config)
+        reference = reference_stage(tiny_model, 0.7, share=share)
         seen: list[tuple[int, ...]] = []
         reference._replica.module.lm.get_decoder().register_forward_pre_hook(
             lambda _, args, kwargs, seen=seen: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True

@@ -1,10 +1,8 @@
 """Scoring in micro-batches, and weights that follow the store's versions."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import ray
@@ -18,10 +16,10 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.models.packing import ModelInputs
 from pipeline.rows import flat
-from pipeline.scoring.replica import Replica, StoreWeights, newest, scoring_model
+from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
 from pipeline.store.errors import StaleAttempt, StoreTimeout
 from tests.scoring.generated import generated
-from tests.scoring.published import LocalStore, get, shard_of
+from tests.scoring.published import LocalStore, shard_of
 
 
 def replica(max_token_len: int = 16384) -> Replica[nn.Linear]:
@@ -114,10 +112,6 @@ def test_computes_in_the_trainers_type_unless_told(scorer: str | None, fsdp: str
     assert scoring_model(model, ScorerConfig(), FSDPConfig(), "b").path == "b"
 
 
-def test_newest_version_of_the_rows() -> None:
-    assert newest(pa.concat_tables([generated(version=v) for v in (3, 7, 5)])) == 7
-
-
 # weights
 
 
@@ -135,35 +129,34 @@ class Model(nn.Module):
         return {float(x) for parameter in self.parameters() for x in parameter.detach().unique()}
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
-    monkeypatch.setattr(ray, "get", get)
-    yield LocalStore()
-
-
 def follow(store: LocalStore, module: nn.Module, timeout: float = 30.0, **options: Any) -> StoreWeights:
     return StoreWeights(module, store, "critic", timeout, **options)
 
 
-def test_follows_the_versions_and_asks_only_for_newer_ones(store: LocalStore) -> None:
+def bring(weights: StoreWeights, version: int) -> int:
+    """Bring the weights to a row of this version."""
+    return weights.bring_to(generated([(1, 1)], version=version))
+
+
+def test_follows_the_versions_and_asks_only_for_newer_ones(local_store: LocalStore) -> None:
     module = Model(-1.0)
-    weights = follow(store, module)
-    store.publish(0, critic=shard_of(Model(10.0)))
-    assert weights.bring_to(0) == 0 and module.values() == {10.0}
-    assert weights.bring_to(0) == 0 and len(store.asked) == 1
-    store.publish(1, critic=shard_of(Model(11.0)))
-    store.publish(2, critic=shard_of(Model(12.0)))
-    assert weights.bring_to(0) == 0 and module.values() == {10.0}
+    weights = follow(local_store, module)
+    local_store.publish(0, critic=shard_of(Model(10.0)))
+    assert bring(weights, 0) == 0 and module.values() == {10.0}
+    assert bring(weights, 0) == 0 and len(local_store.asked) == 1
+    local_store.publish(1, critic=shard_of(Model(11.0)))
+    local_store.publish(2, critic=shard_of(Model(12.0)))
+    assert bring(weights, 0) == 0 and module.values() == {10.0}
     # Version 1 is gone: the newest is taken, and serves the rows of both.
-    assert weights.bring_to(1) == 2 and module.values() == {12.0}
-    assert weights.bring_to(2) == weights.bring_to(1) == 2
-    assert store.asked == [(store.attempt, "critic", version, 30.0) for version in (0, 1)]
+    assert bring(weights, 1) == 2 and module.values() == {12.0}
+    assert bring(weights, 2) == bring(weights, 1) == 2
+    assert local_store.asked == [(local_store.attempt, "critic", version, 30.0) for version in (0, 1)]
 
 
-def test_names_are_the_published_ones_and_types_are_the_modules(store: LocalStore) -> None:
-    store.publish(0, critic=shard_of(Model(0.5), lambda name: f"model.{name}", torch.bfloat16))
+def test_names_are_the_published_ones_and_types_are_the_modules(local_store: LocalStore) -> None:
+    local_store.publish(0, critic=shard_of(Model(0.5), lambda name: f"model.{name}", torch.bfloat16))
     module = Model(-1.0)
-    follow(store, module, published_name=lambda name: f"model.{name}").bring_to(0)
+    bring(follow(local_store, module, published_name=lambda name: f"model.{name}"), 0)
     assert module.values() == {0.5} and {p.dtype for p in module.parameters()} == {torch.float32}
     assert module.tied.weight is module.first.weight
 
@@ -174,80 +167,62 @@ class Lacking(Model):
         del self.last
 
 
-def test_what_is_not_the_modules_is_refused(store: LocalStore) -> None:
-    store.publish(0, critic=shard_of(Lacking()))
+def test_what_is_not_the_modules_is_refused(local_store: LocalStore) -> None:
+    local_store.publish(0, critic=shard_of(Lacking()))
     with pytest.raises(ValueError, match=r"critic weights: version 0 lacks 2 of 5 parameters: last.bias, last.weight;"):
-        follow(store, Model(0.0)).bring_to(0)
-    store.publish(1, critic=shard_of(Model(1.0)))
+        bring(follow(local_store, Model(0.0)), 0)
+    local_store.publish(1, critic=shard_of(Model(1.0)))
     with pytest.raises(ValueError, match=r"'last.weight' with shape \(60, 90\), which this replica does not know"):
-        follow(store, Lacking()).bring_to(1)
+        bring(follow(local_store, Lacking()), 1)
 
 
-def test_a_load_that_failed_half_way_is_not_taken_for_a_version(store: LocalStore) -> None:
+def test_a_load_that_failed_half_way_is_not_taken_for_a_version(local_store: LocalStore) -> None:
     module = Model(-1.0)
-    weights = follow(store, module)
-    store.publish(0, critic=shard_of(Model(10.0)))
-    weights.bring_to(0)
+    weights = follow(local_store, module)
+    local_store.publish(0, critic=shard_of(Model(10.0)))
+    bring(weights, 0)
     other = Model(11.0)
     other.last = nn.Linear(90, 1)  # its one row would be copied into any number of rows
-    store.publish(1, critic=shard_of(other))
+    local_store.publish(1, critic=shard_of(other))
     with pytest.raises(ValueError, match=r"'last.weight' .*\(1, 90\), which this replica has with shape \(60, 90\)"):
-        weights.bring_to(1)
+        bring(weights, 1)
     assert module.values() == {10.0, 11.0}
-    store.publish(2, critic=shard_of(Model(12.0)))
-    assert weights.bring_to(0) == 2 and module.values() == {12.0}
+    local_store.publish(2, critic=shard_of(Model(12.0)))
+    assert bring(weights, 0) == 2 and module.values() == {12.0}
 
 
-def test_damaged_weights_are_refused(store: LocalStore) -> None:
-    shard = shard_of(Model(1.0))
-    shard.checksums[1] ^= 1
-    store.publish(0, critic=shard)
-    with pytest.raises(ValueError, match="weights bucket 1 of train rank 0 arrived damaged"):
-        follow(store, Model(0.0)).bring_to(0)
-
-
-def test_waits_end_with_phase_version_and_party(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = follow(store, Model(0.0), timeout=0.05)
+def test_waits_end_with_phase_version_and_party(local_store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = follow(local_store, Model(0.0), timeout=0.05)
     with pytest.raises(StoreTimeout, match=r"critic weights: .* policy version 3 from train rank 0"):
-        weights.bring_to(3)
-    store.publish(0)
+        bring(weights, 3)
+    local_store.publish(0)
     with pytest.raises(ValueError, match="the train workers publish no critic"):
-        weights.bring_to(0)
+        bring(weights, 0)
 
     def late(refs: Any, timeout: float) -> Any:
         if isinstance(refs, list):
             raise ray.exceptions.GetTimeoutError
         return refs
 
-    store.publish(1, critic=shard_of(Model(1.0)))
+    local_store.publish(1, critic=shard_of(Model(1.0)))
     monkeypatch.setattr(ray, "get", late)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    message = r"critic weights: a bucket of version 1 did not arrive from train ranks 0 within 0 s \(trainer.deadlines"
+    message = r"weights: a bucket of the 1 train ranks did not arrive within 0 s \(trainer.deadlines.publish"
     with pytest.raises(TimeoutError, match=message):
-        weights.bring_to(1)
+        bring(weights, 1)
 
     def never(refs: Any, timeout: float) -> Any:
         raise ray.exceptions.GetTimeoutError
 
     monkeypatch.setattr(ray, "get", never)
     with pytest.raises(StoreTimeout, match=r"weights: the policy store gave no answer within 60 s"):
-        weights.bring_to(1)
+        bring(weights, 1)
 
 
-def test_an_older_attempt_ends(store: LocalStore) -> None:
-    weights = follow(store, Model(0.0))
-    old = copy.copy(store)
+def test_an_older_attempt_ends(local_store: LocalStore) -> None:
+    weights = follow(local_store, Model(0.0))
+    old = copy.copy(local_store)
     weights._store = old
-    store.begin()
+    local_store.begin()
     with pytest.raises(StaleAttempt):
-        weights.bring_to(0)
-
-
-def test_numbers_follow_the_weights(store: LocalStore) -> None:
-    made = replica()
-    weights = follow(store, made.module)
-    for version in (0, 1):
-        store.publish(version, critic=shard_of(nn.Linear(1, 1)))
-        weights.bring_to(version)
-        column = made.score(generated(), lambda module, batch: module.bias.expand(len(batch.logit_index)))
-        assert np.unique(column.flatten()).tolist() == [made.module.bias.item()]
+        bring(weights, 0)

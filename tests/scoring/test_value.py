@@ -1,6 +1,5 @@
 """The value stage against the value model itself, with weights of several versions."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import Config
+from pipeline.config.learner import CriticConfig, FSDPConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.scoring import ScorerConfig
 from pipeline.models.value import ValueModel
 from pipeline.rows import FLOATS, VALUE
 from pipeline.scoring.value import Value
@@ -22,15 +23,11 @@ from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.weights.publish import pack
 from tests.scoring.generated import assert_near, generated
-from tests.scoring.published import BUCKET, LocalStore, get, shard_of
+from tests.scoring.published import BUCKET, LocalStore, shard_of
 
 
-def make_config(model: Path) -> Config:
-    config = Config()
-    config.model.path = str(model)
-    config.scoring.value.max_token_len = 30
-    config.trainer.deadlines.publish = 20.0
-    return config
+def settings(model: Path, scorer: str | None = None, critic: CriticConfig | None = None) -> tuple[Any, ...]:
+    return ModelConfig(path=str(model)), ScorerConfig(max_token_len=30, dtype=scorer), critic or CriticConfig()
 
 
 def trained(model: Path, version: int) -> ValueModel:
@@ -53,69 +50,52 @@ def expected(critic: ValueModel, table: pa.Table) -> list[Tensor]:
     return values
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
-    monkeypatch.setattr(ray, "get", get)
-    yield LocalStore()
-
-
-def test_values_are_those_of_the_critic_of_the_rows_version(store: LocalStore, tiny_model: Path) -> None:
-    stage = Value(make_config(tiny_model), store)
-    before = None
+def test_values_are_those_of_the_critic_of_the_newest_row(local_store: LocalStore, tiny_model: Path) -> None:
+    stage = Value(*settings(tiny_model), local_store, 20.0)
+    before = trained(tiny_model, 9)
     for version in (0, 1, 3):
-        critic, table = trained(tiny_model, version), generated(seed=version, version=version)
-        store.publish(version, critic=shard_of(critic))
+        critic = trained(tiny_model, version)
+        table = pa.concat_tables([generated(seed=version, version=version), generated(version=0)])
+        local_store.publish(version, critic=shard_of(critic))
         done = stage(table)
         assert done.schema.equals(pa.schema([*table.schema, *VALUE]))
         assert done.select(table.column_names).equals(table)
         assert_near(done["values"], expected(critic, table))
         assert done["value_version"].to_pylist() == [version] * len(table)
-        if before is not None:  # the comparison would see the weights of the version before
-            assert (torch.cat(expected(before, table)) - torch.cat(expected(critic, table))).abs().max() > 0.1
+        # The comparison would see the weights of the version before.
+        assert (torch.cat(expected(before, table)) - torch.cat(expected(critic, table))).abs().max() > 0.1
         before = critic
-    assert store.asked == [(store.attempt, "critic", version, 20.0) for version in (0, 1, 3)]
+    assert local_store.asked == [(local_store.attempt, "critic", version, 20.0) for version in (0, 1, 3)]
 
 
-def test_the_newest_row_decides(store: LocalStore, tiny_model: Path) -> None:
-    stage = Value(make_config(tiny_model), store)
-    store.publish(0, critic=shard_of(trained(tiny_model, 0)))
-    stage(generated())
-    store.publish(1, critic=shard_of(critic := trained(tiny_model, 1)))
-    mixed = pa.concat_tables([generated(version=1), generated(seed=1, version=0)])
-    done = stage(mixed)
-    assert_near(done["values"], expected(critic, mixed))
-    assert set(done["value_version"].to_pylist()) == {1}
-
-
-def test_no_rows_wait_for_nothing(store: LocalStore, tiny_model: Path) -> None:
-    stage = Value(make_config(tiny_model), store)
-    done = stage(generated().slice(0, 0))
+def test_no_rows_wait_for_nothing(local_store: LocalStore, tiny_model: Path) -> None:
+    done = Value(*settings(tiny_model), local_store, 20.0)(generated().slice(0, 0))
     assert len(done) == 0 and done.schema.field("values").type == FLOATS and "value_version" in done.column_names
-    assert store.asked == []
+    assert local_store.asked == []
 
 
 @pytest.mark.parametrize(("scorer", "fsdp"), [("bfloat16", None), (None, "bfloat16")])
-def test_type_of_the_computation(store: LocalStore, tiny_model: Path, scorer: str | None, fsdp: str | None) -> None:
-    config = make_config(tiny_model)
-    config.scoring.value.dtype, config.critic.fsdp.param_dtype = scorer, fsdp
+def test_type_of_the_computation(
+    local_store: LocalStore, tiny_model: Path, scorer: str | None, fsdp: str | None
+) -> None:
+    config = CriticConfig(fsdp=FSDPConfig(param_dtype=fsdp))
     critic, table = trained(tiny_model, 0), generated()
-    store.publish(0, critic=shard_of(critic))
-    done = Value(config, store)(table)
+    local_store.publish(0, critic=shard_of(critic))
+    done = Value(*settings(tiny_model, scorer, config), local_store, 20.0)(table)
     exact = torch.cat(expected(critic, table))
     gap = (torch.tensor(done["values"].combine_chunks().flatten().to_pylist()).double() - exact).abs().max()
     assert 1e-4 < gap < 0.1 * exact.abs().max()
 
 
-def test_the_critics_own_model(store: LocalStore, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_critics_own_model(local_store: LocalStore, tiny_model: Path, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_pretrained(tiny_model)
     other.model.layers = nn.ModuleList(other.model.layers[:1])
     other.config.num_hidden_layers, other.config.layer_types = 1, other.config.layer_types[:1]
     other.save_pretrained(tmp_path)
-    config = make_config(tiny_model)
-    config.critic.path = str(tmp_path)
     critic, table = trained(tmp_path, 0), generated()
-    store.publish(0, critic=shard_of(critic))
-    assert_near(Value(config, store)(table)["values"], expected(critic, table))
+    local_store.publish(0, critic=shard_of(critic))
+    stage = Value(*settings(tiny_model, critic=CriticConfig(path=str(tmp_path))), local_store, 20.0)
+    assert_near(stage(table)["values"], expected(critic, table))
 
 
 @pytest.mark.ray
@@ -124,7 +104,7 @@ def test_with_a_real_store(tiny_model: Path) -> None:
     actor: Any = ray.remote(PolicyStore).options(num_cpus=0).remote(Admission(1, 1, 0))
     store = StoreClient(actor, StoreClient(actor).ask(PolicyStore.new_attempt))
     store.call(PolicyStore.register_trainer, TrainerState(0, PromptCursor(), False), 1)
-    stage = ray.remote(Value).options(num_cpus=1).remote(make_config(tiny_model), store)
+    stage = ray.remote(Value).options(num_cpus=1).remote(*settings(tiny_model), store, 20.0)
     for version in (0, 1):
         critic, table = trained(tiny_model, version), generated(version=version)
         asked = stage.__call__.remote(table)

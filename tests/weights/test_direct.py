@@ -225,7 +225,7 @@ def test_a_replica_reads_as_an_engine_does(agent: Agent) -> None:
     check_is({name: parameter.detach() for name, parameter in module.named_parameters()}, 9)
     agent.state = "PROC"
     weights._timeout = 0.01
-    with pytest.raises(TimeoutError, match=r"version 5 did not arrive from train ranks 0 within .* \(trainer.deadl"):
+    with pytest.raises(TimeoutError, match=r"train rank 0 was not read within .* \(trainer.deadl"):
         weights._load(Ticket(5, [sender().pack(Model(9), 5)]))
 
 
