@@ -4,7 +4,7 @@
     python -m benchmarks.weights --dtype bfloat16 --engines 4 --repeats 10
     python -m benchmarks.weights --engines 0               # without vLLM: only what the trainer does, and the changes
 
-    gather  a train rank copies its weights into buckets, and their checksums are computed (`broadcast.pack`)
+    gather  a train rank copies its weights into buckets, and their checksums are computed (`publish.pack`)
     crc     of that, the checksums alone
     put     the buckets go into Ray's object store
     get     an engine gets all buckets; those of its node are mapped into its memory, not copied
@@ -39,7 +39,7 @@ from benchmarks.prompt_stream import byte_tokenizer
 from pipeline.config import Config, load_config
 from pipeline.models.fsdp import torch_dtype
 from pipeline.run.driver import start_ray
-from pipeline.weights.delta import Held, apply, encode, pieces_of
+from pipeline.weights.delta import BucketCache, apply, encode
 from pipeline.weights.load import Shard, parameters
 from pipeline.weights.publish import pack
 
@@ -170,10 +170,10 @@ def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str,
         int(np.count_nonzero(a.view(kind) != b.view(kind))) for a, b in zip(old.buckets, new.buckets, strict=True)
     )
     begun = time.perf_counter()
-    pieces = [pieces_of(new, number) for number in range(len(new.buckets))]
-    blobs = [encode(a, b, own, new.itemsize) for a, b, own in zip(old.buckets, new.buckets, pieces, strict=True)]
+    spans = [new.spans(number) for number in range(len(new.buckets))]
+    blobs = [encode(a, b, own, new.itemsize) for a, b, own in zip(old.buckets, new.buckets, spans, strict=True)]
     found = time.perf_counter()
-    for blob, bucket, own in zip(blobs, old.buckets, pieces, strict=True):
+    for blob, bucket, own in zip(blobs, old.buckets, spans, strict=True):
         apply(blob, bucket, own, new.itemsize)
     applied = time.perf_counter()
     assert all((a == b).all() for a, b in zip(old.buckets, new.buckets, strict=True))
@@ -188,7 +188,7 @@ def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str,
 def join(shard: Shard, repeats: int) -> list[float]:
     """Seconds to verify and join the parameters, without an engine that loads them."""
     fetch = (lambda refs: ray.get(refs, timeout=WAIT_S)) if ray.is_initialized() else (lambda refs: refs)
-    return seconds(repeats, lambda: sum(1 for _ in parameters([shard], fetch, Held())))
+    return seconds(repeats, lambda: sum(1 for _ in parameters([shard], fetch, BucketCache())))
 
 
 def report(times: dict[str, list[float]], mib: float) -> Table:

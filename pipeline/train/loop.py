@@ -70,7 +70,7 @@ class Loop:
         self.critic = build_critic(self.config, self.device, iterations) if uses_critic(self.config) else None
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
-        self.senders = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
+        self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
         root = checkpoints.root(trainer, self.run_dir)
         self.version, cursor, validated = restore(
             self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint
@@ -190,9 +190,9 @@ class Loop:
     def _publish(self) -> None:
         """Publish the current weights of every trained model as version `self.version`."""
         stepped_at = time.time()
-        shards = {POLICY: self.senders[POLICY].pack(self.actor.module, self.version)}
+        shards = {POLICY: self.publishers[POLICY].pack(self.actor.module, self.version)}
         if self.critic:
-            shards[CRITIC] = self.senders[CRITIC].pack(self.critic.module, self.version)
+            shards[CRITIC] = self.publishers[CRITIC].pack(self.critic.module, self.version)
         if self.config.rollout.sleep and self.device.type == "cuda":
             # An engine that wakes needs the memory that the update has freed and torch still holds.
             torch.cuda.empty_cache()
@@ -226,7 +226,7 @@ class Loop:
         """
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
-        stats += [memory_metrics(self.device), sequence_balance(table), self.senders[POLICY].stats()]
+        stats += [memory_metrics(self.device), sequence_balance(table), self.publishers[POLICY].stats()]
         parts: list[Any] = [None] * self.world_size
         dist.gather_object(stats, parts if self.rank == 0 else None)
         verdict: list[Any] = [None, False]

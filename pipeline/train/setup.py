@@ -10,8 +10,8 @@ from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
 from pipeline.train.learner import UpdateShape
-from pipeline.weights.outbox import Outbox
-from pipeline.weights.publish import Sender
+from pipeline.weights.direct import PublishedMemory
+from pipeline.weights.publish import WeightPublisher
 
 
 def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
@@ -45,15 +45,15 @@ def build_critic(config: Config, device: torch.device, iterations: int) -> Criti
 
 def build_publishers(
     config: Config, actor: Actor, critic: Critic | None, rank: int, device: torch.device
-) -> dict[str, Sender]:
+) -> dict[str, WeightPublisher]:
     """What publishes this rank's part of each trained model's weights, by the model's name in the store."""
     limit = config.trainer.weight_bucket_mb * 2**20
     transport = config.trainer.weight_transport
-    outbox = Outbox(rank, config.algorithm.max_staleness + 2, device) if transport == "nixl" else None
+    memory = PublishedMemory(rank, config.algorithm.max_staleness + 2, device) if transport == "nixl" else None
     dtype = torch_dtype(config.rollout.dtype, "rollout.dtype")
     delta = transport == "delta"
-    publishers = {POLICY: Sender(rank, dtype, limit, ray.put, actor.module.hf_name, delta, outbox)}
+    publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, actor.module.hf_name, delta, memory)}
     if critic:
         dtype = torch_dtype(config.model.dtype, "model.dtype")
-        publishers[CRITIC] = Sender(rank, dtype, limit, ray.put)
+        publishers[CRITIC] = WeightPublisher(rank, dtype, limit, ray.put)
     return publishers

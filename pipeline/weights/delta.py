@@ -1,64 +1,49 @@
-"""Weights as what has changed since the version before, losslessly.
+"""Lossless changes from one version of the weights to the next.
 
 One optimiser step changes few of the weights that an engine computes with: in bfloat16 most updates are smaller than
-the last bit. So beside a version's whole buckets a rank publishes, for each bucket, the numbers that are other than in
-the version before, and an engine that holds that version fetches these alone. It makes the whole buckets of them, whose
-checksums are the published ones, as if they had travelled (`weights.parameters` verifies them either way). A new
-engine, or one that has missed too many versions, fetches whole buckets.
+the last bit. So beside a version's whole buckets a rank publishes what changed in each since the version before. An
+engine that holds that version fetches the changes alone and applies them; the checksums are those of the whole buckets.
+A new engine, or one that has missed too many versions, fetches whole buckets. The publisher and every engine keep a
+copy of the buckets in host memory.
 
-The price is memory: the sender and every engine keep a copy of the buckets in host memory.
+A bucket's changes are, for each parameter, a head (encoding, count) and the smallest of
 
-A bucket's changes are, piece by piece, a head (kind, count) and
-
-    INDICES   the places of the changed numbers (uint32) and the numbers
+    INDICES   the indices of the changed numbers (uint32) and the numbers
     MASK      a bit for each number, and the changed numbers
     WHOLE     all numbers
 
-whichever is smallest. Numbers are compared bit by bit, so that NaN is NaN and -0 is not 0.
+Numbers are compared bit by bit, so that NaN equals NaN and -0 differs from 0.
 """
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from pipeline.weights.load import Shard
+    from pipeline.weights.load import Shard, Step
 
 INDICES, MASK, WHOLE = range(3)
 HEAD = struct.Struct("<BQ")
-MOST_STEPS = 4
-"""Versions that an engine may have missed, and one."""
+MAX_STEPS = 4
+"""Steps that are published beside whole buckets: an engine may have missed one version less."""
 
-Piece = tuple[int, int]
-"""Offset and bytes of a piece in its bucket."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one rank changed from version `since` to the next."""
-
-    since: int
-    buckets: list[Any]
-    """One object ref (or the buffer itself, outside Ray) per bucket."""
-    nbytes: int
+Span = tuple[int, int]
+"""Offset and bytes of a parameter's part in its bucket."""
 
 
-def encode(old: np.ndarray, new: np.ndarray, pieces: Sequence[Piece], itemsize: int) -> np.ndarray:
-    """The changes of a bucket.
+def encode(old: np.ndarray, new: np.ndarray, spans: Sequence[Span], itemsize: int) -> np.ndarray:
+    """The changes of a bucket, uint8; at most a head for each span longer than the bucket.
 
     Args:
         old, new: [B] uint8, the bucket before and after.
-        pieces: where the parameters stand in it.
+        spans: the parameters in it.
         itemsize: bytes of a number: 1, 2, 4 or 8.
-
-    Returns:
-        uint8, at most a head a piece longer than the bucket.
     """
-    kind, parts = np.dtype(f"u{itemsize}"), []
-    for offset, nbytes in pieces:
+    kind = np.dtype(f"u{itemsize}")
+    parts = []
+    for offset, nbytes in spans:
         before, after = (data[offset : offset + nbytes].view(kind) for data in (old, new))
         changed = before != after
         count = int(np.count_nonzero(changed))
@@ -67,78 +52,74 @@ def encode(old: np.ndarray, new: np.ndarray, pieces: Sequence[Piece], itemsize: 
             MASK: -(-len(after) // 8) + count * itemsize,
             WHOLE: nbytes,
         }
-        how = min(sizes, key=lambda name: sizes[name])
-        parts.append(HEAD.pack(how, count))
-        if how == INDICES:
+        encoding = min(sizes, key=lambda name: sizes[name])
+        parts.append(HEAD.pack(encoding, count))
+        if encoding == INDICES:
             parts.append(np.flatnonzero(changed).astype("<u4").tobytes())
-        elif how == MASK:
+        elif encoding == MASK:
             parts.append(np.packbits(changed).tobytes())
-        parts.append((after if how == WHOLE else after[changed]).tobytes())
+        parts.append((after if encoding == WHOLE else after[changed]).tobytes())
     return np.frombuffer(b"".join(parts), dtype=np.uint8)
 
 
-def apply(changes: Any, bucket: np.ndarray, pieces: Sequence[Piece], itemsize: int) -> None:
-    """Make a bucket [B] uint8 of the version before into that of the next, in place.
+def apply(changes: Any, bucket: np.ndarray, spans: Sequence[Span], itemsize: int) -> None:
+    """Turn a bucket [B] uint8 of the version before into that of the next, in place.
 
     Raises:
         ValueError: the changes are not those of such a bucket.
     """
-    kind, data, place = np.dtype(f"u{itemsize}"), memoryview(changes), 0
+    kind = np.dtype(f"u{itemsize}")
+    data = memoryview(changes)
+    position = 0
 
     def take(dtype: Any, count: int) -> np.ndarray:
-        nonlocal place
+        nonlocal position
         size = np.dtype(dtype).itemsize * count
-        if place + size > len(data):
+        if position + size > len(data):
             raise ValueError("they end too soon")
-        place += size
-        return np.frombuffer(data[place - size : place], dtype=dtype)
+        position += size
+        return np.frombuffer(data[position - size : position], dtype=dtype)
 
     try:
-        for offset, nbytes in pieces:
+        for offset, nbytes in spans:
             target = bucket[offset : offset + nbytes].view(kind)
-            how, count = HEAD.unpack(take(np.uint8, HEAD.size).tobytes())
+            encoding, count = HEAD.unpack(take(np.uint8, HEAD.size).tobytes())
             if count > len(target):
                 raise ValueError(f"{count} of {len(target)} numbers are said to have changed")
-            if how == INDICES:
-                places = take("<u4", count)
-                if count and int(places.max()) >= len(target):
+            if encoding == INDICES:
+                indices = take("<u4", count)
+                if count and int(indices.max()) >= len(target):
                     raise ValueError("a number lies outside its parameter")
-                target[places] = take(kind, count)
-            elif how == MASK:
+                target[indices] = take(kind, count)
+            elif encoding == MASK:
                 mask = np.unpackbits(take(np.uint8, -(-len(target) // 8)), count=len(target)).astype(bool)
                 if np.count_nonzero(mask) != count:
                     raise ValueError("bits and numbers do not agree")
                 target[mask] = take(kind, count)
-            elif how == WHOLE:
+            elif encoding == WHOLE:
                 target[:] = take(kind, len(target))
             else:
-                raise ValueError(f"{how} is no kind of change")
-        if place != len(data):
-            raise ValueError(f"{len(data) - place} bytes are left over")
+                raise ValueError(f"{encoding} is no encoding")
+        if position != len(data):
+            raise ValueError(f"{len(data) - position} bytes are left over")
     except ValueError as error:
         raise ValueError(f"the changes of a weights bucket arrived damaged: {error}") from error
 
 
-class Held:
-    """The buckets that an engine holds, of all ranks.
-
-    Attributes:
-        version: of the buckets; -1 while they are incomplete.
-        fetched: bytes that the last version took to arrive.
-    """
+class BucketCache:
+    """The buckets of all ranks that an engine holds, of `version`; -1 while they are incomplete."""
 
     def __init__(self) -> None:
         self.version = -1
-        self.fetched = 0
         self._buckets: dict[tuple[int, int], np.ndarray] = {}
         self._chain: list[list[Step]] | None = None
 
     def begin(self, shards: Sequence["Shard"]) -> None:
-        """The buckets of this version are about to be taken, one after the other."""
-        self._chain = self._steps(shards) if self.version >= 0 else None
+        """Prepare for `take` of every bucket of this version in turn."""
+        self._chain = self._steps(shards)
         if self._chain is None:
             self._buckets.clear()
-        self.version, self.fetched = -1, 0
+        self.version = -1
 
     def take(self, shards: Sequence["Shard"], number: int, fetch: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """Bucket `number` of each shard, whole; valid until the next version begins.
@@ -147,27 +128,24 @@ class Held:
             ValueError: changes arrived damaged.
         """
         if self._chain is None:
-            whole = fetch([shard.buckets[number] for shard in shards])
-            for shard, buffer in zip(shards, whole, strict=True):
-                self.fetched += len(buffer)
-                # What came lies in shared memory, and goes with its version.
+            buffers = fetch([shard.buckets[number] for shard in shards])
+            for shard, buffer in zip(shards, buffers, strict=True):
+                # A copy: the shared memory of the object store is freed with its version.
                 self._buckets[shard.rank, number] = np.array(np.frombuffer(buffer, dtype=np.uint8))
-        else:
-            for steps in self._chain:
-                changes = fetch([step.buckets[number] for step in steps])
-                for shard, change in zip(shards, changes, strict=True):
-                    self.fetched += len(change)
-                    apply(change, self._buckets[shard.rank, number], pieces_of(shard, number), shard.itemsize)
+        for steps in self._chain or ():
+            changes = fetch([step.buckets[number] for step in steps])
+            for shard, change in zip(shards, changes, strict=True):
+                apply(change, self._buckets[shard.rank, number], shard.spans(number), shard.itemsize)
         return [self._buckets[shard.rank, number] for shard in shards]
 
     def done(self, shards: Sequence["Shard"]) -> None:
         """All buckets are verified."""
         self.version = shards[0].version
 
-    def _steps(self, shards: Sequence["Shard"]) -> list[list[Step]] | None:
-        """The steps from the version that is held to the one of the shards, by version and rank; None if some lack."""
+    def _steps(self, shards: Sequence["Shard"]) -> "list[list[Step]] | None":
+        """The steps from the version that is held to that of the shards, by version and rank; None if some lack."""
         version = shards[0].version
-        if version < self.version or any((shard.rank, 0) not in self._buckets for shard in shards):
+        if not 0 <= self.version <= version or any((shard.rank, 0) not in self._buckets for shard in shards):
             return None
         chain = []
         for since in range(self.version, version):
@@ -176,8 +154,3 @@ class Held:
                 return None
             chain.append(steps)
         return chain
-
-
-def pieces_of(shard: "Shard", number: int) -> list[Piece]:
-    """Where the pieces of a bucket stand in it."""
-    return [(piece.offset, piece.nbytes) for piece in shard.pieces if piece.bucket == number]

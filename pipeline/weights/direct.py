@@ -1,11 +1,9 @@
-"""Weights that an engine reads out of a train worker's memory by itself, past the object store.
+"""Weights that an engine reads out of a train worker's memory, past the object store (`weight_transport=nixl`).
 
-A train worker keeps a copy of its shard for every version that may still be fetched (`pipeline/weights/outbox.py`), and
-publishes where the buckets stand in it. It takes no part in a read, so that engines fetch when they are admitted and
-the trainer goes on meanwhile. Reads are one-sided reads by NIXL (`trainer.weight_transport=nixl`), over what UCX finds
-between the two: NVLink, InfiniBand, shared memory, TCP.
-
-Nothing need pass through host memory, and neither does the checksum (`digest`).
+A train worker keeps a copy of its shard for every version that may still be fetched (`PublishedMemory`) and publishes
+where the buckets are. Engines `read` them by NIXL's one-sided reads, over what UCX finds between the two: NVLink,
+InfiniBand, shared memory, TCP. The train worker takes no part in a read, so it computes meanwhile. The bytes need not
+pass through host memory, and neither does their checksum (`digest`).
 """
 
 import functools
@@ -13,7 +11,8 @@ import os
 import time
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,7 @@ class NixlMemory:
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteBuffer:
     """Bytes `offset:offset + nbytes` of a train worker's memory."""
 
     rank: int
@@ -59,7 +58,7 @@ class Remote:
 def digest(data: "torch.Tensor") -> int:
     """A 32-bit checksum of bytes [B] uint8, computed on their device and the same on each.
 
-    Every two bytes are a number, every number has a weight by its place in a block, and the CRC-32 is of the blocks'
+    Every two bytes are a number, every number has a weight by its position in a block, and the CRC-32 is of the blocks'
     sums. Weights are odd and sums exact, so a block with one wrong number always has another sum.
     """
     import torch
@@ -100,39 +99,86 @@ def nixl_agent() -> Any:
     return nixl_agent(f"weights-{uuid.uuid4()}", nixl_agent_config(backends=["UCX"]))
 
 
-@functools.cache
-def _introduce(agent: str, metadata: bytes) -> None:
-    nixl_agent().add_remote_agent(metadata)
+class PublishedMemory:
+    """One model's weights of the last `versions` versions on one rank, where engines read them.
 
+    The memory is allocated and registered once, in as many parts as versions, which are written in turn. The parameters
+    themselves cannot be read: the next step changes them.
 
-def read(remotes: Sequence[Remote], device: Any, timeout: float) -> list["torch.Tensor"]:
-    """What stands in the memory of train workers, as bytes [B] uint8 on `device`.
-
-    Args:
-        remotes: where it stands.
-        device: of the engine.
-        timeout: seconds that all of them may take together.
+    With `max_staleness + 2` parts no version is overwritten while it is needed. Version `v + max_staleness + 2` is made
+    of rows that only version `v + 1` or a newer one may begin, so by the time it overwrites `v`, `v` is no longer
+    current, its validation is over, and the rows that it was admitted for have been generated. Only an engine that has
+    been loading `v` all the time for rows that are no longer awaited could read a mixture; its checksum shows that.
 
     Raises:
-        TimeoutError: they took longer.
+        ImportError: NIXL is not installed.
+    """
+
+    def __init__(self, rank: int, versions: int, device: "torch.device") -> None:
+        self._rank, self._versions, self._device = rank, versions, device
+        self._bytes: torch.Tensor | None = None
+        self._memory: NixlMemory | None = None
+        self._next = 0
+        nixl_agent()
+
+    def begin(self, version: int, nbytes: int) -> None:
+        """Let `version` overwrite the oldest one; `nbytes` of all its buckets are the same for all versions."""
+        import torch
+
+        if self._bytes is None:
+            self._bytes = torch.empty(self._versions * nbytes, dtype=torch.uint8, device=self._device)
+            if nbytes:
+                self._memory = self._register(self._bytes)
+        self._next = version % self._versions * nbytes
+
+    def empty(self, nbytes: int) -> "torch.Tensor":
+        """Memory [nbytes] uint8 for the next bucket."""
+        assert self._bytes is not None
+        start = self._next
+        self._next += nbytes
+        return self._bytes[start : self._next]
+
+    def put(self, bucket: "torch.Tensor") -> RemoteBuffer:
+        """Where engines find a bucket from `empty` whose bytes are written."""
+        memory = self._memory if len(bucket) else None
+        return RemoteBuffer(self._rank, memory, int(bucket.storage_offset()), len(bucket))
+
+    def _register(self, data: "torch.Tensor") -> NixlMemory:
+        agent = nixl_agent()
+        try:
+            agent.register_memory(data)
+        except Exception as error:
+            raise RuntimeError(
+                f"train rank {self._rank}: NIXL cannot register {data.nbytes} bytes of {data.device} for "
+                f"trainer.weight_transport=nixl ({error!r}); UCX_LOG_LEVEL=debug in trainer.env_vars says more"
+            ) from error
+        kind, device = MEMORY[data.device.type], max(data.get_device(), 0)
+        return NixlMemory(agent.name, agent.get_agent_metadata(), data.data_ptr(), kind, device)
+
+
+def read(remotes: Sequence[RemoteBuffer], device: Any, timeout: float) -> list["torch.Tensor"]:
+    """Buffers out of the memory of train workers, as bytes [B] uint8 on `device`.
+
+    Raises:
+        TimeoutError: all of them together took longer than `timeout` seconds.
         PeerDied: a train worker cannot be read, most likely because it has died.
     """
     import torch
 
     device = torch.device(device)
     if device.type == "cuda":
-        # What was done with the bytes of the read before may stand in the queue, and their memory is used again.
+        # The queue may still hold work on the bytes of the last read, whose memory is used again.
         torch.cuda.synchronize(device)
     buffers = [torch.empty(remote.nbytes, dtype=torch.uint8, device=device) for remote in remotes]
-    running, deadline = [], time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
+    running = []
     for remote, buffer in zip(remotes, buffers, strict=True):
         if remote.memory is not None:
-            running.append((remote, *_begin(remote, remote.memory, buffer)))
-    # A read that fails ends the engine: what is registered by then goes with it.
+            with _reading(remote):
+                running.append((remote, *_begin(remote, remote.memory, buffer)))
+    # A read that fails ends the engine, and its process releases what is registered by then.
     for remote, transfer, registered in running:
-        while (state := _state(remote, transfer)) != "DONE":
-            if state == "ERR":
-                raise PeerDied(_broken(remote, "the transfer failed"))
+        while not _is_done(remote, transfer):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"weights: train rank {remote.rank} was not read within {timeout:.0f} s (trainer.deadlines.publish)"
@@ -143,33 +189,40 @@ def read(remotes: Sequence[Remote], device: Any, timeout: float) -> list["torch.
     return buffers
 
 
-def _begin(remote: Remote, memory: NixlMemory, buffer: "torch.Tensor") -> tuple[Any, Any]:
-    """A transfer that is on its way, and the registration of the buffer it fills."""
+def _begin(remote: RemoteBuffer, memory: NixlMemory, buffer: "torch.Tensor") -> tuple[Any, Any]:
+    """A running transfer, and the registration of the buffer it fills."""
     agent = nixl_agent()
-    try:
-        _introduce(memory.agent, memory.metadata)
-        registered = agent.register_memory(buffer)
-        here = (buffer.data_ptr(), remote.nbytes, max(buffer.get_device(), 0))
-        there = (memory.address + remote.offset, remote.nbytes, memory.device)
-        transfer = agent.initialize_xfer(
-            "READ",
-            agent.get_xfer_descs([here], mem_type=MEMORY[buffer.device.type]),
-            agent.get_xfer_descs([there], mem_type=memory.kind),
-            memory.agent,
-            b"",
-        )
-        agent.transfer(transfer)
-    except Exception as error:
-        raise PeerDied(_broken(remote, repr(error))) from error
+    _introduce(memory.agent, memory.metadata)
+    registered = agent.register_memory(buffer)
+    here = (buffer.data_ptr(), remote.nbytes, max(buffer.get_device(), 0))
+    there = (memory.address + remote.offset, remote.nbytes, memory.device)
+    transfer = agent.initialize_xfer(
+        "READ",
+        agent.get_xfer_descs([here], mem_type=MEMORY[buffer.device.type]),
+        agent.get_xfer_descs([there], mem_type=memory.kind),
+        memory.agent,
+        b"",
+    )
+    agent.transfer(transfer)
     return transfer, registered
 
 
-def _state(remote: Remote, transfer: Any) -> str:
+@functools.cache
+def _introduce(agent: str, metadata: bytes) -> None:
+    nixl_agent().add_remote_agent(metadata)
+
+
+def _is_done(remote: RemoteBuffer, transfer: Any) -> bool:
+    with _reading(remote):
+        state = nixl_agent().check_xfer_state(transfer)
+        if state == "ERR":
+            raise RuntimeError("the transfer failed")
+    return bool(state == "DONE")
+
+
+@contextmanager
+def _reading(remote: RemoteBuffer) -> Iterator[None]:
     try:
-        return nixl_agent().check_xfer_state(transfer)
+        yield
     except Exception as error:
-        raise PeerDied(_broken(remote, repr(error))) from error
-
-
-def _broken(remote: Remote, error: str) -> str:
-    return f"weights: the memory of train rank {remote.rank} cannot be read ({error})"
+        raise PeerDied(f"weights: the memory of train rank {remote.rank} cannot be read ({error!r})") from error

@@ -1,23 +1,22 @@
-"""Weights on their way into an engine: object refs in, loaded parameters out.
+"""Loads published weights: object refs in, whole parameters out.
 
-Every train rank puts its own shards as a few large byte buffers (`pipeline/weights/publish.py` is the sending side);
-the engine gathers one bucket at a time from all ranks, checks its checksum, joins the rows and hands whole parameters
-to vLLM's loader. One bucket is held at a time, so the extra memory is bounded by `trainer.weight_bucket_mb` and not by
-the model. The transport is registered as a vLLM weight transfer backend, so the same code serves in-process engines and
-tensor-parallel workers.
+Every train rank publishes its own shards as a few large byte buffers (`publish.py`). The receiver gathers one bucket at
+a time from all ranks, verifies its checksum and joins whole parameters, so the extra memory is bounded by
+`trainer.weight_bucket_mb` and not by the model. `register` makes this a vLLM weight transfer backend, for in-process
+engines and tensor-parallel workers.
 
-With `trainer.weight_transport=delta` a shard also says what has changed since the versions before, and an engine that
-holds one of these fetches no more (`delta.py`). With `nixl` the buffers stay with the train workers, and an
-engine reads them there (`direct.py`).
+With `trainer.weight_transport=delta` a shard also holds what has changed since earlier versions (`delta.py`). With
+`nixl` the buffers stay with the train workers, and an engine reads them there (`direct.py`).
 """
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.weights.delta import Held, Step
-from pipeline.weights.direct import Remote, digest, read
+from pipeline.weights.delta import BucketCache, Span
+from pipeline.weights.direct import RemoteBuffer, digest, read
 
 if TYPE_CHECKING:
     import torch
@@ -27,15 +26,25 @@ BACKEND = "ray_object_store"
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start:stop` along dimension 0 of one parameter, as bytes `offset:offset + nbytes` of a bucket."""
+    """Part of one parameter, as bytes `offset:offset + nbytes` of a bucket."""
 
     name: str
-    dtype: str
     shape: tuple[int, ...]
+    """Of the whole parameter."""
     start: int
-    stop: int
+    """Index of the part's first number in the flattened parameter."""
     bucket: int
     offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank changed from version `since` to the next."""
+
+    since: int
+    buckets: list[Any]
+    """As of `Shard`: the changes of each bucket."""
     nbytes: int
 
 
@@ -46,22 +55,39 @@ class Shard:
     rank: int
     pieces: list[Piece]
     buckets: list[Any]
-    """One object ref, `Remote` or (outside Ray) the buffer itself per bucket."""
+    """One object ref, `RemoteBuffer` or (outside Ray) the buffer itself per bucket."""
     checksums: list[int]
     """`crc` of each bucket."""
+    dtype: str = "float32"
+    """Of all numbers, as torch calls it."""
     version: int = -1
     """Of the weights; -1 where only whole buckets are published."""
     steps: list[Step] = field(default_factory=list)
-    """From the versions before, the oldest first."""
-    itemsize: int = 1
-    """Bytes of a number."""
+    """From earlier versions, the oldest first."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        import torch
+
+        return int(getattr(torch, self.dtype).itemsize)
+
+    def spans(self, number: int) -> list[Span]:
+        """Where the pieces of a bucket are in it."""
+        return [(piece.offset, piece.nbytes) for piece in self.pieces if piece.bucket == number]
 
 
 def crc(buffer: Any) -> int:
-    """The checksum of a bucket: CRC-32, or that of a tensor, which stays on its device."""
+    """The checksum of a bucket: CRC-32 of host memory, `digest` of a tensor, which stays on its device."""
     import torch
 
     return digest(buffer) if isinstance(buffer, torch.Tensor) else zlib.crc32(buffer)
+
+
+def checksum(shards: Sequence[Shard]) -> int:
+    """One number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
+    ordered = sorted(shards, key=lambda shard: shard.rank)
+    return zlib.crc32(b"".join(crc.to_bytes(4, "little") for shard in ordered for crc in shard.checksums))
 
 
 def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
@@ -70,7 +96,7 @@ def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
     Raises:
         TimeoutError: they did not arrive within `timeout` seconds.
     """
-    if isinstance(refs[0], Remote):
+    if isinstance(refs[0], RemoteBuffer):
         return read(refs, device, timeout)
     import ray
 
@@ -83,68 +109,56 @@ def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
         ) from None
 
 
-def checksum(shards: Sequence[Shard]) -> int:
-    """One number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
-    value = 0
-    for shard in sorted(shards, key=lambda s: s.rank):
-        for crc in shard.checksums:
-            value = zlib.crc32(crc.to_bytes(4, "little"), value)
-    return value
-
-
 def parameters(
-    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]], held: Held | None = None
+    shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]], cache: BucketCache | None = None
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks at a time.
 
     Args:
         shards: one per rank; every rank has the same number of buckets with the same parameters in each.
         fetch: turns refs into byte buffers or uint8 tensors, for example `ray.get`.
-        held: the buckets that are here, which are brought to this version; None keeps none, and fetches whole ones.
+        cache: the buckets that are here, which are brought to this version; None fetches whole ones.
 
     Raises:
-        ValueError: a bucket's bytes do not match its checksum, or a parameter's rows do not add up.
+        ValueError: a bucket's bytes do not match its checksum, or the parts of a parameter do not add up.
     """
     # Not at the top: the policy store and every worker of the stream's small stages import this module, and torch
     # would cost each of them 100 MiB and a second of CPU at its start.
     import torch
 
-    held = held if min(shard.version for shard in shards) >= 0 else None
-    if held:
-        held.begin(shards)
+    dtype = getattr(torch, shards[0].dtype)
+    if min(shard.version for shard in shards) < 0:
+        cache = None
+    if cache:
+        cache.begin(shards)
     for number in range(len(shards[0].buckets)):
-        refs = [shard.buckets[number] for shard in shards]
-        buffers = held.take(shards, number, fetch) if held else fetch(refs)
-        whole: dict[str, torch.Tensor] = {}
-        rows: dict[str, int] = {}
+        buffers = cache.take(shards, number, fetch) if cache else fetch([shard.buckets[number] for shard in shards])
+        joined: dict[str, torch.Tensor] = {}
+        counts: dict[str, int] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
             if crc(buffer) != shard.checksums[number]:
                 raise ValueError(
                     f"weights bucket {number} of train rank {shard.rank} arrived damaged: its checksum does not match "
                     "the published one"
                 )
-            # Read-only shared memory; the bytes are copied into `whole` below and never written.
-            raw = buffer
-            if not isinstance(buffer, torch.Tensor):
-                raw = torch.frombuffer(memoryview(buffer), dtype=torch.uint8) if len(buffer) else torch.empty(0)
-            for piece in (p for p in shard.pieces if p.bucket == number):
-                if piece.name not in whole:
-                    kind = getattr(torch, piece.dtype)
-                    whole[piece.name] = torch.empty(piece.shape, dtype=kind, device=raw.device)
-                    rows[piece.name] = 0
-                part = raw[piece.offset : piece.offset + piece.nbytes].view(getattr(torch, piece.dtype))
-                target = whole[piece.name]
-                if piece.shape:
-                    target[piece.start : piece.stop] = part.view(piece.stop - piece.start, *piece.shape[1:])
+            for piece in (piece for piece in shard.pieces if piece.bucket == number):
+                if isinstance(buffer, torch.Tensor):
+                    part = buffer[piece.offset : piece.offset + piece.nbytes].view(dtype)
                 else:
-                    target.copy_(part.view(()))
-                rows[piece.name] += piece.stop - piece.start
-        for name, tensor in whole.items():
-            if rows[name] != (tensor.shape[0] if tensor.dim() else 1):
-                raise ValueError(f"parameter {name!r}: the ranks published {rows[name]} of {tensor.shape[0]} rows")
+                    # Read-only shared memory, from which is copied.
+                    count = piece.nbytes // dtype.itemsize
+                    part = torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset)
+                if piece.name not in joined:
+                    joined[piece.name] = torch.empty(piece.shape, dtype=dtype, device=part.device)
+                    counts[piece.name] = 0
+                joined[piece.name].view(-1)[piece.start : piece.start + len(part)] = part
+                counts[piece.name] += len(part)
+        for name, tensor in joined.items():
+            if counts[name] != tensor.numel():
+                raise ValueError(f"parameter {name!r}: the ranks published {counts[name]} of {tensor.numel()} numbers")
             yield name, tensor
-    if held:
-        held.done(shards)
+    if cache:
+        cache.done(shards)
 
 
 def register() -> None:
@@ -158,28 +172,21 @@ def register() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    if BACKEND in WeightTransferEngineFactory._registry:
-        return
-
-    @dataclass
-    class Init(WeightTransferInitInfo):
-        pass
-
     @dataclass
     class Update(WeightTransferUpdateInfo):
         shards: list[Shard] = field(default_factory=list)
         timeout: float = 600.0
 
-    class ObjectStoreTransfer(WeightTransferEngine[Init, Update]):
-        init_info_cls = Init
+    class ObjectStoreTransfer(WeightTransferEngine[WeightTransferInitInfo, Update]):
+        init_info_cls = WeightTransferInitInfo
         update_info_cls = Update
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._needed: set[str] = set()
-            self._held = Held()
+            self._cache = BucketCache()
 
-        def init_transfer_engine(self, init_info: Init) -> None:
+        def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
             pass
 
         def start_weight_update(self) -> None:
@@ -193,7 +200,7 @@ def register() -> None:
                 return fetch(refs, self.device, update_info.timeout)
 
             model: Any = self.model
-            loaded = model.load_weights(parameters(update_info.shards, take, self._held))
+            loaded = model.load_weights(parameters(update_info.shards, take, self._cache))
             # Whatever is not replaced belongs to another version, and after a sleep to none.
             if loaded is not None and (missing := sorted(self._needed - loaded)):
                 raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")
@@ -210,4 +217,6 @@ def register() -> None:
         def shutdown(self) -> None:
             pass
 
-    WeightTransferEngineFactory.register_engine(BACKEND, ObjectStoreTransfer)
+    # Registered before in this process.
+    with contextlib.suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(BACKEND, ObjectStoreTransfer)

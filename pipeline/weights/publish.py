@@ -2,13 +2,10 @@
 
 Every rank copies the rows it holds of each parameter into a few large byte buffers and puts those; nothing is gathered
 between ranks. Buckets are cut by the parameters' whole sizes, so every rank has the same parameters in the same bucket
-and an engine can load bucket by bucket (`pipeline/weights/load.py`).
-
-A `Sender` does so version after version. With `trainer.weight_transport=delta` it keeps what it sent last, and puts
-what has changed since beside it (`pipeline/weights/delta.py`); with `nixl` it keeps the buckets where engines
-read them (`outbox.py`).
+and an engine can load bucket by bucket (`load.py`).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,23 +18,26 @@ from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline.stats import Stat, Stats, mean
-from pipeline.weights.delta import MOST_STEPS, Step, encode, pieces_of
-from pipeline.weights.load import Piece, Shard, crc
-from pipeline.weights.outbox import Outbox
+from pipeline.weights.delta import MAX_STEPS, encode
+from pipeline.weights.direct import PublishedMemory
+from pipeline.weights.load import Piece, Shard, Step, crc
 
 
-def rows_of(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, int]:
-    """This rank's rows of a parameter and the number of its first row; an unsharded one belongs to rank 0 alone.
+def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a parameter and the index of their first number in the flattened parameter.
+
+    An unsharded parameter belongs to rank 0 alone.
 
     Raises:
         ValueError: the parameter is sharded along another dimension than the first.
     """
     if not isinstance(parameter, DTensor):
-        return (parameter if rank == 0 else parameter[:0] if parameter.dim() else parameter.new_empty(0)), 0
+        return parameter if rank == 0 else parameter.new_empty(0), 0
     if any(isinstance(p, Sharded) and p.dim != 0 for p in parameter.placements):
         raise ValueError(f"a parameter is sharded as {parameter.placements}; only rows (Shard(0)) can be broadcast")
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), offset[0] if offset else 0
+    first_row = offset[0] if offset else 0
+    return parameter.to_local(), first_row * math.prod(parameter.shape[1:])
 
 
 def buckets(model: nn.Module, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -63,7 +63,7 @@ def pack(
     limit: int,
     put: Callable[[Any], Any],
     rename: Callable[[str], str] = str,
-    outbox: Outbox | None = None,
+    memory: PublishedMemory | None = None,
 ) -> Shard:
     """This rank's part of the current weights.
 
@@ -74,36 +74,34 @@ def pack(
         limit: bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
         put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
         rename: turns a parameter's name into the engine's.
-        outbox: where the buckets are to stand, in its next version; `put` then gets uint8 tensors.
+        memory: where the buckets are written, as uint8 tensors that `put` then gets.
     """
-    shard = Shard(rank, [], [], [], itemsize=dtype.itemsize)
+    shard = Shard(rank, [], [], [], str(dtype).removeprefix("torch."))
     for number, group in enumerate(buckets(model, dtype, limit)):
-        local = [(name, parameter, *rows_of(parameter, rank)) for name, parameter in group]
-        size = sum(rows.numel() for _, _, rows, _ in local) * dtype.itemsize
-        buffer = outbox.empty(size) if outbox else torch.empty(size, dtype=torch.uint8)
+        parts = [(rename(name), tuple(parameter.shape), *local_part(parameter, rank)) for name, parameter in group]
+        size = sum(part.numel() for _, _, part, _ in parts) * dtype.itemsize
+        buffer = memory.empty(size) if memory else torch.empty(size, dtype=torch.uint8)
         offset = 0
-        for name, parameter, rows, start in local:
-            nbytes = rows.numel() * dtype.itemsize
-            buffer[offset : offset + nbytes].view(dtype).copy_(rows.reshape(-1))
+        for name, shape, part, start in parts:
+            nbytes = part.numel() * dtype.itemsize
+            buffer[offset : offset + nbytes].view(dtype).copy_(part.reshape(-1))
             if nbytes:
-                stop = start + (rows.shape[0] if rows.dim() else 1)
-                kind, shape = str(dtype).removeprefix("torch."), tuple(parameter.shape)
-                shard.pieces.append(Piece(rename(name), kind, shape, start, stop, number, offset, nbytes))
+                shard.pieces.append(Piece(name, shape, start, number, offset, nbytes))
             offset += nbytes
-        data: Any = buffer if outbox else buffer.numpy()
+        data: Any = buffer if memory else buffer.numpy()
         # On a GPU this also waits until the bytes are written.
         shard.checksums.append(crc(data))
         shard.buckets.append(put(data))
     return shard
 
 
-class Sender:
-    """One rank's weights of one model, version after version.
+class WeightPublisher:
+    """Publishes one rank's weights of one model, version after version.
 
     Args:
         rank, dtype, limit, put, rename: as of `pack`.
-        delta: whether changes are put beside whole buckets.
-        outbox: where the buckets stand instead of being put.
+        delta: publish changes beside whole buckets (`delta.py`); the last version's buckets are kept for that.
+        memory: where the buckets stay, in place of `put`.
     """
 
     def __init__(
@@ -114,13 +112,13 @@ class Sender:
         put: Callable[[Any], Any],
         rename: Callable[[str], str] = str,
         delta: bool = False,
-        outbox: Outbox | None = None,
+        memory: PublishedMemory | None = None,
     ) -> None:
         self._args = rank, dtype, limit
-        self._put: Callable[[Any], Any] = outbox.put if outbox else put
-        self._rename, self._delta, self._outbox = rename, delta, outbox
+        self._put: Callable[[Any], Any] = memory.put if memory else put
+        self._rename, self._delta, self._memory = rename, delta, memory
         self._version = -1
-        self._sent: list[np.ndarray] = []
+        self._kept: list[np.ndarray] = []
         self._steps: list[Step] = []
         self.whole_bytes = 0
         """Of the last version's buckets."""
@@ -129,8 +127,8 @@ class Sender:
 
     def stats(self) -> Stats:
         """Metrics of the last version."""
-        sent, whole = float(self.bytes), float(self.whole_bytes)
-        return {"perf/weight_bytes": Stat("sum", (sent,)), "perf/weight_bytes_ratio": mean(sent, whole)}
+        fetched, whole = float(self.bytes), float(self.whole_bytes)
+        return {"perf/weight_bytes": Stat("sum", (fetched,)), "perf/weight_bytes_ratio": mean(fetched, whole)}
 
     def pack(self, model: nn.Module, version: int) -> Shard:
         """This rank's part of the current weights, which are those of `version`."""
@@ -140,28 +138,27 @@ class Sender:
             buffers.append(buffer)
             return self._put(buffer)
 
-        if self._outbox:
+        if self._memory:
             rank, dtype, _ = self._args
-            numbers = sum(rows_of(parameter, rank)[0].numel() for parameter in model.parameters())
-            self._outbox.begin(version, numbers * dtype.itemsize)
-        shard = pack(model, *self._args, put, self._rename, self._outbox)
+            numbers = sum(local_part(parameter, rank)[0].numel() for parameter in model.parameters())
+            self._memory.begin(version, numbers * dtype.itemsize)
+        shard = pack(model, *self._args, put, self._rename, self._memory)
         self.whole_bytes = self.bytes = sum(map(len, buffers))
         if not self._delta:
             return shard
-        if version == self._version + 1 and [len(b) for b in buffers] == [len(b) for b in self._sent]:
+        if version == self._version + 1 and [len(b) for b in buffers] == [len(b) for b in self._kept]:
             changes = [
-                encode(old, new, pieces_of(shard, number), shard.itemsize)
-                for number, (old, new) in enumerate(zip(self._sent, buffers, strict=True))
+                encode(old, new, shard.spans(number), shard.itemsize)
+                for number, (old, new) in enumerate(zip(self._kept, buffers, strict=True))
             ]
-            self.bytes = sum(map(len, changes))
+            self.bytes = min(sum(map(len, changes)), self.whole_bytes)
             self._steps.append(Step(self._version, [self._put(change) for change in changes], self.bytes))
         else:
             self._steps.clear()
-        # A way that is as long as the whole helps nobody.
+        # Steps that are as long together as the whole save nothing.
         while self._steps and (
-            len(self._steps) > MOST_STEPS or sum(step.nbytes for step in self._steps) >= self.whole_bytes
+            len(self._steps) > MAX_STEPS or sum(step.nbytes for step in self._steps) >= self.whole_bytes
         ):
             del self._steps[0]
-        self.bytes = min(self.bytes, self.whole_bytes)
-        self._version, self._sent = version, buffers
+        self._version, self._kept = version, buffers
         return replace(shard, version=version, steps=list(self._steps))

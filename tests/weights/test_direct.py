@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from pipeline.config import Config
 from pipeline.run.faults import ECHO, kinds
@@ -25,33 +24,23 @@ from pipeline.scoring.replica import StoreWeights
 from pipeline.store.versions import Ticket
 from pipeline.train.setup import build_publishers
 from pipeline.weights import direct
-from pipeline.weights.direct import BLOCK, Remote, digest, read
+from pipeline.weights.direct import BLOCK, PublishedMemory, digest, read
 from pipeline.weights.load import Shard, checksum, fetch, parameters
-from pipeline.weights.outbox import Outbox
-from pipeline.weights.publish import Sender
+from pipeline.weights.publish import WeightPublisher
+from tests.weights.model import Model
 
 CPU = torch.device("cpu")
 LIMIT = 300
 PARTS = 3
 CALL_S = 60.0
-LIVING: list[Outbox] = []
+LIVING: list[PublishedMemory] = []
 """A train worker outlives what it publishes."""
 
 
-class Model(nn.Module):
-    def __init__(self, version: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(version)
-        self.embedding = nn.Embedding(13, 7)
-        self.scale = nn.Parameter(torch.randn(()))
-        self.norm = nn.LayerNorm(7)
-        self.head = nn.Linear(7, 11)
-
-
-def sender(rank: int = 0) -> Sender:
-    outbox = Outbox(rank, PARTS, CPU)
-    LIVING.append(outbox)
-    return Sender(rank, torch.bfloat16, LIMIT, lambda buffer: pytest.fail("put"), outbox=outbox)
+def publisher(rank: int = 0) -> WeightPublisher:
+    memory = PublishedMemory(rank, PARTS, CPU)
+    LIVING.append(memory)
+    return WeightPublisher(rank, torch.bfloat16, LIMIT, lambda buffer: pytest.fail("put"), memory=memory)
 
 
 def arrived(shards: list[Shard], timeout: float = CALL_S) -> dict[str, torch.Tensor]:
@@ -144,70 +133,36 @@ def test_the_checksum_of_several_blocks_and_slices(monkeypatch: pytest.MonkeyPat
     assert digest(swapped) != value
     # Largest numbers under largest sums: exact, where overflow would not be.
     full = torch.full((2 * BLOCK,), 255, dtype=torch.uint8)
-    assert int((torch.full((BLOCK,), 65535) * direct._weights("cpu")).sum()) == 65535 * sum(
-        direct._weights("cpu").tolist()
-    )
+    weights = direct._weights("cpu")
+    assert int((torch.full((BLOCK,), 65535) * weights).sum()) == 65535 * sum(weights.tolist())
     assert digest(full) != digest(torch.zeros_like(full))
-
-
-def test_no_bytes_have_a_checksum() -> None:
-    assert digest(torch.empty(0, dtype=torch.uint8)) == 0
 
 
 # NIXL, by the stand-in
 
 
 def test_every_version_arrives_and_stands_while_others_are_written(agent: Agent) -> None:
-    send, shards = sender(), {}
+    made, model, shards = publisher(), Model(), {}
     for version in range(5, 12):
-        shards[version] = send.pack(Model(version), version)
+        # The same parameters with other weights: what is published is a copy.
+        model.load_state_dict(Model(version).state_dict())
+        shards[version] = pickle.loads(pickle.dumps(made.pack(model, version)))
         for standing in range(max(5, version - PARTS + 1), version + 1):
             check_is(arrived([shards[standing]]), standing)
-    assert send.bytes == send.whole_bytes == sum(p.numel() * 2 for p in Model().parameters())
-    # The sender's memory alone, registered and told once; every read gives back what it took.
+    assert made.bytes == made.whole_bytes == sum(p.numel() * 2 for p in model.parameters())
+    # The publisher's memory alone, registered and made known once; every read releases what it took.
     assert (agent.registered, agent.open, agent.known) == (1, 0, [agent.name])
     assert len({checksum([shard]) for shard in shards.values()}) == len(shards)
 
 
-def test_what_is_published_is_a_copy(agent: Agent) -> None:
-    model, send = Model(0), sender()
-    shard = send.pack(model, 0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    check_is(arrived([shard]), 0)
-
-
-def test_a_version_that_was_written_over_is_refused(agent: Agent) -> None:
-    send = sender()
-    old = send.pack(Model(0), 0)
-    for version in range(1, PARTS + 1):
-        send.pack(Model(version), version)
-    with pytest.raises(ValueError, match="weights bucket 0 of train rank 0 arrived damaged"):
-        arrived([old])
-
-
 def test_ranks_without_a_part_of_the_weights_are_not_read(agent: Agent) -> None:
-    shards = [sender(rank=rank).pack(Model(3), 0) for rank in (0, 1)]
+    shards = [publisher(rank=rank).pack(Model(3), 0) for rank in (0, 1)]
     assert all(remote.nbytes == 0 and remote.memory is None for remote in shards[1].buckets)
     check_is(arrived(shards), 3)
 
 
-def test_what_is_published_passes_through_the_store(agent: Agent) -> None:
-    shard = sender().pack(Model(2), 0)
-    check_is(arrived([pickle.loads(pickle.dumps(shard))]), 2)
-    assert all(isinstance(remote, Remote) for remote in shard.buckets)
-
-
-def test_a_read_that_takes_too_long_names_the_rank(agent: Agent) -> None:
-    shard = sender(rank=0).pack(Model(), 0)
-    agent.state = "PROC"
-    with pytest.raises(TimeoutError, match="train rank 0 was not read within 0 s"):
-        arrived([shard], timeout=0.01)
-
-
 def test_a_train_worker_that_cannot_be_read_counts_as_the_echo_of_its_death(agent: Agent) -> None:
-    shard = sender().pack(Model(), 0)
+    shard = publisher().pack(Model(), 0)
     agent.state = "ERR"
     with pytest.raises(ConnectionError, match="memory of train rank 0 cannot be read") as error:
         arrived([shard])
@@ -221,12 +176,12 @@ def test_a_replica_reads_as_an_engine_does(agent: Agent) -> None:
     module = Model(1).bfloat16()
     store: Any = None
     weights = StoreWeights(module, store, "policy", CALL_S)
-    weights._load(Ticket(4, [sender().pack(Model(9), 4)]))
+    weights._load(Ticket(4, [publisher().pack(Model(9), 4)]))
     check_is({name: parameter.detach() for name, parameter in module.named_parameters()}, 9)
     agent.state = "PROC"
     weights._timeout = 0.01
     with pytest.raises(TimeoutError, match=r"train rank 0 was not read within .* \(trainer.deadl"):
-        weights._load(Ticket(5, [sender().pack(Model(9), 5)]))
+        weights._load(Ticket(5, [publisher().pack(Model(9), 5)]))
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
@@ -236,12 +191,12 @@ def test_the_policy_is_kept_for_as_many_versions_as_may_be_read(agent: Agent, st
     model: Any = Model()
     model.hf_name = lambda name: f"lm.{name}"
     actor: Any = SimpleNamespace(module=model)
-    send = build_publishers(config, actor, None, 0, CPU)["policy"]
-    first = send.pack(model, 0)
+    made = build_publishers(config, actor, None, 0, CPU)["policy"]
+    first = made.pack(model, 0)
     for version in range(1, staleness + 2):
-        send.pack(Model(version), version)
+        made.pack(Model(version), version)
     assert all(name.startswith("lm.") for name in arrived([first]))
-    send.pack(Model(1), staleness + 2)
+    made.pack(Model(1), staleness + 2)
     with pytest.raises(ValueError, match="arrived damaged"):
         arrived([first])
 
@@ -251,7 +206,7 @@ def test_without_nixl_the_train_worker_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     direct.nixl_agent.cache_clear()
     with pytest.raises(ImportError, match="on every node, and it cannot be imported here .* pip install nixl"):
-        Outbox(0, 2, CPU)
+        PublishedMemory(0, 2, CPU)
 
 
 # NIXL itself
@@ -260,9 +215,9 @@ def test_without_nixl_the_train_worker_says_what_to_install(monkeypatch: pytest.
 def work(pipe: Any) -> None:
     """A train worker in a process of its own: gets version numbers, sends shards."""
     torch.set_num_threads(1)
-    send = sender()
+    made = publisher()
     while (version := pipe.recv()) is not None:
-        pipe.send(send.pack(Model(version), version))
+        pipe.send(made.pack(Model(version), version))
 
 
 @pytest.fixture

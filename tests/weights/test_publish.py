@@ -8,10 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as Sharded
@@ -20,7 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 from pipeline.config.learner import FSDPConfig
 from pipeline.models.fsdp import shard
 from pipeline.weights.load import Piece, Shard, checksum, parameters
-from pipeline.weights.publish import buckets, pack, rows_of
+from pipeline.weights.publish import buckets, local_part, pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIMIT = 600
@@ -60,7 +63,7 @@ def work(rank: int, folder: str) -> None:
         if world == 2:
             columns = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Sharded(1)])
             with pytest.raises(ValueError, match=r"only rows \(Shard\(0\)\) can be broadcast"):
-                rows_of(columns, rank)
+                local_part(columns, rank)
         dist.barrier()
         dist.destroy_process_group()
 
@@ -141,34 +144,58 @@ def test_one_bucket_is_fetched_at_a_time(published: Path) -> None:
     assert len(asked) == len(made[0].buckets)
 
 
-def test_the_checksum_tells_versions_apart(published: Path) -> None:
+def test_the_checksum_covers_every_bucket_of_every_rank_in_rank_order(published: Path) -> None:
     made = shards(published, 2, "float32")
-    model = Model()
-    with torch.no_grad():
-        model.embedding.weight[3, 2] += 1e-3
-    assert checksum([publish(Model(), 0, "float32")]) == checksum([publish(Model(), 0, "float32")])
-    assert checksum([publish(Model(), 0, "float32")]) != checksum([publish(model, 0, "float32")])
+    value = checksum(made)
+    for rank in range(2):
+        for number in range(len(made[0].buckets)):
+            checksums = list(made[rank].checksums)
+            checksums[number] ^= 1
+            changed = [replace(s, checksums=checksums) if s.rank == rank else s for s in made]
+            assert checksum(changed) != value
     swapped = [replace(made[0], checksums=made[0].checksums[::-1]), made[1]]
-    assert checksum(made) != checksum(swapped)
+    assert len({value, checksum(swapped), checksum(made[:1])}) == 3 and value == checksum(made[::-1])
 
 
-def test_damaged_bytes_are_refused(published: Path) -> None:
-    made = shards(published, 2, "float32")
+def test_what_does_not_add_up_is_refused(published: Path) -> None:
+    made = shards(published, 3, "float32")
+    with pytest.raises(ValueError, match=r"'model.deep': the ranks published 36 of 42 numbers"):
+        list(parameters(made[:2], fetch))
+    lacking = replace(made[0], pieces=[p for p in made[0].pieces if p.name != "model.embedding.weight"])
+    with pytest.raises(ValueError, match=r"'model.embedding.weight': the ranks published 35 of 55 numbers"):
+        list(parameters([lacking, *made[1:]], fetch))
     damaged = bytearray(made[1].buckets[1])
     damaged[-1] ^= 1
     made[1].buckets[1] = bytes(damaged)
-    arriving = parameters(made, fetch)
     with pytest.raises(ValueError, match="weights bucket 1 of train rank 1 arrived damaged"):
-        list(arriving)
+        list(parameters(made, fetch))
 
 
-def test_missing_rows_are_refused(published: Path) -> None:
-    made = shards(published, 3, "float32")
-    with pytest.raises(ValueError, match=r"'model.deep': the ranks published 6 of 7 rows"):
-        list(parameters(made[:2], fetch))
-    lacking = replace(made[0], pieces=[p for p in made[0].pieces if p.name != "model.embedding.weight"])
-    with pytest.raises(ValueError, match=r"'model.embedding.weight': the ranks published 7 of 11 rows"):
-        list(parameters([lacking, *made[1:]], fetch))
+def test_read_only_memory_is_copied() -> None:
+    """As `ray.get` gives it."""
+    shard = publish(Model(), 0, "float32")
+    arrived = dict(parameters([shard], lambda refs: [np.frombuffer(ref, np.uint8) for ref in refs]))
+    arrived["model.one"].add_(1)
+    assert torch.equal(dict(parameters([shard], fetch))["model.one"], expected("float32")["model.one"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=5), st.data())
+def test_any_cut_into_rows_joins_again(shapes: list[tuple[int, int]], data: Any) -> None:
+    """Two ranks, one of which holds the rows of each parameter up to some row."""
+    tensors = {f"p{i}": torch.arange(float(a * b)).view(a, b) + i for i, (a, b) in enumerate(shapes)}
+    made = [Shard(0, [], [b""], []), Shard(1, [], [b""], [])]
+    for name, tensor in tensors.items():
+        cut = data.draw(st.integers(0, len(tensor)))
+        for s, part, start in ((made[0], tensor[:cut], 0), (made[1], tensor[cut:], cut * tensor.shape[1])):
+            if part.numel():
+                s.pieces.append(Piece(name, tuple(tensor.shape), start, 0, len(s.buckets[0]), part.nbytes))
+                s.buckets[0] += part.numpy().tobytes()
+    for s in made:
+        s.checksums.append(zlib.crc32(s.buckets[0]))
+    arrived = dict(parameters(made, fetch))
+    assert arrived.keys() == tensors.keys()
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
 
 
 class Scalars(nn.Module):
