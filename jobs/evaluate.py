@@ -5,6 +5,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jobs.train import complain, name_from_root
-from pipeline.config import load_config
+from pipeline.config import load_config, to_flat
 from pipeline.config.paths import local_path
 from pipeline.run.versions import VersionError, check_versions
 
 if TYPE_CHECKING:
     from pipeline.evaluate.prepare import Evaluation
 
+FLUSH_S = 30.0
+"""Longest wait at the end for trackers that lag."""
 EPILOG = """\
 settings:
   key=value pairs as for jobs.train (docs/configuration.md). An evaluation reads data.val_files and other data.* keys,
@@ -101,18 +104,23 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
     """
     from pipeline.evaluate.report import print_table, result, rows, tracked
     from pipeline.evaluate.summary import Summary
-    from pipeline.evaluate.tracking import Trackers
+    from pipeline.track.async_loggers import AsyncLoggers
     from pipeline.track.console import RunConsole
     from pipeline.track.loggers import shown
 
     folder, summary = evaluation.folder, evaluation.summary
-    trackers = Trackers(evaluation.config, evaluation.run_dir, folder.path, evaluation.name)
+    trainer = evaluation.config.trainer
+    settings = to_flat(evaluation.config)
+    # A run of its own in the experiment of the training run, and without a server in its store.
+    loggers = AsyncLoggers(
+        trainer.logger, folder.path, settings, trainer.project_name, evaluation.name, True, evaluation.run_dir
+    )
     status, error = "finished", None
     folder.begin(evaluation.description)
     if evaluation.complete:
-        trackers.start()
+        loggers.start()
     else:
-        status, error = _generate(evaluation, trackers.start)
+        status, error = _generate(evaluation, loggers.start)
     if status != "finished":
         # A chunk may have been written and not counted when the work broke off.
         evaluation.summary = summary = Summary(summary.ks)
@@ -123,10 +131,14 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
         files = folder.report(result(evaluation, status == "finished"), rows(summary))
         places = {"responses": shown(folder.responses), "metrics": shown(files[0])}
         print_table(summary, Console())
-    problems = trackers.finish(status, evaluation.iteration, tracked(summary), files)
+    if metrics := tracked(summary):
+        loggers.log(evaluation.iteration, time.time(), metrics)
+    for file in files:
+        loggers.file(file)
+    problems = loggers.finish(status, FLUSH_S)
     if status != "finished":
         places["to continue"] = shlex.join(command)
-    RunConsole(evaluation.name, None).summary(status, [], places | trackers.where(), problems)
+    RunConsole(evaluation.name, None).summary(status, [], places | loggers.where(), problems)
     if status == "finished":
         error = _too_many_errors(evaluation)
     if error is not None:

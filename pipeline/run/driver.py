@@ -26,17 +26,16 @@ from pipeline.derived import uses_engines, uses_filter
 from pipeline.plan.plan import Plan
 from pipeline.prompts.stage import Schedule
 from pipeline.run import cluster
+from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.run.faults import Restarts, sentence
-from pipeline.run.monitor import follow
+from pipeline.run.monitor import RunMonitor
 from pipeline.storage import checkpoints
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.store.admission import Admission
 from pipeline.store.client import StoreClient
 from pipeline.store.events import TrainingEnded
 from pipeline.store.policy_store import PolicyStore, milliseconds
-from pipeline.track.follow import Follower
 from pipeline.track.history import read_history
-from pipeline.track.retention import Retention
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
 from pipeline.train.entry import LoopSettings, train_loop
@@ -150,7 +149,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     thread.start()
     engines = "the engines and " if uses_engines(config) else ""
     tracker.status(f"starting {engines}the train workers")
-    retention = Retention(
+    keeper = CheckpointKeeper(
         run_dir,
         trainer.max_ckpt_to_keep,
         trainer.best_metric,
@@ -158,30 +157,30 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         checkpoints.root(trainer, run_dir),
     )
     for record in read_history(tracker.metrics_path):
-        retention.record(record["iteration"], record)
-    follower = Follower(
+        keeper.record(record["iteration"], record)
+    monitor = RunMonitor(
         tracker,
-        retention,
+        keeper,
         schedule,
         config.rollout.val_kwargs.n,
         trainer.log_samples,
         lambda split, iteration, count: read_trajectories(str(run_dir), iteration, split).slice(0, count).to_pylist(),
     )
     try:
-        interrupted, problem = follow(store, follower, thread, tracker, deadlines)
+        interrupted, problem = monitor.watch(store, thread, deadlines)
     finally:
         over.set()
     if problem:
-        # Whatever is left of the run ends when it asks the store.
+        # What is left of the run ends when it calls the store.
         ray.kill(store)
-        retention.close()
+        keeper.close()
         return Outcome("failed", -1, problem)
-    if ends and follower.done is None:
-        # The message was lost with the store.
-        follower.handle(ends[0])
-    retention.close()
+    if ends and monitor.ended is None:
+        # The event was lost with the store.
+        monitor.handle(ends[0])
+    keeper.close()
     if failure:
         return Outcome("failed", -1, sentence(failure[0]))
-    if follower.done is None:
+    if monitor.ended is None:
         return Outcome("interrupted" if interrupted else "failed", -1, "the train workers ended without a word")
-    return Outcome("interrupted" if follower.done.stopped else "finished", follower.done.version)
+    return Outcome("interrupted" if monitor.ended.stopped else "finished", monitor.ended.version)

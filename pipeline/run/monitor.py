@@ -1,96 +1,292 @@
-"""The driver's watch over a run: it reads the policy store's events until training has ended.
+"""The driver's watch over a run: it reads the policy store's events and makes one record per iteration of them.
 
-The store may die and come back, empty: the driver then asks again what it wants (a stop that was requested), and waits
-for the train workers, which restart from their newest checkpoint. It waits for either no longer than a deadline.
+The metrics of an iteration come from several processes: the train workers, the engines (when they loaded a version),
+the prompt stage, the validation stage. The store may die and come back empty: the driver then repeats its request to
+stop, and waits for the train workers, which restart from their newest checkpoint.
 """
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from pipeline.config.trainer import DeadlineConfig
+from pipeline.run.watchdog import Watchdog
+from pipeline.stats import reduce
 from pipeline.store.client import PAUSE_S, StoreClient, store_lost
 from pipeline.store.errors import StoreTimeout
-from pipeline.store.events import AttemptFailed
+from pipeline.store.events import (
+    AttemptBegun,
+    AttemptFailed,
+    CheckpointBegun,
+    CheckpointSaved,
+    Event,
+    IterationTrained,
+    PromptsMade,
+    TrainingEnded,
+    ValidationAnnounced,
+    ValidationScored,
+    VersionLoaded,
+)
 from pipeline.store.policy_store import PolicyStore
-from pipeline.track.follow import Follower
-from pipeline.track.watchdog import Watchdog
+from pipeline.track.validation import validation_metrics
+
+if TYPE_CHECKING:
+    from pipeline.prompts.stage import Schedule
+    from pipeline.run.checkpoint_keeper import CheckpointKeeper
+    from pipeline.track.tracker import Tracker
+
+SAMPLES_EVERY = 10
+"""Iterations from one table of training samples to the next."""
 
 
-class Notices(Protocol):
-    """The part of `Tracker` that is used here."""
+@dataclass
+class _Validation:
+    """The validation of one version."""
 
-    def notice(self, text: str) -> None: ...
+    responses: int
+    parts: dict[str, ValidationScored] = field(default_factory=dict)
+    """By the first prompt of each: a task that Ray repeats reports its prompts again."""
+    metrics: dict[str, float] | None = None
+    """None until all responses are scored."""
 
 
-def follow(
-    store: Any,
-    follower: Follower,
-    training: threading.Thread,
-    tracker: Notices,
-    deadlines: DeadlineConfig,
-    clock: Callable[[], float] = time.monotonic,
-) -> tuple[bool, str | None]:
-    """Handle events until training has ended.
+@dataclass
+class _Loads:
+    """What engines reported that loaded weights for one iteration."""
+
+    metrics: dict[str, float] = field(default_factory=lambda: {"rollout/engines_loaded": 0})
+    idle_s: float = 0.0
+    total_s: float = 0.0
+
+    def add(self, event: VersionLoaded) -> None:
+        # The slowest engine counts.
+        for name, value in (("timing_s/update_weights", event.update_s), ("timing_s/load_weights", event.load_s)):
+            if value is not None:
+                self.metrics[name] = max(self.metrics.get(name, 0.0), value)
+        self.metrics["rollout/engines_loaded"] += 1
+        self.idle_s += event.idle_s
+        self.total_s += event.idle_s + event.busy_s
+        if self.total_s and event.update_s is not None:
+            self.metrics["perf/rollout_idle"] = self.idle_s / self.total_s
+
+
+class RunMonitor:
+    """Follows one run.
 
     Args:
-        store: handle of the policy store.
-        follower: takes the events.
-        training: the thread in which Ray Train runs.
-        tracker: shows what has to be seen.
-        deadlines: how long the store (`store`) and the train workers (`train_start`) may be away.
-        clock: seconds that pass.
-
-    Returns:
-        whether Ctrl-C was pressed, and why training cannot go on, where it has not ended.
+        tracker: takes the records.
+        keeper: takes checkpoints, and the records that say how good they are.
+        schedule: which versions are validated.
+        val_n: responses per validation prompt.
+        log_samples: rows of a table of samples.
+        samples: `(split, iteration, count)` to that many recorded rows.
     """
-    client = StoreClient(store)
-    read, interrupted, watchdog = 0, False, Watchdog(clock=clock)
-    silent_since: float | None = None
-    idle_since = clock()
-    while True:
-        try:
-            alive = training.is_alive()
+
+    def __init__(
+        self,
+        tracker: "Tracker",
+        keeper: "CheckpointKeeper",
+        schedule: "Schedule",
+        val_n: int,
+        log_samples: int,
+        samples: Callable[[str, int, int], list[dict[str, Any]]],
+    ):
+        self._tracker, self._keeper, self._schedule = tracker, keeper, schedule
+        self._val_n, self._log_samples, self._samples = val_n, log_samples, samples
+        self._records: dict[int, dict[str, float]] = {}
+        """Of iterations that were trained: not logged yet, or the last one logged."""
+        self._prompts: dict[int, dict[str, float]] = {}
+        self._loads: dict[int, _Loads] = defaultdict(_Loads)
+        self._validations: dict[int, _Validation] = {}
+        self._logged = self._trained = -1
+        self._attempts = 0
+        self._reason: str | None = None
+        self.training = False
+        """Whether the train workers have begun, and have not failed since."""
+        self.ended: TrainingEnded | None = None
+
+    def watch(
+        self,
+        store: Any,
+        training: threading.Thread,
+        deadlines: DeadlineConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> tuple[bool, str | None]:
+        """Handle events until training has ended.
+
+        Args:
+            store: handle of the policy store.
+            training: the thread in which Ray Train runs.
+            deadlines: how long the store (`store`) and the train workers (`train_start`) may be away.
+            clock: seconds that pass.
+
+        Returns:
+            whether Ctrl-C was pressed, and why training cannot go on, where it has not ended.
+        """
+        client, watchdog = StoreClient(store), Watchdog(clock)
+        read, interrupted = 0, False
+        silent_since: float | None = None
+        idle_since = clock()
+        while True:
             try:
-                last, events = client.ask(PolicyStore.read_events, read, 1.0)
-                status = client.ask(PolicyStore.status)
-                if interrupted and not status.stopping:
-                    client.ask(PolicyStore.stop)
-            except (ray.exceptions.RayActorError, StoreTimeout) as error:
+                alive = training.is_alive()
+                try:
+                    last, events = client.ask(PolicyStore.read_events, read, 1.0)
+                    status = client.ask(PolicyStore.status)
+                    if interrupted and not status.stopping:
+                        client.ask(PolicyStore.stop)
+                except (ray.exceptions.RayActorError, StoreTimeout) as error:
+                    if not alive:
+                        return interrupted, None
+                    now = clock()
+                    if silent_since is None:
+                        silent_since = idle_since = now
+                        self.handle(AttemptFailed("the policy store died"))
+                        self._tracker.notice("the policy store does not answer; Ray starts it again")
+                    if now - silent_since > deadlines.store:
+                        return interrupted, store_lost(now - silent_since, error)
+                    time.sleep(PAUSE_S)
+                    continue
+                silent_since = None
+                # An event whose handling Ctrl-C interrupts is read again.
+                for number, event in enumerate(events, start=last - len(events) + 1):
+                    self.handle(event)
+                    read = number
+                    watchdog.moved()
+                if text := watchdog.look(status):
+                    self._tracker.notice(text)
+                # One more read after the end: the last events came before it.
                 if not alive:
                     return interrupted, None
-                now = clock()
-                if silent_since is None:
-                    silent_since, idle_since = now, now
-                    follower.handle(AttemptFailed("the policy store died"))
-                    tracker.notice("the policy store does not answer; Ray starts it again")
-                if now - silent_since > deadlines.store:
-                    return interrupted, store_lost(now - silent_since, error)
-                time.sleep(PAUSE_S)
-                continue
-            silent_since = None
-            # What is interrupted while it is handled comes again.
-            for number, event in enumerate(events, start=last - len(events) + 1):
-                follower.handle(event)
-                read = number
-                watchdog.moved()
-            if text := watchdog.look(status):
-                tracker.notice(text)
-            # One more read after the end: the last events came before it.
-            if not alive:
-                return interrupted, None
-            if follower.training:
-                idle_since = clock()
-            elif clock() - idle_since > deadlines.train_start:
-                return interrupted, _no_workers(deadlines.train_start)
-        except KeyboardInterrupt:
-            if interrupted:
-                raise
-            interrupted = True
-            tracker.notice("stopping after this iteration; Ctrl-C again ends the run at once")
+                if self.training:
+                    idle_since = clock()
+                elif clock() - idle_since > deadlines.train_start:
+                    return interrupted, _no_workers(deadlines.train_start)
+            except KeyboardInterrupt:
+                if interrupted:
+                    raise
+                interrupted = True
+                self._tracker.notice("stopping after this iteration; Ctrl-C again ends the run at once")
+
+    def handle(self, event: Event) -> None:
+        """Take one event of the policy store."""
+        match event:
+            case AttemptFailed(reason):
+                # The first failure reported is the cause; later ones are usually consequences.
+                self._reason = self._reason or reason
+                self.training = False
+            case AttemptBegun(version):
+                self._begin(version)
+            case PromptsMade(iteration, metrics):
+                self._prompts[iteration] = self._prompts.get(iteration, {}) | metrics
+            case VersionLoaded(version):
+                # It generates the next iteration, or a later one where the trainer has the rows of that already.
+                self._loads[max(version, self._trained) + 1].add(event)
+                # What the last version generates is its validation.
+                if version < self._schedule.iterations:
+                    self._tracker.status(f"iteration {version + 1}: generating")
+            case IterationTrained():
+                self._iteration(event)
+            case ValidationAnnounced(version, prompts):
+                self._validations[version] = _Validation(prompts * self._val_n)
+                self._tracker.status(f"validating policy version {version}")
+            case ValidationScored():
+                self._scored(event)
+            case CheckpointBegun(version):
+                # A run that resumes from it never sees this iteration again. Its validation may still come.
+                if version > self._logged and version in self._records:
+                    self._tracker.keep(version, self._records[version])
+            case CheckpointSaved(version, rank, ranks):
+                self._keeper.saved(version, rank, ranks)
+            case TrainingEnded():
+                self.ended = event
+                # A run that was stopped does not validate its last version.
+                for number in sorted(i for i in self._records if i > self._logged):
+                    self._log(number)
+
+    def _begin(self, version: int) -> None:
+        """The train workers begin with `version`: later iterations are trained again."""
+        if self._attempts:
+            self._tracker.notice(
+                f"restarted the train workers from iteration {version} because {self._reason or 'they failed'}"
+            )
+            self._prompts.clear()
+            self._loads.clear()
+            self._keeper.restarted()
+        # A validation that was cut off is made again.
+        self._validations = {
+            i: validation for i, validation in self._validations.items() if i <= version and validation.metrics
+        }
+        self._records = {i: record for i, record in self._records.items() if i <= version}
+        if version not in self._records and (recorded := self._tracker.recorded(version)) is not None:
+            self._records[version] = recorded
+        self._logged = min(self._logged, version) if self._attempts else max(self._records, default=-1)
+        self._attempts += 1
+        self._trained = version
+        self._reason, self.training = None, True
+
+    def _iteration(self, event: IterationTrained) -> None:
+        iteration = self._trained = event.iteration
+        record = self._prompts.pop(iteration, {})
+        if iteration in self._loads:
+            record |= self._loads.pop(iteration).metrics
+        record |= event.metrics
+        # A version is published before its iteration is reported, so a quick validation comes first.
+        if (validation := self._validations.get(iteration)) and validation.metrics:
+            record |= validation.metrics
+        self._records[iteration] = record
+        self._log_complete()
+        if self._log_samples and iteration % SAMPLES_EVERY == 0:
+            self._tracker.samples(iteration, self._samples("train", iteration, self._log_samples))
+
+    def _scored(self, event: ValidationScored) -> None:
+        version = event.version
+        validation = self._validations.get(version)
+        if validation is None or validation.metrics:
+            return
+        validation.parts[event.prompts[0].uid] = event
+        prompts = [prompt for part in validation.parts.values() for prompt in part.prompts]
+        if sum(prompt.responses for prompt in prompts) < validation.responses:
+            return
+        validation.metrics = reduce([validation_metrics(prompts)])
+        # All chunks of a validation start together, so the slowest one's time is that of the validation.
+        validation.metrics["timing_s/testing"] = max(part.generate_s for part in validation.parts.values())
+        validation.parts.clear()
+        if version in self._records or version == 0:
+            self._records[version] = self._records.get(version, {}) | validation.metrics
+            if version <= self._logged:
+                self._log(version)
+            self._log_complete()
+        if self._log_samples:
+            self._tracker.samples(version, self._samples("val", version, self._log_samples))
+
+    def _awaits_validation(self, version: int) -> bool:
+        validation = self._validations.get(version)
+        if validation is not None and validation.metrics:
+            return False
+        # Later iterations than these are not trained before it is recorded; a restart cut it off.
+        if max(self._records) > version + self._schedule.validation_lag:
+            return False
+        return validation is not None or self._schedule.validates(version, version == self._schedule.iterations)
+
+    def _log_complete(self) -> None:
+        """Log, in their order, the records that nothing is missing from."""
+        for number in sorted(i for i in self._records if i > self._logged):
+            if self._awaits_validation(number):
+                break
+            self._log(number)
+
+    def _log(self, iteration: int) -> None:
+        self._tracker.log(iteration, self._records[iteration])
+        self._keeper.record(iteration, self._records[iteration])
+        self._logged = max(self._logged, iteration)
+        # The last one stays: at an early end of the data, its validation may be announced after it.
+        self._records = {i: record for i, record in self._records.items() if i >= self._logged}
 
 
 def _no_workers(seconds: float) -> str:

@@ -30,3 +30,11 @@ class StoreStatus:
     alive_s: float
     """Seconds since the last heartbeat."""
     alive_by: str
+
+    def describe(self) -> str:
+        """One clause about what the run waits for."""
+        waits = ", ".join(f"{count} in {phase}" for phase, count in self.waiting.items() if count) or "none"
+        return (
+            f"policy version {self.version} is out, store waits: {waits}, last heartbeat {self.alive_s:.0f} s "
+            f"ago from {self.alive_by}"
+        )

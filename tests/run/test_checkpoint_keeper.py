@@ -7,41 +7,41 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.storage import checkpoints
 from pipeline.storage.checkpoints import iterations
-from pipeline.track.retention import Retention
 from tests.storage.test_checkpoints import written
 
 METRIC = "val-core/countdown/acc/mean@1"
 
 
-def saved(retention: Retention, run_dir: Path, iteration: int) -> None:
+def saved(keeper: CheckpointKeeper, run_dir: Path, iteration: int) -> None:
     written(run_dir, iteration)
     for rank in (1, 0):
-        retention.saved(iteration, rank, 2)
+        keeper.saved(iteration, rank, 2)
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    retention = Retention(tmp_path, 2, None, "max")
+    keeper = CheckpointKeeper(tmp_path, 2, None, "max", str(tmp_path))
     for iteration in (1, 2, 3, 4):
-        saved(retention, tmp_path, iteration)
-        retention.record(iteration, {METRIC: 1.0 / iteration})
-    retention.close()
+        saved(keeper, tmp_path, iteration)
+        keeper.record(iteration, {METRIC: 1.0 / iteration})
+    keeper.close()
     assert iterations(str(tmp_path)) == [3, 4] and not (tmp_path / "best.json").exists()
 
 
 def test_the_best_stays_too(tmp_path: Path) -> None:
-    retention = Retention(tmp_path, 1, METRIC, "max")
+    keeper = CheckpointKeeper(tmp_path, 1, METRIC, "max", str(tmp_path))
     for iteration, value in ((0, 0.9), (2, 0.3), (4, 0.5), (6, 0.4), (8, 0.5)):
         if iteration:
-            saved(retention, tmp_path, iteration)
-        retention.record(iteration, {METRIC: value})
-        retention.record(iteration + 1, {"critic/score/mean": 1.0})
-    retention.close()
+            saved(keeper, tmp_path, iteration)
+        keeper.record(iteration, {METRIC: value})
+        keeper.record(iteration + 1, {"critic/score/mean": 1.0})
+    keeper.close()
     assert iterations(str(tmp_path)) == [4, 8]
     assert json.loads((tmp_path / "best.json").read_text()) == {"iteration": 4, "metric": METRIC, "value": 0.5}
     # A run that goes on knows its past.
-    again = Retention(tmp_path, 1, METRIC, "max")
+    again = CheckpointKeeper(tmp_path, 1, METRIC, "max", str(tmp_path))
     for iteration, value in ((4, 0.5), (8, 0.5)):
         again.record(iteration, {METRIC: value})
     saved(again, tmp_path, 10)
@@ -51,42 +51,42 @@ def test_the_best_stays_too(tmp_path: Path) -> None:
 
 
 def test_the_best_may_be_the_smallest(tmp_path: Path) -> None:
-    retention = Retention(tmp_path, 1, METRIC, "min")
+    keeper = CheckpointKeeper(tmp_path, 1, METRIC, "min", str(tmp_path))
     for iteration, value in ((2, 0.3), (4, 0.5), (6, 0.4)):
-        saved(retention, tmp_path, iteration)
-        retention.record(iteration, {METRIC: value})
-    retention.close()
+        saved(keeper, tmp_path, iteration)
+        keeper.record(iteration, {METRIC: value})
+    keeper.close()
     assert iterations(str(tmp_path)) == [2, 6]
 
 
 def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:
-    retention = Retention(tmp_path, 1, None, "max")
-    saved(retention, tmp_path, 2)
+    keeper = CheckpointKeeper(tmp_path, 1, None, "max", str(tmp_path))
+    saved(keeper, tmp_path, 2)
     written(tmp_path, 4, marks=1)
-    retention.saved(4, 0, 2)
-    retention.close()
+    keeper.saved(4, 0, 2)
+    keeper.close()
     assert iterations(str(tmp_path)) == [2, 4]
 
 
 def test_parts_from_before_a_restart_make_nothing_whole(tmp_path: Path) -> None:
     """Else a checkpoint that is being copied anew would be taken for a broken one, and deleted."""
-    retention = Retention(tmp_path, 1, None, "max")
-    saved(retention, tmp_path, 2)
-    retention.saved(4, 0, 2)
-    retention.restarted()
+    keeper = CheckpointKeeper(tmp_path, 1, None, "max", str(tmp_path))
+    saved(keeper, tmp_path, 2)
+    keeper.saved(4, 0, 2)
+    keeper.restarted()
     written(tmp_path, 4, marks=1)
-    retention.saved(4, 1, 2)
-    retention.close()
+    keeper.saved(4, 1, 2)
+    keeper.close()
     assert iterations(str(tmp_path)) == [2, 4]
 
 
 def test_a_storage_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(checkpoints, "retain", lambda *_: [released.wait(30)])
-    monkeypatch.setattr(Retention, "CLOSE_S", 0.1)
-    retention = Retention(tmp_path, 1, None, "max")
-    saved(retention, tmp_path, 2)
+    monkeypatch.setattr(CheckpointKeeper, "CLOSE_S", 0.1)
+    keeper = CheckpointKeeper(tmp_path, 1, None, "max", str(tmp_path))
+    saved(keeper, tmp_path, 2)
     begun = time.monotonic()
-    retention.close()
+    keeper.close()
     assert time.monotonic() - begun < 5
     released.set()

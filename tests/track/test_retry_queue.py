@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from pipeline.track.sender import Rejected, Sender
+from pipeline.track.retry_queue import Rejected, RetryQueue
 
 
 def _soon(seconds: float = 20.0) -> float:
@@ -24,11 +24,11 @@ def test_records_arrive_in_order_after_an_outage(caplog: pytest.LogCaptureFixtur
             raise ConnectionError("refused")
         got.append(number)
 
-    sender = Sender("tracker", first_pause_s=0.01, longest_pause_s=0.02)
-    sender.start()
+    queue = RetryQueue("tracker", first_pause_s=0.01, longest_pause_s=0.02)
+    queue.start()
     with caplog.at_level(logging.WARNING):
         for number in range(50):
-            sender.put(f"record {number}", lambda number=number: send(number))
+            queue.put(f"record {number}", lambda number=number: send(number))
         until = _soon()
         while len(tries) < 6 and time.monotonic() < until:
             time.sleep(0.01)
@@ -36,7 +36,7 @@ def test_records_arrive_in_order_after_an_outage(caplog: pytest.LogCaptureFixtur
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == 1 and "refused" in warnings[0].getMessage() and "record 0" in warnings[0].getMessage()
         up.set()
-        assert sender.close(_soon()) is None
+        assert queue.close(_soon()) is None
     assert got == list(range(50))
 
 
@@ -47,25 +47,25 @@ def test_pauses_between_tries_grow() -> None:
         tries.append(time.monotonic())
         raise ConnectionError("refused")
 
-    sender = Sender("tracker", first_pause_s=0.05, longest_pause_s=10.0)
-    sender.start()
-    sender.put("a record", send)
+    queue = RetryQueue("tracker", first_pause_s=0.05, longest_pause_s=10.0)
+    queue.start()
+    queue.put("a record", send)
     until = _soon()
     while len(tries) < 4 and time.monotonic() < until:
         time.sleep(0.01)
     assert tries[1] - tries[0] >= 0.05 and tries[2] - tries[1] >= 0.1 and tries[3] - tries[2] >= 0.2
-    sender.close(time.monotonic())
+    queue.close(time.monotonic())
 
 
 def test_hanging_tracker_never_blocks_and_the_end_has_a_deadline() -> None:
     never = threading.Event()
-    sender = Sender("tracker")
-    sender.start()
+    queue = RetryQueue("tracker")
+    queue.start()
     began = time.monotonic()
     for number in range(1000):
-        sender.put(f"record {number}", lambda: never.wait(60))
+        queue.put(f"record {number}", lambda: never.wait(60))
     assert time.monotonic() - began < 1.0
-    lacking = sender.close(time.monotonic() + 0.3)
+    lacking = queue.close(time.monotonic() + 0.3)
     assert 0.3 <= time.monotonic() - began < 3.0
     assert lacking is not None and "1000 still waited" in lacking
     never.set()
@@ -80,22 +80,22 @@ def test_closing_does_not_wait_out_a_long_pause() -> None:
             failed.set()
             raise ConnectionError("refused")
 
-    sender = Sender("tracker", first_pause_s=1000.0, longest_pause_s=1000.0)
-    sender.start()
-    sender.put("a record", send)
+    queue = RetryQueue("tracker", first_pause_s=1000.0, longest_pause_s=1000.0)
+    queue.start()
+    queue.put("a record", send)
     assert failed.wait(20)
     up.set()
-    assert sender.close(_soon()) is None
+    assert queue.close(_soon()) is None
 
 
 def test_memory_is_bounded_and_the_start_is_never_dropped() -> None:
     got: list[str] = []
-    sender = Sender("tracker", capacity=10)
-    sender.put("the start", lambda: got.append("start"), keep=True)
+    queue = RetryQueue("tracker", capacity=10)
+    queue.put("the start", lambda: got.append("start"), keep=True)
     for number in range(100):
-        sender.put(f"record {number}", lambda number=number: got.append(str(number)))
-    sender.start()
-    lacking = sender.close(_soon())
+        queue.put(f"record {number}", lambda number=number: got.append(str(number)))
+    queue.start()
+    lacking = queue.close(_soon())
     assert got == ["start", *map(str, range(91, 100))]
     assert lacking is not None and "91 were dropped" in lacking
 
@@ -106,11 +106,11 @@ def test_refused_record_is_dropped_and_the_next_follows(caplog: pytest.LogCaptur
     def refuse() -> None:
         raise Rejected("bad name")
 
-    sender = Sender("tracker")
-    sender.put("a bad record", refuse)
-    sender.put("a good record", lambda: got.append(1))
-    sender.start()
-    lacking = sender.close(_soon())
+    queue = RetryQueue("tracker")
+    queue.put("a bad record", refuse)
+    queue.put("a good record", lambda: got.append(1))
+    queue.start()
+    lacking = queue.close(_soon())
     assert got == [1]
     assert lacking is not None and "1 were refused" in lacking
     assert any("bad name" in record.getMessage() for record in caplog.records)
@@ -118,9 +118,9 @@ def test_refused_record_is_dropped_and_the_next_follows(caplog: pytest.LogCaptur
 
 def test_only_the_latest_drawing_waits() -> None:
     got: list[int] = []
-    sender = Sender("plot")
+    queue = RetryQueue("plot")
     for number in range(5):
-        sender.put("a drawing", lambda number=number: got.append(number), latest=True)
-    sender.start()
-    assert sender.close(_soon()) is None
+        queue.put("a drawing", lambda number=number: got.append(number), latest=True)
+    queue.start()
+    assert queue.close(_soon()) is None
     assert got == [4]

@@ -1,7 +1,7 @@
 """When the watchdog speaks, and what it says."""
 
+from pipeline.run.watchdog import Watchdog
 from pipeline.store.status import StoreStatus
-from pipeline.track.watchdog import Watchdog
 
 
 def status(alive_s: float) -> StoreStatus:

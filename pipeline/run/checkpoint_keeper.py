@@ -1,0 +1,89 @@
+"""Which checkpoints stay: the newest ones, and the best by a validation metric.
+
+The driver deletes, since it alone knows which are whole and how good each is. It does so in a background thread, so
+that a slow storage holds nothing up.
+"""
+
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.storage import checkpoints
+from pipeline.track.retry_queue import RetryQueue
+
+log = logging.getLogger(__name__)
+
+BEST_FILE = "best.json"
+
+
+class CheckpointKeeper:
+    """Keeps the checkpoints of one run.
+
+    Args:
+        run_dir: the run's folder, for `best.json`.
+        keep: newest checkpoints that stay.
+        metric: by which the best one stays, too; None for none.
+        mode: `max` or `min`.
+        root: folder or URL of the checkpoints.
+    """
+
+    CLOSE_S = 60.0
+
+    def __init__(self, run_dir: Path, keep: int, metric: str | None, mode: str, root: str):
+        self._run_dir, self._keep, self._metric, self._root = run_dir, keep, metric, root
+        self._sign = 1 if mode == "max" else -1
+        self._parts: dict[int, set[int]] = defaultdict(set)
+        # Only the thread uses these two from here on.
+        self._values: dict[int, float] = {}
+        self._whole = set(checkpoints.iterations(root))
+        self._queue = RetryQueue("the deletion of old checkpoints")
+        self._queue.start()
+
+    def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an iteration; those of a resumed run's past, too."""
+        if self._metric is not None and (value := metrics.get(self._metric)) is not None:
+            self._queue.put("a metric", self._validated, iteration, value)
+
+    def saved(self, version: int, rank: int, ranks: int) -> None:
+        """A rank's part of a checkpoint is in place."""
+        self._parts[version].add(rank)
+        if len(self._parts[version]) == ranks:
+            del self._parts[version]
+            self._queue.put("a checkpoint", self._saved, version)
+
+    def restarted(self) -> None:
+        """Forget the parts of checkpoints that are not whole: restarted train workers write them again."""
+        self._parts.clear()
+
+    def close(self) -> None:
+        """Wait for what is under way, `CLOSE_S` seconds at most."""
+        if self._queue.close(time.monotonic() + self.CLOSE_S):
+            log.warning("old checkpoints in %s are still being deleted after %.0f s", self._root, self.CLOSE_S)
+
+    def _validated(self, iteration: int, value: float) -> None:
+        self._values[iteration] = value
+        self._tidy()
+
+    def _saved(self, version: int) -> None:
+        self._whole.add(version)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        spare: set[int] = set()
+        if self._metric is not None:
+            # Those that are not validated yet may turn out to be the best.
+            spare = {iteration for iteration in self._whole if iteration > max(self._values, default=-1)}
+        try:
+            if known := sorted(self._values.keys() & self._whole):
+                best = max(known, key=lambda iteration: self._sign * self._values[iteration])
+                content = {"iteration": best, "metric": self._metric, "value": self._values[best]}
+                (self._run_dir / BEST_FILE).write_text(json.dumps(content) + "\n")
+                spare.add(best)
+            if self._whole:
+                self._whole.difference_update(checkpoints.retain(self._root, max(self._whole), self._keep, spare))
+        except (OSError, ValueError) as error:
+            # What could not be deleted now is deleted with the next one.
+            log.warning("an old checkpoint could not be deleted: %s", error)

@@ -1,0 +1,91 @@
+"""The loggers of one run, each called in order from a background thread of its own.
+
+What is slow or down costs a warning and a retry and never the run.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.track.loggers import Logger, TensorBoardLogger, WandbLogger, check_loggers
+from pipeline.track.mlflow_logger import MlflowLogger
+from pipeline.track.retry_queue import RetryQueue
+
+
+class AsyncLoggers:
+    """MLflow, wandb and TensorBoard, as far as `names` has them.
+
+    Args:
+        names: any of `console`, `mlflow`, `wandb`, `tensorboard`.
+        folder: the run's folder, which keeps the ids of the tracker runs.
+        config: the resolved configuration as plain nested mappings.
+        project: MLflow experiment, wandb project.
+        name: the run's name.
+        resume: continue the tracker runs that the folder has.
+        store_of: folder of the run whose MLflow store is used without a server; None is `folder`.
+
+    Raises:
+        ValueError, ImportError: as `check_loggers`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        config: Mapping[str, Any],
+        project: str,
+        name: str,
+        resume: bool,
+        store_of: Path | None = None,
+    ) -> None:
+        check_loggers(names)
+        loggers: dict[str, Logger] = {}
+        if "mlflow" in names:
+            store = store_of or folder
+            loggers["mlflow"] = MlflowLogger(store, config, project, name, resume=resume, id_dir=folder)
+        if "wandb" in names:
+            loggers["wandb"] = WandbLogger(folder, config, project, name, resume=resume)
+        if "tensorboard" in names:
+            loggers["tensorboard"] = TensorBoardLogger(folder, config, resume=resume)
+        self._loggers = {name: (logger, RetryQueue(name)) for name, logger in loggers.items()}
+
+    def start(self) -> None:
+        """Begin to connect."""
+        for logger, queue in self._loggers.values():
+            queue.put("the start of the run", logger.start, keep=True)
+            queue.start()
+
+    def log(self, iteration: int, moment: float, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one iteration; `moment` is Unix seconds."""
+        for logger, queue in self._loggers.values():
+            queue.put(f"the metrics of iteration {iteration}", logger.log, iteration, moment, metrics)
+
+    def samples(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send a table of sample trajectories (`prompt`, `response`, `score`, ...)."""
+        if not rows:
+            return
+        for logger, queue in self._loggers.values():
+            queue.put(f"the samples of iteration {iteration}", logger.samples, iteration, rows)
+
+    def image(self, path: Path) -> None:
+        """Send a picture; an older one that still waits is left out."""
+        for logger, queue in self._loggers.values():
+            queue.put(f"the picture {path.name}", logger.image, path, latest=True)
+
+    def file(self, path: Path) -> None:
+        """Keep a file with the MLflow run, if there is one."""
+        if "mlflow" in self._loggers:
+            logger, queue = self._loggers["mlflow"]
+            queue.put(f"the file {path.name}", logger.image, path)
+
+    def finish(self, status: str, timeout_s: float) -> list[str]:
+        """End the runs as `finished`, `interrupted` or `failed`; sentences on what was not sent within `timeout_s`."""
+        for logger, queue in self._loggers.values():
+            queue.put("the end of the run", logger.finish, status, keep=True)
+        deadline = time.monotonic() + timeout_s
+        return [problem for _, queue in self._loggers.values() if (problem := queue.close(deadline))]
+
+    def where(self) -> dict[str, str]:
+        """How a person looks at each."""
+        return {name: logger.where() for name, (logger, _) in self._loggers.items()}
