@@ -8,7 +8,7 @@
 
 import glob
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
 import ray.data
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SupervisedDataConfig
@@ -24,6 +27,7 @@ from pipeline.prompts.chat import load_tokenizer
 SLICE_ROWS = 2048
 
 D = TypeVar("D", bound=SupervisedDataConfig)
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,8 @@ def _row_groups(path: str, config_key: str, problem: Callable[[pa.Schema], str |
     return groups
 
 
-def is_list(kind: pa.DataType) -> bool:
-    """Whether a column of this type can hold chat messages."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
 class Encoder(ABC, Generic[D]):
-    """Turns rows of a file into token rows, with the model's chat template.
-
-    Args:
-        tokenizer: of the model.
-        data: `data.*`.
-    """
+    """Turns rows of a file into token rows, with the model's chat template."""
 
     def __init__(self, tokenizer: Any, data: D) -> None:
         self.tokenizer = tokenizer
@@ -104,22 +98,22 @@ class Encoder(ABC, Generic[D]):
         """What is wrong with the columns of a file, to follow the file's name; None if nothing is."""
 
     @abstractmethod
-    def columns(self, names: list[str]) -> list[str]:
-        """Those of a file's columns that `encode` reads."""
+    def columns(self) -> list[str | None]:
+        """The columns that `encode` reads where a file has them."""
 
     @abstractmethod
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
         """One token row per row; columns of tokens end with `_ids`.
 
         Args:
-            rows: with the `columns`.
+            rows: with those `columns` that the file has.
             places: file and number of each row, for errors.
 
         Raises:
             ValueError: a row cannot be learnt; the sentence begins with its place.
         """
 
-    def render(self, messages: list[dict[str, Any]], generate: bool, place: str) -> str:
+    def render(self, messages: Messages, generate: bool, place: str) -> str:
         """The text of `messages`, followed by the opening of the assistant's next turn if `generate`.
 
         Raises:
@@ -141,14 +135,32 @@ class Encoder(ABC, Generic[D]):
         return list(encoded["input_ids"])
 
 
-def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without null fields: a parquet struct has every field in every row, and templates test for fields."""
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type can hold chat messages."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def checked_messages(value: Any, place: str) -> Messages:
+    """A cell as messages without null fields: a parquet struct has every field in every row, and templates test for
+    fields.
+
+    Raises:
+        ValueError: it holds none, or one without role or content.
+    """
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{place}: {str(value)[:200]} is not a list of messages {{role, content}}.")
+    messages = [{name: field for name, field in message.items() if field is not None} for message in value]
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{place}: message {number} has no role: {str(message)[:200]}.")
+        if "content" not in message and "tool_calls" not in message:
+            raise ValueError(f"{place}: message {number} has no content: {str(message)[:200]}.")
+    return messages
 
 
 def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
     """Encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
-    columns = encoder.columns(list(group.fragment.physical_schema.names))
+    columns = [name for name in encoder.columns() if name in group.fragment.physical_schema.names]
     rows = group.fragment.to_table(columns=columns)
     order = np.arange(group.rows) if random is None else random.permutation(group.rows)
     for start in range(0, group.rows, SLICE_ROWS):
@@ -180,13 +192,12 @@ class Reader:
         self, groups: list[RowGroup], encoder: type[Encoder[Any]], model: ModelConfig, data: Any, seed: int
     ) -> None:
         self.groups = groups
-        self.shuffle = data.shuffle
         self.seed = seed
         self.encoder = encoder(load_tokenizer(model), data)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for epoch, number in zip(batch["epoch"].to_pylist(), batch["group"].to_pylist(), strict=True):
-            random = np.random.default_rng([self.seed, epoch, number]) if self.shuffle else None
+            random = np.random.default_rng([self.seed, epoch, number]) if self.encoder.data.shuffle else None
             yield from read(self.groups[number], self.encoder, random)
 
 
@@ -214,3 +225,9 @@ def train_dataset(
         udf_modifying_row_count=True,
     )
     return stream.repartition(target_num_rows_per_block=block_rows, strict=True)
+
+
+def pad(rows: Iterable[pa.ListScalar]) -> Tensor:
+    """Lists of integers as [R, T] int64, padded with 0 on the right; without rows [1, 1]."""
+    tensors = [torch.from_numpy(row.values.to_numpy().astype(np.int64)) for row in rows]
+    return pad_sequence(tensors or [torch.zeros(1, dtype=torch.int64)], batch_first=True)

@@ -10,11 +10,11 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray.train
 import ray.train.torch
 import torch
@@ -26,7 +26,6 @@ from pipeline.models.fsdp import clip_grad_norm, save_hf, shard
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.pretrained import Pretrained
 from pipeline.prompts.chat import load_tokenizer
-from pipeline.rows import flat
 from pipeline.supervised.data import Encoder, RowGroup, held_rows
 from pipeline.threads import compute_threads
 from pipeline.train.feed import TimedIterator
@@ -108,10 +107,6 @@ class SupervisedLoop(ABC, Generic[C]):
             sums over these rows of the `measured` metrics, [K] float32; only the loss has a gradient.
         """
 
-    def tokens(self, table: pa.Table) -> int:
-        """Tokens of these rows."""
-        return sum(len(flat(table, name)[0]) for name in table.column_names if name.endswith("_ids"))
-
     def run(self) -> None:
         """Take all steps, then validate and save the model."""
         steps = self.settings.steps
@@ -125,7 +120,8 @@ class SupervisedLoop(ABC, Generic[C]):
             if len(table) != self.block_rows:
                 raise RuntimeError(f"step {step} got {len(table)} rows where {self.block_rows} were expected")
             metrics = {"step": step, "lr": self.optimizer.param_groups[0]["lr"], **self.step(table)}
-            tokens_seen += self.world_size * self.tokens(table)
+            columns = [table[name] for name in table.column_names if name.endswith("_ids")]
+            tokens_seen += self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
             metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)
             if self.val_rows is not None and (step == steps or (test_freq > 0 and step % test_freq == 0)):
                 metrics |= {f"val_{name}": value for name, value in self.validate(self.val_rows).items()}
@@ -134,13 +130,8 @@ class SupervisedLoop(ABC, Generic[C]):
 
     def step(self, table: pa.Table) -> dict[str, float]:
         """Take one optimiser step on this rank's rows; the metrics of the global batch."""
-        self.model.train()
-        total = self._reduce(self.count(table), dist.ReduceOp.SUM)
         self.optimizer.zero_grad(set_to_none=True)
-        sums = torch.zeros(len(self.measured), dtype=torch.float64, device=self.device)
-        for part in self._forward(table):
-            (part[0] / max(total, 1.0)).backward()
-            sums += part.detach()
+        total, metrics = self._pass(table, learn=True)
         norm = clip_grad_norm(self.model.parameters(), self.config.trainer.grad_clip)
         if not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm}; lower optim.lr or compute in float32")
@@ -148,17 +139,12 @@ class SupervisedLoop(ABC, Generic[C]):
         if total:
             self.optimizer.step()
         self.scheduler.step()
-        return {**self._means(sums, total, len(table)), "grad_norm": norm}
+        return {**metrics, "grad_norm": norm}
 
-    @torch.no_grad()
     def validate(self, table: pa.Table) -> dict[str, float]:
         """The metrics of all ranks' rows."""
-        self.model.eval()
-        total = self._reduce(self.count(table), dist.ReduceOp.SUM)
-        sums = torch.zeros(len(self.measured), dtype=torch.float64, device=self.device)
-        for part in self._forward(table):
-            sums += part
-        return self._means(sums, total, len(table))
+        with torch.no_grad():
+            return self._pass(table, learn=False)[1]
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
         """The metrics of `rows` rows of all ranks, from their sums and counts over all ranks."""
@@ -170,16 +156,23 @@ class SupervisedLoop(ABC, Generic[C]):
             raise RuntimeError("out is not set; the driver checks it")
         save_hf(self.model, self.tokenizer, self.config.out)
 
-    def _forward(self, table: pa.Table) -> Iterator[Tensor]:
-        """`sums` micro-batch by micro-batch; equally many on every rank, as FSDP needs."""
+    def _pass(self, table: pa.Table, learn: bool) -> tuple[float, dict[str, float]]:
+        """All ranks' count and metrics; gradients are added up if `learn`.
+
+        Every rank runs equally many micro-batches, as FSDP needs.
+        """
+        self.model.train(learn)
+        total = self._reduce(self.count(table), dist.ReduceOp.SUM)
         lengths, budget = self.lengths(table), self.config.trainer.max_token_len_per_gpu
         parts = int(self._reduce(minimum_parts(lengths, budget), dist.ReduceOp.MAX))
+        sums = torch.zeros(len(self.measured), dtype=torch.float64, device=self.device)
         for index in split_micro_batches(lengths, budget, parts):
-            yield self.sums(table, index)
-
-    def _means(self, sums: Tensor, total: float, rows: int) -> dict[str, float]:
+            part = self.sums(table, index)
+            if learn:
+                (part[0] / max(total, 1.0)).backward()
+            sums += part.detach()
         dist.all_reduce(sums)
-        return self.means(sums.tolist(), total, int(self._reduce(rows, dist.ReduceOp.SUM)))
+        return total, self.means(sums.tolist(), total, int(self._reduce(len(table), dist.ReduceOp.SUM)))
 
     def _reduce(self, value: int, op: Any) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)

@@ -1,37 +1,127 @@
 """Training of a reward model from preference pairs (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1).
 
 The loss is the mean of -log sigmoid(r_chosen - r_rejected - margin) over the pairs of the global batch. Both sides of a
-pair run in one forward pass.
+pair run in one forward pass. Each side is rendered as a whole conversation, without the opening of a further turn, as a
+reward model gets it in a run.
 """
 
+import math
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from pipeline.config.supervised import PreferenceConfig
+from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
 from pipeline.models.reward_model import RewardModel, load_reward_model
-from pipeline.rows import flat
+from pipeline.rows import INTS
+from pipeline.supervised.data import Encoder, Messages, checked_messages, is_list, pad
 from pipeline.supervised.loop import Settings, SupervisedLoop
-from pipeline.supervised.preference_data import Encoder
 
-SIDES = ("chosen_ids", "rejected_ids")
+SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])
+"""A pair that is left out has no tokens."""
 MEASURED = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
+class PreferenceEncoder(Encoder[PreferenceDataConfig]):
+    """Turns pairs into rows of `SCHEMA`."""
+
+    @staticmethod
+    def problem(schema: pa.Schema, data: PreferenceDataConfig) -> str | None:
+        names = ", ".join(schema.names)
+        has_prompt = data.prompt_key in schema.names
+        keys = {"chosen_key": data.chosen_key, "rejected_key": data.rejected_key}
+        if has_prompt:
+            keys["prompt_key"] = str(data.prompt_key)
+        if data.margin_key:
+            keys["margin_key"] = data.margin_key
+        for setting, key in keys.items():
+            if key not in schema.names:
+                return f"has no column {key!r}, but {names}; name it with data.{setting}."
+            kind = schema.field(key).type
+            if setting == "margin_key":
+                if not pa.types.is_integer(kind) and not pa.types.is_floating(kind):
+                    return f"has a column {key!r} of type {kind} where numbers are needed."
+                continue
+            is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+            if not is_text and not is_list(kind):
+                return f"has a column {key!r} of type {kind} where a list of {{role, content}} or text is needed."
+            if is_text and not has_prompt:
+                return (
+                    f"has a column {key!r} of text and none for the prompt, but {names}; name it with data.prompt_key, "
+                    "or give whole conversations as lists of {role, content}."
+                )
+        return None
+
+    def columns(self) -> list[str | None]:
+        return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key, self.data.margin_key]
+
+    def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
+        data = self.data
+        prompts: list[Messages | None] = [None] * len(rows)
+        if data.prompt_key in rows.column_names:
+            cells = zip(rows[data.prompt_key].to_pylist(), places, strict=True)
+            prompts = [_messages(value, "user", f"{place}, column {data.prompt_key!r}") for value, place in cells]
+        chosen = self._side(rows, data.chosen_key, prompts, places)
+        rejected = self._side(rows, data.rejected_key, prompts, places)
+        margins = rows[data.margin_key].to_pylist() if data.margin_key else [0.0] * len(rows)
+        for row, (margin, place) in enumerate(zip(margins, places, strict=True)):
+            if margin is None or not math.isfinite(margin):
+                raise ValueError(f"{place}, column {data.margin_key!r}: the margin is {margin}, not a finite number.")
+            if max(len(chosen[row]), len(rejected[row])) > data.max_length:
+                chosen[row], rejected[row] = [], []
+        return pa.table([chosen, rejected, pa.array(margins, pa.float32())], schema=SCHEMA)
+
+    def _side(self, rows: pa.Table, key: str, prompts: list[Messages | None], places: list[str]) -> list[list[int]]:
+        """Tokens of one side of each pair."""
+        limit = self.data.max_length
+        places = [f"{place}, column {key!r}" for place in places]
+        texts = []
+        for value, prompt, place in zip(rows[key].to_pylist(), prompts, places, strict=True):
+            messages = _messages(value, "assistant", place)
+            first = messages[0]["role"]
+            last = messages[-1]["role"]
+            if last != "assistant":
+                raise ValueError(f"{place}: the last message is of role {last!r}, not the assistant's answer.")
+            if prompt is None and first == "assistant":
+                raise ValueError(
+                    f"{place}: the conversation begins with the assistant; where the prompt has a column of its own, "
+                    "name it with data.prompt_key."
+                )
+            if prompt is not None and first in ("system", "user"):
+                raise ValueError(
+                    f"{place}: the answer begins with a message of role {first!r}; where the column holds the whole "
+                    "conversation, set data.prompt_key=null."
+                )
+            texts.append(self.render([*(prompt or ()), *messages], False, place))
+        tokens = self.tokenize(texts)
+        for ids, place in zip(tokens, places, strict=True):
+            if not ids:
+                raise ValueError(f"{place}: the model's chat template makes an empty text of the conversation.")
+            if len(ids) > limit and self.data.truncation == "error":
+                raise ValueError(
+                    f"{place}: the conversation has {len(ids)} tokens, more than data.max_length={limit}; raise it or "
+                    "set data.truncation=left or data.truncation=drop."
+                )
+        return [ids[-limit:] for ids in tokens] if self.data.truncation == "left" else tokens
+
+
+def _messages(value: Any, role: str, place: str) -> Messages:
+    """A cell as messages; text is one message of `role`."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return checked_messages(value, place)
+
+
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-    """Sums of the `MEASURED` metrics over pairs.
+    """Sums of the `MEASURED` metrics over N pairs, [5]; only the first, the loss, has a gradient.
 
     Args:
         chosen: [N] rewards of the preferred sides.
-        rejected: [N] rewards of the others.
+        rejected: [N] rewards of the others. A pair of equal rewards counts as half correct.
         margin: [N], by how much `chosen` should exceed `rejected`.
-
-    Returns:
-        [5]; only the first, the loss, has a gradient. A pair of equal rewards counts as half correct.
     """
     lead = chosen - rejected
     loss = -logsigmoid(lead - margin).sum()
@@ -40,28 +130,28 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
     return torch.stack([loss, correct.sum(), lead.sum(), chosen.detach().sum(), rejected.detach().sum()])
 
 
+def kept_pairs(table: pa.Table) -> pa.Table:
+    """The pairs that have tokens."""
+    return table.filter(pc.greater(pc.list_value_length(table["chosen_ids"]), 0))
+
+
 def collate(table: pa.Table, index: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """The micro-batch of the pairs `index` that have tokens.
 
     Returns:
-        ids [2 N, T] padded on the right, the preferred sides first; lengths [2 N]; margins [N]. No pairs give two rows
+        ids [2 N, T] padded on the right, the preferred sides first; lengths [2 N]; margins [N]. No pairs give one row
         of one padding token, and N = 0 margins.
     """
-    sides = [flat(table, name) for name in SIDES]
-    index = [row for row in index if sides[0][1][row + 1] > sides[0][1][row]]
-    rows = [ids[offsets[row] : offsets[row + 1]] for ids, offsets in sides for row in index]
-    lengths = np.array([len(row) for row in rows] or [1, 1], dtype=np.int64)
-    input_ids = np.zeros((len(lengths), lengths.max()), dtype=np.int64)
-    for place, row in enumerate(rows):
-        input_ids[place, : len(row)] = row
-    margin = table["margin"].to_numpy()[index].astype(np.float32)
-    return torch.from_numpy(input_ids), torch.from_numpy(lengths), torch.from_numpy(margin)
+    pairs = kept_pairs(table.take(pa.array(index, pa.int64())))
+    rows = [*pairs["chosen_ids"], *pairs["rejected_ids"]]
+    lengths = torch.tensor([len(row) for row in rows] or [1])
+    return pad(rows), lengths, torch.tensor(pairs["margin"].to_pylist(), dtype=torch.float32)
 
 
 class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
     """One train worker."""
 
-    encoder = Encoder
+    encoder = PreferenceEncoder
     measured = MEASURED
 
     def __init__(self, settings: Settings[PreferenceConfig]) -> None:
@@ -81,13 +171,12 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         return model
 
     def count(self, table: pa.Table) -> int:
-        return int((np.diff(flat(table, SIDES[0])[1]) > 0).sum())
+        return len(kept_pairs(table))
 
     def lengths(self, table: pa.Table) -> list[int]:
         # Both sides of a pair are padded to the longer one.
-        chosen, rejected = (np.diff(flat(table, name)[1]) for name in SIDES)
-        lengths: list[int] = (2 * np.maximum(chosen, rejected)).tolist()
-        return lengths
+        sides = (pc.list_value_length(table[name]) for name in ("chosen_ids", "rejected_ids"))
+        return [2 * length for length in pc.max_element_wise(*sides).to_pylist()]
 
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
         input_ids, lengths, margin = (tensor.to(self.device) for tensor in collate(table, index))
@@ -98,8 +187,7 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         """One optimiser step; `dropped` counts the pairs left out so far."""
         metrics = super().step(table)
         self._dropped += metrics["dropped"]
-        ids, offsets = flat(table, SIDES[0])
-        self._last_tokens |= set(ids[offsets[1:][np.diff(offsets) > 0] - 1].tolist())
+        self._last_tokens |= {int(row[-1]) for row in kept_pairs(table)["chosen_ids"]}
         return metrics | {"dropped": self._dropped}
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
@@ -120,6 +208,7 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         if self.model.is_decoder:
             # `transformers` scores the last token that is not padding. Where conversations end with the pad token no
             # id will do, and without one it refuses batches instead of scoring another token.
-            pad: Any = self.tokenizer.pad_token_id
-            self.model.lm.config.get_text_config().pad_token_id = None if pad in self._last_tokens else pad
+            pad_token: Any = self.tokenizer.pad_token_id
+            ends_with_pad = pad_token in self._last_tokens
+            self.model.lm.config.get_text_config().pad_token_id = None if ends_with_pad else pad_token
         super().save()

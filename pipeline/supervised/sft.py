@@ -1,54 +1,118 @@
-"""Supervised fine-tuning: the mean negative log-prob of the assistant's tokens over the global batch, in nats."""
+"""Supervised fine-tuning: the mean negative log-prob of the assistant's tokens over the global batch, in nats.
 
-import numpy as np
+Prompt and answer are tokenised separately, as they are when the policy generates: no token spans the border.
+"""
+
+from typing import Any
+
 import pyarrow as pa
-import torch
+import pyarrow.compute as pc
 from torch import Tensor
 
-from pipeline.config.supervised import SFTConfig
+from pipeline.config.supervised import SFTConfig, SFTDataConfig
 from pipeline.models.policy import Policy, load_policy
-from pipeline.rows import flat
+from pipeline.rows import INTS
+from pipeline.supervised.data import Encoder, checked_messages, is_list, pad
 from pipeline.supervised.loop import SupervisedLoop
-from pipeline.supervised.sft_data import Encoder
+
+SCHEMA = pa.schema([("input_ids", INTS), ("loss_mask", pa.list_(pa.int8()))])
+"""Two lists of equal length; the mask is 1 where the token is the assistant's."""
+
+
+class SFTEncoder(Encoder[SFTDataConfig]):
+    """Turns conversations into rows of `SCHEMA`."""
+
+    @staticmethod
+    def problem(schema: pa.Schema, data: SFTDataConfig) -> str | None:
+        key = data.messages_key
+        if key not in schema.names:
+            return (
+                f"has no column {key!r}, but {', '.join(schema.names)}; name the column of chat messages with "
+                "data.messages_key."
+            )
+        kind = schema.field(key).type
+        if not is_list(kind):
+            return f"has a column {key!r} of type {kind} where a list of {{role, content}} is needed."
+        return None
+
+    def columns(self) -> list[str | None]:
+        return [self.data.messages_key]
+
+    def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
+        key = self.data.messages_key
+        limit = self.data.max_length
+        encoded = []
+        for messages, place in zip(rows[key].to_pylist(), places, strict=True):
+            place = f"{place}, column {key!r}"
+            segments = self._segments(messages, place)
+            ids: list[int] = []
+            mask: list[int] = []
+            for (_, learnt), part in zip(segments, self.tokenize([text for text, _ in segments]), strict=True):
+                answer = self._answer_length(part) if learnt else 0
+                ids += part
+                mask += [1] * answer + [0] * (len(part) - answer)
+            if len(ids) > limit and self.data.truncation == "error":
+                raise ValueError(
+                    f"{place}: the conversation has {len(ids)} tokens, more than data.max_length={limit}; raise it or "
+                    "set data.truncation=right."
+                )
+            encoded.append({"input_ids": ids[:limit], "loss_mask": mask[:limit]})
+        return pa.Table.from_pylist(encoded, schema=SCHEMA)
+
+    def _answer_length(self, part: list[int]) -> int:
+        """Tokens up to the last end of turn: the policy never generates what templates write after it."""
+        end = self.tokenizer.eos_token_id
+        return len(part) - part[::-1].index(end) if end in part else len(part)
+
+    def _segments(self, value: Any, place: str) -> list[tuple[str, bool]]:
+        """The rendered conversation as (text, learnt) in order."""
+        messages = checked_messages(value, place)
+        segments: list[tuple[str, bool]] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.render(messages[:number], True, place)
+            whole = self.render(messages[: number + 1], False, place)
+            if not prompt.startswith(done) or not whole.startswith(prompt):
+                raise ValueError(
+                    f"{place}: the chat template changes earlier messages at message {number}, so the tokens of each "
+                    "cannot be told apart; split the conversation into one row per answer."
+                )
+            segments += [(prompt[len(done) :], False), (whole[len(prompt) :], True)]
+            done = whole
+        if not segments:
+            raise ValueError(f"{place}: {str(messages)[:200]} has no message of the assistant.")
+        return segments
 
 
 def collate(table: pa.Table, index: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """The micro-batch of the rows `index`: ids [B, T] padded on the right, positions [N] that predict the learnt
     tokens, and those tokens [N] (see `Policy.forward`). No rows give one padding token and N = 0."""
-    ids, offsets = flat(table, "input_ids")
-    mask, _ = flat(table, "loss_mask")
-    width = max([int(offsets[row + 1] - offsets[row]) for row in index], default=1)
-    input_ids = np.zeros((max(1, len(index)), width), dtype=np.int64)
-    learnt = np.zeros(input_ids.shape, dtype=bool)
-    for place, row in enumerate(index):
-        start, stop = offsets[row], offsets[row + 1]
-        input_ids[place, : stop - start] = ids[start:stop]
-        learnt[place, : stop - start] = mask[start:stop]
-    learnt[:, 0] = False  # nothing predicts the first token
-    targets = np.flatnonzero(learnt)
-    return torch.from_numpy(input_ids), torch.from_numpy(targets - 1), torch.from_numpy(input_ids.reshape(-1)[targets])
+    rows = table.take(pa.array(index, pa.int64()))
+    input_ids = pad(rows["input_ids"])
+    learnt = pad(rows["loss_mask"])
+    learnt[:, 0] = 0  # nothing predicts the first token
+    targets = learnt.flatten().nonzero()[:, 0]
+    return input_ids, targets - 1, input_ids.flatten()[targets]
 
 
 class SFTLoop(SupervisedLoop[SFTConfig]):
     """One train worker."""
 
-    encoder = Encoder
+    encoder = SFTEncoder
     measured = ("loss",)
 
     def load(self) -> Policy:
         return load_policy(self.config.model)
 
     def count(self, table: pa.Table) -> int:
-        # Learnt tokens without first tokens, as in `collate`.
-        mask, offsets = flat(table, "loss_mask")
-        firsts = offsets[:-1][np.diff(offsets) > 0]
-        return int(mask.sum()) - int(mask[firsts].sum())
+        return len(collate(table, list(range(len(table))))[1])
 
     def lengths(self, table: pa.Table) -> list[int]:
-        lengths: list[int] = np.diff(flat(table, "input_ids")[1]).tolist()
-        return lengths
+        return list(pc.list_value_length(table["input_ids"]).to_pylist())
 
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
-        input_ids, select, targets = (tensor.to(self.device) for tensor in collate(table, index))
+        input_ids, positions, targets = (tensor.to(self.device) for tensor in collate(table, index))
         chunk = self.config.trainer.logits_chunk_tokens
-        return -self.model(input_ids, select, targets, chunk_tokens=chunk)[0].sum(dim=0, keepdim=True)
+        return -self.model(input_ids, positions, targets, chunk_tokens=chunk)[0].sum(dim=0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: encoding, order, and whole runs on a local Ray."""
+"""Supervised fine-tuning: encoding, row groups, and whole runs on a local Ray."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import sft as job
-from jobs.tiny import build_model, build_tokenizer, countdown_texts
-from pipeline.config import ConfigError, load
+from pipeline.config import load
 from pipeline.config.supervised import SFTConfig, SFTDataConfig
 from pipeline.supervised.data import find_row_groups
-from pipeline.supervised.sft import collate
-from pipeline.supervised.sft_data import Encoder
+from pipeline.supervised.sft import SFTEncoder, collate
 
 
 def conversation(i: int) -> list[dict[str, str]]:
@@ -31,27 +29,18 @@ def write(path: Path, count: int, row_group_size: int = 16) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sft") / "model"
-    tokenizer = build_tokenizer(countdown_texts(200, 0), 320)
-    build_model(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, tie=True, seed=0).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(model: Path):
-    return AutoTokenizer.from_pretrained(model)
-
-
-def encode(tokenizer, conversations: list[Any], **data: Any) -> pa.Table:
+def encode(tokenizer: Any, conversations: list[Any], **data: Any) -> pa.Table:
     """Token rows of conversations that are said to stand in `f.parquet`."""
     places = [f"f.parquet, row {row}" for row in range(len(conversations))]
-    return Encoder(tokenizer, SFTDataConfig(**data)).encode(pa.table({"messages": conversations}), places)
+    return SFTEncoder(tokenizer, SFTDataConfig(**data)).encode(pa.table({"messages": conversations}), places)
 
 
-def test_only_the_assistants_tokens_are_learnt(tokenizer) -> None:
+def test_only_the_assistants_tokens_are_learnt(tokenizer: Any) -> None:
     messages = [*conversation(3), {"role": "user", "content": "Again?"}, {"role": "assistant", "content": "No, 7."}]
     table = encode(tokenizer, [messages])
     ids, mask = table["input_ids"][0].as_py(), table["loss_mask"][0].as_py()
@@ -63,27 +52,32 @@ def test_only_the_assistants_tokens_are_learnt(tokenizer) -> None:
     assert ids[: mask.index(1)] == prompt
 
 
-def test_template_without_generation_markers(tokenizer) -> None:
-    expected = encode(tokenizer, [conversation(1)])
-    template = tokenizer.chat_template
-    tokenizer.chat_template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    assert template != tokenizer.chat_template
-    try:
-        assert encode(tokenizer, [conversation(1)]) == expected
-    finally:
-        tokenizer.chat_template = template
+def test_template_without_generation_markers(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, template = encode(tokenizer, [conversation(1)]), tokenizer.chat_template
+    plain = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert plain != template
+    monkeypatch.setattr(tokenizer, "chat_template", plain)
+    assert encode(tokenizer, [conversation(1)]) == expected
 
 
-def test_long_conversations(tokenizer) -> None:
+def test_long_conversations(tokenizer: Any) -> None:
     short = encode(tokenizer, [conversation(1)], max_length=5, truncation="right")
     assert len(short["input_ids"][0]) == len(short["loss_mask"][0]) == 5
     with pytest.raises(ValueError, match="row 0, column 'messages': the conversation has .* than data.max_length=5"):
         encode(tokenizer, [conversation(1)], max_length=5)
 
 
-@pytest.mark.parametrize("bad", [None, [], [{"role": "user", "content": "x"}], [{"content": "x"}]])
-def test_bad_conversations_name_the_row(tokenizer, bad: Any) -> None:
-    with pytest.raises(ValueError, match="f.parquet, row 1, column 'messages': .* is not a list of messages"):
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (None, "is not a list"),
+        ([], "is not a list"),
+        ([{"role": "user", "content": "x"}], "assistant"),
+        ([{"content": "x"}], "no role"),
+    ],
+)
+def test_bad_conversations_name_the_row(tokenizer: Any, bad: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"f.parquet, row 1, column 'messages': .* {sentence}"):
         encode(tokenizer, [conversation(0), bad])
 
 
@@ -94,7 +88,7 @@ def test_row_groups_and_their_errors(tmp_path: Path) -> None:
     def row_groups(name: str) -> list[Any]:
         data = SFTDataConfig()
         path = [str(tmp_path / name)]
-        return find_row_groups(path, "data.train_files", lambda schema: Encoder.problem(schema, data))
+        return find_row_groups(path, "data.train_files", lambda schema: SFTEncoder.problem(schema, data))
 
     groups = row_groups("*.parquet")
     expected = [("a.parquet", 0, 16), ("a.parquet", 16, 16), ("a.parquet", 32, 8), ("b.parquet", 0, 3)]
@@ -121,63 +115,25 @@ def test_collate_points_at_the_predecessors() -> None:
     assert ids.shape == (1, 1) and len(select) == len(targets) == 0
 
 
-def test_check_names_every_problem() -> None:
-    config = load(
-        SFTConfig,
-        ["data.train_batch_size=10", "trainer.num_workers=3", "data.max_length=99999", "data.truncation=left"],
-        "sft",
-    )
-    with pytest.raises(ConfigError) as caught:
-        job.check(config)
-    for part in (
-        "out is not set",
-        "10 / 3 leaves 1 rows",
-        "1 x data.max_length=99999 tokens, more than trainer.max_token_len_per_gpu",
-        "data.truncation=left must be one of error, right",
-    ):
-        assert part in str(caught.value)
-
-
-def test_command_line_refusals(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = write(tmp_path / "a.parquet", 4)
-    start = [f"out={tmp_path / 'out'}", f"model.path={model}", f"data.train_files={files}"]
-    cases = {
-        "did you mean trainer.num_workers?": ["trainer.num_worker=2"],
-        "holds 4 rows, less than one data.train_batch_size=8": ["data.train_batch_size=8"],
-        "nowhere": ["data.val_files=nowhere.parquet"],
-        "model.path": ["data.train_batch_size=2", "model.path=./missing"],
-    }
-    for sentence, options in cases.items():
-        assert job.main([*start, *options]) == 2
-        assert sentence in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def options(model: Path, files: Path, out: Path, *more: str) -> list[str]:
-    return [
-        f"out={out}",
-        f"model.path={model}",
-        f"data.train_files={files}",
-        f"data.val_files={files}",
-        "data.val_max_samples=37",
-        "data.train_batch_size=8",
-        "optim.lr=3e-3",
-        "trainer.total_epochs=2",
-        *more,
-    ]
+def test_the_command_has_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """The other refusals are those of every `Job` (`tests/jobs/test_reward_model.py`)."""
+    assert job.main(["data.truncation=left"]) == 2
+    assert "data.truncation=left must be one of error, right" in capsys.readouterr().err
 
 
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
-def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, model: Path, ray_session: None) -> None:
+def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tiny_model: Path, ray_session: None) -> None:
     files = write(tmp_path / "train.parquet", 44, row_group_size=10)
+    options = [f"model.path={tiny_model}", f"data.train_files={files}", f"data.val_files={files}"]
+    options += ["data.val_max_samples=37", "data.train_batch_size=8", "optim.lr=3e-3", "trainer.total_epochs=2"]
     results = {}
     for name, more in {
         "one": ["trainer.max_token_len_per_gpu=2048"],
         "two": ["trainer.num_workers=2", "trainer.max_token_len_per_gpu=70", "data.max_length=70"],
     }.items():
-        results[name] = job.run(load(SFTConfig, options(model, files, tmp_path / name, *more), "sft"))
+        results[name] = job.run(load(SFTConfig, [f"out={tmp_path / name}", *options, *more], "sft"))
     one, two = results["one"], results["two"]
     assert one["step"] == two["step"] == 11
     for key in ("loss", "grad_norm", "val_loss", "lr"):
