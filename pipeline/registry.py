@@ -17,6 +17,17 @@ class Registered(Protocol):
 T = TypeVar("T", bound=Registered)
 
 
+def register(kind: str, known: dict[str, T], name: str, entry: T) -> None:
+    """Add an entry to the registry `known` of `kind`, such as "policy loss".
+
+    Raises:
+        ValueError: the name belongs to another function.
+    """
+    if name in known and known[name].function is not entry.function:
+        raise ValueError(f"{kind} {name!r} is registered twice; give the second one another name")
+    known[name] = entry
+
+
 def look_up(
     key: str,
     name: str,
@@ -28,19 +39,18 @@ def look_up(
 
     Args:
         key: dotted name of the setting, for errors.
-        name: a key of `known`, or an import path `package.module:name`, where the name is one that the module registers
-            or its function's.
+        name: a key of `known`, or an import path `package.module:name` of a function, or of a name that the module
+            registers.
         known: the registry.
-        unregistered: makes an entry of an import path and its function, where importing has not registered it.
-        arguments: what it is called with, by position.
+        unregistered: makes an entry of an import path and a function that is not registered.
+        arguments: positional arguments that the function is called with.
 
     Raises:
-        ValueError: no such name (the sentence gives the nearest), or the import path leads to nothing that can be
-            called so.
+        ValueError: the name is unknown (the error gives the nearest one), or the import path leads to no function with
+            these arguments.
     """
     if ":" in name:
-        module, _, attribute = name.partition(":")
-        return _imported(key, module, attribute, known, unregistered, arguments)
+        return _imported(key, name, known, unregistered, arguments)
     if name not in known:
         near = get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -53,13 +63,12 @@ def look_up(
 
 def _imported(
     key: str,
-    module_name: str,
-    attribute: str,
+    path: str,
     known: Mapping[str, T],
     unregistered: Callable[[str, Callable[..., Any]], T],
     arguments: Sequence[str],
 ) -> T:
-    path = f"{module_name}:{attribute}"
+    module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -67,7 +76,7 @@ def _imported(
             f"{key} {path!r}: module {module_name!r} cannot be imported ({error}); it must be on the Python path of "
             "every worker"
         ) from error
-    except Exception as error:  # anything a user's module may raise
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(f"{key} {path!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     registered = known.get(attribute)
     if registered is not None and registered.function.__module__ == module_name:

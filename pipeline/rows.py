@@ -210,6 +210,23 @@ def flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     return array.flatten().to_numpy(zero_copy_only=False), offsets
 
 
+def per_token(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:
+    """[N] the list column `name`, which has one entry per response token; `offsets` [R + 1] are those of the responses.
+
+    Raises:
+        ValueError: a row has another number of entries.
+    """
+    values, found = flat(table, name)
+    if not np.array_equal(found, offsets):
+        counts, lengths = np.diff(found), np.diff(offsets)
+        row = int(np.flatnonzero(counts != lengths)[0])
+        raise ValueError(
+            f"a row of uid {table['uid'][row].as_py()} has {counts[row]} entries in {name!r} but {lengths[row]} "
+            "response tokens; there must be one entry per response token"
+        )
+    return values
+
+
 def loss_mask(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """The tokens that train: `response_mask`, with zeros in rows that have a `drop_reason`.
 

@@ -1,13 +1,8 @@
-"""The baseline stage: the score of each prompt's greedy response becomes a column of its group.
+"""The baseline stage: the score of each prompt's greedy response becomes the column `baseline` of its group.
 
 ReMax (Li et al. 2023) reads it. The rollout stage generates the greedy response beside the group, the reward stage
-scores it like any other, and here its row leaves the stream. It trains nothing: the greedy response is a yardstick, no
-sample of the policy.
-
-A greedy response whose reward failed leaves its group without a yardstick. The group's rows stay in the stream, with
-the failure as their own error, so that the advantage stage masks them and the run counts them.
-
-A run that replays another has no greedy responses. Its rows bring the column from the recording.
+scores it, and this stage removes its row. If the reward of a greedy response failed, the rows of its group get the
+error, so that the advantage stage masks them. Rows of a replay bring the column from the recording.
 """
 
 import pyarrow as pa
@@ -16,7 +11,6 @@ import pyarrow.compute as pc
 from pipeline.rows import BASELINE, append
 
 FAILED = "the reward of the greedy baseline failed: "
-RECORDED_FAILURE = FAILED + "it failed in the run that was recorded"
 
 
 class Baseline:
@@ -25,18 +19,18 @@ class Baseline:
     def __call__(self, table: pa.Table) -> pa.Table:
         """The rows of `table` that are no baselines, in their order, with the column `BASELINE`.
 
-        Every prompt loses one row, so tables of whole groups stay equally long. Where the reward of the greedy response
-        failed, `baseline` is null and `reward_error` says so, unless the row has an error of its own.
+        `baseline` is null where the reward of the greedy response failed; `reward_error` says so, unless the row has an
+        error of its own.
 
         Args:
-            table: scored rows of whole groups, each with one row of split `baseline`, or with the column already; no
-                rows at all will do too.
+            table: scored rows of whole groups, each with one row of split `baseline`, or with the column already.
 
         Raises:
-            ValueError: rows have no greedy response among the rows of their uid.
+            ValueError: rows have no greedy response of their uid.
         """
         if "baseline" in table.column_names:
-            return _with_errors(table, pc.if_else(pc.is_null(table["baseline"]), RECORDED_FAILURE, None))
+            failure = FAILED + "it failed in the run that was recorded"
+            return _with_errors(table, pc.if_else(pc.is_null(table["baseline"]), failure, None))
         is_baseline = pc.equal(table["split"], "baseline")
         greedy, samples = table.filter(is_baseline), table.filter(pc.invert(is_baseline))
         group = pc.index_in(samples["uid"], value_set=greedy["uid"].combine_chunks())
@@ -49,11 +43,11 @@ class Baseline:
             )
         error = greedy["reward_error"]
         score = pc.if_else(pc.is_null(error), greedy["score"], None)
-        passed_on = pc.binary_join_element_wise(FAILED, error, "")
-        return append(_with_errors(samples, passed_on.take(group)), BASELINE, {"baseline": score.take(group)})
+        failures = pc.binary_join_element_wise(FAILED, error, "")
+        return append(_with_errors(samples, failures.take(group)), BASELINE, {"baseline": score.take(group)})
 
 
 def _with_errors(table: pa.Table, errors: pa.ChunkedArray) -> pa.Table:
-    """`table` with `errors` in `reward_error` where a row has none of its own."""
+    """`table` with `errors` in `reward_error` where a row has no error of its own."""
     column = table.column_names.index("reward_error")
     return table.set_column(column, table.schema.field(column), pc.coalesce(table["reward_error"], errors))

@@ -1,13 +1,5 @@
-"""All advantage estimators: the registry's door, and the modules that fill it."""
+"""All advantage estimators. Importing this module registers the built-in ones."""
 
-from pipeline.advantage import outcome, returns, token_baseline  # noqa: F401 (registers their estimators)
-from pipeline.advantage.registry import (
-    NEEDS,
-    Estimate,
-    Estimator,
-    EstimatorInput,
-    get_adv_estimator,
-    register_adv_est,
-)
-
-__all__ = ["NEEDS", "Estimate", "Estimator", "EstimatorInput", "get_adv_estimator", "register_adv_est"]
+# ruff: noqa: F401
+from pipeline.advantage import outcome, returns, token_baseline
+from pipeline.advantage.registry import NEEDS, Estimate, Estimator, EstimatorInput, get_adv_estimator, register_adv_est

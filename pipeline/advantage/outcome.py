@@ -1,11 +1,10 @@
-"""Estimators that see one number per response: the group is the baseline.
+"""Estimators that read one reward per response and compare it with its group.
 
-Each gives one advantage per row, which all trained tokens of the row share; R is a row's reward and mean, std (ddof 1)
-and n are those of its group. A group whose rewards are all equal, one of a single row included, has exactly 0 before
-whitening: it says nothing about which response is better. (verl gives a single row its bare reward in all of them but
-`grpo_passk`, which it refuses.) Whitening takes away the mean over tokens, which is not 0 where rows differ in length,
-so that such a group may end with one number other than 0 in all its tokens. A row without trained tokens has no
-advantages, and its reward still counts in its group. Returns equal the advantages.
+Each gives one advantage per row, for all its trained tokens. R is a row's reward; mean, std (ddof 1) and n are those of
+its group. A group of equal rewards, or of one row, has advantages of exactly 0 before whitening. (verl gives a single
+row its bare reward, except in `grpo_passk`, which refuses it.) Whitening subtracts the mean over tokens, which may move
+such a group away from 0. The reward of a row without trained tokens still counts in its group. Returns equal the
+advantages.
 """
 
 import numpy as np
@@ -29,9 +28,9 @@ def grpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Decoupled normalisation of several rewards (GDPO, Liu et al. 2026): A = whiten(sum over keys k of w_k A_k).
 
-    A_k is the GRPO advantage of the reward part k of `gdpo_reward_keys`, w_k its entry in `gdpo_reward_weights` (1
-    without), so that no reward drowns another of smaller spread. The sum is whitened over the trained tokens of the
-    batch. A KL penalty in the reward is in no part, so `gdpo` does not see it.
+    A_k is the GRPO advantage of the reward part k of `gdpo_reward_keys`, and w_k its entry in `gdpo_reward_weights`
+    (default 1): a reward of large spread does not hide one of small spread. The sum is whitened over the trained tokens
+    of the batch. No part contains the KL penalty in the reward, so `gdpo` ignores it.
 
     Raises:
         ValueError: no keys, a key that is no part or not finite in some row, or another number of weights than keys.
@@ -67,8 +66,8 @@ def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 def grpo_passk(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Advantages for the best of n (Tang et al. 2025): A = (R_max - R_2nd) / (std + 1e-6) for the best row, else 0.
 
-    What the best response adds is how far it surpasses the second. With `norm_adv_by_std_in_grpo=false` the difference
-    is not divided. Where two rows share the best reward all are 0, and so is a group of one: there is no second.
+    With `norm_adv_by_std_in_grpo=false` the difference is not divided. All are 0 where two rows share the best reward,
+    and in a group of one.
     """
     order = np.lexsort((data.rewards, data.group))
     group = data.group[order]
@@ -91,13 +90,12 @@ def rloo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 @register_adv_est("opo", scope="group")
 def opo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Optimal reward baseline (Hao et al. 2025): A = R - sum(len * R) / sum(len), len being the row's trained tokens.
+    """Optimal reward baseline (Hao et al. 2025): A = R - sum(len * R) / sum(len), len counting trained tokens.
 
-    The baseline of least variance where a gradient's squared length grows with the response's. A row without trained
-    tokens has no weight in it.
+    It has the least variance if the squared norm of a response's gradient is proportional to its length.
     """
     length = np.diff(trained_offsets(data.mask, data.offsets))
-    # With the rewards themselves the result is the same but for rounding, which is 0 here where they are equal.
+    # Differences instead of rewards: equal rewards then give exactly 0.
     differences = deviations(data.rewards, data.group)
     weighted = np.bincount(data.group, weights=length * differences)
     baseline = weighted / np.maximum(np.bincount(data.group, weights=length), 1)
@@ -108,9 +106,8 @@ def opo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 def gpg(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Group policy gradient (Chu et al. 2025): A = alpha * (R - mean) / f_norm, alpha = rows / rows with R not 0.
 
-    The paper's alpha makes up for rows without a gradient, those in groups of equal rewards: rows / other rows. This
-    one is verl's, which takes a reward of 0 for the lack of a gradient: it counts the wrong rows of mixed groups as
-    lacking one too, and those of all-right groups as having one. A batch of nothing but zeros has advantages 0.
+    The paper's alpha is rows / rows with a gradient, that is, outside of groups of equal rewards. This one is verl's,
+    which takes a reward of 0 for the lack of a gradient. A batch of zeros has advantages 0.
     """
     alpha = len(data.rewards) / max(int(np.count_nonzero(data.rewards)), 1)
     return _of_rows(data, alpha * deviations(data.rewards, data.group) / config.f_norm)

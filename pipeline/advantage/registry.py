@@ -1,22 +1,16 @@
 """Advantage estimators: pure functions from rewards to one advantage per response token.
 
 An estimator is `f(data: EstimatorInput, config: AlgorithmConfig) -> Estimate` under
-`@register_adv_est("name", scope=...)`. Its scope says how much it must see at once:
-
-- `group`: the samples of one prompt. Chunks stream through one by one.
-- `batch`: all rows of an iteration (whitening over the batch, for example).
-
-What it `needs` beyond rewards is made by further stages of the stream, and by nothing where no estimator asks:
+`@register_adv_est("name", scope=...)`. Its scope is what it must see at once: `group`, the samples of one prompt, or
+`batch`, all rows of an iteration. It `needs`, beyond rewards, any of:
 
 - `values`: a critic, and the stage that evaluates it;
 - `baselines`: a greedy response to every prompt, generated and scored beside its group;
 - `sum_pi_squared`: a forward pass of the policy over its own responses;
 - `parts`: the named rewards that the reward function returned.
 
-Rows and tokens are flat: R rows, N response tokens, row i owns the tokens `offsets[i]:offsets[i + 1]`. What an
-estimator does not need it does not read: outcome estimators (GRPO, RLOO, OPO) read `rewards` and `group`, token
-estimators (GAE, REINFORCE++, ReMax) read `token_rewards` and `mask`. Rows whose reward failed never reach an
-estimator. Everything is float64.
+Arrays are flat and float64: R rows with N response tokens, where row i owns the tokens `offsets[i]:offsets[i + 1]`.
+Rows whose reward failed never reach an estimator.
 """
 
 from collections.abc import Callable
@@ -25,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.config.algorithm import AlgorithmConfig
-from pipeline.registry import look_up
+from pipeline.registry import look_up, register
 
 
 @dataclass(frozen=True)
 class EstimatorInput:
-    """What an estimator may look at."""
+    """What an estimator may read."""
 
     rewards: np.ndarray
     """[R] float64, reward of the whole response, penalties included."""
@@ -39,12 +33,12 @@ class EstimatorInput:
     offsets: np.ndarray
     """[R + 1] int64, where each row's tokens begin."""
     mask: np.ndarray
-    """[N] bool, true where the policy chose the token; false on tokens of tools and environments."""
+    """[N] bool, true where the policy wrote the token; false on tokens of tools and environments."""
     token_rewards: np.ndarray
-    """[N] float64, the score on the row's last true token of the mask, 0 elsewhere, less the KL penalty of each true
-    token where there is one. They add up to `rewards`, except in rows without a true token, which hold none."""
+    """[N] float64, the score on the row's last trained token, less the KL penalty of each trained token; 0 on others.
+    They add up to `rewards` in rows with a trained token."""
     log_probs: np.ndarray
-    """[N] float64, log-probs the tokens were sampled with."""
+    """[N] float64, log-probs that the tokens were sampled with."""
     values: np.ndarray | None = None
     """[N] float64, the critic's value before each token; None without a critic."""
     baselines: np.ndarray | None = None
@@ -71,7 +65,7 @@ class Estimate:
     advantages: np.ndarray
     """[N] float64."""
     returns: np.ndarray
-    """[N] float64: the critic's target, or the sums that the advantages were made of, or the advantages."""
+    """[N] float64: the critic's target, sums of future rewards, or the advantages."""
 
 
 AdvantageFunction = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
@@ -100,31 +94,27 @@ def register_adv_est(
     """Decorator that makes an estimator known as `algorithm.adv_estimator=name`.
 
     Raises:
-        ValueError: the scope is neither `group` nor `batch`, a need is none of `NEEDS`, or the name is taken by another
-            function.
+        ValueError: unknown scope or need, or the name belongs to another function.
     """
     if scope not in ("group", "batch"):
         raise ValueError(f"the scope of estimator {name!r} is {scope!r}; it must be 'group' or 'batch'")
     if unknown := set(needs) - set(NEEDS):
         raise ValueError(f"estimator {name!r} needs {sorted(unknown)}; it may need {', '.join(NEEDS)}")
 
-    def register(function: AdvantageFunction) -> AdvantageFunction:
-        if name in _ESTIMATORS and _ESTIMATORS[name].function is not function:
-            raise ValueError(f"advantage estimator {name!r} is registered twice; give the second one another name")
-        _ESTIMATORS[name] = Estimator(name, scope, function, tuple(needs))
+    def decorate(function: AdvantageFunction) -> AdvantageFunction:
+        register("advantage estimator", _ESTIMATORS, name, Estimator(name, scope, function, tuple(needs)))
         return function
 
-    return register
+    return decorate
 
 
 def get_adv_estimator(name: str) -> Estimator:
     """The estimator of `algorithm.adv_estimator`: a registered name or an import path `package.module:function`.
 
-    A function reached by import path has the scope it was registered with; one that is not registered has scope
-    `group`: it sees whole groups, but not whole iterations.
+    A function that is not registered has scope `group`.
 
     Raises:
-        ValueError: no such name (the sentence gives the nearest), or the import path leads nowhere.
+        ValueError: see `look_up`.
     """
     return look_up(
         "algorithm.adv_estimator", name, _ESTIMATORS, lambda path, function: Estimator(path, "group", function)

@@ -1,10 +1,8 @@
-"""Estimators that look ahead from each token: sums of what the rest of the response will earn.
+"""Estimators of discounted sums of the rewards from each token on.
 
-Tokens the policy did not choose (tools, environments) are no steps of it. They are skipped: neither the discount nor
-the value counts them, and the token before them is followed by the one after them. Their own advantages and returns
-are 0; a response without trained tokens has nothing else. Below, t runs over the trained tokens of a row, r_t is the
-token's reward, V_t the critic's value before it, and what lies past the last of them is 0: a response that was cut at
-its length limit is taken to be finished.
+Tokens of tools and environments are no steps: they are skipped, and their advantages and returns are 0. Below, t runs
+over the trained tokens of a row, r_t is the token's reward and V_t the critic's value before it. Rewards and values
+after the last token are 0, also for a response that was cut at its length limit.
 """
 
 import numpy as np
@@ -19,9 +17,9 @@ from pipeline.config.algorithm import AlgorithmConfig
 def gae(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Generalised advantage estimation (Schulman et al. 2016, equation 16): A_t = delta_t + gamma lam A_(t + 1).
 
-    delta_t = r_t + gamma V_(t + 1) - V_t. The returns, the critic's target, are A_t + V_t. Then the advantages are
-    whitened over the trained tokens of the batch; where these are fewer than two, or the advantages all equal, they
-    are 0 (verl raises an error below two). Groups do not matter, one of a single row included.
+    delta_t = r_t + gamma V_(t + 1) - V_t. The returns, the critic's target, are A_t + V_t. The advantages are then
+    whitened over the trained tokens of the batch (0 if they are all equal or fewer than two, where verl raises an
+    error). Groups do not matter.
     """
     assert data.values is not None
     values, rewards = data.values[data.mask], data.token_rewards[data.mask]
@@ -36,8 +34,8 @@ def gae(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 def reinforce_plus_plus(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """REINFORCE++ (Hu et al. 2025): A_t = whiten(G_t), G_t = r_t + gamma G_(t + 1).
 
-    The trained tokens of the batch are the baseline: groups do not matter, one of a single row included. Where all G_t
-    are equal, or fewer than two, the advantages are 0. The returns are G_t.
+    Whitened over the trained tokens of the batch (0 if all G_t are equal or fewer than two). Groups do not matter. The
+    returns are G_t.
     """
     returns = _returns(data, config.gamma)
     return Estimate(whiten(returns, data.mask), returns)
@@ -47,9 +45,8 @@ def reinforce_plus_plus(data: EstimatorInput, config: AlgorithmConfig) -> Estima
 def remax(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """ReMax (Li et al. 2023): A_t = G_t - b, G_t = r_t + gamma G_(t + 1), b the score of the prompt's greedy response.
 
-    b is not discounted, so a gamma below 1 (verl has none here) sets early tokens against too much where scores are
-    positive. The other samples of the group do not matter: a group of one is like any other, and equal rewards give 0
-    only where they equal b. The returns are G_t.
+    b is not discounted, so with gamma below 1 (verl has no gamma here) it is too large for early tokens if scores are
+    positive. Other samples of the group do not matter. The returns are G_t.
     """
     assert data.baselines is not None
     returns = _returns(data, config.gamma)

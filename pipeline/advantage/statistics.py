@@ -1,7 +1,7 @@
-"""Statistics that estimators share: within groups of rows, and over the trained tokens of a batch.
+"""Statistics within groups of rows, and over the trained tokens of a batch.
 
-Equal numbers are told by their range: their rounded mean may differ from them, and dividing that difference by an
-equally small standard deviation would make it visible. So what is equal deviates by exactly 0.
+Equal numbers deviate by exactly 0: they are recognised by their range, because their rounded mean may differ from them,
+and dividing by an equally small standard deviation would magnify the difference.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ def group_std(differences: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def group_sizes(group: np.ndarray) -> np.ndarray:
-    """[groups] int64, rows of each group; 1 for a number that no row has, so that it can be divided by."""
+    """[groups] int64, rows of each group; 1 for an unused number, for division."""
     return np.maximum(np.bincount(group), 1)
 
 
@@ -40,7 +40,7 @@ def normalised(values: np.ndarray, group: np.ndarray, by_std: bool) -> np.ndarra
 def whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """[N] (x - mean) / sqrt(var + 1e-8) over the tokens with a true mask, ddof 1; 0 where the mask is false.
 
-    Exactly 0 everywhere where these tokens are all equal or fewer than two: none is better than another.
+    Exactly 0 everywhere if these tokens are all equal or fewer than two.
     """
     white = np.zeros(len(values))
     trained = values[mask]

@@ -1,25 +1,19 @@
-"""Baselines of least variance, one for each place in the response (optimal token baseline, Li et al. 2026).
+"""Baselines of least variance, one for each position in the response (optimal token baseline, Li et al. 2026).
 
     A_t = G_t - B_t        B_t = sum over i of G_t W_t / sum over i of W_t        W_t = w_1 + ... + w_t
     w_t = 1 - 2 pi_t + sum over the vocabulary of pi^2
 
-G_t is the undiscounted sum of rewards from token t on; i runs over the responses of the group that have a trained token
-at that place. w_t is the squared length of the gradient of log pi_t by the logits, pi_t the probability the token was
-sampled with: a response weighs as much as its gradient has built up to there.
+G_t is the undiscounted sum of rewards from token t on; i runs over the responses of the group with a trained token at
+that position. w_t is the squared norm of the gradient of log pi_t by the logits, where pi_t is the probability that the
+token was sampled with.
 
-What this takes care of and verl does not:
+Two differences from verl: w_t is at least 0 (rounding, or `sum_pi_squared` of another policy than the log-probs, may
+make it negative), and if all W_t of a position are 0 the baseline is the plain mean (verl adds 1e-8 to the divisor,
+which pulls the baseline of a nearly certain policy to 0).
 
-- Rounding, or `sum_pi_squared` and log-probs from different policies, may make w_t negative; it is held at 0.
-- Where all W_t of a place are 0 the baseline is the plain mean. verl adds 1e-8 to the divisor, which pulls the baseline
-  of a nearly certain policy to 0.
-
-Where a response is alone at its place, because it is longer than all others of the group, its own return would be its
-baseline and the rest of it would learn nothing. `handle_zero_tail` gives it the baseline 0 there: A_t = G_t, without
-bias and without a reduction of variance. Without the option A_t = 0 there. A response without trained tokens is at no
-place, and a group of one (or of one that is not empty) is alone throughout. Where all G_t of a place are equal and it
-holds two or more responses A_t is exactly 0.
-
-The returns are G_t; both are 0 where the mask is false.
+If a response is alone at a position, its own return would be its baseline and A_t = 0. With `handle_zero_tail` the
+baseline is 0 there: A_t = G_t, unbiased, without a reduction of variance. If two or more responses have equal G_t at a
+position, A_t is exactly 0. The returns are G_t; both are 0 where the mask is false.
 """
 
 import numpy as np
@@ -31,24 +25,21 @@ from pipeline.config.algorithm import AlgorithmConfig
 
 @register_adv_est("optimal_token_baseline", scope="group", needs=("sum_pi_squared",))
 def optimal_token_baseline(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The module's formula, the place of a token being its position in the response, tokens of tools included."""
+    """The module's formula; positions count all tokens of the response, tokens of tools included."""
     position = np.arange(len(data.mask)) - np.repeat(data.offsets[:-1], data.lengths)
     return _estimate(data, position[data.mask], config.handle_zero_tail)
 
 
 @register_adv_est("tir_optimal_token_baseline", scope="group", needs=("sum_pi_squared",))
 def tir_optimal_token_baseline(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The module's formula, the place of a token being its position among the trained tokens of the response.
-
-    For responses of several turns: what tools answered, and at what length, does not move the tokens after it.
-    """
+    """The module's formula; positions count trained tokens alone, so that the length of tool answers has no effect."""
     offsets = trained_offsets(data.mask, data.offsets)
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
     return _estimate(data, position, config.handle_zero_tail)
 
 
 def _estimate(data: EstimatorInput, position: np.ndarray, handle_zero_tail: bool) -> Estimate:
-    """The estimate from the place of each trained token, int64 from 0."""
+    """The estimate from the position of each trained token, int64 from 0."""
     assert data.sum_pi_squared is not None
     mask = data.mask
     offsets = trained_offsets(mask, data.offsets)
@@ -61,7 +52,7 @@ def _estimate(data: EstimatorInput, position: np.ndarray, handle_zero_tail: bool
     _, first, place, count = np.unique(
         group * longest + position, return_index=True, return_inverse=True, return_counts=True
     )
-    # Measured from one return of the place, equal returns give exactly 0, and so does a response that is alone.
+    # Relative to one return of the position: equal returns then give exactly 0.
     differences = returns - returns[first][place]
     total = np.bincount(place, weights=weights)
     weights = np.where((total > 0)[place], weights, 1.0)

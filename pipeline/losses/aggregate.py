@@ -17,35 +17,29 @@ def agg_loss(
     sequences: int | None = None,
     scale_factor: float | None = None,
 ) -> Tensor:
-    """This micro-batch's share of the loss of the whole global mini-batch.
-
-    With the sums over all tokens t (or sequences s with tokens t) of all micro-batches on all ranks:
+    """A micro-batch's share of the loss of the global mini-batch; over all micro-batches and ranks these add up to
 
     - `token-mean`: sum_t loss / global_tokens
     - `token-sum`: sum_t loss
     - `seq-mean-token-sum`: sum_t loss / global_sequences
-    - `seq-mean-token-sum-norm`: sum_t loss / (global_sequences * scale_factor); Dr.GRPO's constant length divisor
+    - `seq-mean-token-sum-norm`: sum_t loss / (global_sequences * scale_factor), Dr.GRPO's constant length divisor
     - `seq-mean-token-mean`: sum_s (sum_t loss / tokens of s) / global_sequences
 
-    Where the counts are not known yet, both may be given as 1 and what comes out divided by `agg_divisor` afterwards.
-    A sequence whose tokens are all masked counts as no sequence. Empty masks give 0, never NaN, and keep the graph so
-    that `backward` works. Entropy and KL are aggregated by the same function in the same mode.
+    for tokens t and sequences s. If the counts are not known yet, pass 1 for both and divide by `agg_divisor` later.
+    Sequences without unmasked tokens do not count. An empty mask gives 0, never NaN, and `backward` works.
 
     Args:
         per_token: [N] losses.
         mask: [N] 1 where the token counts.
         mode: one of `AGG_MODES`.
-        global_tokens: tokens that count in the global mini-batch.
-        global_sequences: sequences with at least one such token in the global mini-batch.
-        row_index: [N] sequence number of each token; needed by `seq-mean-token-mean` only. Sequences are whole.
-        sequences: S; null takes `row_index.max() + 1`, which waits for the device.
+        global_tokens: unmasked tokens of the global mini-batch.
+        global_sequences: sequences with an unmasked token in the global mini-batch.
+        row_index: [N] sequence number of each token, for `seq-mean-token-mean`. Sequences are never split.
+        sequences: S; None takes `row_index.max() + 1`, which waits for the device.
         scale_factor: divisor of `seq-mean-token-sum-norm`.
 
-    Returns:
-        scalar.
-
     Raises:
-        ValueError: unknown mode, or an argument the mode needs is missing or not positive.
+        ValueError: the mode is unknown, or an argument that it needs is missing or not positive.
     """
     if mode not in AGG_MODES:
         raise ValueError(f"actor.loss_agg_mode {mode!r} is unknown; it is one of {', '.join(AGG_MODES)}")
@@ -55,7 +49,7 @@ def agg_loss(
         return losses.sum()
     if mode == "token-mean":
         return losses.sum() / max(global_tokens, 1)
-    # A count of 0 means that every token of the mini-batch is masked: the numerator is 0 and any divisor will do.
+    # With a count of 0 the numerator is 0, and any divisor will do.
     per_sequence = 1.0 / max(global_sequences, 1)
     if mode == "seq-mean-token-sum":
         return losses.sum() * per_sequence
@@ -75,7 +69,7 @@ def agg_loss(
 
 
 def agg_divisor(mode: str, global_tokens: float, global_sequences: float) -> float:
-    """What `agg_loss` with counts of 1 has to be divided by to be `agg_loss` with these counts."""
+    """`agg_loss` with counts of 1, divided by this number, is `agg_loss` with these counts."""
     if mode == "token-sum":
         return 1.0
     return max(global_tokens if mode == "token-mean" else global_sequences, 1.0)

@@ -1,11 +1,10 @@
-"""Losses of the probability ratio r = exp(log_probs - old_log_probs), held in check token by token."""
+"""Losses of the probability ratio r = exp(log_probs - old_log_probs), bounded token by token."""
 
 import torch
 from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
-from pipeline.losses.registry import LossInput, Sums, register_policy_loss
-from pipeline.losses.sums import token_sums
+from pipeline.losses.registry import LossInput, Sums, register_policy_loss, token_sums
 
 
 def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
@@ -19,7 +18,7 @@ def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Te
         config: gives the bounds.
 
     Returns:
-        losses [N], and [N] bool where the clipped term is the larger one, so that the token gets no gradient.
+        losses [N], and [N] bool where the clipped term is the larger one: that token has no gradient.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -30,12 +29,12 @@ def ppo_clip(advantages: Tensor, ratio: Tensor, config: ActorConfig) -> tuple[Te
 def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """PPO's clipped loss with separate clip bounds and the dual clip (Ye et al. 2020, equation 5).
 
-    `ppo_clip`, and where A < 0 at most `-A c`, so that one token whose probability rose a lot on a bad response cannot
-    dominate the gradient.
+    `ppo_clip`, and where A < 0 at most `-A c`: otherwise one token whose probability rose a lot on a bad response
+    could dominate the gradient.
 
     Metrics:
-    `pg_clipfrac`: tokens whose clipped term is the larger one (they get no gradient);
-    `pg_clipfrac_lower`: tokens with A < 0 held by the dual clip (no gradient either);
+    `pg_clipfrac`: tokens whose clipped term is the larger one (no gradient);
+    `pg_clipfrac_lower`: tokens with A < 0 at the bound of the dual clip (no gradient either);
     `ppo_kl`.
     """
     advantages = data.masked(data.advantages)
@@ -50,10 +49,10 @@ def vanilla(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def cispo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Clipped importance weights instead of a clipped objective (MiniMax-M1, 2025, arXiv 2506.13585).
 
-    `-sg(clip(r, 1 - low, 1 + high)) A log_probs`, sg stopping the gradient: every token keeps a gradient, and only its
+    `-sg(clip(r, 1 - low, 1 + high)) A log_probs`, where sg stops the gradient. Every token has a gradient; only its
     weight is bounded.
 
-    Metrics: `pg_clipfrac`, tokens whose weight is held at a bound; `ppo_kl`.
+    Metrics: `pg_clipfrac`, tokens whose weight is clipped; `ppo_kl`.
     """
     ratio = data.log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -65,16 +64,15 @@ def cispo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def dppo_tv(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """DPPO with the binary total variation (Qi et al. 2026, arXiv 2602.04879): a trust region in probabilities.
 
-    `-A sg(min(r, c)) log_probs` while the sampled token's probability p has moved no further than the bound in the
-    direction the update takes it: p - p_old <= high where A > 0, p_old - p <= low elsewhere. Beyond it, 0.
+    `-A sg(min(r, c)) log_probs` while the sampled token's probability p lies within the bound in the direction of the
+    update: p - p_old <= high where A > 0, p_old - p <= low elsewhere. Beyond it, 0.
 
-    `clip_ratio_low` and `clip_ratio_high` are differences of probabilities here. c, which truncates the importance
-    weight, is `clip_ratio_c`; its default of 3 was made for the dual clip, and 20 leaves more of the weights as they
-    are.
+    Here `clip_ratio_low` and `clip_ratio_high` are differences of probabilities, and `clip_ratio_c` is c, which
+    truncates the importance weight. Its default of 3 is meant for the dual clip; 20 truncates fewer weights.
 
     Metrics:
     `pg_clipfrac`: tokens beyond the bound (no gradient);
-    `pg_clipfrac_lower`: tokens within it whose weight is truncated at c;
+    `pg_clipfrac_lower`: tokens within the bound whose weight is truncated;
     `ppo_kl`.
     """
     moved = data.masked(data.log_probs.detach()).exp() - data.masked(data.old_log_probs).exp()
@@ -86,9 +84,9 @@ def dppo_tv(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def dppo_kl(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """DPPO with the binary KL (Qi et al. 2026, arXiv 2602.04879): `dppo_tv` with another distance.
 
-    The distance is KL(p_old || p) of the two distributions over "this token" and "any other token", and the bounds
-    `clip_ratio_low` (where A is not above 0) and `clip_ratio_high` (where it is) are in nats. A token on its way back
-    (p <= p_old where A > 0, p >= p_old elsewhere) trains whatever the distance.
+    The distance is KL(p_old || p) of the two distributions over "this token" and "any other token". The bounds, in
+    nats, are `clip_ratio_high` where A > 0 and `clip_ratio_low` elsewhere. A token that the update moves back towards
+    p_old (p <= p_old where A > 0, p >= p_old elsewhere) trains at any distance.
 
     Metrics as in `dppo_tv`.
     """
@@ -104,8 +102,8 @@ def dppo_kl(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
 
 def _binary_kl(old: Tensor, new: Tensor) -> Tensor:
-    """[N] KL between the distributions (p, 1 - p) of two log-probs; infinite where only the new one is certain."""
-    # 1 - p from expm1, and x log x from xlogy: exact for p near 1, where most tokens are, and 0 for p = 1.
+    """[N] KL between the distributions (p, 1 - p) of two log-probs; infinite where only the new p is 1."""
+    # expm1 and xlogy are exact for p near 1, where most tokens are.
     rest_old, rest_new = -torch.expm1(old.clamp(max=0.0)), -torch.expm1(new.clamp(max=0.0))
     rest = torch.special.xlogy(rest_old, rest_old) - torch.special.xlogy(rest_old, rest_new)
     return old.exp() * (old - new) + rest

@@ -1,30 +1,28 @@
-"""Losses whose ratio belongs to a whole sequence."""
+"""Losses with one probability ratio for a whole sequence."""
 
 import torch
 from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
 from pipeline.losses.ppo import ppo_clip
-from pipeline.losses.registry import LossInput, Sums, register_policy_loss
-from pipeline.losses.sums import token_sums
+from pipeline.losses.registry import LossInput, Sums, register_policy_loss, token_sums
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-"""Log ratios of GSPO's sequences are clamped from above to this (e^10 is about 2.2e4)."""
+"""Upper clamp of the log ratio of a sequence in GSPO (e^10 is about 2.2e4)."""
 
 
 @register_policy_loss("gspo", zero_without_advantage=True)
 def gspo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071), in its token-level form (section 4.3).
 
-    The ratio is the sequence's, s = exp(mean over its tokens of log r), and each token carries it with a gradient of
-    its own: s_t = s * p_t / sg(p_t), sg stopping the gradient. The loss is `ppo_clip` of s_t. With advantages constant
-    over the sequence and `seq-mean-token-mean` its gradient is that of the clipped objective of s itself. The clip
-    bounds are the sequence ratio's, for which the paper takes 3e-4 and 4e-4.
+    The ratio of a sequence is s = exp(mean over its tokens of log r). Token t has s_t = s * p_t / sg(p_t), where sg
+    stops the gradient, and the loss is `ppo_clip` of s_t. With `seq-mean-token-mean` and one advantage per sequence the
+    gradient is that of the clipped objective of s. The paper takes clip bounds of 3e-4 and 4e-4.
 
-    Metrics: `pg_clipfrac`, tokens whose clipped term is the larger one (they get no gradient); `ppo_kl`.
+    Metrics: `pg_clipfrac`, tokens whose clipped term is the larger one (no gradient); `ppo_kl`.
     """
     log_probs = data.masked(data.log_probs)
-    # The mean is of the log ratios as they are: one outlier clamped would make another sequence ratio of it.
+    # The mean of the unclamped log ratios: clamping one outlier would change the ratio of the sequence.
     log_ratio = data.sequence_mean(data.log_probs.detach() - data.old_log_probs)[data.row_index]
     ratio = (log_ratio + (log_probs - log_probs.detach())).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     per_token, clipped = ppo_clip(data.masked(data.advantages), ratio, config)
@@ -35,20 +33,19 @@ def gspo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 def geo_mean(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Geometric-mean policy optimisation, GMPO (Zhao et al. 2025, arXiv 2507.20673).
 
-    A sequence's loss is -A exp(mean over its tokens of the clipped log r), A the mean advantage of its tokens. A log
-    ratio is clipped from the side PPO clips: at most high where A > 0, at least -low where A < 0; `clip_ratio_low` and
-    `clip_ratio_high` bound log ratios here, and the paper takes 0.4 for both. Each token of the sequence has the
-    sequence's loss, so that `seq-mean-token-mean` is the mean over sequences; one without trained tokens adds nothing.
+    The loss of a sequence is -A exp(mean over its tokens of the clipped log r), where A is the mean advantage of its
+    tokens. Log r is clipped on PPO's side: at most `clip_ratio_high` where A > 0, at least -`clip_ratio_low` where
+    A < 0. The paper takes 0.4 for both. Each token has the loss of its sequence, so `seq-mean-token-mean` gives the
+    mean over sequences.
 
-    It differs from verl's in three ways. Any aggregation mode holds, over the whole mini-batch. Importance weights
-    multiply the tokens' losses, where verl multiplies the sequence's by their geometric mean. And the side of the clip
-    follows the sequence's advantage, not the token's: the two agree where the advantage is constant over the sequence,
-    the paper's case; elsewhere a token of the other sign would have had its ratio clipped from the wrong side, without
-    a bound on the side that lowers the loss.
+    verl differs: it ignores the aggregation mode, multiplies a sequence's loss by the geometric mean of its importance
+    weights (here they multiply the tokens' losses), and takes the side of the clip from each token's advantage. Both
+    sides agree where the advantage is constant over the sequence; elsewhere verl's leaves tokens of the other sign
+    unbounded on the side that lowers the loss.
 
     Metrics:
-    `pg_clipfrac`: tokens of sequences with A > 0 held at the upper bound (no gradient);
-    `pg_clipfrac_lower`: tokens of sequences with A < 0 held at the lower bound (no gradient either);
+    `pg_clipfrac`: tokens of sequences with A > 0 at the upper bound (no gradient);
+    `pg_clipfrac_lower`: tokens of sequences with A < 0 at the lower bound (no gradient either);
     `ppo_kl`.
     """
     log_ratio = data.log_ratio

@@ -1,11 +1,10 @@
-"""Losses that hold the policy without clipping anything."""
+"""Losses that keep the policy close to the old one without clipping."""
 
 import torch
 from torch import Tensor
 
 from pipeline.config.learner import ActorConfig
-from pipeline.losses.registry import LossInput, Sums, register_policy_loss
-from pipeline.losses.sums import token_sums
+from pipeline.losses.registry import LossInput, Sums, register_policy_loss, token_sums
 
 
 @register_policy_loss("sapo", zero_without_advantage=True)
@@ -13,9 +12,8 @@ def sapo(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347): a gate in place of the clip.
 
     `-A (4 / tau) sigmoid(tau (r - 1))` with tau = `tau_pos` where A > 0, else `tau_neg`. At r = 1 the gradient is that
-    of `-A r`, and it fades smoothly on both sides, the faster the larger tau. The value there is -2 A / tau, which
-    estimates no objective: compare it within a run only. verl forces `seq-mean-token-mean`, the paper's mode;
-    here `loss_agg_mode` decides.
+    of `-A r`; it fades smoothly on both sides, faster for a larger tau. The value estimates no objective (it is
+    -2 A / tau at r = 1), so compare it within a run only. verl always takes the paper's `seq-mean-token-mean`.
 
     Metrics: `ppo_kl`.
     """
@@ -31,7 +29,7 @@ def dro(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
     """Direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107) with given advantages.
 
     `-(A log_probs - beta / 2 (log r)^2)`: the policy gradient, and a quadratic pull back to the old policy for every
-    token, whatever its advantage. The pull is not clamped, for it matters most where the policies are far apart.
+    token. The pull is not clamped, because it matters most where the policies are far apart.
 
     Metrics: `ppo_kl`.
 

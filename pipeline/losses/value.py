@@ -14,14 +14,14 @@ def value_loss(
 ) -> tuple[Tensor, Sums]:
     """PPO's clipped value loss: `0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)`.
 
-    A value that has moved further than c from the one in the row, towards its return, gets no more gradient: the value
-    clipping of OpenAI's baselines, discussed in Engstrom et al. 2020, arXiv 2005.12729.
+    A value that has moved further than c from the old one, towards its return, has no gradient: the value clipping of
+    OpenAI's baselines, discussed in Engstrom et al. 2020, arXiv 2005.12729.
 
     Args:
-        values: [N] of the critic that is trained; carries the gradient.
-        old_values: [N] in the row, which the advantages were made from.
+        values: [N] of the critic that is trained, with gradient.
+        old_values: [N] in the row, from which the advantages were computed.
         returns: [N] targets R.
-        mask: [N] 1 where the token counts (any dtype); what stands elsewhere is not looked at.
+        mask: [N] 1 where the token counts (any dtype); masked values are not read.
         cliprange_value: c, not negative.
 
     Returns:
@@ -41,18 +41,10 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Moments, Moments]:
-    """What the explained variance, 1 - Var(R - V) / Var(R), is made of: moments of R - V and of R.
+    """Moments of the residuals R - V and of the returns R [N], in float64; (0, 0, 0) if the mask [N] is all 0.
 
-    Moments of several parts merge exactly; with those of all of them it is 1 - residuals[2] / returns[2]. It is
-    undefined where returns[2] is 0.
-
-    Args:
-        values: [N] V.
-        returns: [N] R.
-        mask: [N] 1 where the token counts (any dtype); what stands elsewhere is not looked at.
-
-    Returns:
-        moments of the residuals and of the returns, worked out in float64; (0, 0, 0) where nothing counts.
+    Moments of several parts merge exactly. The explained variance 1 - Var(R - V) / Var(R) is
+    1 - residuals[2] / returns[2] of the merged moments, undefined where returns[2] is 0.
     """
     keep = mask > 0
     kept = returns.detach()[keep].double()

@@ -1,8 +1,4 @@
-"""Rows of the stream as flat numpy arrays, for the trainer and the scoring replicas.
-
-Response tokens are flat, `[N]`, as the losses want them. They are cut out of Arrow's own buffers with numpy, so there
-is no Python work per token.
-"""
+"""Rows of the stream as flat numpy arrays, for the trainer and the scoring replicas."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,28 +8,28 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.rows import flat, loss_mask
+from pipeline.rows import flat, loss_mask, per_token
 
 
 @dataclass
 class TokenBatch:
-    """Prompts with their responses, as flat numpy arrays; R rows with N response tokens in all."""
+    """R prompts with their responses, N response tokens in all, as flat numpy arrays."""
 
     prompt_ids: np.ndarray
-    """int32, prompt tokens of all rows, one row after the other."""
+    """int32, prompt tokens, row after row."""
     prompt_offsets: np.ndarray
     """[R + 1] int64, start of each row's prompt in `prompt_ids`."""
     response_ids: np.ndarray
     """[N] int32."""
     response_offsets: np.ndarray
-    """[R + 1] int64, start of each row's response in the arrays of length N."""
+    """[R + 1] int64, start of each row's response in arrays of length N."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TokenBatch":
-        """Flat views of the tokens of generated rows.
+        """The tokens of generated rows, as views of Arrow's buffers.
 
         Raises:
-            ValueError: a response stands after an empty prompt.
+            ValueError: a row has a response after an empty prompt.
         """
         tokens = TokenBatch(*flat(table, "prompt_ids"), *flat(table, "response_ids"))
         orphan = (np.diff(tokens.prompt_offsets) == 0) & (np.diff(tokens.response_offsets) > 0)
@@ -66,57 +62,51 @@ class TrainBatch(TokenBatch):
     mask: np.ndarray
     """[N] float32, 1 where the policy wrote the token and the row trains."""
     loss_mask: np.ndarray
-    """[N] float32, those of `mask` that count in the loss: begins as `mask`, and the off-policy correction may leave
-    tokens out."""
+    """[N] float32, tokens that count in the loss: `mask` without those that the off-policy correction rejects."""
     rollout_log_probs: np.ndarray
     """[N] float32, log-probs of the engine."""
     old_log_probs: np.ndarray
-    """[N] float32, log-probs that the ratio is taken against: a copy of the engine's, which the trainer overwrites with
-    its own where `actor.old_log_probs` is `recompute`."""
+    """[N] float32, log-probs of the ratio's denominator: the engine's, until the trainer overwrites them with its own
+    (`actor.old_log_probs=recompute`)."""
     advantages: np.ndarray
     """[N] float32."""
     returns: np.ndarray
     """[N] float32."""
     ids: np.ndarray
-    """[R] uint64, identity of each row in the run, from its uid and sample; the same on any rank."""
+    """[R] uint64, a hash of each row's uid and sample."""
     ref_log_probs: np.ndarray | None = None
     """[N] float32, log-probs of the reference policy; None without one."""
     values: np.ndarray | None = None
     """[N] float32, the critic's values from which the advantages were computed; None without a critic."""
     weights: np.ndarray | None = None
-    """[N] float32, importance weights of the off-policy correction, once it has run."""
+    """[N] float32, importance weights of the off-policy correction, set by the actor."""
     token_mask: np.ndarray | None = None
-    """[N] bool, tokens that the policy loss chose among all of the mini-batch, once it has."""
+    """[N] bool, tokens that the policy loss chose in the mini-batch, set by the actor."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TrainBatch":
-        """Flat views of a table of finished rows.
+        """The columns of a table of finished rows.
 
         Raises:
-            ValueError: a list column has another length than `response_ids` in some row, an advantage that trains is
-                not finite, or a response stands after an empty prompt.
+            ValueError: a row has a list column with another length than `response_ids`, an advantage that trains and is
+                not finite, or a response after an empty prompt.
         """
         tokens = TokenBatch.from_table(table)
         offsets = tokens.response_offsets
-        columns: dict[str, np.ndarray] = {}
         optional = [name for name in ("ref_log_probs", "values") if name in table.column_names]
-        for name in ("response_mask", "rollout_log_probs", "advantages", "returns", *optional):
-            values, other = loss_mask(table) if name == "response_mask" else flat(table, name)
-            if not np.array_equal(offsets, other):
-                row = int(np.flatnonzero(np.diff(offsets) != np.diff(other))[0])
-                raise ValueError(
-                    f"row {row} (uid {_uid(table, row)}) has {np.diff(other)[row]} entries in {name!r} but "
-                    f"{np.diff(offsets)[row]} response tokens; there must be one entry per response token"
-                )
-            columns[name] = values.astype(np.float32)
-        bad = ~np.isfinite(columns["advantages"]) & (columns["response_mask"] > 0)
+        columns = {
+            name: per_token(table, name, offsets).astype(np.float32)
+            for name in ("response_mask", "rollout_log_probs", "advantages", "returns", *optional)
+        }
+        mask = loss_mask(table)[0].astype(np.float32)
+        bad = ~np.isfinite(columns["advantages"]) & (mask > 0)
         if bad.any():
             row = int(np.searchsorted(offsets, np.flatnonzero(bad)[0], side="right")) - 1
             raise ValueError(f"row {row} (uid {_uid(table, row)}) has an advantage that is not a finite number")
         return cls(
             **vars(tokens),
-            mask=columns["response_mask"],
-            loss_mask=columns["response_mask"],
+            mask=mask,
+            loss_mask=mask,
             rollout_log_probs=columns["rollout_log_probs"],
             old_log_probs=columns["rollout_log_probs"].copy(),
             advantages=columns["advantages"],
@@ -127,7 +117,7 @@ class TrainBatch(TokenBatch):
 
     @classmethod
     def concat(cls, parts: Sequence["TrainBatch"]) -> "TrainBatch":
-        """The rows of several parts, one part after the other, including what the update has written into them."""
+        """The rows of all parts in order, with what the update has written into them."""
         joined: dict[str, Any] = {}
         for name in vars(parts[0]):
             values = [getattr(part, name) for part in parts]
@@ -141,39 +131,35 @@ class TrainBatch(TokenBatch):
         return cls(**joined)
 
     def mask_counts(self, index: list[int]) -> tuple[int, int]:
-        """Number of tokens of the loss mask in these rows, and number of rows with such a token. Summed over ranks,
-        they normalise the loss."""
+        """Number of tokens of the loss mask in these rows, and number of rows with such a token."""
         totals = np.concatenate([[0], np.cumsum(self.loss_mask > 0)])
         per_row = np.diff(totals[self.response_offsets])[index]
         return int(per_row.sum()), int((per_row > 0).sum())
 
     def trained_tokens(self, index: list[int]) -> np.ndarray:
-        """Indices [M] into the arrays of length N of these rows' tokens in the loss mask, row after row."""
+        """[M] indices into arrays of length N of these rows' tokens in the loss mask, row after row."""
         starts = self.response_offsets[index]
         tokens = ranges(starts, self.response_offsets[np.asarray(index, dtype=np.int64) + 1] - starts)
         return tokens[self.loss_mask[tokens] > 0]
 
     def random_keys(self, index: list[int], seed: int, step: int) -> np.ndarray:
-        """[M] uniform numbers in [0, 1) for `trained_tokens(index)`. They depend only on the seed, the step, the row
-        and the token's position in it."""
-        starts, stops = self.response_offsets[:-1], self.response_offsets[1:]
-        drawn = [
-            np.random.default_rng([seed, step, self.ids[row]]).random(stops[row] - starts[row])[
-                self.loss_mask[starts[row] : stops[row]] > 0
-            ]
-            for row in index
-        ]
-        return np.concatenate([np.empty(0), *drawn])
+        """[M] uniform numbers in [0, 1) for `trained_tokens(index)`, which depend on the seed, the step, the row and
+        the token's position alone."""
+        drawn = [np.empty(0)]
+        for row in index:
+            trained = self.loss_mask[self.response_offsets[row] : self.response_offsets[row + 1]] > 0
+            drawn.append(np.random.default_rng([seed, step, self.ids[row]]).random(len(trained))[trained])
+        return np.concatenate(drawn)
 
     def with_advantages(self, index: list[int]) -> list[int]:
-        """Those of these rows that have a token in the loss mask whose advantage is not 0."""
+        """Those of these rows with a token in the loss mask whose advantage is not 0."""
         totals = np.concatenate([[0], np.cumsum((self.loss_mask > 0) & (self.advantages != 0))])
         per_row = np.diff(totals[self.response_offsets])
         return [row for row in index if per_row[row]]
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[sum(counts)] the integers `start`, `start + 1`, ... of each range, one range after the other."""
+    """[sum(counts)] the integers `start`, `start + 1`, ... of each range, range after range."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 

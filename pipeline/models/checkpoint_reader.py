@@ -1,9 +1,7 @@
-"""Reads sharded checkpoints (`torch.distributed.checkpoint`) without unpickling what a stranger may have written.
+"""Reads sharded checkpoints (`torch.distributed.checkpoint`) of unknown origin without running their code.
 
-PyTorch pickles a checkpoint's index (`.metadata`) and its plain values (such as a learning rate), and reads both with
-`pickle`, which runs any code that a file asks for. Here the index may name the few classes of an index and nothing
-else, and values are read with `weights_only=True`. So a checkpoint of unknown origin can be wrong, but it cannot run
-code.
+PyTorch pickles a checkpoint's index (`.metadata`) and its plain values (such as a learning rate), and unpickling can
+run any code. Here the index may name nothing but the classes of an index, and values are read with `weights_only=True`.
 """
 
 import io
@@ -34,7 +32,7 @@ INDEX_CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
 }
-"""Classes and functions that PyTorch's index of a checkpoint consists of, by module; types of tensors come on top."""
+"""Classes and functions that PyTorch's index of a checkpoint consists of, by module. Types of tensors are added."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -46,20 +44,20 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads a checkpoint's folder; its index is unpickled with the classes of an index only."""
+    """Reads a checkpoint's folder, and unpickles no classes but those of an index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index.
 
         Raises:
-            ValueError: it is damaged, names a class that is no part of an index, or a file outside of the folder.
+            ValueError: it is damaged, or names a class that is no part of an index, or a file outside of the folder.
             OSError: it cannot be read.
         """
         file = Path(self.path) / ".metadata"
         try:
             index = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
             names = {info.relative_path for info in index.storage_data.values()}
-        # Bytes that are no pickle raise nearly anything.
+        # Unpickling arbitrary bytes may raise any of these.
         except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} cannot be read as the index of a checkpoint: {error}") from error
         outside = sorted(name for name in names if Path(name).name != name)
@@ -72,7 +70,7 @@ class _PlainValues(dcp.DefaultLoadPlanner):
     """Reads values that are no tensors with `weights_only=True`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # The planner of PyTorch unpickles what it is given, so it is given a copy of what was read safely.
+        # PyTorch's planner unpickles its argument, so it gets a copy of what was read safely.
         copy = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), copy)
         copy.seek(0)
@@ -88,9 +86,8 @@ def load_checkpoint(state: dict[str, Any], folder: str | Path, no_dist: bool = F
         torch.distributed.checkpoint.CheckpointException: a part of `state` is missing or unreadable.
     """
     reader = CheckpointReader(folder)
-    # Within its collective PyTorch would wrap the sentence about a damaged index in its own traces.
+    # Inside of its collective PyTorch would hide the error of a damaged index in its own traces.
     reader.read_metadata()
     with warnings.catch_warnings():
-        # PyTorch says that it takes this for a single process, which it is where `no_dist` is set.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=reader, planner=_PlainValues(), no_dist=no_dist)

@@ -1,15 +1,14 @@
 """FSDP2: sharding, gradient norm, gathering and saving.
 
-1. `fully_shard` on every transformer block, then on the root, which keeps the embedding and the head: tied or not,
-   they live in one group. The same code runs over gloo on CPUs and nccl on GPUs.
-2. Gradients are summed over ranks, not averaged (FSDP's default). A loss is divided by a count over the whole global
-   batch before `backward`, so the sum over ranks and micro-batches is the gradient of the global loss, whatever their
-   number. No code multiplies by the world size.
-3. Weights are gathered one parameter at a time, so the memory beside the shards is that of the largest parameter.
+1. `fully_shard` is applied to every transformer block, then to the root, which keeps embedding and head in one group
+   (they may be tied). The same code runs over gloo on CPUs and nccl on GPUs.
+2. Gradients are summed over ranks, not averaged (FSDP's default): losses are divided by counts over all ranks.
+3. Weights are gathered one parameter at a time, to save memory.
 
 Each `backward` is a collective: all ranks must run the same number of micro-batches.
 """
 
+import math
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -45,10 +44,10 @@ def torch_dtype(name: str, key: str) -> torch.dtype:
 
 
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a model, outermost first, in the order of its modules.
+    """The outermost transformer blocks of a model, in order.
 
-    They are the `_no_split_modules` of a `transformers` model, or its decoder's `layers` where it names none. A block
-    that holds an embedding is left out and belongs to the root, where a tied head needs it.
+    These are the `_no_split_modules` of a `transformers` model, or else its decoder's `layers`. A block with an
+    embedding is left to the root, where a tied head needs it.
     """
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     blocks: list[nn.Module] = []
@@ -69,15 +68,10 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Module:
-    """Shard `module` in place over all ranks of the default process group and move it to `device`.
-
-    Args:
-        module: every rank holds the same weights.
-        config: types and resharding.
-        device: this rank's device; its kind (`cpu`, `cuda`) chooses the mesh.
+    """Shard `module`, which is equal on all ranks, over the default process group, in place, and move it to `device`.
 
     Returns:
-        `module`, whose parameters are now DTensors and whose gradients are summed over ranks.
+        `module`: its parameters are DTensors, and its gradients are summed over ranks.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -103,33 +97,31 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Mod
     module.to(device)  # buffers; fully_shard moved the parameters
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            # A plain sum on every backend: gloo knows neither AVG nor the premultiplied sum.
+            # A plain sum on every backend: gloo has neither AVG nor premultiplied sums.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     return module
 
 
 def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to a global 2-norm of `max_norm` and return the norm before that.
+    """Scale gradients down to a global 2-norm of at most `max_norm`; the norm before that, the same on every rank.
 
-    The norm covers all shards of all ranks; every rank gets the same number. A norm that is not finite is returned as
-    it is and the gradients are left alone: skip that optimiser step.
+    Gradients with a norm that is not finite are left as they are: skip that optimiser step.
     """
     with_grad = [parameter for parameter in params if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     value = float(norm)
-    if value not in (float("inf"), float("-inf")) and value == value:
+    if math.isfinite(value):
         nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     return value
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters and persistent buffers in CPU memory on rank 0; an empty dict on the others.
+    """All parameters and persistent buffers, unsharded, in CPU memory on rank 0; an empty dict on others. A collective.
 
-    A collective: every rank must call it. One tensor is gathered at a time. A tied parameter appears once, under its
-    first name.
+    A tied parameter appears once, under its first name.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     persistent = model.state_dict().keys()
@@ -147,10 +139,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
-    """Save the model and its tokenizer as a Hugging Face folder (safetensors), which vLLM loads too.
+    """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
-    A collective: every rank must call it, and all return when the folder is complete. Rank 0 writes beside `folder`
-    and renames, so a broken-off save never looks like a model; an older `folder` is replaced.
+    Rank 0 writes beside `folder` and renames, so an interrupted save never looks like a model. An older `folder` is
+    replaced.
 
     Raises:
         RuntimeError: rank 0 could not write; raised on every rank.

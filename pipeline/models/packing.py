@@ -1,7 +1,6 @@
 """Packs of rows become the tensors of a forward pass.
 
 A pack is one row, or several rows behind one copy of their prompt (`sharing.py`). Packs are padded on the right.
-Attention follows from lengths: `ids != pad` would mask a pad token that the policy itself chose.
 """
 
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ from pipeline.models.batch import TokenBatch, TrainBatch, ranges
 
 @dataclass
 class ModelInputs:
-    """What a model reads in one forward pass: B packs of T positions, with N response tokens in S rows."""
+    """Input of one forward pass: B packs of T positions, with N response tokens in S rows."""
 
     input_ids: Tensor
-    """[B, T] int64, a prompt and one response or more, padded on the right."""
+    """[B, T] int64, a prompt and one or more responses, padded on the right."""
     lengths: Tensor
     """[B] int64, tokens of each pack that are not padding."""
     positions: Tensor | None
@@ -28,53 +27,44 @@ class ModelInputs:
     segment_ids: Tensor | None
     """[B, T] int64, 0 in the prompt, k in the k-th response of the pack, -1 in padding; None as `positions`."""
     logit_index: Tensor
-    """[N] int64, index into the B * T positions of the one that predicts each response token (the one before it)."""
+    """[N] int64, index into the B * T positions of the token before each response token, which predicts it."""
     targets: Tensor
     """[N] int64, the response tokens."""
     row_index: Tensor
     """[N] int64, row of each response token, below `sequences`."""
     sequences: int
-    """S, the number of rows; 1 where there is none."""
+    """S, the number of rows; 1 without rows."""
     token_index: np.ndarray
-    """[N] int64, index of each response token into the arrays of `TokenBatch`; stays on the CPU."""
+    """[N] int64, index of each response token into arrays of `TokenBatch`; stays on the CPU."""
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with its tensors on `device`."""
-        moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()
-        }
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            moved[name] = value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         return type(self)(**moved)
 
 
 @dataclass
 class MicroBatch(ModelInputs):
-    """Tensors of one forward and backward pass."""
+    """Tensors of one forward and backward pass: the columns [N] of `TrainBatch`."""
 
-    mask: Tensor
-    """[N] float32, the loss mask."""
+    loss_mask: Tensor
     old_log_probs: Tensor
-    """[N] float32."""
     rollout_log_probs: Tensor
-    """[N] float32."""
     advantages: Tensor
-    """[N] float32."""
     returns: Tensor
-    """[N] float32."""
     ref_log_probs: Tensor | None
-    """[N] float32."""
     values: Tensor | None
-    """[N] float32."""
     weights: Tensor | None
-    """[N] float32."""
     token_mask: Tensor | None
-    """[N] bool."""
 
 
 def pack(rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0) -> ModelInputs:
-    """What a model reads of the rows in `packs`, in that order; the rows of a pack share one prompt (`sharing.py`).
+    """Model inputs of the rows in `packs`, in that order; the rows of a pack share one prompt (`sharing.py`).
 
-    Without packs it is one pad token and no response token (N = 0). The forward and backward pass of that keeps this
-    rank in step with the others, and contributes exact zeros.
+    Without packs they are one pad token and no response token (N = 0): a pass over them keeps this rank in step with
+    the others, and its gradient is exactly 0.
     """
     order = np.asarray([row for members in packs for row in members], dtype=np.int64)
     sizes = np.asarray([len(members) for members in packs], dtype=np.int64)
@@ -93,7 +83,7 @@ def pack(rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0
     prompt_ends = pack_starts + prompt_counts
     prompt_index = ranges(pack_starts, prompt_counts)
     response_index = ranges(np.repeat(prompt_ends, sizes) + before_in_pack, counts)
-    # A token is predicted at the token before it; the first one of each response at the prompt's last token.
+    # A token is predicted at the token before it; the first token of a response at the prompt's last token.
     logit_index = response_index - 1
     not_empty = counts > 0
     logit_index[before[not_empty]] = np.repeat(prompt_ends, sizes)[not_empty] - 1
@@ -128,19 +118,8 @@ def pack(rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0
 def collate(rows: TrainBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0) -> MicroBatch:
     """The micro-batch of the rows in `packs`, in that order; see `pack`."""
     inputs = pack(rows, packs, pad_token_id)
-    columns = {
-        "mask": rows.loss_mask,
-        "old_log_probs": rows.old_log_probs,
-        "rollout_log_probs": rows.rollout_log_probs,
-        "advantages": rows.advantages,
-        "returns": rows.returns,
-        "ref_log_probs": rows.ref_log_probs,
-        "values": rows.values,
-        "weights": rows.weights,
-        "token_mask": rows.token_mask,
-    }
-    tensors: dict[str, Any] = {
-        name: None if values is None else torch.from_numpy(values[inputs.token_index])
-        for name, values in columns.items()
-    }
-    return MicroBatch(**vars(inputs), **tensors)
+    columns: dict[str, Any] = {}
+    for name in MicroBatch.__annotations__:
+        values = getattr(rows, name)
+        columns[name] = None if values is None else torch.from_numpy(values[inputs.token_index])
+    return MicroBatch(**vars(inputs), **columns)

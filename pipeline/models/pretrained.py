@@ -1,8 +1,10 @@
-"""What all models made of `transformers` models share: loading with plain errors, and their parameters' own names."""
+"""Code that all models made of `transformers` models share."""
 
 from typing import Any
+from unittest.mock import patch
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
@@ -13,24 +15,24 @@ PREFIX = "lm."
 
 
 class Pretrained(nn.Module):
-    """A module around the whole `transformers` model `lm`, which `save_hf` can write as a Hugging Face folder."""
+    """A module around the whole `transformers` model `lm`, which `save_hf` can save."""
 
     lm: Any
 
     @staticmethod
     def hf_name(name: str) -> str:
-        """The model's own name of a parameter of this wrapper: the name in a Hugging Face checkpoint."""
+        """The name of a parameter of this wrapper in a Hugging Face checkpoint."""
         return name.removeprefix(PREFIX)
 
 
 def load_pretrained(auto: Any, config: ModelConfig, key: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The model of `config.path` on the CPU, ready to train, and what `transformers` says about the loading.
+    """The model of `config.path` on the CPU, in training mode, and the loading report of `transformers`.
 
     Args:
         auto: class of `transformers` with `from_pretrained`, such as `AutoModelForCausalLM`.
         config: path, type, attention and checkpointing.
-        key: the configuration key that the path came from, for errors.
-        options: arguments of `from_pretrained`, over those that follow from `config`.
+        key: the configuration key of the path, for errors.
+        options: arguments of `from_pretrained` that override those of `config`.
 
     Raises:
         ValueError: no path, an incomplete model folder, or one that `transformers` cannot load.
@@ -56,7 +58,7 @@ def load_pretrained(auto: Any, config: ModelConfig, key: str, **options: Any) ->
 
 
 def check_complete(missing: set[str], config: ModelConfig, key: str) -> None:
-    """Raises ValueError where weights are missing in the checkpoint."""
+    """Raises ValueError if weights are missing in the checkpoint."""
     if missing:
         raise ValueError(
             f"{key}={config.path} lacks {len(missing)} weights, the first {min(missing)}, which would start at "
@@ -71,3 +73,27 @@ def without_dropout(lm: Any) -> None:
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+
+
+def float32_head(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """The one output [N] float32 of a linear head for hidden states [N, H], computed in float32 whatever its type.
+
+    A bfloat16 value or score would have no more than three digits.
+    """
+    numbers = hidden.float() @ head.weight.float().squeeze(0)
+    return numbers if head.bias is None else numbers + head.bias.float()
+
+
+def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[Tensor, Tensor]:
+    """Random last hidden states [1, 4, H], and the logits that `lm` computes from them for a row of `token`."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    generator = torch.Generator().manual_seed(0)
+    hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
+    with patch.object(decoder, "forward", return_value=MoeModelOutputWithPast(last_hidden_state=hidden)):
+        return hidden, lm(input_ids=torch.full((1, 4), token, device=hidden.device)).logits.float()
+
+
+def differs(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two computations of a head differ in shape, or by more than rounding in bfloat16."""
+    return ours.shape != theirs.shape or bool((ours - theirs).abs().max() > 0.02 * theirs.abs().max() + 1e-6)

@@ -1,23 +1,27 @@
 """The reward model: a `transformers` sequence classifier with one label, which gives one score per conversation.
 
-1. A decoder is read at the last token of a row, found from the row's length. `transformers` itself looks for the last
-   id that is not `config.pad_token_id`: it reads the token before where a conversation ends with the pad token (pad and
-   end of sequence are one in many models), and has nowhere to look where there is no pad token.
-2. A decoder runs on right-padded ids without an attention mask; why that is safe stands in `pipeline/models/policy.py`.
-3. An encoder sees both ways, so it gets an attention mask made of the lengths, and reads its score itself.
-4. A head that is new starts at 0, so the first step moves the head alone and all ranks hold the same one.
-5. A decoder's head computes in float32, whatever the decoder computes in: a bfloat16 score has no more than three
-   digits, and only the difference of two scores counts.
+1. A decoder's score is read at the last token of the row, given by the row's length. (`transformers` takes the last id
+   that is not the pad token. It is wrong if a conversation ends with the pad token, which is the end-of-sequence token
+   of many models, and fails for a model without one.) It runs without an attention mask, as in `policy.py`.
+2. An encoder has bidirectional attention, so it gets an attention mask made of the lengths, and its own head.
+3. A new head starts at 0: all ranks have the same one, and the first step moves the head alone.
 """
 
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
-from pipeline.models.pretrained import Pretrained, check_complete, load_pretrained, without_dropout
+from pipeline.models.pretrained import (
+    Pretrained,
+    check_complete,
+    differs,
+    float32_head,
+    load_pretrained,
+    random_states,
+    without_dropout,
+)
 
 
 class RewardModel(Pretrained):
@@ -27,7 +31,7 @@ class RewardModel(Pretrained):
         lm: decoder with a linear `score` head, or an encoder with a head of its own.
 
     Raises:
-        ValueError: the model has more than one label, or reads its score in a way that is not supported.
+        ValueError: the model has more than one label, or computes its score in a way that is not supported.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -49,7 +53,7 @@ class RewardModel(Pretrained):
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens that a learnt table of positions has room for; None for positions without a table."""
+        """Size of the learnt table of positions in tokens; None for models without one."""
         room = [
             table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
             for name, table in self.lm.named_modules()
@@ -73,28 +77,14 @@ class RewardModel(Pretrained):
             logits: Tensor = self.lm(input_ids=input_ids, attention_mask=mask.long()).logits  # [B, 1]
             return logits.float().sum(-1)  # the only label; of a view of it FSDP would warn
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
-        return self._head(hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1])
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        """Scores [B] float32 of hidden states [B, H]."""
-        head = self.lm.score
-        # The weights are used here and not in the head's own forward, which would compute in their type.
-        scores = hidden.float() @ head.weight.float().squeeze(0)
-        return scores if head.bias is None else scores + head.bias.float()
+        return float32_head(self.lm.score, hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1])
 
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the head with the model's own on random hidden states of a row that ends with no pad token."""
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        head, decoder = self.lm.score, self.lm.base_model
-        generator = torch.Generator().manual_seed(0)
-        hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
         no_pad = int(self.lm.config.get_text_config().pad_token_id == 0)
-        with patch.object(decoder, "forward", return_value=MoeModelOutputWithPast(last_hidden_state=hidden)):
-            theirs = self.lm(input_ids=torch.full((1, 4), no_pad, device=hidden.device)).logits
-        ours = self._head(hidden[:, -1])
-        if theirs.shape != (1, 1) or (ours - theirs.float()[0]).abs().max() > 0.02 * ours.abs().max() + 1e-6:
+        hidden, theirs = random_states(self.lm, self.lm.base_model, self.lm.score, no_pad)
+        if differs(float32_head(self.lm.score, hidden[:, -1])[:, None], theirs):
             raise ValueError(
                 f"{type(self.lm).__name__} reads its score in a way that is not supported: a linear head on the last "
                 "token gives other numbers. Use another model."
@@ -102,23 +92,23 @@ class RewardModel(Pretrained):
 
 
 def load_reward_model(model: ModelConfig, key: str = "model.path", new_head: bool = False) -> RewardModel:
-    """Build the reward model from `model.path` on the CPU.
+    """The reward model of `model.path` on the CPU, in training mode.
 
     Args:
         model: path, type, attention and checkpointing.
-        key: the configuration key that the path came from, for errors.
-        new_head: give a checkpoint without a reward head, such as that of a language model, one whose scores are 0.
+        key: the configuration key of the path, for errors.
+        new_head: add a head, whose scores are 0, to a checkpoint without one, such as that of a language model.
 
     Raises:
-        ValueError: no path, an incomplete model folder, weights missing in the checkpoint, a head with another number
-            of labels than one, no head (without `new_head`), or an unsupported model.
+        ValueError: no path, an incomplete model folder, weights missing in the checkpoint, a head with several labels,
+            no head (without `new_head`), or an unsupported model.
     """
     from transformers import AutoModelForSequenceClassification
 
     options: dict[str, Any] = {"num_labels": 1, "ignore_mismatched_sizes": True}
     if model.attn_implementation == "sdpa":
-        options["attn_implementation"] = None  # the same, but eager for models without it, as DeBERTa
-    # What is missing is drawn at random: alike on all ranks.
+        options["attn_implementation"] = None  # sdpa, or eager for models without it, such as DeBERTa
+    # Missing weights are drawn at random; the seed makes them equal on all ranks.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         lm, report = load_pretrained(AutoModelForSequenceClassification, model, key, **options)

@@ -1,7 +1,7 @@
-"""`slipstream.json` of an exported model: how its run prompted and sampled it, so that it can be served the same way.
+"""`slipstream.json` of an exported model: how its run prompted and sampled it, for serving it the same way.
 
-The file holds plain numbers and words. Nothing in it makes a reader load code or other files, since model folders are
-passed on: `trust_remote_code` and further engine arguments come from a run's `config.yaml` or the command line.
+Nothing in the file makes a reader load code or other files: `trust_remote_code` and engine arguments come from a run's
+`config.yaml` or the command line.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class ModelSettings:
     max_response_length: int
     """Most tokens of a response."""
     dtype: str
-    """Type the engine computed in."""
+    """Type that the engine computed in."""
     enforce_eager: bool
     """Whether the engine ran without compiled graphs, whose rounding differs."""
     temperature: float

@@ -1,11 +1,11 @@
-"""One prompt, many samples: rows with the same prompt go through the model together, behind one copy of it.
+"""Prompt sharing: rows with the same prompt pass through the model behind one copy of it.
 
     alone       prompt a1 a2      prompt b1 b2 b3
     together    prompt a1 a2 b1 b2 b3
 
 A response sees the prompt and itself, and its positions continue from the prompt's end. Log-probs and gradients are
-those of the rows alone, up to rounding, and the prompt is computed once. In exchange attention covers positions that
-are masked, in a kernel that takes a mask, so a row joins others only where that is clearly cheaper.
+those of the rows alone, up to rounding. The prompt is computed once, but attention also covers masked positions and
+needs a kernel that takes a mask, so a row joins others only if that is clearly cheaper.
 """
 
 import inspect
@@ -22,22 +22,22 @@ from pipeline.models.batch import TokenBatch
 logger = logging.getLogger(__name__)
 
 MAX_COST = 0.8
-"""Share of a row's cost alone that it may cost behind the prompt of others; the estimate of costs is rough."""
+"""Largest cost of a row in a pack, relative to its cost alone. Below 1 because the costs are rough estimates."""
 TOLERANCE = 0.02
-"""Relative difference of hidden states that passes for rounding, also in bfloat16."""
+"""Relative difference of hidden states that is taken for rounding, also in bfloat16."""
 
 
 def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, hidden_size: int | None) -> list[list[int]]:
-    """Packs of the rows `index`, in that order, each of which shares one copy of its prompt.
+    """Packs of the rows `index`, in that order; the rows of a pack share one copy of their prompt.
 
-    The cost of L tokens in one sequence is taken as L * (6 H + L): per layer and token some 24 H^2 operations in
-    matrices and 4 L H in attention, half of that where attention is causal. It bounds a pack's length, too.
+    The cost of L tokens in one sequence is estimated as L * (6 H + L), which also bounds a pack's length: per layer and
+    token about 24 H^2 operations in matrices and 4 L H in attention (half of that if it is causal).
 
     Args:
-        rows: of any prompts; only neighbours in `index` share.
+        rows: rows with any prompts; only neighbours in `index` share.
         index: rows.
-        max_tokens: largest number of tokens of a pack; a row alone may be longer.
-        hidden_size: H, of the model; None leaves every row alone (`shared_size`).
+        max_tokens: most tokens of a pack; a single row may be longer.
+        hidden_size: H of the model; None shares nothing (`shared_size`).
     """
     if hidden_size is None:
         return [[row] for row in index]
@@ -60,7 +60,7 @@ def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, hidd
 
 
 def attention_inputs(positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
-    """What a decoder needs beside the ids to read packs.
+    """Arguments of a decoder, beside the ids, for packs.
 
     Args:
         positions: [B, T] int64, positions in each row's own sequence.
@@ -68,7 +68,7 @@ def attention_inputs(positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor
     """
     keys, queries = segment_ids[:, None, :], segment_ids[:, :, None]
     causal = torch.ones(segment_ids.shape[1], segment_ids.shape[1], dtype=torch.bool, device=segment_ids.device).tril()
-    # Padding sees itself, lest a softmax over nothing gives NaN.
+    # Padding sees itself: a softmax over nothing would give NaN.
     visible = ((keys == 0) | (keys == queries)) & causal
     return {"position_ids": positions, "attention_mask": visible[:, None]}
 
@@ -84,13 +84,10 @@ def hidden_states(
 
 @torch.no_grad()
 def obstacle(decoder: Any) -> str | None:
-    """Why rows must not share a prompt in this model; None where they may.
+    """Why rows cannot share a prompt in this decoder, which is not sharded yet; None if they can.
 
-    Asked of the configuration, and then tried: two responses behind one prompt must give the hidden states that each
-    gives alone.
-
-    Args:
-        decoder: on any device, not sharded yet.
+    It looks at the configuration, and then tries: two responses behind one prompt must have the hidden states that each
+    has alone.
     """
     config = decoder.config.get_text_config()
     if config._attn_implementation != "sdpa":
@@ -121,7 +118,7 @@ def obstacle(decoder: Any) -> str | None:
 
 
 def shared_size(setting: str, module: Any, device: torch.device) -> int | None:
-    """The model's hidden size where rows share their prompt in it, else None.
+    """The model's hidden size if rows share their prompt in it, else None.
 
     Args:
         setting: `model.share_prompts`.
@@ -129,7 +126,7 @@ def shared_size(setting: str, module: Any, device: torch.device) -> int | None:
         device: where it will run.
 
     Raises:
-        ValueError: the setting is `always`, and the model cannot.
+        ValueError: the setting is `always`, and the model cannot share prompts.
     """
     if setting == "never" or (setting == "auto" and device.type != "cpu"):
         return None

@@ -1,13 +1,9 @@
 """The value model: the decoder of a causal language model with a linear head that gives one value per token.
 
-1. It reads the same inputs as the policy, at the same positions: right-padded ids without an attention mask
-   (`pipeline/models/policy.py` says why that is safe). The value of a response token is read where the token is
-   predicted, so it is the value of the tokens before it.
-2. The language model's head is dropped. A tied head is the embedding, which stays.
-3. The value head starts at 0. The first values are then 0 for every token, so the first advantages are plain returns;
-   a random head would add noise of its own size to them. The first step moves the head alone.
-4. The head computes in float32, whatever the decoder computes in: values are regressed on returns, and a bfloat16
-   value has no more than three digits.
+1. Inputs are those of the policy (`policy.py`). The value of a response token is read where the token is predicted, so
+   it is the value of the tokens before it.
+2. The language model's head is dropped, unless it is tied to the embedding.
+3. The value head starts at 0, so that the first advantages are plain returns, without the noise of a random head.
 """
 
 import dataclasses
@@ -17,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.models.policy import load_lm
-from pipeline.models.pretrained import without_dropout
+from pipeline.models.pretrained import float32_head, without_dropout
 from pipeline.models.sharing import hidden_states
 from pipeline.prompts.chat import load_tokenizer
 
@@ -26,7 +22,7 @@ class ValueModel(nn.Module):
     """A `transformers` decoder with a value head.
 
     Args:
-        lm: model with a decoder (`get_decoder()`), of which nothing else is kept.
+        lm: model with a decoder (`get_decoder()`); nothing else is kept.
 
     Raises:
         ValueError: the model has no decoder of its own.
@@ -52,31 +48,26 @@ class ValueModel(nn.Module):
 
         Args:
             input_ids: [B, T] int64, padded on the right with any id.
-            logit_index: [N] int64, flat positions in B*T whose value is wanted: the value before token t of row b is
-                read at `b * T + t - 1`, where `Policy.forward` reads the token's distribution.
-            positions: [B, T] int64 where responses share a prompt, as `segment_ids`; see `sharing.attention_inputs`.
-            segment_ids: [B, T] int64.
+            logit_index: [N] int64, flat positions in B*T, as in `Policy.forward`.
+            positions: [B, T] int64, for packs (`sharing.attention_inputs`); None if every pack is one row.
+            segment_ids: [B, T] int64, as `positions`.
 
         Returns:
-            values [N] float32; for N = 0 still in the graph, and so in the ranks' collectives.
+            values [N] float32; in the graph also for N = 0, for the ranks' collectives.
         """
-        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids)
-        # The weights are used here and not in the head's own forward, which would compute in their type.
-        return hidden.float() @ self.head.weight.float().squeeze(0) + self.head.bias.float()
+        return float32_head(self.head, hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids))
 
 
 def load_value_model(policy: ModelConfig, path: str | None = None) -> ValueModel:
-    """Build the critic on the CPU, with a value head of zeros.
-
-    A checkpoint without a language-model head will do, such as that of a reward model.
+    """The critic on the CPU, with a value head of zeros.
 
     Args:
-        policy: the settings of the policy's model, which the critic's share.
-        path: `critic.path`; None starts from the policy's model.
+        policy: settings of the policy's model, which the critic shares.
+        path: `critic.path`; the checkpoint may lack a language-model head, as that of a reward model does. None takes
+            the policy's model.
 
     Raises:
-        ValueError: no path, an incomplete or unsupported model, or one whose vocabulary is too small for the policy's
-            tokens.
+        ValueError: no path, an incomplete or unsupported model, or a vocabulary without all of the policy's tokens.
     """
     key = "critic.path" if path else "model.path"
     model = ValueModel(load_lm(dataclasses.replace(policy, path=path or policy.path), key, with_head=False))

@@ -119,7 +119,7 @@ class Actor(Learner):
         for batch in self.micro_batches(rows, list(range(len(rows)))):
             log_probs, entropy = self._forward(batch)
             rows.old_log_probs[batch.token_index] = log_probs.cpu().numpy()
-            stats.append(entropy_of(entropy, batch.mask))
+            stats.append(entropy_of(entropy, batch.loss_mask))
         return merge([log_prob_gap(rows.rollout_log_probs, rows.old_log_probs, rows.mask), *stats])
 
     def _correct(self, rows: TrainBatch, all_sum: AllSum | None) -> Corrected:
@@ -161,7 +161,7 @@ class Actor(Learner):
         """See `Learner.backward`."""
         config = self.config
         log_probs, entropy = self._forward(batch)
-        mask, weights, stats = batch.mask, batch.weights, Stats()
+        mask, weights, stats = batch.loss_mask, batch.weights, Stats()
         if config.old_log_probs == "engine" and self.correction.active:
             corrected = self._correct_current(batch, log_probs)
             stats |= corrected.stats
@@ -207,10 +207,10 @@ class Actor(Learner):
             **{f"actor/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()},
         }
         if config.old_log_probs == "engine":
-            stats |= entropy_of(entropy, batch.mask)
+            stats |= entropy_of(entropy, batch.loss_mask)
         if self._fresh(number):
-            stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.mask.cpu())
-        return stats, float((batch.mask > 0).sum() - (mask > 0).sum())
+            stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.loss_mask.cpu())
+        return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
     def _correct_current(self, batch: MicroBatch, log_probs: Tensor) -> Corrected:
         """Bypass mode: weights and rejection between the engine's and the current policy."""
@@ -219,7 +219,7 @@ class Actor(Learner):
             self.correction,
             log_probs.detach().double().cpu().numpy(),
             batch.rollout_log_probs.cpu().numpy(),
-            batch.mask.cpu().numpy(),
+            batch.loss_mask.cpu().numpy(),
             np.concatenate([[0], np.cumsum(lengths)]),
         )
 

@@ -60,10 +60,10 @@ class Critic(Learner):
                 "the rows have no values, which the critic's loss is clipped around; run the stage `value`"
             )
         values = self.module(batch.input_ids, batch.logit_index, batch.positions, batch.segment_ids)
-        per_token, sums = value_loss(values, batch.values, batch.returns, batch.mask, self.config.cliprange_value)
+        per_token, sums = value_loss(values, batch.values, batch.returns, batch.loss_mask, self.config.cliprange_value)
         loss = agg_loss(
             per_token,
-            batch.mask,
+            batch.loss_mask,
             self.agg_mode,
             global_tokens=1.0,
             global_sequences=1.0,

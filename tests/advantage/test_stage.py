@@ -272,12 +272,6 @@ def test_a_kl_that_is_no_number_names_the_row():
     run(penalised({**MASKED, "ref_log_probs": [float("nan")] * 4}), use_kl_in_reward=True)
 
 
-def test_an_unknown_kl_is_refused_where_it_is_used():
-    with pytest.raises(ValueError, match="algorithm.kl_penalty 'full' is unknown"):
-        Advantage(AlgorithmConfig(use_kl_in_reward=True, kl_penalty="full"))
-    Advantage(AlgorithmConfig(kl_penalty="full"))
-
-
 def test_everything_reaches_an_estimator_that_needs_it():
     parts = [{"format": 1, "right": True, "note": "x", "deep": [1], "rare": 2}, {"format": 0.5, "right": False}]
     numbers = [

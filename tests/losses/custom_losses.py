@@ -2,7 +2,7 @@
 
 from pipeline.losses import register_policy_loss
 from pipeline.losses.ppo import cispo
-from pipeline.losses.sums import token_sums
+from pipeline.losses.registry import token_sums
 
 
 def scaled(data, config):

@@ -98,6 +98,6 @@ def test_far_policies_stay_finite(kind, distance):
 
 
 @pytest.mark.parametrize("kind", ["full", "k4", "+", "k1++", ""])
-def test_unknown_kinds_get_a_sentence(kind):
-    with pytest.raises(ValueError, match=r"kl_loss_type '.*' is unknown; it is one of kl, k1, abs, .*low_var_kl.*'\+'"):
+def test_unknown_kinds_are_refused(kind):
+    with pytest.raises(ValueError, match="is unknown; it is one of kl, k1, abs, .*low_var_kl"):
         kl_loss(torch.zeros(1), torch.zeros(1), torch.ones(1), kind)

@@ -45,13 +45,13 @@ def test_collate_by_hand():
     assert batch.logit_index.tolist() == [2, 6, 7, 8]
     assert batch.targets.tolist() == [4, 3, 0, 5]
     assert batch.row_index.tolist() == [0, 1, 1, 1]
-    assert batch.mask.tolist() == [1, 1, 0, 1]
+    assert batch.loss_mask.tolist() == [1, 1, 0, 1]
     assert batch.advantages.tolist() == pytest.approx([12, 10, 10.01, 10.02])
     assert batch.returns.tolist() == pytest.approx([22, 20, 20.01, 20.02])
     assert batch.rollout_log_probs.tolist() == pytest.approx([-2, 0, -0.01, -0.02])
     assert batch.token_index.tolist() == [3, 0, 1, 2]
     assert batch.sequences == 2
-    assert batch.mask.dtype == torch.float32 and batch.input_ids.dtype == torch.int64
+    assert batch.loss_mask.dtype == torch.float32 and batch.input_ids.dtype == torch.int64
 
 
 def test_columns_of_references_critics_and_corrections_come_along_where_they_are():
@@ -65,7 +65,7 @@ def test_columns_of_references_critics_and_corrections_come_along_where_they_are
     for name, wanted in {"ref_log_probs": [4, 1, 2, 3], "values": [4, 1, 2, 3], "weights": [8, 5, 6, 7]}.items():
         assert getattr(batch, name).tolist() == wanted
     assert batch.token_mask.tolist() == [True, True, False, False]
-    with pytest.raises(ValueError, match="row 0 .uid u0. has 2 entries in 'values' but 3 response tokens"):
+    with pytest.raises(ValueError, match="row of uid u0 has 2 entries in 'values' but 3 response tokens"):
         TrainBatch.from_table(
             table(ROWS).append_column("values", pa.array([[1.0, 2], [], [4]], pa.list_(pa.float32())))
         )
@@ -194,7 +194,7 @@ def test_sentences():
         minimum_parts([5, 30], 20)
     with pytest.raises(ValueError, match="at least 2 micro-batches, but 1"):
         split_micro_batches([20, 20], 20, 1)
-    with pytest.raises(ValueError, match=r"row 2 \(uid u2\) has 2 entries in 'advantages' but 1 response tokens"):
+    with pytest.raises(ValueError, match="row of uid u2 has 2 entries in 'advantages' but 1 response tokens"):
         TrainBatch.from_table(table(ROWS, advantages=[[1, 2, 3], [], [1, 2]]))
     with pytest.raises(ValueError, match=r"row 0 \(uid u0\) has an advantage that is not a finite"):
         TrainBatch.from_table(table(ROWS, advantages=[[1, 2, float("nan")], [], [1]]))
