@@ -1,15 +1,17 @@
-"""Which stages a run has, from the needs of the estimator and from the keys that ask for them."""
+"""Which stages a run has, and what settings amount to that are left open."""
 
 import pytest
 
+from pipeline import derived
 from pipeline.config import Config
 from pipeline.derived import scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
+from pipeline.losses.registry import _POLICY_LOSSES
+from pipeline.train.correction import parse
+from tests.plan.test_checks import good
 
-
-def make_config(name: str) -> Config:
-    config = Config()
-    config.algorithm.adv_estimator = name
-    return config
+STALE = "algorithm.max_staleness=1"
+BYPASS = "actor.old_log_probs=engine"
+IS = "algorithm.rollout_correction.rollout_is"
 
 
 @pytest.mark.parametrize(
@@ -24,35 +26,71 @@ def make_config(name: str) -> Config:
     ],
 )
 def test_the_estimator_brings_what_it_reads(name, critic, policy_scores, baselines):
-    config = make_config(name)
+    config = good(f"algorithm.adv_estimator={name}")
     found = uses_critic(config), uses_policy_scores(config), uses_baselines(config), uses_reference(config)
     assert found == (critic, policy_scores, baselines, False)
+    assert uses_critic(good("critic.enable=true"))
 
 
-def test_a_critic_can_be_asked_for():
-    config = make_config("grpo")
-    config.critic.enable = True
-    assert uses_critic(config)
-
-
-@pytest.mark.parametrize(("in_reward", "in_loss"), [(True, False), (False, True), (True, True)])
-def test_a_kl_brings_the_reference(in_reward, in_loss):
-    config = make_config("grpo")
-    config.algorithm.use_kl_in_reward, config.actor.use_kl_loss = in_reward, in_loss
-    assert uses_reference(config)
+@pytest.mark.parametrize("kl", ["algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"])
+def test_a_kl_brings_the_reference(kl):
+    assert uses_reference(good(kl))
 
 
 def test_pools_in_the_order_of_the_stream():
-    config = make_config("optimal_token_baseline")
-    config.critic.enable = config.actor.use_kl_loss = True
-    scoring = config.scoring
-    config.reward.model.path = "judge"
-    expected = [("reward_model", scoring.reward_model)]
-    expected += [("reference", scoring.reference), ("value", scoring.value), ("policy", scoring.policy)]
-    assert list(scorers(config).items()) == expected
+    keys = ("critic.enable=true", "actor.use_kl_loss=true", "reward.model.path=judge")
+    config = good("algorithm.adv_estimator=optimal_token_baseline", *keys)
+    assert list(scorers(config)) == ["reward_model", "reference", "value", "policy"]
+    assert scorers(config)["value"] is config.scoring.value
     assert scorers(Config()) == {}
-
-
-def test_an_unknown_estimator():
     with pytest.raises(ValueError, match="'grpoo' is unknown"):
-        scorers(make_config("grpoo"))
+        scorers(good("algorithm.adv_estimator=grpoo"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "level"),
+    [
+        ([], "none"),
+        ([STALE], "token"),
+        # The ratio of the loss is that to the engine's policy already.
+        ([STALE, BYPASS], "none"),
+        ([STALE, BYPASS, "actor.policy_loss.loss_mode=reinforce"], "token"),
+        # What is set counts.
+        ([STALE, f"{IS}=none"], "none"),
+        ([STALE, f"{IS}=sequence"], "sequence"),
+        ([f"{IS}=sequence"], "sequence"),
+    ],
+)
+def test_the_correction_in_force(overrides, level):
+    config = good(*overrides, f"{IS}_threshold='0.5_3'")
+    settings = derived.rollout_correction(config)
+    assert (settings.rollout_is, settings.rollout_is_threshold) == (level, "0.5_3")
+    assert parse(settings).level == (None if level == "none" else level)
+    assert config.algorithm.rollout_correction.rollout_is in (None, level), "what was set stays as it was"
+
+
+def test_the_losses_that_compare_all_tokens_are_known_without_torch():
+    own = [loss for loss in _POLICY_LOSSES.values() if loss.function.__module__.startswith("pipeline.")]
+    assert {loss.name for loss in own if loss.token_mask_fn is not None} == set(derived.SELECTING)
+    assert set(derived.WITHOUT_RATIO) <= {loss.name for loss in own}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.adv_estimator=reinforce_plus_plus"], "needs the rewards of the whole iteration"),
+        (["actor.policy_loss.loss_mode=kl_cov"], "actor.policy_loss.loss_mode=kl_cov compares every token"),
+        ([f"{IS}=token", f"{IS}_batch_normalize=true"], "by the mean over"),
+        (["data.train_batch_size=16"], "an iteration has 1 chunk for each of trainer.num_workers=1"),
+        (["rollout.sleep=true"], "share GPUs"),
+    ],
+)
+def test_what_keeps_gradients_from_being_streamed(overrides, words):
+    config = good(*overrides)
+    assert words in (derived.why_not_streamed(config) or "")
+    assert not derived.streams_gradients(config)
+
+
+def test_gradients_are_streamed_where_it_is_possible_unless_switched_off():
+    for overrides, streamed in (([], True), (["trainer.stream_gradients=false"], False), ([STALE], True)):
+        assert derived.streams_gradients(good(*overrides)) is streamed

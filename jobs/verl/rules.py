@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from jobs.verl.state import State
 from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.config.trainer import LOGGERS
 from pipeline.plan.check_algorithm import POLICY_LOSSES
-from pipeline.plan.checks import LOGGERS
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _CORRECTION, _GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"

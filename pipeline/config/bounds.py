@@ -3,15 +3,21 @@
     n: int = setting(1, at_least=1)
     update: str = setting("in_flight", choices=("between_chunks", "in_flight"))
 
-`violations` compares a tree of settings with its bounds. Bounds concern one setting alone; checks of several settings
-together are in `plan/checks.py`.
+`violations` compares each setting with its bounds. `refusals` reads tables of settings that exclude each other: of one
+section in its `problems` method, of several in `plan/checks.py`.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pipeline.config.schema import value_of
+
+_KEY = re.compile(r"\{([a-z_]+(?:\.[a-z_]+)+)\}")
 
 
 @dataclass(frozen=True)
@@ -38,22 +44,23 @@ class Bounds:
             return all(self.allow(part) for part in value)
         if isinstance(value, float) and not math.isfinite(value):
             return self.infinite and value > 0
-        if self.at_least is not None and value < self.at_least:
-            return False
-        if self.above is not None and value <= self.above:
-            return False
-        if self.at_most is not None and value > self.at_most:
-            return False
-        return self.below is None or value < self.below
+        return all(compare(value, limit) for _, limit, compare in self._limits())
 
     def words(self) -> str:
         """The bounds as they read behind "must be"."""
         if self.choices:
             return "one of " + ", ".join("null" if choice is None else choice for choice in self.choices)
-        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        parts = [f"{name} {limit:g}" for name, limit in limits.items() if limit is not None]
-        text = " and ".join(parts) or "a number"
+        text = " and ".join(f"{name} {limit:g}" for name, limit, _ in self._limits()) or "a number"
         return text if self.or_value is None else f"{text}, or {self.or_value:g}"
+
+    def _limits(self) -> list[tuple[str, float, Callable[[Any, Any], bool]]]:
+        limits = (
+            ("at least", self.at_least, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.at_most, operator.le),
+            ("below", self.below, operator.lt),
+        )
+        return [(name, limit, compare) for name, limit, compare in limits if limit is not None]
 
 
 FINITE = Bounds()
@@ -62,9 +69,7 @@ FINITE = Bounds()
 
 def setting(default: Any, **bounds: Any) -> Any:
     """A dataclass field with a default value and `Bounds`."""
-    choices: Sequence[str | None] = bounds.pop("choices", ())
-    declared = Bounds(choices=tuple(choices), **bounds)
-    return field(default=default, metadata={"bounds": declared})
+    return field(default=default, metadata={"bounds": Bounds(**bounds)})
 
 
 def bounds_of(owner: type, name: str) -> Bounds:
@@ -87,15 +92,38 @@ def violations(tree: Any, prefix: str = "") -> Iterator[str]:
             yield from violations(value, key + ".")
             continue
         bounds = item.metadata.get("bounds", FINITE)
-        if value is None or isinstance(value, bool | dict):
-            if value is None and bounds.choices and None not in bounds.choices:
-                yield f"{key}=null must be {bounds.words()}"
+        if isinstance(value, bool | dict) or (value is None and not bounds.choices):
             continue
         if isinstance(value, str | list) and bounds is FINITE:
             continue
         if isinstance(value, float) and not math.isfinite(value) and not bounds.infinite:
             yield f"{key}={value} must be a finite number"
+        elif isinstance(item.default, tuple) and len(value) != len(item.default):
+            yield f"{key}={as_argument(value)} must be {len(item.default)} numbers"
         elif not bounds.allow(value):
-            shown = list(value) if isinstance(value, tuple) else value
             null = ", or null" if item.default is None and not bounds.choices else ""
-            yield f"{key}={shown} must be {bounds.words()}{null}"
+            yield f"{key}={as_argument(value)} must be {bounds.words()}{null}"
+
+
+def refusals(config: Any, table: Mapping[str, object]) -> Iterator[str]:
+    """The sentences of `table` (sentence: whether it applies) that apply; `{rollout.n}` becomes `rollout.n=8`."""
+
+    def filled(match: re.Match[str]) -> str:
+        try:
+            return f"{match[1]}={as_argument(value_of(config, match[1]))}"
+        except AttributeError:
+            # Text of the user's in braces.
+            return match[0]
+
+    return (_KEY.sub(filled, sentence) for sentence, applies in table.items() if applies)
+
+
+def as_argument(value: Any) -> str:
+    """A value as it is written in a `key=value` argument."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(list(value) if isinstance(value, tuple) else value)

@@ -103,16 +103,16 @@ class ActorConfig:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
 
-    clip_ratio: float = 0.2
+    clip_ratio: float = setting(0.2, above=0)
     """PPO clip range: the ratio is held in [1 - clip_ratio_low, 1 + clip_ratio_high]."""
 
-    clip_ratio_low: float | None = None
+    clip_ratio_low: float | None = setting(None, above=0)
     """Lower clip range; null takes `clip_ratio`."""
 
-    clip_ratio_high: float | None = None
+    clip_ratio_high: float | None = setting(None, above=0)
     """Upper clip range; null takes `clip_ratio`. DAPO's clip-higher sets it above the lower one."""
 
-    clip_ratio_c: float = setting(3.0, infinite=True)
+    clip_ratio_c: float = setting(3.0, above=1, infinite=True)
     """Dual clip: bound of the ratio, above 1, for negative advantages."""
 
     loss_agg_mode: str = setting(

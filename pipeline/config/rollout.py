@@ -142,3 +142,34 @@ class RolloutConfig:
         share = -(-chunks_per_iteration // self.num_engines)
         fill = -(-self.max_num_seqs // (self.chunk_prompts * min(self.n, self.val_kwargs.n)))
         return self.chunks_in_flight or max(share, fill)
+
+    def problems(self) -> dict[str, object]:
+        """Sentences on settings of engines that exclude each other, and whether each applies (see `refusals`)."""
+        split = self.tensor_parallel_size > 1
+        table: dict[str, object] = {
+            "{rollout.num_engines}, with which the run starts, must lie between rollout.min_engines="
+            f"{self.fewest} and rollout.max_engines={self.most}": not (self.fewest <= self.num_engines <= self.most),
+            "{rollout.num_gpus}: an engine uses one GPU or a part of one; to split its model over several, set "
+            "rollout.num_gpus=1 and rollout.tensor_parallel_size to their number": self.num_gpus > 1,
+            "{rollout.tensor_parallel_size} splits a model over GPUs, of which each part needs one, and "
+            "{rollout.num_gpus}; set that to 1": split and self.num_gpus < 1,
+            "{rollout.tensor_parallel_size} with {rollout.min_engines} and {rollout.max_engines}: an elastic pool "
+            "cannot hold engines of several GPUs; leave both at null": split and self.elastic,
+            "{rollout.gpu_memory_utilization} leaves a GPU engine no memory; set it above 0": (
+                self.num_gpus > 0 and self.gpu_memory_utilization == 0
+            ),
+            "{rollout.dtype} is not supported by a CPU engine ({rollout.num_gpus}); set float32 or bfloat16": (
+                self.num_gpus == 0 and self.dtype == "float16"
+            ),
+            "{rollout.sleep} is for engines on GPUs (rollout.num_gpus above 0)": self.sleep and self.num_gpus == 0,
+            "{rollout.max_num_batched_tokens} is below {rollout.max_num_seqs}: a step could not decode one token of "
+            "each sequence": self.max_num_batched_tokens < self.max_num_seqs,
+        }
+        for name, key, used in (
+            ("tensor_parallel_size", "tensor_parallel_size", split),
+            ("distributed_executor_backend", "tensor_parallel_size", split),
+            ("enable_sleep_mode", "sleep", self.sleep),
+        ):
+            sentence = f"rollout.engine_kwargs.{name} is set by rollout.{key}; leave it out"
+            table[sentence] = used and name in self.engine_kwargs
+        return table

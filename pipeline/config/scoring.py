@@ -15,8 +15,8 @@ class ScorerConfig:
     num_cpus: float = setting(1, at_least=0)
     """Ray CPUs of a replica."""
 
-    num_gpus: float = setting(0, at_least=0)
-    """Ray GPUs of a replica, at most 1."""
+    num_gpus: float = setting(0, at_least=0, at_most=1)
+    """Ray GPUs of a replica."""
 
     num_threads: int = setting(0, at_least=0)
     """Compute threads of a CPU replica; 0 takes `num_cpus`."""

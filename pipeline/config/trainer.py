@@ -1,5 +1,6 @@
 """Settings of the training run (`trainer.*`)."""
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,9 @@ class DeadlineConfig:
 PLACED = ("prompts", "rollout", "reward", "train", "reward_model", "reference", "value", "policy")
 """Stages that `trainer.placement` may name; `reward` stands for all tasks without an actor of their own."""
 
+LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
+"""Tracker: the Python package it needs."""
+
 
 @dataclass
 class TrainerConfig:
@@ -71,7 +75,7 @@ class TrainerConfig:
     use_gpu: bool = False
     """Give each train worker a GPU."""
 
-    gpus_per_worker: float = 1.0
+    gpus_per_worker: float = setting(1.0, above=0, at_most=1)
     """Ray GPUs of a train worker with `use_gpu`; below 1, engines or replicas can share the GPU."""
 
     cpus_per_worker: float = setting(1, at_least=0)
@@ -163,3 +167,44 @@ class TrainerConfig:
     def placed(self, stage: str) -> dict[str, str] | None:
         """Labels of the nodes that the stage may run on; None for any node."""
         return self.placement.get(stage) or None
+
+    def problems(self) -> dict[str, object]:
+        """Sentences on settings that exclude each other, and whether each applies (see `refusals`)."""
+        name, waits, nixl = self.experiment_name, self.deadlines, self.weight_transport == "nixl"
+        first_rows = waits.engine_start + waits.chunk
+        table: dict[str, object] = {
+            f"trainer.experiment_name={name!r} names the run's folder; it may not be empty or hold a slash": (
+                name in ("", ".", "..") or "/" in name
+            ),
+            "{trainer.best_metric} needs versions that are validated and saved; set {trainer.test_freq} and "
+            "{trainer.save_freq} to numbers of iterations, one a multiple of the other": (
+                self.best_metric is not None and min(self.save_freq, self.test_freq) < 1
+            ),
+            "{trainer.deadlines.rows} is shorter than trainer.deadlines.engine_start + trainer.deadlines.chunk = "
+            f"{waits.engine_start:g} + {waits.chunk:g} = {first_rows:g} seconds, which the first rows may take": (
+                waits.rows < first_rows
+            ),
+            "{trainer.deadlines.collective} must be above {trainer.deadlines.rows} and {trainer.deadlines.checkpoint}: "
+            "one train worker may wait that long while the others wait for it; raise it": (
+                waits.collective <= max(waits.rows, waits.checkpoint)
+            ),
+            "{trainer.gpus_per_worker}: Ray could give two of {trainer.num_workers} one GPU, which NCCL refuses; "
+            "set it above 0.5, such as 0.6 beside rollout.num_gpus=0.4": (
+                self.use_gpu and self.num_workers > 1 and self.gpus_per_worker <= 0.5
+            ),
+            "{trainer.weight_transport} needs the Python package nixl on every node: pip install nixl": (
+                nixl and importlib.util.find_spec("nixl") is None
+            ),
+        }
+        for variable, value in self.env_vars.items():
+            sentence = f"{{trainer.weight_transport}} cannot register memory of trainer.env_vars.{variable}={value}"
+            table[f"{sentence}; leave one of them out"] = nixl and "expandable_segments:true" in str(value).lower()
+        for stage in self.placement:
+            sentence = f"trainer.placement.{stage}: there is no such stage; there are: {', '.join(PLACED)}"
+            table[sentence] = stage not in PLACED
+        for logger in self.logger:
+            package = LOGGERS.get(logger)
+            table[f"trainer.logger: {logger} is not known; it may hold {', '.join(LOGGERS)}"] = package is None
+            sentence = f"trainer.logger={logger} needs the Python package {package}: pip install {package}"
+            table[sentence] = package is not None and importlib.util.find_spec(package) is None
+        return table

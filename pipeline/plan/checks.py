@@ -1,31 +1,22 @@
 """Settings that are each valid and together impossible, found before anything is started.
 
-Every problem of a config is reported at once, as one sentence that names the keys, shows the arithmetic and says what
-to change. Only settings and local files are looked at: no model is loaded and no torch, Ray or vLLM is imported. What
-depends on the machine or the cluster is checked in `plan.check_resources`.
+Every problem is reported at once, as one sentence that names the keys, shows the arithmetic and says what to change.
+What depends on the machine or the cluster is checked in `placement.check_resources`. No torch, Ray or vLLM is imported.
 """
 
-import importlib.util
-import json
+import math
 from collections.abc import Iterator
-from pathlib import Path
 
+from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config, ConfigError
-from pipeline.config.bounds import violations
-from pipeline.config.paths import model_folder
-from pipeline.config.trainer import PLACED
-from pipeline.derived import scorers, uses_critic, uses_reference
-from pipeline.plan import check_algorithm, check_data, check_devices, check_groups, check_replay, check_reward
+from pipeline.config.bounds import refusals, violations
+from pipeline.config.learner import ActorConfig, CriticConfig
+from pipeline.derived import scorers, uses_critic, uses_engines
+from pipeline.plan import check_algorithm, check_replay, check_reward, models
+from pipeline.prompts.generator import generator_class
+from pipeline.prompts.sampler import Sampler, sampler_class
 from pipeline.sampling import stop_problem
 from pipeline.storage.filesystem import check_scheme
-
-LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
-"""Tracker: the Python package it needs."""
-
-TOWERS = ("vision_config", "audio_config")
-"""Entries of `config.json` of models that read images or sound."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def check(config: Config) -> None:
@@ -42,171 +33,148 @@ def check(config: Config) -> None:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    single, known = list(violations(config)), check_algorithm.knows_estimator(config)
+    single = list(violations(config))
     yield from single
-    yield from _model(config)
-    yield from check_data.problems(config)
-    yield from check_algorithm.problems(config)
-    yield from check_groups.problems(config)
+    yield from refusals(config, config.trainer.problems())
+    if uses_engines(config):
+        yield from refusals(config, config.rollout.problems())
+    yield from refusals(config, _sections(config))
+    yield from _prompts(config)
     yield from check_reward.problems(config)
     yield from check_replay.problems(config)
-    yield from _trainer(config)
-    if known:
-        yield from _further_models(config)
-    if known and not single:
-        # The arithmetic divides by values that were found to be positive above.
-        yield from _batches(config)
-        yield from _lengths(config)
-        yield from check_devices.problems(config)
-
-
-def _model(config: Config) -> Iterator[str]:
-    path = config.model.path
-    if not path:
-        yield "model.path is not set; give the folder or the hub name of a Hugging Face model"
-        return
-    yield from _model_folder("model.path", path)
-    tokenizer = Path(config.model.tokenizer_path or path)
-    if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
-        key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
-        yield (
-            f"{key}={tokenizer} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); save one there with "
-            "tokenizer.save_pretrained, or set model.tokenizer_path"
-        )
-
-
-def _further_models(config: Config) -> Iterator[str]:
-    if config.critic.path and uses_critic(config):
-        yield from _model_folder("critic.path", config.critic.path)
-    if config.reward.model.path:
-        yield from _model_folder("reward.model.path", config.reward.model.path)
-    if config.scoring.reference.path and uses_reference(config):
-        yield from _model_folder("scoring.reference.path", config.scoring.reference.path)
-
-
-def _model_folder(key: str, path: str) -> Iterator[str]:
+    yield from check_algorithm.problems(config)
     try:
-        folder = model_folder(path, key)
+        get_adv_estimator(config.algorithm.adv_estimator)
     except ValueError as error:
         yield str(error)
         return
-    if folder is not None:
-        yield from _text_only(key, folder)
+    yield from models.problems(config)
+    if not single:
+        # The arithmetic divides by values that were found to be positive above.
+        yield from _batches(config)
 
 
-def _text_only(key: str, folder: Path) -> Iterator[str]:
+def _sections(config: Config) -> dict[str, object]:
+    """Settings of two sections that exclude each other."""
+    data, rollout, algorithm, trainer = config.data, config.rollout, config.algorithm, config.trainer
+    engines, groups = uses_engines(config), algorithm.filter_groups
+    stop = stop_problem(rollout.stop)
+    scheme = ""
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        check_scheme(trainer.storage_path or ".")
     except ValueError as error:
-        yield f"{key}={folder}: config.json is not valid JSON: {error}"
-        return
-    for part in TOWERS:
-        if settings.get(part):
-            yield (
-                f"{key}={folder} has {part} in its config.json: it reads more than text, and only text can be trained; "
-                "give a text model"
-            )
+        scheme = str(error)
+    on = "{algorithm.filter_groups.enable}"
+    return {
+        "data.train_files is not set; give the files of the training prompts, or a data.generator": (
+            not data.train_files and data.generator is None and engines
+        ),
+        "{trainer.test_freq} asks for validation and data.val_files is not set; give files or set test_freq=-1": (
+            trainer.test_freq > 0 and not data.val_files and engines
+        ),
+        "{rollout.sleep} with {algorithm.max_staleness}: engines that generate ahead are awake while the trainer "
+        "computes; reset one of them": rollout.sleep and algorithm.max_staleness > 0 and engines,
+        "{rollout.min_tokens} is above {data.max_response_length}": rollout.min_tokens > data.max_response_length,
+        f"rollout.stop {stop}; it must be a list of texts that end a response": stop,
+        f"trainer.storage_path: {scheme}": scheme,
+        f"{on} and {{data.recorded_run}}: a replay has only the groups of its recording; set the first to false": (
+            groups.enable and not engines
+        ),
+        f"{on} compares the responses of a group, and {{rollout.n}}; set n to 2 or more": (
+            groups.enable and rollout.n == 1
+        ),
+        f"{on} needs algorithm.filter_groups.metric: `score`, or a part of the reward such as `acc`": (
+            groups.enable and not groups.metric
+        ),
+        "{algorithm.filter_groups.surplus} trains on groups of an older version, which {algorithm.max_staleness} "
+        "forbids; set it to 1 or more, or surplus=discard": (
+            groups.enable and groups.surplus == "carry" and algorithm.max_staleness == 0
+        ),
+        f"{on} needs a varying number of prompts, and data.generator makes those of an iteration; use one of them": (
+            groups.enable and data.generator is not None
+        ),
+        f"{on} and {{data.sampler}}, which learns from recorded rows: groups that agree are not recorded; use one": (
+            groups.enable and data.sampler == "solve_rate"
+        ),
+    }
 
 
-def _trainer(config: Config) -> Iterator[str]:
-    trainer, deadlines = config.trainer, config.trainer.deadlines
-    for learner in ("actor", "critic"):
-        betas = getattr(config, learner).optim.betas
-        if len(betas) != 2:
-            yield f"{learner}.optim.betas={list(betas)} must be two numbers"
-    for name in trainer.logger:
-        if name not in LOGGERS:
-            yield f"trainer.logger: {name} is not known; it may hold {', '.join(LOGGERS)}"
-        elif importlib.util.find_spec(LOGGERS[name]) is None:
-            yield f"trainer.logger={name} needs the Python package {LOGGERS[name]}: pip install {LOGGERS[name]}"
-    for stage in trainer.placement:
-        if stage not in PLACED:
-            yield f"trainer.placement.{stage}: there is no such stage; there are: {', '.join(PLACED)}"
-    name = trainer.experiment_name
-    if not name or name in (".", "..") or "/" in name:
-        yield f"trainer.experiment_name={name!r} names the run's folder; it may not be empty or hold a slash"
-    if trainer.best_metric is not None and (trainer.save_freq < 1 or trainer.test_freq < 1):
-        yield (
-            f"trainer.best_metric={trainer.best_metric} needs versions that are both validated and saved; set "
-            f"trainer.test_freq={trainer.test_freq} and trainer.save_freq={trainer.save_freq} to numbers of "
-            "iterations, one a multiple of the other"
-        )
-    if deadlines.rows < deadlines.engine_start + deadlines.chunk:
-        yield (
-            f"trainer.deadlines.rows={deadlines.rows:g} is shorter than trainer.deadlines.engine_start + "
-            f"trainer.deadlines.chunk = {deadlines.engine_start:g} + {deadlines.chunk:g} = "
-            f"{deadlines.engine_start + deadlines.chunk:g} seconds, which the first rows may take; raise it"
-        )
-    if deadlines.collective <= max(deadlines.rows, deadlines.checkpoint):
-        yield (
-            f"trainer.deadlines.collective={deadlines.collective:g} must be longer than trainer.deadlines.rows="
-            f"{deadlines.rows:g} and trainer.deadlines.checkpoint={deadlines.checkpoint:g}, which one train worker may "
-            "take while the others wait for it; raise it"
-        )
-    if trainer.storage_path is not None:
+def _prompts(config: Config) -> Iterator[str]:
+    data = config.data
+    sampler, by_source = None, False
+    try:
+        sampler = sampler_class(data.sampler)
+        by_source = sampler.shares is not Sampler.shares
+    except ValueError as error:
+        yield str(error)
+    if data.generator is not None:
         try:
-            check_scheme(trainer.storage_path)
+            generator_class(data.generator)
         except ValueError as error:
-            yield f"trainer.storage_path: {error}"
+            yield str(error)
+    weights = data.source_weights.values()
+    usable = all(weight >= 0 and math.isfinite(weight) for weight in weights) and sum(weights) > 0
+    only_generated = data.generator is not None and not data.train_files
+    table = {
+        "data.source_weights does nothing with {data.sampler}; set data.sampler=weighted": (
+            sampler and weights and not by_source
+        ),
+        "{data.sampler} needs data.source_weights, such as 'data.source_weights={countdown: 0.7, gsm8k: 0.3}'": (
+            data.sampler == "weighted" and not weights
+        ),
+        "{data.source_weights}: weights must be at least 0, and one of them above 0": weights and not usable,
+        "{data.sampler_kwargs} does nothing with {data.sampler}": data.sampler_kwargs and sampler is Sampler,
+        "{data.generator_kwargs} does nothing without data.generator": data.generator_kwargs and not data.generator,
+        "{data.generator} without data.train_files has no epochs to count; set trainer.total_training_steps": (
+            only_generated and config.trainer.total_training_steps is None
+        ),
+        "{data.sampler} chooses among the prompts of data.train_files, which is not set": (
+            only_generated and data.sampler != "uniform"
+        ),
+    }
+    yield from refusals(config, table)
 
 
 def _batches(config: Config) -> Iterator[str]:
     batch, chunk, workers = config.data.train_batch_size, config.rollout.chunk_prompts, config.trainer.num_workers
-    if batch % chunk:
+    chunks, rest = divmod(batch, chunk)
+    if rest:
         yield (
-            f"data.train_batch_size={batch} is not a whole number of chunks: {batch} = {batch // chunk} x "
-            f"rollout.chunk_prompts={chunk} + {batch % chunk}; {_neighbours(batch, chunk)}"
+            f"data.train_batch_size={batch} is not a whole number of chunks: {batch} = {chunks} x "
+            f"rollout.chunk_prompts={chunk} + {rest}; {_neighbours(batch, chunk)}"
         )
-    elif batch // chunk % workers:
+    elif chunks % workers:
         yield (
-            f"an iteration has data.train_batch_size / rollout.chunk_prompts = {batch} / {chunk} = {batch // chunk} "
-            f"chunks, which trainer.num_workers={workers} cannot share evenly; {_neighbours(batch, chunk * workers)}, "
-            "or change rollout.chunk_prompts"
+            f"an iteration has data.train_batch_size / rollout.chunk_prompts = {batch} / {chunk} = {chunks} chunks, "
+            f"which trainer.num_workers={workers} cannot share evenly; {_neighbours(batch, chunk * workers)}"
         )
-    mini_batches = {"actor": config.actor.ppo_mini_batch_size}
+    learners: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor}
     if uses_critic(config):
-        mini_batches["critic"] = config.critic.ppo_mini_batch_size
-    for learner, mini in mini_batches.items():
-        if mini is None:
-            continue
-        if batch % mini:
+        learners["critic"] = config.critic
+    passes: dict[str, int | None] = {}
+    for name, learner in learners.items():
+        passes[f"{name}.ppo_max_token_len_per_gpu"] = learner.ppo_max_token_len_per_gpu
+        mini = learner.ppo_mini_batch_size
+        if mini is not None and batch % mini:
             yield (
-                f"{learner}.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch}: "
+                f"{name}.ppo_mini_batch_size={mini} does not divide data.train_batch_size={batch}: "
                 f"{batch} = {batch // mini} x {mini} + {batch % mini}"
             )
-        if mini % (chunk * workers):
+        if mini is not None and mini % (chunk * workers):
             yield (
-                f"{learner}.ppo_mini_batch_size={mini} must be a multiple of rollout.chunk_prompts x "
-                f"trainer.num_workers = {chunk} x {workers} = {chunk * workers}, so that every worker gets whole chunks"
+                f"{name}.ppo_mini_batch_size={mini} must be a multiple of rollout.chunk_prompts x trainer.num_workers "
+                f"= {chunk} x {workers} = {chunk * workers}, so that every worker gets whole chunks"
+            )
+    passes |= {f"scoring.{name}.max_token_len": pool.max_token_len for name, pool in scorers(config).items()}
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    for key, longest in passes.items():
+        if longest is not None and prompt + response > longest:
+            yield (
+                f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
+                f"{prompt + response} tokens, more than {key}={longest}; raise it or shorten rows"
             )
 
 
 def _neighbours(batch: int, step: int) -> str:
-    low, high = batch // step * step, (batch // step + 1) * step
-    return f"set data.train_batch_size to {f'{low} or ' if low else ''}{high}"
-
-
-def _lengths(config: Config) -> Iterator[str]:
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    budgets: dict[str, int | None] = {"actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu}
-    if uses_critic(config):
-        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
-    budgets |= {f"scoring.{name}.max_token_len": pool.max_token_len for name, pool in scorers(config).items()}
-    for key, budget in budgets.items():
-        if budget is not None and prompt + response > budget:
-            yield (
-                f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
-                f"{prompt + response} tokens, more than {key}={budget}; raise it or shorten rows"
-            )
-    if config.rollout.min_tokens > response:
-        yield (
-            f"rollout.min_tokens={config.rollout.min_tokens} is above data.max_response_length={response}; lower the "
-            "one or raise the other"
-        )
-    if problem := stop_problem(config.rollout.stop):
-        yield f"rollout.stop {problem}; it must be a list of texts that end a response"
-    if config.rollout.max_num_batched_tokens < config.rollout.max_num_seqs:
-        yield (
-            f"rollout.max_num_batched_tokens={config.rollout.max_num_batched_tokens} is below "
-            f"rollout.max_num_seqs={config.rollout.max_num_seqs}, so a step could not decode one token of each sequence"
-        )
+    low = batch // step * step
+    return f"set data.train_batch_size to {f'{low} or ' if low else ''}{low + step}"

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from pipeline.config import Config
-from pipeline.derived import uses_critic, uses_engines, uses_reference
-from pipeline.plan import asynchrony
+from pipeline.derived import rollout_correction, uses_critic, uses_engines, uses_reference, why_not_streamed
 from pipeline.plan.memory import Memory, shown
 from pipeline.plan.placement import Node, Stage, lines
 from pipeline.plan.plan import Plan, Updates
@@ -32,7 +31,7 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
         f"{config.data.train_batch_size} prompts x {config.rollout.n} samples = {plan.rows_per_iteration} rows{greedy} "
         f"in {plan.chunks_per_iteration} chunks of {config.rollout.chunk_prompts} prompts",
     )
-    for number, line in enumerate(asynchrony.lines(config)):
+    for number, line in enumerate(_overlap(config)):
         table.add_row("" if number else "at the same time", line)
     table.add_row("one train worker", f"{plan.rows_per_rank} rows in {plan.chunks_per_rank} chunks per iteration")
     table.add_row("optimiser steps", _steps(plan.actor))
@@ -78,6 +77,33 @@ def _algorithm(config: Config) -> Iterator[str]:
         places = {"reward": config.algorithm.use_kl_in_reward, "loss": config.actor.use_kl_loss}
         reference = config.scoring.reference.path or config.model.path
         yield f"KL to {reference} in {' and '.join(place for place, used in places.items() if used)}"
+
+
+def _overlap(config: Config) -> Iterator[str]:
+    """What happens at the same time: generation and training, within an iteration and across iterations."""
+    staleness = config.algorithm.max_staleness
+    if staleness:
+        iterations = f"{staleness} iteration{'s' * (staleness > 1)}"
+        yield f"engines generate up to {iterations} ahead of training (algorithm.max_staleness={staleness})"
+        yield _correction(config)
+    else:
+        yield "strictly on-policy (algorithm.max_staleness=0): engines wait for every update"
+    if config.trainer.stream_gradients is False:
+        yield "training begins when an iteration is complete (trainer.stream_gradients=false)"
+    elif reason := why_not_streamed(config):
+        yield f"training begins when an iteration is complete: {reason}"
+    else:
+        yield "training begins with the first chunks of an iteration (trainer.stream_gradients)"
+
+
+def _correction(config: Config) -> str:
+    settings = rollout_correction(config)
+    bypass = config.actor.old_log_probs == "engine"
+    loss = "ratio to the engine's policy (bypass)" if bypass else "ratio to the recomputed old policy (decoupled)"
+    own = " by default" if config.algorithm.rollout_correction.rollout_is is None else ""
+    if settings.rollout_is == "none":
+        return f"off-policy correction: no weights{own}, {loss}"
+    return f"off-policy correction: {settings.rollout_is} weights{own}, bound {settings.rollout_is_threshold}, {loss}"
 
 
 def _sampling(config: Config) -> Iterator[str]:

@@ -1,13 +1,24 @@
 """What is allowed and probably not meant: sentences that `--dry-run` and the start of a run show below the plan."""
 
+import math
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
+from pipeline.config.bounds import as_argument, refusals
 from pipeline.config.schema import keys, value_of
-from pipeline.derived import rollout_correction, scorers, uses_critic, uses_engines, uses_reference, uses_reward_model
-from pipeline.plan import asynchrony, check_replay
+from pipeline.derived import (
+    rollout_correction,
+    scorers,
+    uses_critic,
+    uses_engines,
+    uses_policy_scores,
+    uses_reference,
+    uses_reward_model,
+    weighs_itself,
+)
+from pipeline.plan import check_replay
 from pipeline.plan.check_algorithm import POLICY_LOSSES, built_in, loss_mode
 from pipeline.plan.memory import Memory, shown
 
@@ -41,83 +52,104 @@ def notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
     """
     yield from check_replay.notes(config)
     if uses_engines(config):
-        yield from _pools(config, chunks, memory)
-    yield from _algorithm(config)
-    yield from asynchrony.notes(config)
+        yield from refusals(config, _pools(config, chunks, memory))
+    yield from refusals(config, _algorithm(config))
+    if config.algorithm.max_staleness:
+        yield from refusals(config, _stale(config))
     if unread := list(_unread(config)):
         yield f"set, and read by nothing in this run: {', '.join(unread)}"
 
 
-def _pools(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.num_engines > chunks:
-        yield (
-            f"an iteration has {chunks} chunks for rollout.num_engines={rollout.num_engines}: "
-            f"{rollout.num_engines - chunks} engines stay idle; a smaller rollout.chunk_prompts spreads the work"
-        )
-    if rollout.chunks_in_flight == 0 and chunks % rollout.num_engines:
-        yield (
-            f"{chunks} chunks do not divide evenly among rollout.num_engines={rollout.num_engines}; "
-            "some engines have one chunk more to do"
-        )
-    if rollout.update == "in_flight" and config.algorithm.max_staleness == 0:
-        yield (
-            "rollout.update=in_flight with algorithm.max_staleness=0: no response runs while weights change, so it "
-            "changes nothing; raise max_staleness"
-        )
-    if memory and rollout.num_gpus == 0 and memory.engine_kv_needed > rollout.cpu_kvcache_space_gb << 30:
-        yield (
-            f"rollout.cpu_kvcache_space_gb={rollout.cpu_kvcache_space_gb} holds fewer than rollout.max_num_seqs="
-            f"{rollout.max_num_seqs} sequences of full length ({shown(memory.engine_kv_needed)} needed); "
-            "the engine queues the rest"
-        )
-    if config.data.sampler not in ("uniform", "weighted") and config.trainer.total_training_steps is None:
-        yield (
-            f"data.sampler={config.data.sampler} may pass over prompts, so that trainer.total_epochs="
-            f"{config.trainer.total_epochs} can end sooner"
-        )
+def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, object]:
+    rollout, idle = config.rollout, config.rollout.num_engines - chunks
+    cached = memory.engine_kv_needed if memory else 0
+    table: dict[str, object] = {
+        f"an iteration has {chunks} chunks for {{rollout.num_engines}}: {idle} engines stay idle; a smaller "
+        "rollout.chunk_prompts spreads the work": idle > 0,
+        f"{chunks} chunks do not divide evenly among {{rollout.num_engines}}; some engines have one chunk more to do": (
+            rollout.chunks_in_flight == 0 and chunks % rollout.num_engines
+        ),
+        "{rollout.update} with {algorithm.max_staleness}: no response runs while weights change, so it changes "
+        "nothing; raise max_staleness": rollout.update == "in_flight" and config.algorithm.max_staleness == 0,
+        f"{{rollout.cpu_kvcache_space_gb}} holds fewer than {{rollout.max_num_seqs}} sequences of full length "
+        f"({shown(cached)} needed); the engine queues the rest": (
+            rollout.num_gpus == 0 and cached > rollout.cpu_kvcache_space_gb << 30
+        ),
+        "{data.sampler} may leave out prompts, so that {trainer.total_epochs} can end sooner": (
+            config.data.sampler not in ("uniform", "weighted") and config.trainer.total_training_steps is None
+        ),
+    }
     for name, pool in scorers(config).items():
-        if rollout.num_gpus > 0 and pool.num_gpus == 0:
-            yield (
-                f"scoring.{name}.num_gpus=0: engines run on GPUs and the {name} replicas on {pool.num_cpus:g} CPUs "
-                "each, which the run will wait for"
-            )
+        sentence = f"{{scoring.{name}.num_gpus}}: engines run on GPUs and the {name} replicas on {pool.num_cpus:g} CPUs"
+        table[f"{sentence} each, which the run will wait for"] = rollout.num_gpus > 0 and pool.num_gpus == 0
+    return table
 
 
-def _algorithm(config: Config) -> Iterator[str]:
+def _algorithm(config: Config) -> dict[str, object]:
     algorithm, actor = config.algorithm, config.actor
     estimator, mode = get_adv_estimator(algorithm.adv_estimator), loss_mode(config)
-    if uses_critic(config) and "values" not in estimator.needs:
-        yield (
-            f"critic.enable=true trains a critic that algorithm.adv_estimator={estimator.name} does not read; "
-            "it learns what that estimator gives as returns"
-        )
-    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
-        yield (
-            f"actor.kl_loss_type={actor.kl_loss_type} has a gradient that is 0 on average; "
-            f"{actor.kl_loss_type}+ has the same value and the gradient of the KL"
-        )
-    if algorithm.use_kl_in_reward and estimator.name in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo:
-        yield (
-            f"algorithm.adv_estimator={estimator.name} divides by the group's spread: where all scores of a group are "
-            "equal, the KL in the reward alone makes it, however small; actor.use_kl_loss=true has no such effect"
-        )
-    if actor.use_kl_loss and algorithm.use_kl_in_reward:
-        yield "the KL to the reference is in the reward and in the loss: it holds the policy twice"
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield "actor.kl_loss_coef=0: the KL of actor.use_kl_loss=true is measured and does not train"
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
-        yield "algorithm.kl_ctrl.kl_coef=0: the KL of algorithm.use_kl_in_reward=true is measured and takes nothing off"
-    if mode == "gspo" and max(actor.clip_low, actor.clip_high) > 0.01:
-        yield (
-            f"actor.policy_loss.loss_mode=gspo clips the ratio of the response, which hardly ever leaves 1 - "
-            f"{actor.clip_low:g} to 1 + {actor.clip_high:g}; its paper has 3e-4 and 4e-4 (algorithm=gspo)"
-        )
-    if mode in ("dppo_tv", "dppo_kl") and actor.clip_ratio_c < 10:
-        yield (
-            f"actor.clip_ratio_c={actor.clip_ratio_c:g} truncates the weights of actor.policy_loss.loss_mode={mode}; "
-            "its paper hardly does (algorithm=dppo)"
-        )
+    kl_loss, kl_in_reward, kl_type = actor.use_kl_loss, algorithm.use_kl_in_reward, actor.kl_loss_type
+    by_spread = estimator.name in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
+    return {
+        f"{{critic.enable}} trains a critic that algorithm.adv_estimator={estimator.name} does not read; it learns the "
+        "estimator's returns": uses_critic(config) and "values" not in estimator.needs,
+        f"{{actor.kl_loss_type}} has a gradient that is 0 on average; {kl_type}+ has the same value and the gradient "
+        "of the KL": kl_loss and kl_type in ("kl", "k1"),
+        f"algorithm.adv_estimator={estimator.name} divides by the group's spread: where all scores of a group are "
+        "equal, even a small KL in the reward decides; actor.use_kl_loss=true has no such effect": (
+            kl_in_reward and by_spread
+        ),
+        "the KL to the reference is in the reward and in the loss: it holds the policy twice": kl_loss and kl_in_reward,
+        "{actor.kl_loss_coef}: the KL of actor.use_kl_loss=true is measured and does not train": (
+            kl_loss and actor.kl_loss_coef == 0
+        ),
+        "{algorithm.kl_ctrl.kl_coef}: the KL of algorithm.use_kl_in_reward=true is measured and not subtracted": (
+            kl_in_reward and algorithm.kl_ctrl.kl_coef == 0
+        ),
+        f"{{actor.policy_loss.loss_mode}} clips the ratio of the response, which hardly ever leaves 1 - "
+        f"{actor.clip_low:g} to 1 + {actor.clip_high:g}; its paper has 3e-4 and 4e-4 (algorithm=gspo)": (
+            mode == "gspo" and max(actor.clip_low, actor.clip_high) > 0.01
+        ),
+        "{actor.clip_ratio_c} truncates the weights of {actor.policy_loss.loss_mode}; its paper hardly does "
+        "(algorithm=dppo)": mode in ("dppo_tv", "dppo_kl") and actor.clip_ratio_c < 10,
+    }
+
+
+def _stale(config: Config) -> dict[str, object]:
+    """Notes on rows that are older than the policy that trains on them."""
+    algorithm, rollout, staleness = config.algorithm, config.rollout, config.algorithm.max_staleness
+    settings, own_ratio = rollout_correction(config), weighs_itself(config)
+    corrects = settings.rollout_is != "none" or settings.rollout_rs is not None or own_ratio
+    rows = config.data.train_batch_size * rollout.n
+    gain = largest_gain(staleness)
+    return {
+        "{algorithm.max_staleness} without a correction: rows train as if the current policy had generated them; "
+        "algorithm.rollout_correction.rollout_is=null weighs them (truncated importance sampling)": not corrects,
+        f"{{actor.old_log_probs}} with {{algorithm.max_staleness}}: the clip range lies around a policy up to "
+        f"{staleness} versions old, and holds the new one near it; recompute clips around the newest": (
+            staleness > 1 and config.actor.old_log_probs == "engine" and own_ratio
+        ),
+        "{rollout.top_p} and {rollout.top_k} with {algorithm.max_staleness}: the engine's log-probs are renormalised "
+        "over the tokens it keeps, the trainer's are not, so weights are below 1 even where the policies agree": (
+            settings.rollout_is != "none" and (rollout.top_p < 1 or rollout.top_k > 0)
+        ),
+        f"{{algorithm.max_staleness}}: the critic's values are of a version up to {staleness} older than the critic "
+        "that trains on them (training/value_staleness); lower critic.optim.lr if its loss swings": uses_critic(config),
+        f"{{algorithm.adv_estimator}} with {{algorithm.max_staleness}}: it weighs the engine's probabilities against "
+        f"sums of a policy up to {staleness} versions newer (training/pi_staleness)": uses_policy_scores(config),
+        f"{{algorithm.kl_ctrl.horizon}} with {rows} rows an iteration and {{algorithm.max_staleness}}: a new "
+        f"coefficient takes effect {staleness + 1} iterations later, so the KL may swing; set the horizon to "
+        f"{round(2 * rows / gain)} or more": (
+            algorithm.use_kl_in_reward
+            and algorithm.kl_ctrl.type == "adaptive"
+            and rows >= gain * algorithm.kl_ctrl.horizon
+        ),
+    }
+
+
+def largest_gain(delay: int) -> float:
+    """The gain K at which x[k + 1] = x[k] - K x[k - delay] swings for ever; below it x dies away."""
+    return 2 * math.sin(math.pi / (4 * delay + 2))
 
 
 def _unread(config: Config) -> Iterator[str]:
@@ -144,4 +176,4 @@ def _unread(config: Config) -> Iterator[str]:
     patterns = [pattern for pattern, applies in unread.items() if applies]
     for name, key in keys(Config).items():
         if value_of(config, name) != key.default and any(fnmatch(name, pattern) for pattern in patterns):
-            yield f"{name}={value_of(config, name)}"
+            yield f"{name}={as_argument(value_of(config, name))}"

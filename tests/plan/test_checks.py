@@ -6,7 +6,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline.config import Config, ConfigError
+from pipeline.derived import uses_filter
 from pipeline.plan.checks import check
+from pipeline.prompts.generator import Generator
+from pipeline.prompts.sampler import Sampler
 
 GOOD = ["data.train_files=train.parquet", "model.path=owner/model", "data.val_files=test.parquet"]
 DEFAULTS = OmegaConf.structured(Config)
@@ -14,7 +17,11 @@ DEFAULTS = OmegaConf.structured(Config)
 
 def good(*overrides: str) -> Config:
     """Settings that pass, with `overrides` laid over them; many times faster than composing files."""
-    return cast(Config, OmegaConf.to_object(OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist([*GOOD, *overrides]))))
+    merged = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist([*GOOD, *overrides]))
+    config = cast(Config, OmegaConf.to_object(merged))
+    for learner in (config.actor, config.critic):
+        learner.optim.betas = cast(tuple[float, float], tuple(learner.optim.betas))
+    return config
 
 
 def refusal(*overrides: str) -> str:
@@ -23,104 +30,121 @@ def refusal(*overrides: str) -> str:
     return str(error.value)
 
 
-def test_defaults_with_data_and_model_pass():
-    check(good())
+class Mine(Sampler):
+    def shares(self, iteration):
+        return self.data.source_weights
+
+
+class Made(Generator):
+    pass
+
+
+WEIGHTS = "data.source_weights.a=1 data.source_weights.b=0.5"
+MADE = f"data.generator={__name__}:Made"
+SPLIT = "rollout.tensor_parallel_size=2 rollout.num_gpus=1"
+GROUPS = "algorithm.filter_groups.enable=true"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "",
+        "rollout.sleep=true rollout.num_gpus=0.4 trainer.use_gpu=true trainer.gpus_per_worker=0.6",
+        "trainer.gpus_per_worker=0.6 trainer.use_gpu=true trainer.num_workers=2",
+        "trainer.gpus_per_worker=0.5 trainer.use_gpu=true",
+        "rollout.num_engines=2 rollout.min_engines=1 rollout.max_engines=4",
+        f"data.sampler=weighted {WEIGHTS}",
+        f"data.sampler={__name__}:Mine {WEIGHTS} data.sampler_kwargs.x=1",
+        "data.sampler=solve_rate data.sampler_kwargs.least=0.2",
+        f"{MADE} data.generator_kwargs.x=1",
+        f"{MADE} data.train_files=null trainer.total_training_steps=5",
+        f"{GROUPS} algorithm.filter_groups.metric=acc",
+        "trainer.max_log_prob_gap=1e-3",
+    ],
+)
+def test_what_fits_passes(overrides):
+    check(good(*overrides.split()))
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.path=null"], "model.path is not set"),
-        (["data.train_files=null"], "data.train_files is not set"),
-        (["data.val_files=null", "trainer.test_freq=5"], "data.val_files is not set"),
+        ("model.path=null", "model.path is not set"),
+        ("model.path=./nowhere", "there is no folder"),
+        ("data.train_files=null", "data.train_files is not set"),
+        ("data.val_files=null trainer.test_freq=5", "data.val_files is not set"),
+        ("data.train_batch_size=100", "100 = 6 x rollout.chunk_prompts=16 + 4; set data.train_batch_size to 96 or 112"),
+        ("data.train_batch_size=8", "set data.train_batch_size to 16"),
+        ("data.train_batch_size=64 trainer.num_workers=3", "64 / 16 = 4 chunks"),
+        ("actor.ppo_mini_batch_size=48", "1024 = 21 x 48 + 16"),
+        ("actor.ppo_mini_batch_size=16 trainer.num_workers=2", "16 x 2 = 32"),
+        ("data.max_prompt_length=16000", "16000 + 512 = 16512 tokens"),
+        ("rollout.n=0", "rollout.n=0 must be at least 1"),
+        ("data.truncation=cut", "error, left, right, middle"),
+        ("actor.optim.betas=[0.9]", "actor.optim.betas=[0.9] must be 2 numbers"),
+        ("trainer.logger=[console,abacus]", "abacus is not known"),
+        ("trainer.experiment_name=a/b", "slash"),
+        ("trainer.experiment_name=x{no.key}/", "x{no.key}/"),
+        ("trainer.best_metric=acc", "trainer.test_freq=-1 and trainer.save_freq=-1 to numbers"),
+        ("trainer.placement.engines.role=gpu", "there is no such stage; there are: prompts, rollout"),
+        ("trainer.deadlines.collective=3600", "above trainer.deadlines.rows=3600"),
+        ("trainer.deadlines.rows=100", "900 + 1800 = 2700 seconds"),
+        ("trainer.storage_path=nosuch://bucket", "trainer.storage_path: 'nosuch://bucket' is on no file system"),
+        ("trainer.gpus_per_worker=0.5 trainer.use_gpu=true trainer.num_workers=2", "which NCCL refuses"),
         (
-            ["data.train_batch_size=100"],
-            "100 = 6 x rollout.chunk_prompts=16 + 4; set data.train_batch_size to 96 or 112",
+            "trainer.max_log_prob_gap=1e-3 algorithm.max_staleness=1",
+            "trainer.max_log_prob_gap=0.001 with algorithm.max",
         ),
-        (["data.train_batch_size=8"], "set data.train_batch_size to 16"),
-        (["data.train_batch_size=64", "trainer.num_workers=3"], "64 / 16 = 4 chunks"),
-        (["actor.ppo_mini_batch_size=48"], "1024 = 21 x 48 + 16"),
-        (["actor.ppo_mini_batch_size=16", "trainer.num_workers=2"], "16 x 2 = 32"),
-        (["data.max_prompt_length=16000"], "16000 + 512 = 16512 tokens"),
-        (["actor.clip_ratio_c=1.0"], "actor.clip_ratio_c=1.0 must be above 1"),
-        (["actor.clip_ratio=1.5"], "actor.clip_ratio=1.5"),
-        (["actor.clip_ratio_low=0"], "actor.clip_ratio_low=0"),
-        (["actor.clip_ratio_high=-1"], "actor.clip_ratio_high=-1"),
-        (["rollout.n=0"], "rollout.n=0"),
-        (["rollout.n=1"], "set rollout.n to 2 or more"),
-        (["data.truncation=cut"], "error, left, right, middle"),
-        (["actor.old_log_probs=guess"], "recompute, engine"),
-        (["actor.old_log_probs=engine", "rollout.top_p=0.9"], "renormalised"),
-        (["actor.old_log_probs=engine", "rollout.top_k=50"], "renormalised"),
-        (["algorithm.max_staleness=-1"], "algorithm.max_staleness=-1 must be at least"),
-        (["actor.optim.betas=[0.9]"], "two numbers"),
-        (["trainer.logger=[console,abacus]"], "abacus is not known"),
-        (["trainer.test_freq=0"], "trainer.test_freq=0"),
-        (["trainer.total_training_steps=0"], "trainer.total_training_steps=0"),
-        (["trainer.experiment_name=a/b"], "slash"),
-        (["trainer.deadlines.collective=3600"], "one train worker may take while the others wait for it"),
-        (["trainer.deadlines.store=0"], "trainer.deadlines.store=0"),
-        (["trainer.deadlines.train_start=0"], "trainer.deadlines.train_start=0"),
-        (["trainer.storage_path=nosuch://bucket"], "trainer.storage_path: 'nosuch://bucket' is on no file system"),
-        (["trainer.deadlines.rows=100"], "900 + 1800 = 2700 seconds"),
-        (["rollout.max_num_batched_tokens=100"], "rollout.max_num_batched_tokens=100"),
-        (["rollout.num_gpus=2"], "set rollout.num_gpus=1 and rollout.tensor_parallel_size=2"),
-        (["rollout.tensor_parallel_size=2"], "splits a model over GPUs and rollout.num_gpus=0"),
-        (["rollout.tensor_parallel_size=2", "rollout.num_gpus=0.5"], "each part of a model has a GPU of its own"),
-        (["rollout.tensor_parallel_size=0"], "rollout.tensor_parallel_size=0 must be at least"),
+        ("rollout.max_num_batched_tokens=100", "rollout.max_num_batched_tokens=100 is below rollout.max_num_seqs=256"),
+        ("rollout.num_gpus=2", "set rollout.num_gpus=1 and rollout.tensor_parallel_size"),
+        ("rollout.tensor_parallel_size=2", "rollout.num_gpus=0; set that to 1"),
+        ("rollout.tensor_parallel_size=2 rollout.num_gpus=0.5", "of which each part needs one"),
+        (f"{SPLIT} rollout.max_engines=2", "an elastic pool cannot hold engines of several GPUs"),
+        (f"{SPLIT} rollout.engine_kwargs.tensor_parallel_size=2", "is set by rollout.tensor_parallel_size"),
+        ("rollout.num_gpus=1 rollout.gpu_memory_utilization=0", "leaves a GPU engine no memory"),
+        ("rollout.dtype=float16", "is not supported by a CPU engine"),
+        ("rollout.min_tokens=513", "rollout.min_tokens=513 is above data.max_response_length=512"),
+        ("rollout.stop=['']", "rollout.stop holds ''; it must be a list of texts that end a response"),
+        ("rollout.min_engines=2", "rollout.num_engines=1, with which the run starts, must lie between"),
+        ("rollout.num_engines=3 rollout.max_engines=2", "rollout.min_engines=3 and rollout.max_engines=2"),
+        ("rollout.sleep=true", "is for engines on GPUs"),
+        ("rollout.sleep=true rollout.num_gpus=0.4 rollout.engine_kwargs.enable_sleep_mode=1", "set by rollout.sleep"),
+        ("rollout.sleep=true rollout.num_gpus=0.5 algorithm.max_staleness=1", "engines that generate ahead are awake"),
+        ("data.sampler=wieghted", "data.sampler 'wieghted' is unknown. Did you mean 'weighted'"),
+        ("data.sampler=operator:add", "not a class derived from pipeline.prompts.sampler.Sampler"),
+        ("data.sampler=json:dumps", "data.sampler 'json:dumps': it is called with data and seed: too many"),
+        ("data.sampler=weighted", "data.sampler=weighted needs data.source_weights"),
+        (WEIGHTS, "data.source_weights does nothing with data.sampler=uniform"),
+        (f"data.sampler=solve_rate {WEIGHTS}", "does nothing with data.sampler=solve_rate"),
+        ("data.sampler=weighted data.source_weights.a=0", "one of them above 0"),
+        (f"data.sampler=weighted {WEIGHTS} data.source_weights.c=-1", "weights must be at least 0"),
+        ("data.sampler_kwargs.least=0.1", "does nothing with data.sampler=uniform"),
+        ("data.generator_kwargs.a=1", "does nothing without data.generator"),
+        ("data.generator=made", "data.generator 'made' is no import path"),
+        (f"{MADE} data.train_files=null", "set trainer.total_training_steps"),
         (
-            ["rollout.tensor_parallel_size=2", "rollout.num_gpus=1", "rollout.max_engines=2"],
-            "engines of several GPUs keep their places",
+            f"{MADE} data.train_files=null trainer.total_training_steps=5 data.sampler=solve_rate",
+            "data.sampler=solve_rate chooses among the prompts of data.train_files",
         ),
-        (
-            ["rollout.tensor_parallel_size=2", "rollout.num_gpus=1", "rollout.engine_kwargs={tensor_parallel_size: 2}"],
-            "rollout.engine_kwargs.tensor_parallel_size is set by rollout.tensor_parallel_size",
-        ),
-        (["rollout.update=now"], "rollout.update=now must be one of between_chunks, in_flight"),
-        (["rollout.update_kv=drop"], "rollout.update_kv=drop must be one of recompute, keep"),
-        (["rollout.min_tokens=-1"], "rollout.min_tokens=-1 must be at least"),
-        (["rollout.min_tokens=513"], "rollout.min_tokens=513 is above data.max_response_length=512"),
-        (["actor.old_log_probs=engine", "rollout.min_tokens=4"], "with rollout.min_tokens=4: the engine's log-probs"),
-        (["algorithm.use_kl_in_reward=true", "rollout.min_tokens=4"], "even equal policies would have a KL"),
-        (["rollout.stop=['']"], "rollout.stop holds ''; it must be a list of texts that end a response"),
-        (["rollout.min_engines=2"], "rollout.num_engines=1 must lie between rollout.min_engines=2 and"),
-        (["rollout.num_engines=3", "rollout.max_engines=2"], "rollout.min_engines=3 and rollout.max_engines=2"),
-        (["rollout.max_engines=0"], "rollout.max_engines=0 must be at least 1, or null"),
-        (["rollout.sleep=true"], "rollout.sleep=true is for engines on GPUs"),
-        (["trainer.gpus_per_worker=2"], "trainer.gpus_per_worker=2 must be above 0 and at most 1"),
-        (["trainer.gpus_per_worker=0.5", "trainer.use_gpu=true", "trainer.num_workers=2"], "which NCCL refuses"),
-        (
-            ["rollout.sleep=true", "rollout.num_gpus=0.4", "rollout.engine_kwargs={enable_sleep_mode: true}"],
-            "enable_sleep_mode is set by rollout.sleep",
-        ),
-        (["trainer.weight_transport=nccl"], "must be one of object_store, delta, nixl"),
-        (["rollout.temperature=0"], "rollout.temperature=0"),
-        (["rollout.temperature=2.5"], "rollout.temperature=2.5 must be above 0 and at most 2"),
-        (["rollout.val_kwargs.temperature=3"], "rollout.val_kwargs.temperature=3"),
-        (["reward.max_error_rate=2"], "at least 0 and at most 1"),
-        (["model.path=./nowhere"], "there is no folder"),
+        (f"{GROUPS} rollout.n=1 algorithm.adv_estimator=gae", "compares the responses of a group, and rollout.n=1"),
+        (f"{GROUPS} algorithm.filter_groups.metric=''", "needs algorithm.filter_groups.metric"),
+        (f"{GROUPS} algorithm.filter_groups.surplus=carry", "algorithm.max_staleness=0 forbids"),
+        (f"{GROUPS} {MADE}", "data.generator makes those of an iteration"),
+        (f"{GROUPS} data.sampler=solve_rate", "groups that agree are not recorded"),
     ],
 )
 def test_refused_with_keys_and_arithmetic(overrides, words):
-    sentence = refusal(*overrides)
+    sentence = refusal(*overrides.split())
     assert words in sentence and "\n" not in sentence
 
 
-def test_engines_and_workers_on_the_same_gpus_pass():
-    shared = ["rollout.num_gpus=0.4", "trainer.use_gpu=true", "trainer.gpus_per_worker=0.6", "trainer.num_workers=2"]
-    check(good("rollout.sleep=true", *shared))
-    check(good("trainer.gpus_per_worker=0.5", "trainer.use_gpu=true"))
-    check(good("rollout.num_engines=2", "rollout.min_engines=1", "rollout.max_engines=4"))
-
-
-def test_sleep_beside_a_trainer_that_does_not_wait():
-    sentence = refusal("rollout.sleep=true", "rollout.num_gpus=0.5", "algorithm.max_staleness=1")
-    assert "engines that generate ahead are awake while the trainer computes" in sentence
-
-
-def test_tracker_without_its_package(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else object())
-    assert "pip install wandb" in refusal("trainer.logger=[wandb]")
+def test_a_replay_filters_nothing():
+    config = good(GROUPS)
+    assert uses_filter(config)
+    config.data.recorded_run = "runs/x"
+    assert not uses_filter(config)
+    with pytest.raises(ConfigError, match="a replay has only the groups of its recording"):
+        check(config)
 
 
 def test_all_problems_at_once():
@@ -135,14 +159,20 @@ def test_model_folder_needs_config_and_tokenizer(tmp_path):
     assert f"model.path={tmp_path} holds no tokenizer" in refusal(path)
     (tmp_path / "tokenizer.json").write_text("{}")
     check(good(path))
+    (tmp_path / "config.json").write_text("{")
+    assert "is not valid JSON" in refusal(path)
 
 
-def test_nixl_needs_its_package_and_memory_that_it_can_register(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl" else object())
-    assert "needs the Python package nixl on every node: pip install nixl" in refusal("trainer.weight_transport=nixl")
-    check(good("trainer.weight_transport=delta"))
+def test_packages_that_are_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install wandb" in refusal("trainer.logger=[wandb]")
+    assert "on every node: pip install nixl" in refusal("trainer.weight_transport=nixl", "trainer.logger=[]")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    check(good("trainer.weight_transport=nixl", "trainer.num_workers=2"))
+    check(good("trainer.weight_transport=nixl", "trainer.num_workers=2", "trainer.logger=[wandb]"))
+
+
+def test_nixl_needs_memory_that_it_can_register(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     segments = "trainer.env_vars.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    assert "NIXL cannot register memory" in refusal("trainer.weight_transport=nixl", segments)
+    assert "nixl cannot register memory" in refusal("trainer.weight_transport=nixl", segments)
     check(good(segments))

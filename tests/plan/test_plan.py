@@ -170,28 +170,16 @@ def test_render_shows_the_arithmetic_and_notes():
     assert "1 engines stay idle" in text
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["critic.enable=true"], "critic.enable=true trains a critic that algorithm.adv_estimator=grpo does not read"),
-        (["actor.use_kl_loss=true", "actor.kl_loss_type=k1"], "k1+ has the same value and the gradient of the KL"),
-        (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"], "is measured and does not train"),
-        (["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"], "divides by the group's spread"),
-        (["actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "it holds the policy twice"),
-        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0"], "is measured and takes nothing off"),
-        (["actor.kl_loss_coef=0.5"], "set, and read by nothing in this run: actor.kl_loss_coef=0.5"),
-        (["critic.optim.lr=1e-3", "actor.loss_scale_factor=8"], "actor.loss_scale_factor=8.0, critic.optim.lr=0.001"),
-        (["algorithm.lam=0.5"], "read by nothing in this run: algorithm.lam=0.5"),
-        (["actor.policy_loss.dro_beta=0.5"], "read by nothing in this run: actor.policy_loss.dro_beta=0.5"),
-        (["scoring.reference.path=other/model"], "read by nothing in this run: scoring.reference.path=other/model"),
-        (["actor.policy_loss.loss_mode=gspo"], "its paper has 3e-4 and 4e-4"),
-        (["actor.policy_loss.loss_mode=dppo_tv"], "actor.clip_ratio_c=3 truncates the weights"),
-        (["actor.use_kl_loss=true", "rollout.num_gpus=1"], "the reference replicas on 1 CPUs each"),
-    ],
-)
-def test_notes_on_what_has_no_effect(overrides, words):
-    assert words in " ".join(small(*overrides).notes)
-    assert not any("KL" in note or "critic" in note for note in small().notes)
+def test_the_table_says_what_overlaps():
+    stale, bypass = "algorithm.max_staleness=1", "actor.old_log_probs=engine"
+    assert "strictly on-policy" in shown() and "training begins with the first chunks" in shown()
+    text = shown("algorithm.max_staleness=2")
+    assert "engines generate up to 2 iterations ahead" in text
+    assert "token weights by default, bound 2.0, ratio to the recomputed old policy (decoupled)" in text
+    assert "no weights by default, ratio to the engine's policy (bypass)" in shown(stale, bypass)
+    assert "no weights, ratio" in shown(stale, "algorithm.rollout_correction.rollout_is=none")
+    assert "(trainer.stream_gradients=false)" in shown("trainer.stream_gradients=false")
+    assert "iteration is complete: algorithm.adv_estimator" in shown("algorithm.adv_estimator=reinforce_plus_plus")
 
 
 NODES = [{"CPU": 8.0}, {"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}]
@@ -227,13 +215,6 @@ def test_an_actor_larger_than_any_node_of_its_labels():
 def test_a_local_ray_has_no_labels():
     with pytest.raises(ConfigError, match="on nodes labelled role=rollout"):
         validate(load_config([*SMALL, "trainer.ray_num_cpus=16", "trainer.placement.rollout.role=rollout"]))
-
-
-def test_placement_names_stages():
-    with pytest.raises(
-        ConfigError, match="trainer.placement.engines: there is no such stage; there are: prompts, rollout"
-    ):
-        small("trainer.placement.engines.role=gpu")
 
 
 # Parts of GPUs, and pools that grow.

@@ -1,0 +1,116 @@
+"""The models of a run, as the files of their folders describe them before anything is loaded."""
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.config.paths import model_folder
+from pipeline.derived import uses_critic, uses_reference
+
+TOWERS = ("vision_config", "audio_config")
+"""Entries of `config.json` of models that read images or sound."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+LM_HEAD = "lm_head."
+"""How the head's tensors begin, which a critic does without."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the files of a model's folder say."""
+
+    config: Mapping[str, Any]
+    """`config.json`; with the entries of its `text_config`, where multimodal families keep the decoder's sizes."""
+    parameters: int
+    """Counted in safetensors files; 0 where there are none."""
+    head: int
+    """Parameters of the language model's head among them; 0 where it is tied to the embedding."""
+
+
+def read_model(path: str | Path | None) -> ModelFiles | None:
+    """What the folder `path` holds; None where it is no local folder with a `config.json`.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    folder = Path(path or "")
+    if not path or not (folder / "config.json").is_file():
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+    tensors = [tensor for file in sorted(folder.glob("*.safetensors")) for tensor in _tensors(file)]
+    return ModelFiles(
+        config=config | config.get("text_config", {}),
+        parameters=sum(count for _, count in tensors),
+        head=sum(count for name, count in tensors if name.startswith(LM_HEAD)),
+    )
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, int]]:
+    """Name and number of parameters of each tensor in a safetensors file."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+    except (struct.error, ValueError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}; save or download it again") from error
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            yield name, math.prod(tensor["shape"])
+
+
+def problems(config: Config) -> Iterator[str]:
+    """One sentence per model that cannot be used, or that cannot read the run's rows."""
+    if not config.model.path:
+        yield "model.path is not set; give the folder or the hub name of a Hugging Face model"
+        return
+    used: dict[str, str | None] = {"model.path": config.model.path}
+    if uses_critic(config):
+        used["critic.path"] = config.critic.path
+    if uses_reference(config):
+        used["scoring.reference.path"] = config.scoring.reference.path
+    used["reward.model.path"] = config.reward.model.path
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    sizes = {}
+    for key, path in used.items():
+        if not path:
+            continue
+        try:
+            model = read_model(model_folder(path, key))
+        except ValueError as error:
+            yield str(error)
+            continue
+        if model is None:
+            continue
+        if towers := [part for part in TOWERS if model.config.get(part)]:
+            yield f"{key}={path} has {towers[0]} in its config.json; only models of text can be trained"
+        sizes[key] = model.config.get("vocab_size")
+        longest = model.config.get("max_position_embeddings")
+        if longest is not None and prompt + response > longest and key != "reward.model.path":
+            yield (
+                f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response} "
+                f"tokens, more than the {longest} of the model {key}={path} (max_position_embeddings); shorten one"
+            )
+    own, other = sizes.get("model.path"), sizes.get("scoring.reference.path")
+    if own is not None and other is not None and own != other:
+        yield (
+            f"scoring.reference.path={used['scoring.reference.path']} has a vocabulary of {other} tokens and "
+            f"model.path={config.model.path} one of {own}, so their log-probs of a token cannot be compared"
+        )
+    tokenizer = Path(config.model.tokenizer_path or config.model.path)
+    if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        key = "model.tokenizer_path" if config.model.tokenizer_path else "model.path"
+        yield (
+            f"{key}={tokenizer} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); save one there with "
+            "tokenizer.save_pretrained, or set model.tokenizer_path"
+        )

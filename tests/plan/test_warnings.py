@@ -1,0 +1,63 @@
+"""What is allowed and probably not meant is noted, and nothing else."""
+
+import pytest
+
+from pipeline.plan.plan import plan
+from pipeline.plan.warnings import largest_gain
+from tests.plan.test_checks import good
+
+STALE = "algorithm.max_staleness"
+BYPASS = "actor.old_log_probs=engine"
+NO_WEIGHTS = "algorithm.rollout_correction.rollout_is=none"
+KL = "algorithm.use_kl_in_reward=true"
+ADAPTIVE = f"{KL} algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=512"
+UNREAD = "set, and read by nothing in this run: "
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("critic.enable=true", "critic.enable=true trains a critic that algorithm.adv_estimator=grpo does not read"),
+        ("actor.use_kl_loss=true actor.kl_loss_type=k1", "k1+ has the same value and the gradient of the KL"),
+        ("actor.use_kl_loss=true actor.kl_loss_coef=0", "is measured and does not train"),
+        (KL, "divides by the group's spread"),
+        (f"actor.use_kl_loss=true {KL}", "it holds the policy twice"),
+        (f"{KL} algorithm.kl_ctrl.kl_coef=0", "is measured and not subtracted"),
+        ("actor.kl_loss_coef=0.5", f"{UNREAD}actor.kl_loss_coef=0.5"),
+        ("critic.optim.lr=1e-3 actor.loss_scale_factor=8", f"{UNREAD}actor.loss_scale_factor=8, critic.optim.lr=0.001"),
+        ("algorithm.lam=0.5", f"{UNREAD}algorithm.lam=0.5"),
+        ("actor.policy_loss.dro_beta=0.5", f"{UNREAD}actor.policy_loss.dro_beta=0.5"),
+        ("scoring.reference.path=other/model", f"{UNREAD}scoring.reference.path=other/model"),
+        ("actor.policy_loss.loss_mode=gspo", "its paper has 3e-4 and 4e-4"),
+        ("actor.policy_loss.loss_mode=dppo_tv", "actor.clip_ratio_c=3 truncates the weights"),
+        ("actor.use_kl_loss=true rollout.num_gpus=1", "the reference replicas on 1 CPUs each"),
+        ("rollout.num_engines=65", "rollout.num_engines=65: 1 engines stay idle"),
+        ("rollout.num_engines=3", "64 chunks do not divide evenly"),
+        ("rollout.update=in_flight", "rollout.update=in_flight with algorithm.max_staleness=0"),
+        ("data.sampler=solve_rate", "data.sampler=solve_rate may leave out prompts"),
+        (f"{STALE}=1 {NO_WEIGHTS}", "without a correction: rows train as if"),
+        (f"{STALE}=1 {NO_WEIGHTS} {BYPASS} actor.policy_loss.loss_mode=gpg", "without a correction"),
+        (f"{STALE}=2 {BYPASS}", "the clip range lies around a policy up to 2 versions old"),
+        (f"{STALE}=1 rollout.top_p=0.9", "weights are below 1 even where the policies agree"),
+        (f"{STALE}=1 algorithm.adv_estimator=gae", "the critic's values are of a version up to 1 older"),
+        (f"{STALE}=3 algorithm.adv_estimator=optimal_token_baseline", "sums of a policy up to 3 versions newer"),
+        (f"{STALE}=1 {ADAPTIVE}", "takes effect 2 iterations later, so the KL may swing; set the horizon to 16384"),
+    ],
+)
+def test_what_is_probably_not_meant_is_noted(overrides, words):
+    notes = plan(good(*overrides.split())).notes
+    assert len([note for note in notes if words in note]) == 1, notes
+
+
+@pytest.mark.parametrize("overrides", ["", f"{STALE}=1", f"{STALE}=4", f"{STALE}=1 {BYPASS}"])
+def test_sound_settings_get_no_note(overrides):
+    assert not plan(good(*overrides.split())).notes
+
+
+@pytest.mark.parametrize("delay", range(5))
+def test_the_largest_gain_separates_what_dies_away_from_what_grows(delay):
+    for share, dies in ((0.97, True), (1.03, False)):
+        x = [1.0] * (delay + 1)
+        for _ in range(2000):
+            x.append(x[-1] - share * largest_gain(delay) * x[-1 - delay])
+        assert (max(map(abs, x[-50:])) < 1e-3) is dies
