@@ -58,7 +58,7 @@ from pipeline.store.client import StoreClient
 from pipeline.store.policy_store import PolicyStore
 from pipeline.threads import compute_threads
 from pipeline.track.trajectories import Record
-from pipeline.track.validated import Validation
+from pipeline.track.validation import Validation
 
 SOURCE_CPUS = 0.1
 """Ray CPUs of the prompt source and of rate-limited rewards, which mostly wait."""

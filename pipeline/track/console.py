@@ -7,7 +7,6 @@ On a terminal the bar shares the screen with whatever else prints (Ray's worker 
 nothing is redrawn; the phases are printed until the first iteration, as engine start-up is the longest silence.
 """
 
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.track.balance import advice, figure
-from pipeline.track.history import EXPLAINED, REWARD, column, validation_scores
+from pipeline.track.history import EXPLAINED, REWARD, column, validation_curves, validation_scores
 
 THROUGHPUT = "perf/throughput"
 STEP = "timing_s/step"
@@ -31,7 +30,15 @@ WIDTH = 80
 
 
 class RunConsole:
-    """Progress of one run; methods may be called from several threads."""
+    """Progress of one run; methods may be called from several threads.
+
+    Args:
+        name: the run's name.
+        total_iterations: iterations in all, None when unknown.
+        console: where to print; standard output if None.
+        log: file to which every line is appended; None keeps none.
+        unit: short word for what is counted as an iteration.
+    """
 
     def __init__(
         self,
@@ -41,18 +48,7 @@ class RunConsole:
         log: Path | None = None,
         unit: str = "it",
     ) -> None:
-        """
-        Args:
-            name: the run's name.
-            total_iterations: iterations in all, None when unknown.
-            console: where to print; standard output if None.
-            log: file to which every line is appended; None keeps none.
-            unit: short word for what is counted as an iteration.
-        """
-        self._unit = unit
-        self._log = log
-        self._name = name
-        self._total = total_iterations
+        self._name, self._total, self._log, self._unit = name, total_iterations, log, unit
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._lock = threading.Lock()
@@ -64,14 +60,14 @@ class RunConsole:
         self._status = "starting"
 
     def start(self) -> None:
-        """Shows the bar (on a terminal)."""
+        """Show the bar (on a terminal)."""
         self._began = self._last_at = time.monotonic()
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2, transient=True)
             self._live.start()
 
     def status(self, text: str) -> None:
-        """What the run does or waits for now."""
+        """Show what the run does or waits for now."""
         with self._lock:
             changed, self._status = text != self._status, text
             early = changed and self._first is None
@@ -79,13 +75,13 @@ class RunConsole:
             self._print(f"{self._name}: {text}")
 
     def notice(self, text: str) -> None:
-        """What has to be seen in a log, too, whatever the run does."""
+        """Show what has to be seen in a log, too."""
         with self._lock:
             self._status = text
         self._print(f"{self._name}: {text}")
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Takes over one iteration's metrics."""
+        """Show the metrics of one iteration."""
         with self._lock:
             now = time.monotonic()
             # The time since the last iteration counts what a step's own clock leaves out, such as validation.
@@ -102,13 +98,13 @@ class RunConsole:
             if scores:
                 self._validation = f"val {sum(scores.values()) / len(scores):.3f} ({iteration})"
             if THROUGHPUT in metrics:
-                self._throughput = f"{_number(metrics[THROUGHPUT])} tok/s"
+                self._throughput = f"{metrics[THROUGHPUT]:,.0f} tok/s"
             self._idle = figure(metrics) or self._idle
             line = self._line(now)
         self._print(line)
 
     def stop(self) -> None:
-        """Takes the bar away; safe to call twice."""
+        """Take the bar away; safe to call twice."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -120,13 +116,13 @@ class RunConsole:
         places: Mapping[str, str],
         problems: Sequence[str] = (),
     ) -> None:
-        """The last table.
+        """Print the last table.
 
         Args:
             status: how the run ended.
             records: lines of `metrics.jsonl`.
             places: what is where, or which command does what, in order.
-            problems: sentences on what went wrong beside the run.
+            problems: sentences on what else went wrong.
         """
         rows = [*_outcome(records), *places.items()]
         width = max((len(label) for label, _ in rows), default=0)
@@ -139,20 +135,17 @@ class RunConsole:
             self._keep(line.plain)
 
     def _render(self) -> Group:
-        with self._lock:
-            times = "  ".join(self._times(time.monotonic()))
-            figures = "  ".join(self._figures())
-            status = self._status
-            done, counter = self._iteration, self._counter()
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            Text(self._name, style="bold"),
-            ProgressBar(total=self._total, completed=done, width=30, pulse=self._total is None),
-            Text(counter),
-            Text(times, style="dim"),
-        )
-        parts = [bar, Text(figures)] if figures else [bar]
-        return Group(*parts, Text(status, style="dim", overflow="ellipsis", no_wrap=True))
+        with self._lock:
+            bar.add_row(
+                Text(self._name, style="bold"),
+                ProgressBar(total=self._total, completed=self._iteration, width=30, pulse=self._total is None),
+                Text(self._counter()),
+                Text("  ".join(self._times(time.monotonic())), style="dim"),
+            )
+            figures = "  ".join(self._figures())
+            status = Text(self._status, style="dim", overflow="ellipsis", no_wrap=True)
+        return Group(bar, Text(figures), status) if figures else Group(bar, status)
 
     def _print(self, text: str) -> None:
         """Print a line where no bar is alive, and keep it in the file."""
@@ -200,12 +193,11 @@ def clock(seconds: float) -> str:
 
 def _outcome(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     rows = []
-    validated = [(record["iteration"], validation_scores(record)) for record in records]
-    for source in sorted({source for _, scores in validated for source in scores}):
-        points = [(iteration, scores[source]) for iteration, scores in validated if source in scores]
-        (first, before), (last, after) = points[0], points[-1]
+    for source, (iterations, scores) in validation_curves(records).items():
+        first, before = iterations[0], scores[0]
+        last, after = iterations[-1], scores[-1]
         text = f"{before:.3f} (iteration {first})"
-        if len(points) > 1:
+        if len(iterations) > 1:
             text = f"{before:.3f} → {after:.3f}  {after - before:+.3f}  (iteration {first} → {last})"
         rows.append((f"validation {source}", text))
     if explained := column(records, EXPLAINED)[1]:
@@ -216,7 +208,3 @@ def _outcome(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if balance := advice(records):
         rows.append(("balance", balance))
     return rows
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if math.isfinite(value) else str(value)

@@ -1,11 +1,10 @@
-"""`metrics.jsonl`: one JSON object per iteration, the run's own record.
+"""`metrics.jsonl`: one JSON object per iteration, from which plot, summary and every tracker can be made again.
 
-1. The file alone tells the run: plot, summary and every tracker can be made again from it.
-2. A line is `{"iteration": k, "time": Unix seconds, "elapsed_s": seconds the run has worked, pauses between resumes
-   left out, ...metrics}`. NaN and infinity, which JSON has no words for, become null.
-3. Iterations rise strictly. When one comes again (a resumed run, restarted train workers), it and all later lines are
-   dropped first, for the policy they speak of is gone.
-4. A line is one write and is synced to disk. What a kill or a full disk leaves half written is skipped by
+1. A line is `{"iteration": k, "time": Unix seconds, "elapsed_s": seconds the run has worked, pauses between resumes
+   left out, ...metrics}`. NaN and infinity, which JSON lacks, become null.
+2. Iterations rise strictly. When one comes again (a resumed run, restarted train workers), it and all later lines are
+   dropped first, for their policy no longer exists.
+3. A line is one write and is synced to disk. A line that a kill or a full disk left incomplete is skipped by
    `read_history` and removed at the next start.
 """
 
@@ -16,7 +15,8 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -68,37 +68,42 @@ def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {source: value for source, (_, value) in sorted(found.items())}
 
 
-def plain_number(value: SupportsFloat) -> float | int:
-    """A Python number from a Python, numpy or one-element torch one.
+def validation_curves(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Per data source, in order of their names, the validated iterations and the scores there."""
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        for source, score in validation_scores(record).items():
+            iterations, scores = curves.setdefault(source, ([], []))
+            iterations.append(record["iteration"])
+            scores.append(score)
+    return dict(sorted(curves.items()))
 
-    Raises:
-        TypeError, ValueError: `value` is not one number.
-    """
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Iterations that have metric `name`, and its values."""
+    having = [record for record in records if record.get(name) is not None]
+    return [record["iteration"] for record in having], [float(record[name]) for record in having]
 
 
 class History:
-    """Writer of one run's `metrics.jsonl`."""
+    """Writer of one run's `metrics.jsonl`; without `resume` an older file is emptied.
+
+    Raises:
+        ValueError: the file to be continued is damaged before its last line.
+        OSError: the file cannot be written.
+    """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
-        """Opens the history at `path`; without `resume` an older one is emptied.
-
-        Raises:
-            ValueError: the file to be continued is damaged before its last line.
-            OSError: the file cannot be written.
-        """
         self.path = path
-        try:
+        with _named(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
         self.records: list[dict[str, Any]] = read_history(path) if resume else []
         self._rewrite()
         self._earlier_s = float(self.records[-1].get("elapsed_s") or 0.0) if self.records else 0.0
         self._began = time.monotonic()
 
     def append(self, iteration: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
-        """Adds one iteration and returns its record.
+        """Add one iteration and return its record.
 
         Raises:
             ValueError: a metric is named like one of the record's own keys, or is not a number.
@@ -113,42 +118,33 @@ class History:
             if name in record:
                 raise ValueError(f"metric {name!r} has the name of a key that every line of {self.path} has already")
             try:
-                record[name] = plain_number(value)
+                record[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"metric {name!r} of iteration {iteration} is not a number: {value!r}") from error
         if self.records and self.records[-1]["iteration"] >= iteration:
             self.records = [earlier for earlier in self.records if earlier["iteration"] < iteration]
             self._rewrite()
-        self._write_line(record)
+        line = _line(record)
+        # Unbuffered, so that the line is one write and a kill leaves all of it or nothing.
+        with _named(self.path), open(self.path, "ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(28, "No space left on device")
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
         self.records.append(record)
         return record
 
-    def _write_line(self, record: dict[str, Any]) -> None:
-        try:
-            # Unbuffered, so that the line is one write and a kill leaves all of it or nothing.
-            with open(self.path, "ab", buffering=0) as file:
-                end = file.seek(0, os.SEEK_END)
-                line = _line(record)
-                try:
-                    written = file.write(line)
-                    if written != len(line):
-                        raise OSError(28, "No space left on device")
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(end)
-                    raise
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
-
     def _rewrite(self) -> None:
-        try:
+        with _named(self.path):
             write_atomically(self.path, b"".join(_line(record) for record in self.records))
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Puts `content` at `path` so that a reader sees the old file or the new one, never a part."""
+    """Put `content` at `path` so that a reader sees the old file or the new one, never a part."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -162,12 +158,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Iterations that have metric `name`, and its values."""
-    pairs = [(record["iteration"], float(record[name])) for record in records if record.get(name) is not None]
-    return [iteration for iteration, _ in pairs], [value for _, value in pairs]
-
-
 def _line(record: Mapping[str, Any]) -> bytes:
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
@@ -175,7 +165,11 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 
-def _cannot_write(path: Path, error: OSError) -> OSError:
-    why = error.strerror or str(error)
-    remedy = "free space there or choose another folder with `trainer.default_local_dir`"
-    return OSError(error.errno or 5, f"the metrics cannot be written to {path} ({why}); {remedy}")
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        remedy = "free space there or choose another folder with `trainer.default_local_dir`"
+        raise OSError(error.errno or 5, f"the metrics cannot be written to {path} ({why}); {remedy}") from error

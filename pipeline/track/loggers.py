@@ -1,7 +1,7 @@
 """Where metrics go besides `metrics.jsonl`: what a logger is, which there are, wandb and TensorBoard.
 
-A logger's methods run in its sender's thread, never in the run's. They raise when the tracker does not answer (they
-are then called again with the same arguments) and `Rejected` when it can never take the record.
+A logger's methods run in the thread of a `RetryQueue`. They raise when the tracker does not answer (they are then
+called again with the same arguments) and `Rejected` when it can never take the record.
 """
 
 import difflib
@@ -24,7 +24,7 @@ class Logger(Protocol):
     """One tracker."""
 
     def start(self) -> None:
-        """Opens or, on resume, continues the run at the tracker."""
+        """Open or, on resume, continue the run at the tracker."""
 
     def log(self, iteration: int, time: float, metrics: Mapping[str, float]) -> None:
         """Metrics of one iteration; `time` is Unix seconds."""
@@ -36,14 +36,14 @@ class Logger(Protocol):
         """The picture at `path`, shown under its file name; an older one of that name is replaced."""
 
     def finish(self, status: str) -> None:
-        """Ends the run as `finished`, `interrupted` or `failed`."""
+        """End the run as `finished`, `interrupted` or `failed`."""
 
     def where(self) -> str:
-        """How a person looks at it: a command or an address. Answers at once."""
+        """The command or address with which a person looks at it; returns at once."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuses loggers that cannot work, before anything is started.
+    """Refuse loggers that cannot work, before anything is started.
 
     Raises:
         ValueError: an unknown name; the message offers the nearest valid one.
@@ -101,16 +101,16 @@ class TensorBoardLogger:
         return f"tensorboard --logdir {shown(self._folder)}"
 
     def _open(self, iteration: int | None) -> Any:
-        """The writer; one that is told an iteration at or before the last hides what is purged from it on."""
+        """The writer; an iteration at or before the last one opens another, which hides what the old one has of it."""
         from torch.utils.tensorboard import SummaryWriter
 
         again = iteration is not None and self._writer is not None and iteration <= self._last
+        if again:
+            self._writer.close()
         if self._writer is None or again:
-            if self._writer is not None:
-                self._writer.close()
-            purge = iteration if again or self._resume else None
-            self._writer = SummaryWriter(str(self._folder), purge_step=purge)
-            if not again:
+            first = self._writer is None
+            self._writer = SummaryWriter(str(self._folder), purge_step=iteration if again or self._resume else None)
+            if first:
                 settings = "\n".join(f"    {key}: {value}" for key, value in flattened(masked(self._config)).items())
                 self._writer.add_text("config", settings)
         if iteration is not None:
@@ -122,10 +122,7 @@ class WandbLogger:
     """Weights & Biases; `WANDB_*` variables (`WANDB_MODE`, `WANDB_BASE_URL`, ...) work as usual."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], project: str, name: str, *, resume: bool) -> None:
-        self._run_dir = run_dir
-        self._config = config
-        self._project = project
-        self._name = name
+        self._run_dir, self._config, self._project, self._name = run_dir, config, project, name
         self._id_file = run_dir / "wandb_run_id"
         self._resume = resume
         self._run: Any = None

@@ -5,18 +5,19 @@
    `MLFLOW_EXPERIMENT_NAME`, ...) hold.
 2. Metric names: MLflow takes letters, digits, `_ - . : /` and spaces. `@` becomes `_at_` (`mean@8` is `mean_at_8`),
    any other character `_`.
-3. The run's id stands in `runs/NAME/mlflow_run_id`; a resumed run goes on in the same MLflow run. Parameters cannot
-   be changed there: a setting that differs from the first start is kept as a tag `resumed.KEY`. Metrics of iterations
-   done again are points of the same step with a later time.
+3. `runs/NAME/mlflow_run_id` has the run's id; a resumed run continues the same MLflow run. Its parameters cannot be
+   changed: a setting that differs from the first start is kept as a tag `resumed.KEY`. Metrics of repeated iterations
+   are points of the same step with a later time.
 4. Only `MlflowClient` with explicit ids: the fluent interface keeps a run per thread.
-5. Not otherwise set, `MLFLOW_HTTP_REQUEST_MAX_RETRIES` is 0 and `MLFLOW_HTTP_REQUEST_TIMEOUT` 30 s (the sender
-   retries, and without holding a request for minutes), MLflow's progress bars and its usage reports are off.
+5. Unless set otherwise, `MLFLOW_HTTP_REQUEST_MAX_RETRIES` is 0 and `MLFLOW_HTTP_REQUEST_TIMEOUT` 30 s (the
+   `RetryQueue` retries), and MLflow's progress bars and usage reports are off.
 """
 
 import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,6 @@ STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 PARAM_LENGTH = 6000
 TAG_LENGTH = 5000
 NAME_LENGTH = 250
-METRICS_PER_BATCH = 1000
-PARAMS_PER_BATCH = 100
 CELL_LENGTH = 4000
 ITERATIONS_PER_TABLE = 500
 QUIET = {
@@ -65,7 +64,16 @@ def local_store(run_dir: Path) -> Path:
 
 
 class MlflowLogger:
-    """One MLflow run. Its methods run in the sender's thread; the first call, `start`, takes seconds."""
+    """One MLflow run; the first call, `start`, takes seconds.
+
+    Args:
+        run_dir: the run's folder, whose store is used without a server (`local_store`).
+        config: the settings, which become parameters.
+        project: the experiment.
+        name: the run's name.
+        resume: continue the MLflow run whose id is kept.
+        id_dir: folder that keeps the id; None is `run_dir`.
+    """
 
     def __init__(
         self,
@@ -77,38 +85,25 @@ class MlflowLogger:
         resume: bool,
         id_dir: Path | None = None,
     ) -> None:
-        """
-        Args:
-            run_dir: the run's folder, whose store is used without a server (`local_store`).
-            config: the settings, which become parameters.
-            project: the experiment.
-            name: the run's name.
-            resume: continue the MLflow run whose id is kept.
-            id_dir: folder that keeps the id; None is `run_dir`.
-        """
-        self._run_dir = run_dir.absolute()
         self._config = masked(config)
-        self._project = project
-        self._name = name
-        self._resume = resume
-        self._id_file = (id_dir or self._run_dir) / "mlflow_run_id"
+        self._project, self._name, self._resume = project, name, resume
+        self._id_file = (id_dir or run_dir) / "mlflow_run_id"
         self._server = os.environ.get("MLFLOW_TRACKING_URI")
-        self._store = local_store(self._run_dir)
-        self._connected: MlflowClient | None = None
+        self._store = local_store(run_dir.absolute())
         self._run_id = ""
 
     def start(self) -> None:
-        client = self._client()
-        run = self._earlier(client)
+        client = self._client
+        run = self._earlier_run()
         if run is None:
-            run = client.create_run(self._experiment(client), run_name=self._name)
+            run = client.create_run(self._experiment(), run_name=self._name)
             self._id_file.write_text(f"{run.info.run_id}\n")
             # A retry of what follows goes on in this run and makes no second one.
             self._resume = True
         else:
             client.update_run(run.info.run_id, status="RUNNING")
         self._run_id = run.info.run_id
-        self._log_settings(client, run)
+        self._log_settings(run)
         if inputs := dataset_inputs(self._config):
             client.log_inputs(self._run_id, inputs)
 
@@ -117,10 +112,9 @@ class MlflowLogger:
         from mlflow.exceptions import MlflowException
 
         moment = int(time * 1000)
-        batch = [Metric(mlflow_name(name), float(value), moment, iteration) for name, value in metrics.items()]
+        points = [Metric(mlflow_name(name), float(value), moment, iteration) for name, value in metrics.items()]
         try:
-            for first in range(0, len(batch), METRICS_PER_BATCH):
-                self._client().log_batch(self._run_id, metrics=batch[first : first + METRICS_PER_BATCH])
+            self._client.log_batch(self._run_id, metrics=points)
         except MlflowException as error:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST"):
                 raise Rejected(str(error)) from error
@@ -133,91 +127,79 @@ class MlflowLogger:
         # Each call loads and rewrites its table, and MLflow lists all tables in one tag of bounded length: one table
         # for ever would cost ever more, one per iteration would overflow the tag.
         first = iteration // ITERATIONS_PER_TABLE * ITERATIONS_PER_TABLE
-        self._client().log_table(self._run_id, table, f"samples/from_iteration_{first:06d}.json")
+        self._client.log_table(self._run_id, table, f"samples/from_iteration_{first:06d}.json")
 
     def image(self, path: Path) -> None:
-        self._client().log_artifact(self._run_id, str(path))
+        self._client.log_artifact(self._run_id, str(path))
 
     def finish(self, status: str) -> None:
-        self._client().set_terminated(self._run_id, STATUS[status])
+        self._client.set_terminated(self._run_id, STATUS[status])
 
     def where(self) -> str:
         if self._server:
             return self._server
         return f"mlflow ui --backend-store-uri sqlite:///{shown(self._store)}"
 
+    @cached_property
     def _client(self) -> "MlflowClient":
-        if self._connected is None:
-            for name, value in QUIET.items():
-                os.environ.setdefault(name, value)
-            from mlflow.tracking import MlflowClient
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        from mlflow.tracking import MlflowClient
 
-            for noisy in ("mlflow.store.db.utils", "alembic"):
-                logging.getLogger(noisy).setLevel(logging.WARNING)
-            # The SQLite tables are made here, which takes seconds the first time.
-            self._connected = MlflowClient(self._server or f"sqlite:///{self._store}")
-        return self._connected
+        for noisy in ("mlflow.store.db.utils", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        # The SQLite tables are made here, which takes seconds the first time.
+        return MlflowClient(self._server or f"sqlite:///{self._store}")
 
-    def _earlier(self, client: "MlflowClient") -> "Run | None":
-        """The run to continue, or None; one that the tracker does not have any more is made anew."""
+    def _earlier_run(self) -> "Run | None":
+        """The run to continue; None where there is none, or the tracker no longer has it."""
         from mlflow.exceptions import MlflowException
 
         if not (self._resume and self._id_file.exists()):
             return None
         run_id = self._id_file.read_text().strip()
         try:
-            run = client.get_run(run_id)
+            run = self._client.get_run(run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             run = None
         if run is None or run.info.lifecycle_stage == "deleted":
-            log.warning("mlflow has no run %s, which %s names; a new one is made", run_id, self._id_file)
+            log.warning("mlflow has no run %s, which %s names; a new one is created", run_id, self._id_file)
             return None
         return run
 
-    def _experiment(self, client: "MlflowClient") -> str:
+    def _experiment(self) -> str:
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self._project
-        experiment = client.get_experiment_by_name(name)
+        experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
         artifacts = None if self._server else (self._store.parent / "mlartifacts").as_uri()
-        return str(client.create_experiment(name, artifact_location=artifacts))
+        return str(self._client.create_experiment(name, artifact_location=artifacts))
 
-    def _log_settings(self, client: "MlflowClient", run: "Run") -> None:
+    def _log_settings(self, run: "Run") -> None:
         from mlflow.entities import Param, RunTag
 
         settings = {mlflow_name(key): value[:PARAM_LENGTH] for key, value in flattened(self._config).items()}
         have = run.data.params
-        new = [Param(key, value) for key, value in settings.items() if key not in have]
-        for first in range(0, len(new), PARAMS_PER_BATCH):
-            client.log_batch(run.info.run_id, params=new[first : first + PARAMS_PER_BATCH])
         tags = {f"version.{library}": version for library, version in versions().items()}
-        commit = git_commit()
-        if commit is not None:
+        if (commit := git_commit()) is not None:
             tags |= {"mlflow.source.git.commit": commit[0], "git.changed": str(commit[1]).lower()}
-        changed = {key: value for key, value in settings.items() if have.get(key, value) != value}
-        tags |= {f"resumed.{key}"[:NAME_LENGTH]: value[:TAG_LENGTH] for key, value in changed.items()}
-        names = list(tags)
-        for first in range(0, len(names), PARAMS_PER_BATCH):
-            part = names[first : first + PARAMS_PER_BATCH]
-            client.log_batch(run.info.run_id, tags=[RunTag(name, tags[name]) for name in part])
-        client.log_dict(run.info.run_id, _plain(self._config), "config.yaml")
+        for key, value in settings.items():
+            if have.get(key, value) != value:
+                tags[f"resumed.{key}"[:NAME_LENGTH]] = value[:TAG_LENGTH]
+        self._client.log_batch(
+            self._run_id,
+            params=[Param(key, value) for key, value in settings.items() if key not in have],
+            tags=[RunTag(name, value) for name, value in tags.items()],
+        )
+        self._client.log_dict(self._run_id, self._config, "config.yaml")
 
 
 def _cell(value: Any) -> Any:
-    """A table's cell: long texts are cut, the whole stands in the trajectories."""
+    """A table's cell: long texts are cut; the trajectories have all of them."""
     if isinstance(value, str) and len(value) > CELL_LENGTH:
         return f"{value[:CELL_LENGTH]} … ({len(value)} characters)"
     return value
-
-
-def _plain(node: Any) -> Any:
-    """`node` in the types YAML writes without tags."""
-    if isinstance(node, Mapping):
-        return {str(key): _plain(value) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return [_plain(value) for value in node]
-    return node if isinstance(node, (str, int, float, bool, type(None))) else str(node)

@@ -17,31 +17,37 @@ SECRET = re.compile(
 
 
 def masked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with `***` in place of secrets.
+    """`config`, nested or flat, with `***` in place of secrets.
 
     Only mappings with free keys can hold secrets: `env_vars`, and the options of functions and engines (any key that
     ends with `kwargs`). Below those, text, lists and mappings under a name like `SECRET` are masked; below `env_vars`
     numbers are masked too.
     """
+    return {key: _walk(value, _holds_secrets(key), _is_environment(key)) for key, value in config.items()}
 
-    def walk(node: Any, free: bool, environment: bool) -> Any:
-        if isinstance(node, (list, tuple)):
-            return [walk(value, free, environment) for value in node]
-        if not isinstance(node, Mapping):
-            return node
-        result: dict[str, Any] = {}
-        for key, value in node.items():
-            name = str(key)
-            hideable = environment or isinstance(value, (str, bytes, list, tuple, Mapping))
-            if free and hideable and SECRET.search(name):
-                result[name] = "***"
-            else:
-                below = environment or name == "env_vars"
-                result[name] = walk(value, free or below or name.endswith("kwargs"), below)
-        return result
 
-    secrets_masked: dict[str, Any] = walk(config, False, False)
-    return secrets_masked
+def _walk(node: Any, free: bool, environment: bool) -> Any:
+    if isinstance(node, (list, tuple)):
+        return [_walk(value, free, environment) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    result: dict[str, Any] = {}
+    for key, value in node.items():
+        name = str(key)
+        hideable = environment or isinstance(value, (str, bytes, list, tuple, Mapping))
+        if free and hideable and SECRET.search(name):
+            result[name] = "***"
+        else:
+            result[name] = _walk(value, free or _holds_secrets(name), environment or _is_environment(name))
+    return result
+
+
+def _is_environment(key: str) -> bool:
+    return key.rpartition(".")[2] == "env_vars"
+
+
+def _holds_secrets(key: str) -> bool:
+    return _is_environment(key) or key.endswith("kwargs")
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -64,12 +70,15 @@ def git_commit() -> tuple[str, bool] | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    git = ["git", "-C", str(root)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        head = _git(root, "rev-parse", "HEAD")
-        return head.strip(), bool(_git(root, "status", "--porcelain", "--untracked-files=no").strip())
+        head = subprocess.run([*git, "rev-parse", "HEAD"], **options)
+        changes = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], **options)
     except (OSError, subprocess.SubprocessError):
-        # No git on this machine, or a checkout without a commit: the run has no commit to name.
+        # No git on this machine, or a checkout without a commit.
         return None
+    return head.stdout.strip(), bool(changes.stdout.strip())
 
 
 def versions() -> dict[str, str]:
@@ -83,9 +92,3 @@ def versions() -> dict[str, str]:
             except metadata.PackageNotFoundError:
                 continue
     return found
-
-
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
-    ).stdout

@@ -1,6 +1,6 @@
 """How good a policy version is on the validation prompts: mean, best, worst and majority of its N responses.
 
-Every number is exact. Nothing is bootstrapped, so the same rows always give the same metrics.
+Every number is exact; nothing is bootstrapped. No model library is imported, because light stages run this module.
 """
 
 import json
@@ -8,14 +8,37 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.stats import Stat, Stats, mean
-from pipeline.store.events import PromptScores
+from pipeline.store.client import StoreClient
+from pipeline.store.events import PromptScores, ValidationScored
+from pipeline.store.policy_store import PolicyStore
 from pipeline.track.passk import best_at_k, maj_at_n
+from pipeline.track.trajectories import Record
+
+
+class Validation:
+    """The stage where validation rows leave the stream: they are recorded, and the driver gets their numbers."""
+
+    def __init__(self, run_dir: str, store: StoreClient):
+        self._record, self._store = Record(run_dir), store
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The rows of `table` that are not for validation."""
+        for_validation = pc.equal(table["split"], "val")
+        if not pc.any(for_validation).as_py():
+            return table
+        validation = table.filter(for_validation)
+        self._record(validation)
+        version = validation["iteration"][0].as_py()
+        seconds = pc.max(validation["generate_s"]).as_py()
+        scored = ValidationScored(version, prompt_scores(validation), seconds)
+        self._store.call(PolicyStore.record_validation, scored)
+        return table.filter(pc.invert(for_validation))
 
 
 def prompt_scores(table: pa.Table) -> list[PromptScores]:
@@ -25,44 +48,32 @@ def prompt_scores(table: pa.Table) -> list[PromptScores]:
         table: validation rows with data_source, uid, score, response, and reward_parts and reward_error where known.
     """
     prompts: dict[tuple[str, str], PromptScores] = {}
-    numbers: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-    rows = zip(
-        table["data_source"].to_pylist(),
-        table["uid"].to_pylist(),
-        table["score"].to_pylist(),
-        table["response"].to_pylist(),
-        _optional(table, "reward_parts"),
-        _optional(table, "reward_error"),
-        strict=True,
-    )
-    for source, uid, score, response, parts, error in rows:
-        known = prompts.get((source, uid), PromptScores(source, uid, 0, [], []))
-        known = prompts[source, uid] = replace(known, responses=known.responses + 1)
-        if error is not None:
+    votes: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    optional = [name for name in ("reward_parts", "reward_error") if name in table.column_names]
+    for row in table.select(["data_source", "uid", "score", "response", *optional]).to_pylist():
+        key = row["data_source"], row["uid"]
+        prompt = prompts.get(key, PromptScores(*key, 0, [], []))
+        prompts[key] = prompt = replace(prompt, responses=prompt.responses + 1)
+        if row.get("reward_error") is not None:
             continue
-        told = json.loads(parts) if parts else {}
+        parts = json.loads(row.get("reward_parts") or "{}")
         # A `pred` that is there and null is an answer too.
-        answer = json.dumps(told["pred"], sort_keys=True) if "pred" in told else response.strip()
-        of_prompt = numbers[source, uid]
-        vote = of_prompt.setdefault(answer, len(of_prompt))
-        known.scores.append(float(score))
-        known.votes.append(vote)
-        if told.get("acc") is not None:
-            known.accuracies.append(float(told["acc"]))
-            known.accuracy_votes.append(vote)
+        answer = json.dumps(parts["pred"], sort_keys=True) if "pred" in parts else row["response"].strip()
+        vote = votes[key].setdefault(answer, len(votes[key]))
+        prompt.scores.append(float(row["score"]))
+        prompt.votes.append(vote)
+        if parts.get("acc") is not None:
+            prompt.accuracies.append(float(parts["acc"]))
+            prompt.accuracy_votes.append(vote)
     return list(prompts.values())
 
 
 def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
-    """mean@N, best@k, worst@k, maj@N and std@N of each data source.
+    """mean@N, best@k, worst@k, maj@N and std@N of each data source, averaged over its prompts.
 
     They are given for `reward`, the score, and where the reward function also returns `acc` (whether the answer is
-    right, 0 to 1) for that; what a source is judged by, `acc` where there is one, stands under `val-core`, the other
-    under `val-aux`.
-
-    Each is worked out per prompt and averaged over prompts. N is the largest number of responses of a prompt in the
-    source. Rows whose reward failed are left out of their prompt, and counted in
-    `val-aux/{source}/reward/error_rate`.
+    right, 0 to 1) for that: `acc` is then under `val-core` and the score under `val-aux`. N is the largest number of
+    responses of a prompt in the source. Rows whose reward failed count only in `val-aux/{source}/reward/error_rate`.
     """
     stats: Stats = {}
     for source in dict.fromkeys(prompt.data_source for prompt in prompts):
@@ -101,7 +112,3 @@ def _source_metrics(core: str, aux: str, groups: list[tuple[list[float], list[in
         stats[f"{aux}/worst@{k}/mean"] = over_prompts(-best_at_k([-s for s in scores], k) for scores, _ in groups)
         k *= 2
     return stats
-
-
-def _optional(table: pa.Table, name: str) -> list[Any]:
-    return table[name].to_pylist() if name in table.column_names else [None] * len(table)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import load_config, to_flat
 from pipeline.track import provenance
 from pipeline.track.provenance import flattened, git_commit, masked, versions
 
@@ -43,6 +44,13 @@ def test_secrets_are_masked_and_nothing_else() -> None:
         },
     }
     assert kwargs["api_key"] == "abc"
+
+
+def test_secrets_are_masked_in_the_settings_as_trackers_get_them() -> None:
+    config = load_config(["+trainer.env_vars.HF_TOKEN=abc", "+rollout.engine_kwargs.api_key=abc", "rollout.n=3"])
+    hidden = masked(to_flat(config))
+    assert hidden["trainer.env_vars"] == {"HF_TOKEN": "***"} and hidden["rollout.engine_kwargs"] == {"api_key": "***"}
+    assert hidden["rollout.n"] == 3
 
 
 def test_versions_name_the_stack() -> None:
