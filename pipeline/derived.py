@@ -5,11 +5,12 @@ An optional stage exists where its output is read: the advantage estimator decla
 agree. An unknown `algorithm.adv_estimator` raises `ValueError`. Importing this module loads no torch.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.algorithm import RolloutCorrectionConfig
+from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.config.scoring import ScorerConfig
 
 
@@ -133,3 +134,32 @@ def _selects(config: Config) -> bool:
 def weighs_itself(config: Config) -> bool:
     """Whether the loss's own ratio is that of the current policy to the engine's."""
     return config.actor.old_log_probs == "engine" and config.actor.policy_loss.loss_mode not in WITHOUT_RATIO
+
+
+@dataclass(frozen=True)
+class UpdateShape:
+    """How an iteration's rows are divided into steps and passes; values that the critic leaves open are the actor's."""
+
+    epochs: int
+    mini_batches: int
+    """Mini-batches of one iteration."""
+    max_tokens: int
+    """Largest number of tokens in one forward pass of one rank."""
+    max_nonfinite_steps: int
+    """Optimiser steps in a row that may have a gradient that is not finite."""
+
+    @classmethod
+    def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
+        actor = config.actor
+        size = part.ppo_mini_batch_size or actor.ppo_mini_batch_size or config.data.train_batch_size
+        return cls(
+            epochs=part.ppo_epochs or actor.ppo_epochs,
+            mini_batches=config.data.train_batch_size // size,
+            max_tokens=part.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+            max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of one iteration."""
+        return self.epochs * self.mini_batches

@@ -39,6 +39,17 @@ class Stage:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that a node must have."""
 
+    @property
+    def needs(self) -> Resources:
+        """Resources of one actor or task."""
+        return {"CPU": self.cpus, "GPU": self.gpus}
+
+    @property
+    def where(self) -> str:
+        """The labels in words."""
+        labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
+        return f" on nodes labelled {labels}" if labels else ""
+
 
 @dataclass
 class Node:
@@ -46,17 +57,18 @@ class Node:
 
     resources: Resources
     labels: Mapping[str, str]
-    cpus: float = 0.0
-    gpus: list[float] = field(default_factory=list)
+    cpus: float = field(init=False)
+    gpus: list[float] = field(init=False)
     """The free part of each GPU."""
-    without_gpu: list[str] = field(default_factory=list)
-    on_gpu: list[list[str]] = field(default_factory=list)
+    on_gpu: list[list[str]] = field(init=False)
     """Names of the stages on each GPU."""
+    without_gpu: list[str] = field(default_factory=list)
 
-    @classmethod
-    def empty(cls, resources: Resources, labels: Mapping[str, str]) -> "Node":
-        count = int(resources.get("GPU", 0.0))
-        return cls(resources, labels, resources.get("CPU", 0.0), [1.0] * count, [], [[] for _ in range(count)])
+    def __post_init__(self) -> None:
+        count = int(self.resources.get("GPU", 0.0))
+        self.cpus = self.resources.get("CPU", 0.0)
+        self.gpus = [1.0] * count
+        self.on_gpu = [[] for _ in range(count)]
 
     def take(self, stage: Stage) -> bool:
         """Place one actor of the stage here, if it fits."""
@@ -89,6 +101,10 @@ class Node:
         return f"{describe(self.resources)}{f' ({labels})' if labels else ''}: {'; '.join(parts) or 'empty'}"
 
 
+def _empty(nodes: Sequence[Resources], labels: Sequence[Mapping[str, str]] | None) -> list[Node]:
+    return list(map(Node, nodes, labels or [{}] * len(nodes)))
+
+
 def place(
     stages: Iterable[Stage], nodes: Sequence[Resources], labels: Sequence[Mapping[str, str]] | None = None
 ) -> list[Node]:
@@ -106,7 +122,7 @@ def place(
         lambda stage: (-stage.gpus, -stage.cpus),
     )
     for order in orders:
-        placed = [Node.empty(*node) for node in zip(nodes, labels or [{}] * len(nodes), strict=True)]
+        placed = _empty(nodes, labels)
         actors = (stage for stage in sorted(stages, key=order) for _ in range(stage.count))
         if all(any(node.take(stage) for node in placed) for stage in actors):
             return placed
@@ -142,32 +158,25 @@ def check_resources(
     if nodes is None:
         nodes = [local_node(num_cpus)]
         cpu_holder = f"trainer.ray_num_cpus={num_cpus} gives the local Ray" if num_cpus else holder
-        remedy = (
-            "lower one of them, or set trainer.ray_num_cpus (phases alternate, so it may exceed the machine's CPUs)"
-        )
+        remedy = "lower one of them, or raise trainer.ray_num_cpus (phases alternate, so it may exceed the CPUs)"
     nodes = list(nodes)
-    for kind, place_of, shared, advice in (
+    for kind, has, shared, advice in (
         ("GPU", holder, 0.0, "lower one of them or use more GPUs"),
         ("CPU", cpu_holder, SHARED_STAGE_CPUS, remedy),
     ):
         have = sum(node.get(kind, 0.0) for node in nodes)
-        need = sum(stage.count * _each(stage, kind) for stage in stages)
+        need = sum(stage.count * stage.needs[kind] for stage in stages)
         if need > have + EPSILON:
             words, numbers = _sum(stages, kind)
-            more = (f" + {shared:g} for prompts", f" + {shared:g}") if shared else ("", "")
-            raise ConfigError(
-                f"the run needs {words}{more[0]} = {numbers}{more[1]} = {need:g} {kind}s and {place_of} {have:g}; "
-                f"{advice}"
-            )
+            if shared:
+                words, numbers = f"{words} + {shared:g} for prompts", f"{numbers} + {shared:g}"
+            raise ConfigError(f"the run needs {words} = {numbers} = {need:g} {kind}s and {has} {have:g}; {advice}")
     if not place(stages, nodes, labels):
-        wanted = ", ".join(
-            f"{stage.count} x {stage.name} of {describe({'CPU': stage.cpus, 'GPU': stage.gpus})}{_where(stage)}"
-            for stage in stages
-        )
+        wanted = ", ".join(f"{stage.count} x {stage.name} of {describe(stage.needs)}{stage.where}" for stage in stages)
+        there = ", ".join(map(str, _empty(nodes, labels)))
         raise ConfigError(
             f"the nodes have enough in all, but not together for {wanted}: an actor has its CPUs from one node and its "
-            "part of a GPU from one GPU, on a node with the labels of trainer.placement; the nodes have "
-            + ", ".join(str(Node.empty(*node)) for node in zip(nodes, labels or [{}] * len(nodes), strict=True))
+            f"part of a GPU from one GPU, on a node with the labels of trainer.placement; the nodes have {there}"
         )
     _check_growth(stages, nodes, labels)
 
@@ -215,20 +224,11 @@ def describe(resources: Resources) -> str:
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
 
 
-def _each(stage: Stage, kind: str) -> float:
-    return stage.gpus if kind == "GPU" else stage.cpus
-
-
-def _where(stage: Stage) -> str:
-    labels = ",".join(f"{key}={value}" for key, value in stage.labels.items())
-    return f" on nodes labelled {labels}" if labels else ""
-
-
 def _sum(stages: Iterable[Stage], kind: str) -> tuple[str, str]:
     """The needs of the stages that have keys for them, as a sum of keys and as a sum of numbers."""
     words, numbers = [], []
     for stage in stages:
-        each, key = _each(stage, kind), stage.keys[2 if kind == "GPU" else 1]
+        each, key = stage.needs[kind], stage.keys[2 if kind == "GPU" else 1]
         if each and key:
             words.append(f"{stage.keys[0]} x {key}" if stage.keys[0] else key)
             numbers.append(f"{stage.count} x {each:g}" if stage.keys[0] else f"{each:g}")

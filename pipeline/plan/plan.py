@@ -1,22 +1,14 @@
 """What a config amounts to: chunks, rows and optimiser steps per iteration, actors, CPUs, GPUs and memory per stage.
 
-`python -m jobs.train --dry-run` prints it and exits; a real run prints the same plan and refuses to start where the
-machine cannot hold it. Everything is worked out from the settings and from files of the models' folders; torch, Ray and
-vLLM are not imported.
+`slipstream train --dry-run` prints it and exits. It is computed from settings and files of the models' folders; torch,
+Ray and vLLM are not imported.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from pipeline.config import Config, ConfigError
-from pipeline.config.learner import ActorConfig, CriticConfig
-from pipeline.derived import (
-    scorers,
-    uses_baselines,
-    uses_critic,
-    uses_engines,
-    uses_filter,
-)
+from pipeline.derived import UpdateShape, scorers, uses_baselines, uses_critic, uses_engines, uses_filter
 from pipeline.plan.check_replay import REPLAY_CPUS
 from pipeline.plan.checks import check
 from pipeline.plan.memory import Memory, estimate
@@ -25,19 +17,6 @@ from pipeline.plan.warnings import notes
 
 FILTER_CPUS = 0.1
 """Ray CPUs of the filter stage, which mostly waits."""
-
-
-@dataclass(frozen=True)
-class Updates:
-    """How a learner goes over an iteration's rows."""
-
-    mini_batches: int
-    epochs: int
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps per iteration."""
-        return self.mini_batches * self.epochs
 
 
 @dataclass(frozen=True)
@@ -51,8 +30,8 @@ class Plan:
     rows_per_rank: int
     greedy_rows_per_iteration: int
     """Rows generated for the baselines of the estimator, which do not reach the trainer."""
-    actor: Updates
-    critic: Updates | None
+    actor: UpdateShape
+    critic: UpdateShape | None
     """None without a critic."""
     chunks_in_flight_per_engine: int
     iterations: int | None
@@ -97,8 +76,8 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         rows_per_iteration=rows,
         rows_per_rank=rows // trainer.num_workers,
         greedy_rows_per_iteration=data.train_batch_size * (uses_baselines(config) and uses_engines(config)),
-        actor=_updates(config, config.actor),
-        critic=_updates(config, config.critic) if uses_critic(config) else None,
+        actor=UpdateShape.of(config, config.actor),
+        critic=UpdateShape.of(config, config.critic) if uses_critic(config) else None,
         chunks_in_flight_per_engine=rollout.in_flight(chunks),
         iterations=_iterations(config, train_rows),
         train_rows=train_rows,
@@ -108,12 +87,6 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         memory=memory,
         notes=tuple(notes(config, chunks, memory)),
     )
-
-
-def _updates(config: Config, learner: ActorConfig | CriticConfig) -> Updates:
-    batch = config.data.train_batch_size
-    mini = learner.ppo_mini_batch_size or config.actor.ppo_mini_batch_size or batch
-    return Updates(batch // mini, learner.ppo_epochs or config.actor.ppo_epochs)
 
 
 def _stages(config: Config) -> Iterator[Stage]:
@@ -143,14 +116,14 @@ def _iterations(config: Config, train_rows: int | None) -> int | None:
     if iterations is None:
         if train_rows is None:
             return None
-        iterations = train_rows * trainer.total_epochs // batch
-    if iterations == 0:
-        assert train_rows is not None
-        raise ConfigError(
-            f"{train_rows} training prompts x trainer.total_epochs={trainer.total_epochs} = "
-            f"{train_rows * trainer.total_epochs} do not fill one iteration of data.train_batch_size={batch}; "
-            "lower it, raise the epochs or set trainer.total_training_steps"
-        )
+        visits = train_rows * trainer.total_epochs
+        iterations = visits // batch
+        if iterations == 0:
+            raise ConfigError(
+                f"{train_rows} training prompts x trainer.total_epochs={trainer.total_epochs} = {visits} do not fill "
+                f"one iteration of data.train_batch_size={batch}; lower it, raise the epochs or set "
+                "trainer.total_training_steps"
+            )
     if warmup >= iterations:
         raise ConfigError(
             f"critic.warmup={warmup} leaves {iterations} - {warmup} = {iterations - warmup} iterations in which the "

@@ -5,10 +5,17 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from pipeline.config import Config
-from pipeline.derived import rollout_correction, uses_critic, uses_engines, uses_reference, why_not_streamed
+from pipeline.derived import (
+    UpdateShape,
+    rollout_correction,
+    uses_critic,
+    uses_engines,
+    uses_reference,
+    why_not_streamed,
+)
 from pipeline.plan.memory import Memory, shown
 from pipeline.plan.placement import Node, Stage, lines
-from pipeline.plan.plan import Plan, Updates
+from pipeline.plan.plan import Plan
 
 
 def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
@@ -64,8 +71,7 @@ def stage_resources(stage: Stage) -> str:
     """How many actors or tasks a stage has, with what each of them needs."""
     many = f"{'at least ' if stage.at_least else ''}{stage.count}{f' up to {stage.most}' if stage.most else ''}"
     gpus = f" + {stage.gpus:g} GPU" if stage.gpus else ""
-    named = ", ".join(f"{key}={value}" for key, value in stage.labels.items())
-    return f"{many} x {stage.cpus:g} CPU{gpus}{f' on nodes labelled {named}' if named else ''}"
+    return f"{many} x {stage.cpus:g} CPU{gpus}{stage.where}"
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -116,7 +122,7 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"{name} {weight / total:.0%}"
 
 
-def _steps(updates: Updates) -> str:
+def _steps(updates: UpdateShape) -> str:
     return f"{updates.mini_batches} mini-batches x {updates.epochs} epochs = {updates.steps} per iteration"
 
 

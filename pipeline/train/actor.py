@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
+from pipeline.derived import UpdateShape
 from pipeline.losses import Candidates, LossInput, agg_loss, checked, get_policy_loss
 from pipeline.losses.kl import kl_loss
 from pipeline.models.batch import TrainBatch
@@ -24,7 +25,7 @@ from pipeline.models.policy import Policy, load_policy
 from pipeline.stats import Stat, Stats, mean, merge
 from pipeline.track.metrics import log_prob_gap
 from pipeline.train.correction import AllSum, Corrected, correct, parse
-from pipeline.train.learner import Learner, UpdateShape
+from pipeline.train.learner import Learner
 
 
 class Actor(Learner):

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from pipeline.config.learner import CriticConfig
 from pipeline.config.model import ModelConfig
+from pipeline.derived import UpdateShape
 from pipeline.losses import agg_loss
 from pipeline.losses.value import explained_variance, value_loss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.packing import MicroBatch
 from pipeline.models.value import ValueModel, load_value_model
 from pipeline.stats import Stat, Stats, mean, merge
-from pipeline.train.learner import Learner, UpdateShape
+from pipeline.train.learner import Learner
 
 
 class Critic(Learner):

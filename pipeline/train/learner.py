@@ -9,15 +9,14 @@ micro-batches change the loss or the gradient.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.config import Config
 from pipeline.config.learner import ActorConfig, CriticConfig
+from pipeline.derived import UpdateShape
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import clip_grad_norm, shard
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
@@ -25,35 +24,6 @@ from pipeline.models.packing import MicroBatch, collate
 from pipeline.models.sharing import share_prefixes, shared_size
 from pipeline.stats import Stat, Stats, mean
 from pipeline.train.optim import build_optimizer, build_scheduler
-
-
-@dataclass(frozen=True)
-class UpdateShape:
-    """How an iteration's rows are divided into steps and passes; values that the critic leaves open are the actor's."""
-
-    epochs: int
-    mini_batches: int
-    """Mini-batches of one iteration."""
-    max_tokens: int
-    """Largest number of tokens in one forward pass of one rank."""
-    max_nonfinite_steps: int
-    """Optimiser steps in a row that may have a gradient that is not finite."""
-
-    @classmethod
-    def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
-        actor = config.actor
-        size = part.ppo_mini_batch_size or actor.ppo_mini_batch_size or config.data.train_batch_size
-        return cls(
-            epochs=part.ppo_epochs or actor.ppo_epochs,
-            mini_batches=config.data.train_batch_size // size,
-            max_tokens=part.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
-            max_nonfinite_steps=config.trainer.max_nonfinite_steps,
-        )
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps of one iteration."""
-        return self.epochs * self.mini_batches
 
 
 class Learner(ABC):

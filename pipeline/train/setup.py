@@ -4,12 +4,11 @@ import ray
 import torch
 
 from pipeline.config import Config
-from pipeline.derived import rollout_correction
+from pipeline.derived import UpdateShape, rollout_correction
 from pipeline.models.fsdp import torch_dtype
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
-from pipeline.train.learner import UpdateShape
 from pipeline.weights.direct import PublishedMemory
 from pipeline.weights.publish import WeightPublisher
 

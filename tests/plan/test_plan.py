@@ -117,16 +117,6 @@ def test_updates_of_the_critic():
     assert critic and (critic.mini_batches, critic.epochs, critic.steps) == (4, 1, 4)
 
 
-def test_updates_are_those_of_the_trainer():
-    from pipeline.train.learner import UpdateShape
-
-    config = load_config([*SMALL, *PPO, "critic.ppo_epochs=5"])
-    numbers = plan(config)
-    for part, updates in ((config.actor, numbers.actor), (config.critic, numbers.critic)):
-        shape = UpdateShape.of(config, part)
-        assert updates and (updates.mini_batches, updates.epochs) == (shape.mini_batches, shape.epochs)
-
-
 def test_warmup_leaves_iterations_for_the_policy():
     warmup = [*PPO, "trainer.total_training_steps=5"]
     small(*warmup, "critic.warmup=4")
