@@ -23,7 +23,7 @@ from jobs.verl.launch import Settings, launch, refusal
 from jobs.verl.recorder import record
 from jobs.verl.script import Script
 from jobs.verl.state import Conversion
-from jobs.verl.tokens import ScriptError
+from jobs.verl.words import ScriptError
 from pipeline.config import ConfigError, load_config
 from pipeline.plan.checks import check
 

@@ -8,9 +8,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from jobs.verl.expand import Expander
 from jobs.verl.script import Command
-from jobs.verl.tokens import ScriptError
+from jobs.verl.words import ScriptError, Words
 from pipeline.config.verl_keys import SECTIONS
 
 _PPO = re.compile(r"(.*\.)?(verl\.trainer\.main_ppo(_sync)?|recipe\.dapo\.(src\.)?main_dapo)")
@@ -52,7 +51,7 @@ class Settings:
     """What may hold settings that are not known."""
     notes: list[str] = field(default_factory=list)
 
-    def add(self, arguments: Iterable[str], script: Expander | None = None) -> None:
+    def add(self, arguments: Iterable[str], script: Words | None = None) -> None:
         """Take the settings out of arguments, in which `script` marks what it does not know."""
         parser = OverridesParser.create()
         option = ""
@@ -76,7 +75,7 @@ class Settings:
                 self.cannot.append(f"{shown} is no setting of the form key=value")
 
 
-def launch(commands: list[Command], source: str, settings: Settings, script: Expander) -> None:
+def launch(commands: list[Command], source: str, settings: Settings, script: Words) -> None:
     """Add the settings of the command in `source` that starts PPO training.
 
     Raises:

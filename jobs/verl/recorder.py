@@ -17,7 +17,7 @@ from pathlib import Path
 from shutil import which
 
 from jobs.verl.script import Command
-from jobs.verl.tokens import ScriptError
+from jobs.verl.words import ScriptError
 
 _TOOLS = (
     "bash basename cat cut date dirname echo expr grep head hostname id nproc readlink realpath sed seq sort tail tr"

@@ -1,31 +1,38 @@
 """The commands that a bash script would start, worked out from its text. Nothing is run, and no file is sourced.
 
-What was chosen:
-
-1. Assignments, arrays, defaults, arithmetic, tests, `if`, `case`, `for` and functions are followed as bash does, in an
-   environment that holds HOME, PWD and the variables that the caller names. Other variables count as not set.
-2. The output of a command and the files of the machine are unknown. A branch that depends on them is in doubt: each
-   variable that is assigned there is unknown from then on, and a command there that trains is refused later.
+1. Assignments, arrays, defaults, arithmetic, functions, and `if`, `case`, `&&` and `||` on known values are followed as
+   bash does, in an environment that holds HOME, PWD and the variables that the caller names. Others count as not set.
+2. Everything else is undecided: loops, the output of commands, the files of the machine. A variable that is assigned
+   in an undecided part is unknown from then on, and a command there that trains is refused later.
 3. Slipstream runs on NVIDIA GPUs and CPUs, so `python3 -c 'import torch_npu'` fails.
 """
 
-import posixpath
+import contextlib
+import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from jobs.verl.conditions import Status, all_of, any_of, fits, holds, opposite
-from jobs.verl.expand import Expander, Value
-from jobs.verl.tokens import ScriptError, Token, tokens
+from tree_sitter import Node
 
-MAX_COMMANDS = 20_000
-"""Commands after which a script counts as one that never ends."""
+from jobs.verl.words import ScriptError, Words, source_of
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
-_DECLARATIONS = ("export", "declare", "typeset", "local", "readonly")
-_READERS = ("read", "mapfile", "readarray", "getopts", "let")
-_RESERVED = ("then", "elif", "else", "fi", "do", "done", "esac", "}", "select", "coproc")
-_IGNORED = ("set", "shopt", "ulimit", "wait", "sleep", "trap", "mkdir", ":", "true")
+Status = bool | None
+"""Whether a test holds or a command succeeds; None where the text does not tell."""
+
+_IGNORED = ("set", "shopt", "ulimit", "wait", "sleep", "trap", "mkdir", "cd", ":", "true", "exec")
+_READERS = ("read", "mapfile", "readarray", "getopts", "let", "unset")
+_NEVER = {"while": False, "until": True}
+_KEYWORDS = ("do_group", "then", "elif_clause", "else_clause", "fi")
+_COMPARISONS = {
+    "-eq": int.__eq__,
+    "-ne": int.__ne__,
+    "-lt": int.__lt__,
+    "-le": int.__le__,
+    "-gt": int.__gt__,
+    "-ge": int.__ge__,
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,14 @@ class Command:
     arguments: list[str]
     line: int
     doubt: int | None = None
-    """Line of the branch that decides whether the command is reached, where the text does not settle it."""
+    """Line of the part of the script that decides whether the command is reached, where the text does not tell."""
 
 
-class Script(Expander):
+class _Ended(Exception):
+    """The script, or with `return` its function, ends here."""
+
+
+class Script(Words):
     """Follows scripts one after the other, as if they were one."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -49,15 +60,10 @@ class Script(Expander):
         super().__init__(variables)
         self.commands: list[Command] = []
         self.notes: list[str] = []
-        self._functions: dict[str, tuple[list[Token], int]] = {}
-        self._tokens: list[Token] = []
-        self._place = 0
-        self._dead_code = False
-        self._ended = ""
+        self._functions: dict[str, Node] = {}
         self._output: list[str] = []
-        self._count = 0
-        self._outside: list[dict[str, Value | None]] = []
-        """Per function that is followed: what the variables hold outside that it declares for itself."""
+        self._local: list[str] | None = None
+        """Variables that the function that is read declares for itself; None outside of functions."""
 
     def read(self, text: str, path: str = "run.sh") -> None:
         """Follow a script, whose file is `path`.
@@ -67,310 +73,276 @@ class Script(Expander):
         """
         self.variables |= {"0": path, "BASH_SOURCE": path}
         try:
-            self._inside(tokens(text.replace("\ue000", "").replace("\ue001", "")))
+            self._run(self.parse(re.sub("[\ue000\ue001]", "", text.replace("\r\n", "\n"))))
+        except _Ended:
+            pass
         except RecursionError as error:
-            raise ScriptError("brackets, functions or expansions are nested too deeply") from error
+            raise ScriptError("line 1: brackets, functions or expansions are nested too deeply") from error
 
-    def output(self, text: str, line: int) -> str | None:
-        outer = self._output, dict(self.variables), self._ended, len(self.commands)
+    def output(self, node: Node) -> str | None:
+        outer, commands = self._output, len(self.commands)
         self._output = []
-        self._inside(tokens(text, line))
+        self._subshell(node)
         result = "\n".join(self._output).rstrip("\n")
-        self._output, self.variables, self._ended, commands = outer
-        return result if len(self.commands) == commands else None
+        self._output = outer
+        reads_file = any(child.type == "file_redirect" for child in node.named_children)
+        return None if reads_file or len(self.commands) > commands else result
 
     # The structure of the script.
 
-    def _inside(self, inner: list[Token], place: int = 0, only_one: bool = False) -> Status:
-        """Follow other tokens: all of them, or the one command at `place`."""
-        outer = self._tokens, self._place
-        self._tokens, self._place = inner, place
-        status = self._command() if only_one else self._list()
-        if not only_one and self._place < len(inner):
-            raise ScriptError(f"line {self._peek().line}: nothing is open that this {self._peek().text!r} could end")
-        self._tokens, self._place = outer
-        return status
+    def _run(self, node: Node) -> Status:
+        """Follow one statement."""
+        match node.type:
+            case "comment" | "file_redirect":
+                return True
+            case "program" | "compound_statement" | "pipeline" if node.children[:1] and node.children[0].type != "((":
+                return self._all(node.named_children)
+            case "subshell":
+                return self._subshell(node)
+            case "list":
+                left, operator, right = (child for child in node.children if child.type != "comment")
+                status = self._run(left)
+                goes_on = status if operator.type == "&&" else _opposite(status)
+                following = self._branch(goes_on, operator, [right])
+                return following if goes_on else status
+            case "negated_command":
+                return _opposite(self._all(node.named_children))
+            case "if_statement":
+                return self._if(node)
+            case "case_statement":
+                return self._case(node)
+            case "while_statement" if self._all(_behind(node, node.children[0].type)) is _NEVER[node.children[0].type]:
+                return True
+            case "function_definition" if self.doubt:
+                raise ScriptError(f"line {self.line(node)}: line {self.doubt} decides whether this function is defined")
+            case "function_definition":
+                self._functions[source_of(node.named_children[0])] = node.named_children[-1]
+                return True
+            case "test_command":
+                return self._test(node)
+            case "redirected_statement" | "command":
+                return self._command(node)
+            case "variable_assignment" | "variable_assignments" | "declaration_command":
+                return self._declare(node)
+            case "program":
+                return True
+        return self._undecided(node)
 
-    @property
-    def _live(self) -> bool:
-        return not self._dead_code and not self._ended
-
-    def _peek(self, ahead: int = 0) -> Token:
-        place = self._place + ahead
-        end = Token("", self._tokens[-1].line if self._tokens else 1, operator=True)
-        return self._tokens[place] if place < len(self._tokens) else end
-
-    def _take(self, expected: str | None = None) -> Token:
-        token = self._peek()
-        self._place += 1
-        if expected is not None and token.text != expected:
-            raise ScriptError(f"line {token.line}: {expected!r} is missing before {token.text or 'the end'!r}")
-        return token
-
-    def _skip(self, *texts: str) -> None:
-        while self._peek().operator and self._peek().text in texts:
-            self._place += 1
-
-    def _now(self, token: Token) -> str:
-        """What a word expands to, unless it stands in a part that is not run."""
-        return self.text(token.text, token.line) if self._live and not token.operator else token.text
-
-    def _follow(self, status: Status, line: int, part: Callable[[], Status]) -> Status:
-        """Follow a part of the script that is run where `status` holds."""
-        outer = self._dead_code, self.doubt, self._ended
-        self._dead_code = self._dead_code or status is False
-        self.doubt = self.doubt or (line if status is None and self._live else None)
-        result = part()
-        # A way in doubt that ends the script is not the one on which verl is started.
-        ended = outer[2] if status is None else self._ended
-        self._dead_code, self.doubt, self._ended = outer[0], outer[1], ended
-        return result if status else None
-
-    def _list(self, *stops: str) -> Status:
-        """Follow commands up to one of the words `stops`, a closing bracket, or the end."""
+    def _all(self, nodes: Iterable[Node]) -> Status:
         status: Status = True
-        while (token := self._peek()).text and token.text not in (*stops, ")", ";;", ";&", ";;&"):
-            if token.operator and token.text in ("\n", ";", "&"):
-                self._place += 1
-            else:
-                status = self._and_or()
+        for node in nodes:
+            status = self._run(node)
         return status
 
-    def _and_or(self) -> Status:
-        status = self._pipeline()
-        while (operator := self._peek()).text in ("&&", "||"):
-            self._place += 1
-            self._skip("\n")
-            goes_on = status if operator.text == "&&" else opposite(status)
-            following = self._follow(goes_on, operator.line, self._pipeline)
-            status = following if goes_on else status
-        return status
+    def _branch(self, status: Status, start: Node, nodes: Iterable[Node]) -> Status:
+        """Follow a part of the script that is run where `status` holds."""
+        if status:
+            return self._all(nodes)
+        if status is None:
+            outer = self.doubt
+            self.doubt = self.doubt or self.line(start)
+            # A way in doubt that ends the script is not the one on which verl is started.
+            with contextlib.suppress(_Ended):
+                self._all(nodes)
+            self.doubt = outer
+        return None
 
-    def _pipeline(self) -> Status:
-        negated = self._peek().text == "!"
-        self._place += negated
-        status = self._command()
-        while self._peek().text in ("|", "|&"):
-            self._place += 1
-            self._skip("\n")
-            status = self._command()
-        return opposite(status) if negated else status
+    def _undecided(self, node: Node) -> Status:
+        """Follow the parts of a node, such as a loop, of which it is not known whether and how often they are run."""
+        outer = self.doubt
+        self.doubt = self.doubt or self.line(node)
+        for child in node.named_children:
+            if child.type == "variable_name" or child.type.endswith("_expression"):
+                self._hide(source_of(child), node)
+            elif child.type.endswith(("_statement", "_command", "_assignment", "command", "list", "subshell")):
+                self._branch(None, node, [child])
+            elif child.type == "do_group":
+                self._branch(None, node, child.named_children)
+        self.doubt = outer
+        return None
 
-    def _command(self) -> Status:
-        token, following = self._peek(), self._peek(1)
-        if token.operator and token.text != "(":
-            raise ScriptError(f"line {token.line}: no command stands before {token.text!r}")
-        if token.text in _RESERVED:
-            raise ScriptError(f"line {token.line}: {token.text!r} is not followed here")
-        compound = {"if": self._if, "case": self._case, "for": self._for, "[[": self._double}
-        compound |= {"while": self._while, "until": self._while, "{": self._group, "(": self._group}
-        if token.text in compound:
-            self._place += 1
-            return compound[token.text](token)
-        if token.text == "function" or (following.text == "(" and following.operator):
-            return self._define()
-        return self._simple()
+    def _subshell(self, node: Node) -> Status:
+        variables = dict(self.variables)
+        try:
+            return self._all(node.named_children)
+        except _Ended:
+            return None
+        finally:
+            self.variables = variables
 
-    def _define(self) -> Status:
-        self._place += self._peek().text == "function"
-        name = self._take().text
-        self._skip("(", ")", "\n")
-        if self._live and self.doubt:
-            raise ScriptError(f"line {self._peek().line}: it depends on line {self.doubt} whether {name} is defined")
-        if self._live:
-            self._functions[name] = self._tokens, self._place
-        self._follow(False, 0, self._command)
-        return True
-
-    def _if(self, start: Token) -> Status:
+    def _if(self, node: Node) -> Status:
         reached: Status = True
-        word = start
-        while word.text != "fi":
+        for part in (node, *(child for child in node.children if child.type.endswith("_clause"))):
             status: Status = True
-            if word.text != "else":
-                status = self._follow(reached, start.line, lambda: self._list("then"))
-                self._take("then")
-            self._follow(all_of([reached, status]), start.line, lambda: self._list("elif", "else", "fi"))
-            reached = all_of([reached, opposite(status)])
-            word = self._take()
-            if word.text not in ("elif", "else", "fi"):
-                raise ScriptError(f"line {start.line}: no `fi` ends this `if`")
+            if part.type != "else_clause":
+                status = self._branch(reached, node, _behind(part, part.children[0].type))
+            self._branch(_both(reached, status), node, _behind(part, "else" if part.type == "else_clause" else "then"))
+            reached = _both(reached, _opposite(status))
         return None
 
-    def _case(self, start: Token) -> Status:
-        value = self._now(self._take())
-        going: Status = self._live
-        self._skip("\n")
-        self._take("in")
-        self._skip("\n")
-        while (word := self._take()).text != "esac":
-            matches: list[Status] = []
-            while word.text not in (")", ""):
-                matches += [] if word.operator else [fits(value, self._now(word), self.why)]
-                word = self._take()
-            self._follow(all_of([going, any_of(matches)]), start.line, lambda: self._list("esac"))
-            going = all_of([going, opposite(any_of(matches))])
-            if self._peek().text != "esac":
-                self._take(";;")
-            self._skip("\n")
+    def _case(self, node: Node) -> Status:
+        value, *items = (child for child in node.named_children if child.type != "comment")
+        subject = self.text(value)
+        reached: Status = True
+        for item in items:
+            place = next(place for place, child in enumerate(item.children) if child.type == ")")
+            fits: Status = False
+            for pattern in item.children[:place]:
+                fits = _either(fits, self._fits(subject, [pattern])) if pattern.is_named else fits
+            if item.children[-1].type in (";&", ";;&"):
+                raise ScriptError(f"line {self.line(item)}: a case that goes on with the next one is not followed here")
+            self._branch(_both(reached, fits), node, [child for child in item.children[place:] if child.is_named])
+            reached = _both(reached, _opposite(fits))
         return None
 
-    def _for(self, start: Token) -> Status:
-        name = self._take()
-        words = list(self.arguments)
-        if name.text.startswith("(("):
-            words = [self.unknown(name.text, f"in line {name.line} is a loop's number")]
-        self._skip("\n")
-        if self._peek().text == "in":
-            self._place += 1
-            words = []
-            while not self._peek().operator:
-                word = self._take()
-                words += self.fields(word) if self._live else []
-        self._skip("\n", ";")
-        self._take("do")
-        body = self._place
-        self._follow(False, 0, lambda: self._list("done"))
-        for value in words if self._live else ():
-            self._place = body
-            self.bind(name.text if name.text.isidentifier() else "_", value, name.line)
-            self._follow(None if self.why(value) else True, start.line, lambda: self._list("done"))
-        self._take("done")
+    def _fits(self, value: str, patterns: list[Node]) -> Status:
+        """Whether a value fits a pattern, which may be several nodes; a quoted one stands for itself."""
+        text = "".join(map(self.text, patterns))
+        if self.why(value + text):
+            return True if text == "*" else None
+        if all(node.type in ("string", "raw_string") for node in patterns):
+            return value == text
+        return None if re.search(r"[\"'$`\\(]", text) else fnmatchcase(value, text)
+
+    def _test(self, node: Node) -> Status:
+        """Whether the test in `[ ... ]` or `[[ ... ]]` holds."""
+        inner = node.named_children
+        match node.type, [child.type for child in node.children]:
+            case "test_command" | "parenthesized_expression", [_, _, _]:
+                return self._test(inner[0])
+            case "unary_expression" | "negated_command", ["!", _]:
+                return _opposite(self._test(inner[0]))
+            case "unary_expression", ["test_operator", _] if source_of(inner[0]) in ("-z", "-n"):
+                text = self.text(inner[1])
+                return None if self.why(text) else bool(text) == (source_of(inner[0]) == "-n")
+            case "binary_expression", [_, "&&", _]:
+                return _both(self._test(inner[0]), self._test(inner[1]))
+            case "binary_expression", [_, "||", _]:
+                return _either(self._test(inner[0]), self._test(inner[1]))
+            case "binary_expression", [_, "=" | "==", *_]:
+                return self._fits(self.text(inner[0]), inner[1:])
+            case "binary_expression", [_, "!=", *_]:
+                return _opposite(self._fits(self.text(inner[0]), inner[1:]))
+            case "binary_expression", [_, "test_operator", _] if source_of(inner[1]) in _COMPARISONS:
+                left, right = self.text(inner[0]), self.text(inner[2])
+                if re.fullmatch(r"-?\d{1,18} -?\d{1,18}", f"{left} {right}"):
+                    return _COMPARISONS[source_of(inner[1])](int(left), int(right))
         return None
-
-    def _while(self, start: Token) -> Status:
-        status = self._list("do")
-        self._take("do")
-        # One round in doubt: what the rounds change is unknown behind the loop.
-        self._follow(False if status is (start.text == "until") else None, start.line, lambda: self._list("done"))
-        self._take("done")
-        return None
-
-    def _group(self, start: Token) -> Status:
-        variables, ended = dict(self.variables), self._ended
-        status = self._list("}" if start.text == "{" else ")")
-        self._take("}" if start.text == "{" else ")")
-        if start.text == "(":
-            self.variables, self._ended = variables, ended
-        return status
-
-    def _double(self, start: Token) -> Status:
-        """`[[ ... ]]`, in which `&&` and `||` belong to the test."""
-        ways: list[list[list[str]]] = [[[]]]
-        while (token := self._take()).text not in ("]]", ""):
-            if token.text == "||":
-                ways.append([[]])
-            elif token.text == "&&":
-                ways[-1].append([])
-            elif token.text != "\n":
-                ways[-1][-1].append(self._now(token))
-        return any_of([all_of([self._holds(test) for test in way]) for way in ways])
 
     # Simple commands.
 
-    def _simple(self) -> Status:
-        words: list[Token] = []
-        while not self._peek().operator:
-            words.append(self._take())
-        if not self._live:
-            return None
-        self._count += 1
-        if self._count > MAX_COMMANDS:
-            raise ScriptError(f"line {words[0].line}: the script starts more than {MAX_COMMANDS} commands")
-        assigned = 0
-        while assigned < len(words) and _ASSIGNMENT.fullmatch(words[assigned].text):
-            assigned += 1
-        if assigned == len(words) or words[0].text in _DECLARATIONS:
-            if words[0].text in ("local", "declare", "typeset"):
-                self._localise(words[1:])
-            for word in words:
-                if match := _ASSIGNMENT.fullmatch(word.text):
-                    self.assign(match[1], match[2] or "", bool(match[3]), match[4], word.line)
-                elif "$" in word.text:
-                    self.notes.append(f"line {word.line}: the variables that `{word.text}` sets are not known")
-            return None if any(sign in word.text for word in words for sign in ("$(", "`")) else True
-        if words[assigned].text.startswith("(("):
-            return self._hide(re.findall(r"[A-Za-z_]\w*", words[assigned].text), words[0].line)
-        arguments = [field for word in words[assigned:] for field in self.fields(word)]
-        return self._start(arguments, words[0].line) if arguments else True
+    def _declare(self, node: Node) -> Status:
+        for child in [node] if node.type == "variable_assignment" else node.named_children:
+            if self._local is not None and node.children[0].type in ("local", "declare", "typeset"):
+                self._local.append(re.split(r"[+=[]", source_of(child))[0])
+            if child.type == "variable_assignment":
+                self.assign(child)
+            elif re.search("[$`]", source_of(child)):
+                self.notes.append(
+                    f"line {self.line(child)}: the variables that `{source_of(child)}` sets are not known"
+                )
+        return None if re.search(r"\$\(|`", source_of(node)) else True
 
-    def _localise(self, words: list[Token]) -> None:
-        """Keep what variables hold outside of the function that declares them."""
-        for word in words if self._outside else ():
-            name = word.text.partition("=")[0].removesuffix("+")
-            self._outside[-1].setdefault(name, self.variables.get(name))
-            self.variables.pop(name, None)
-
-    def _hide(self, names: list[str], line: int) -> Status:
-        for name in filter(str.isidentifier, names):
+    def _hide(self, text: str, node: Node) -> Status:
+        """Every name in `text` is a variable that the shell sets to what is not known here."""
+        line = self.line(node)
+        for name in re.findall(r"[A-Za-z_]\w*", text):
             self.bind(name, self.unknown(f"${name}", f"is set by the shell in line {line}"), line)
         return None
 
-    def _start(self, arguments: list[str], line: int) -> Status:
+    def _command(self, node: Node) -> Status:
+        parts = list(node.named_children)
+        if node.type == "redirected_statement" and parts[0].type == "command":
+            parts[:1] = parts[0].named_children
+        more: list[Node] = []
+        for part in parts:
+            if part.type == "file_redirect":
+                # The parser takes the words behind a redirection into it.
+                more += part.children_by_field_name("destination")[1:]
+            if part.type == "heredoc_redirect" and any("_" not in child.type for child in part.named_children):
+                raise ScriptError(f"line {self.line(part)}: a command behind `<<` is not followed here")
+        words = [part for part in parts if not part.type.endswith("_redirect")]
+        if words and words[0].type not in ("command_name", "variable_assignment"):
+            if more:
+                raise ScriptError(f"line {self.line(node)}: words behind a redirection are not followed here")
+            return self._run(words[0])
+        # The parser takes assignments on lines of their own for the beginning of the next command.
+        own_lines = 0
+        for place, (word, following) in enumerate(itertools.pairwise(words)):
+            text = (word.parent.text or b"")[word.end_byte - word.parent.start_byte :] if word.parent else b""
+            between = text[: following.start_byte - word.end_byte]
+            if word.type == "variable_assignment" and re.search(rb"(?<!\\)\n", between):
+                own_lines = place + 1
+        for word in words[:own_lines]:
+            self.assign(word)
+        words = [word for word in words if word.type != "variable_assignment"]
+        name = list(words[0].children) if words else []
+        arguments = [field for word in [*name, *words[1:], *more] for field in self.fields(word)]
+        return self._start(arguments, node) if arguments else True
+
+    def _start(self, arguments: list[str], node: Node) -> Status:
         """Follow a command whose words are expanded."""
-        name = arguments[0]
+        name, *others = arguments
+        line = self.line(node)
         if name in self._functions:
-            return self._call(*self._functions[name], arguments[1:])
-        if name in ("exit", "return") and not (name == "return" and self.doubt):
-            self._ended = name
-        elif name in ("return", "break", "continue"):
+            return self._call(self._functions[name], others)
+        if name == "exit" or (name == "return" and not self.doubt):
+            raise _Ended(name)
+        if name in ("return", "shift") or (name == "set" and "--" in others):
             raise ScriptError(f"line {line}: a `{name}` is not followed here")
-        elif name == "eval":
-            return self._inside(tokens(" ".join(arguments[1:]), line))
-        elif name in ("bash", "sh") and arguments[1:2] in (["-c"], ["-lc"]) and len(arguments) > 2:
-            return self._inside(tokens(arguments[2], line))
-        elif name in ("source", "."):
+        if name == "eval" or (name in ("bash", "sh") and others[:1] in (["-c"], ["-lc"]) and len(others) > 1):
+            outer, self._first_line = self._first_line, line
+            status = self._run(self.parse(" ".join(others) if name == "eval" else others[1]))
+            self._first_line = outer
+            return status
+        if name in ("source", "."):
             source = self.shown(" ".join(arguments))
             self.notes.append(f"line {line}: the file of `{source}` is not read; give it in front of this script")
-        elif name in ("echo", "pwd", "dirname", "basename"):
-            said = self._said(name, arguments[1:], line)
+        elif name == "echo":
+            said = " ".join(others)
             self._output.append(self.unknown(said, f"depends on line {self.doubt}") if self.doubt else said)
-        elif name in ("[", "test"):
-            return self._holds(arguments[1:-1] if name == "[" else arguments[1:])
-        elif name == "unset":
-            for variable in arguments[1:] if not self.doubt else ():
-                self.variables.pop(variable, None)
-            return self._hide(arguments[1:], line) if self.doubt else True
-        elif name == "shift" or (name == "set" and "--" in arguments):
-            if self.doubt:
-                raise ScriptError(f"line {line}: it depends on line {self.doubt} whether the arguments change")
-            self.arguments = self.arguments[1:] if name == "shift" else arguments[arguments.index("--") + 1 :]
-        elif name == "cd" and len(arguments) > 1:
-            self.bind("PWD", posixpath.normpath(posixpath.join(self.text("$PWD", line), arguments[-1])), line)
         elif name == "getopts" and not self.arguments:
             return False
-        elif name in _READERS or (name == "printf" and "-v" in arguments):
-            return self._hide(re.findall(r"[A-Za-z_]\w*", " ".join(arguments[1:])), line)
-        elif name == "false" or (name.startswith("python") and arguments[1:] == ["-c", "import torch_npu"]):
+        elif name in _READERS or (name == "printf" and "-v" in others):
+            return self._hide(" ".join(others), node)
+        elif name == "false" or (name.startswith("python") and others == ["-c", "import torch_npu"]):
             return False
-        elif name not in _IGNORED:
+        elif name not in _IGNORED or (name == "exec" and others):
             self.commands.append(Command(arguments, line, self.doubt))
-            # What stands behind `exec PROGRAM` is not reached.
-            self._ended = "exit" if name == "exec" and len(arguments) > 1 and not self.doubt else self._ended
+            if name == "exec" and not self.doubt:
+                raise _Ended(name)
             return None
         return True
 
-    def _holds(self, words: list[str]) -> Status:
-        return holds(words, self.why)
-
-    def _said(self, name: str, words: list[str], line: int) -> str:
-        """What a command that only prints puts out."""
-        if name in ("echo", "pwd"):
-            return self.text("$PWD", line) if name == "pwd" else " ".join(w for w in words if w not in ("-n", "-e"))
-        if not 1 <= len(words) <= 1 + (name == "basename") or self.why(words[0]):
-            return self.unknown(f"$({name} {' '.join(words)})", f"in line {line} is a command")
-        path = words[0].rstrip("/")
-        if name == "dirname":
-            return posixpath.dirname(path) or "."
-        return posixpath.basename(path).removesuffix(words[1] if len(words) > 1 else "")
-
-    def _call(self, body: list[Token], place: int, arguments: list[str]) -> Status:
-        outer, self.arguments = self.arguments, arguments
-        self._outside.append({})
-        status = self._inside(body, place, only_one=True)
-        self.arguments = outer
-        for variable, value in self._outside.pop().items():
-            self.variables.pop(variable, None)
-            self.variables |= {} if value is None else {variable: value}
-        self._ended = "" if self._ended == "return" else self._ended
+    def _call(self, body: Node, arguments: list[str]) -> Status:
+        outer = self.arguments, self._local
+        self.arguments, self._local = arguments, []
+        status: Status = None
+        try:
+            status = self._run(body)
+        except _Ended as end:
+            if str(end) != "return":
+                raise
+        self._hide(" ".join(self._local), body)
+        self.arguments, self._local = outer
         return status
+
+
+def _behind(node: Node, word: str) -> list[Node]:
+    """The statements behind the keyword `word` of a node, up to the next keyword."""
+    types = [child.type for child in node.children]
+    start = types.index(word) + 1
+    end = next((place for place in range(start, len(types)) if types[place] in _KEYWORDS), len(types))
+    return [child for child in node.children[start:end] if child.is_named]
+
+
+def _opposite(status: Status) -> Status:
+    return None if status is None else not status
+
+
+def _both(first: Status, second: Status) -> Status:
+    return False if False in (first, second) else None if None in (first, second) else True
+
+
+def _either(first: Status, second: Status) -> Status:
+    return _opposite(_both(_opposite(first), _opposite(second)))

@@ -87,8 +87,9 @@ D=("$(touch MARK/array)")
 E=$((1 + $(touch MARK/arithmetic; echo 1)))
 trap 'touch MARK/trap' EXIT
 source MARK/sourced.sh
+cat <(touch MARK/process)
 python3 -m verl.trainer.main_ppo data.prompt_key=$(rm -rf MARK) data.train_batch_size=`rm -rf MARK` \\
-    data.val_files="$A$B" data.max_prompt_length=$E "${D[@]}" trainer.project_name=<(touch MARK/process) \\
+    data.val_files="$A$B" data.max_prompt_length=$E "${D[@]}" \\
     algorithm.adv_estimator=sourced:run actor_rollout_ref.actor.policy_loss.loss_mode=sourced:run \\
     trainer.default_local_dir='"!!python/object/apply:os.system [touch MARK/yaml]"' \\
     trainer.experiment_name="'a: {b'" algorithm.gamma=0.9
@@ -162,7 +163,7 @@ def test_what_cannot_be_done_stands_first_and_has_its_own_exit_code(convert: Con
         "multi_turn.enable=True, actor_rollout_ref.rollout.multi_turn.format=hermes",
         "megatron.pipeline_model_parallel_size=2",
         "$SEED in line 11 is not assigned before; give SEED=VALUE",
-        "$MORE may hold settings",
+        "${MORE} may hold settings",
         "--config-name=dapo_trainer: the settings in a file",
         "write the value out; give data.prompt_key: data.prompt_key=${oc.env:TOKEN}",
     ):
@@ -205,7 +206,7 @@ def test_nothing_in_a_script_is_run(tmp_path: Path, convert: Convert, monkeypatc
     [
         (None, "there is no script"),
         ("echo hello\n", "no settings of verl found"),
-        ("python3 -m verl data.a='x\n", "run.sh, line 1: the ' of"),
+        ("python3 -m verl data.a='x\n", "run.sh, line 1: a quote"),
         (b"\xff\xfe\x00", "not a text file in UTF-8"),
         ("torchrun -m verl.trainer.fsdp_sft_trainer data.a=1", "line 1: verl.trainer.fsdp_sft_trainer is not PPO"),
         ("torchrun --nproc 8 -m verl.trainer.sft_trainer model.path=x", "there is jobs.sft"),
@@ -233,7 +234,7 @@ def test_refusals(script: str | bytes | None, part: str, tmp_path: Path, capsys:
 
 
 def test_a_second_program_is_named(convert: Convert) -> None:
-    result = convert("for n in 4 8; do python3 -m verl.trainer.main_ppo trainer.total_epochs=$n; done\n")
+    result = convert("for_n() { python3 -m verl.trainer.main_ppo trainer.total_epochs=$1; }\nfor_n 4\nfor_n 8\n")
     assert result.config.trainer.total_epochs == 4
     assert result.code == 3 and "run.sh starts verl.trainer.main_ppo again, line 1" in result.cannot
 
