@@ -19,10 +19,7 @@ ROWS = 4
 
 
 def check_sources(sources: Iterable[str | None], config: RewardConfig) -> None:
-    """Check that every data source has a rule, if rules are called.
-
-    Args:
-        sources: the `data_source` values of the prompt files, repeats allowed.
+    """Check that each of the prompts' `data_source` values has a rule, if rules are called.
 
     Raises:
         ValueError: a data source has no rule.
@@ -37,12 +34,12 @@ def dry_call(prompts: Iterable[pa.Table], config: RewardConfig, parts: Collectio
     """Score a made-up response to the first prompts of each data source, as the run would score responses.
 
     Args:
-        prompts: tables of some prompts, with the columns data_source, ground_truth and extra_info.
+        prompts: tables with the columns data_source, ground_truth and extra_info.
         config: the section `reward`.
-        parts: names of the parts of the reward that the advantage estimator reads (`algorithm.gdpo_reward_keys`).
+        parts: the parts of the reward that the advantage estimator reads (`algorithm.gdpo_reward_keys`).
 
     Returns:
-        The score of the made-up response to the first prompt of each data source; None if its reward failed.
+        The score for the first prompt of each data source; None if its reward failed.
 
     Raises:
         ValueError: a function of the user cannot be loaded, or the reward fails for all prompts of a data source or
@@ -58,22 +55,20 @@ def dry_call(prompts: Iterable[pa.Table], config: RewardConfig, parts: Collectio
             chosen.append(place)
     taken = sorted(place for chosen in places.values() for place in chosen)
     rows = rows.take(pa.array(taken))
-    # Penalties need the tokens of training rows; validation rows have no penalties.
-    for name, value in (("response", RESPONSE), ("split", "val")):
-        rows = rows.append_column(name, pa.array([value] * len(rows), pa.string()))
-    if config.model.path is not None:
-        # The model's number comes from a stage before this one; everything else is tried here.
-        for name, column in (
-            ("rm_score", pa.array([0.0] * len(rows), pa.float32())),
-            ("rm_error", pa.nulls(len(rows), pa.string())),
-        ):
-            rows = rows.append_column(name, column)
+    # Validation rows are not shaped, so they need no tokens. The reward model's number comes from a stage before.
+    made_up = {
+        "response": pa.array([RESPONSE] * len(rows), pa.string()),
+        "split": pa.array(["val"] * len(rows), pa.string()),
+        "rm_score": pa.array([0.0] * len(rows), pa.float32()),
+        "rm_error": pa.nulls(len(rows), pa.string()),
+    }
+    for name, column in made_up.items():
+        rows = rows.append_column(name, column)
     try:
-        made = Reward(config, max_response_length=1)(rows).select(
-            ["data_source", "score", "reward_parts", "reward_error"]
-        )
+        made = Reward(config, max_response_length=1)(rows)
     finally:
         close()
+    made = made.select(["data_source", "score", "reward_parts", "reward_error"])
     scores: dict[str, float | None] = {}
     for source in places:
         scored = [row for row in made.to_pylist() if row["data_source"] == source]

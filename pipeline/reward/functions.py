@@ -1,6 +1,5 @@
 """Which functions score a row: the rule of its `data_source`, a function of the user, or several with weights.
 
-`functions` makes a list of `Function`s from the settings; the reward stage and its workers read nothing else of them.
 User code is imported by `load` alone, and only in reward workers (`program.py`).
 """
 
@@ -34,6 +33,15 @@ SANDBOX_LAG_S = 45.0
 """Seconds that a sandbox may need beyond its limit, to start and to end."""
 
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_KINDS: dict[str, tuple[Any, str]] = {
+    "path": (str | None, "text or null"),
+    "name": (str, "text"),
+    "kwargs": (dict, "a mapping"),
+    "weight": (int | float, "a number"),
+    "batch": (bool, "true or false"),
+    "timeout_s": (int | float | None, "a number or null"),
+}
+"""Types of the keys of `FunctionConfig`, also in words."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +66,19 @@ def functions(config: RewardConfig) -> tuple[Function, ...]:
     """The functions that score every row, in the order of `reward.functions`; none if a reward model scores alone.
 
     Raises:
-        ValueError: an entry of `reward.functions` has an unknown key, or a value of a wrong type.
+        ValueError: as `function_config`.
     """
-    if config.functions:
-        return tuple(_function(name, settings, config.timeout_s) for name, settings in config.functions.items())
+    made = []
+    for name, settings in config.functions.items():
+        one = function_config(name, settings)
+        timeout_s = config.timeout_s if one.timeout_s is None else one.timeout_s
+        key = f"reward.functions.{name}"
+        made.append(Function(name, key, timeout_s, one.path, one.name, one.kwargs, weight=one.weight, batch=one.batch))
     custom = config.custom_reward_function
-    if custom.path is None and config.model.path is not None:
-        return ()
+    if made or (custom.path is None and config.model.path is not None):
+        return tuple(made)
     key = "reward.custom_reward_function"
     return (Function(ONLY, key, config.timeout_s, custom.path, custom.name, custom.reward_kwargs, "reward_kwargs"),)
-
-
-def _function(name: str, settings: Any, timeout_s: float) -> Function:
-    config = function_config(name, settings)
-    return Function(
-        name,
-        key=f"reward.functions.{name}",
-        timeout_s=timeout_s if config.timeout_s is None else config.timeout_s,
-        path=config.path,
-        attribute=config.name,
-        kwargs=config.kwargs,
-        weight=config.weight,
-        batch=config.batch,
-    )
 
 
 def function_config(name: str, settings: Any) -> FunctionConfig:
@@ -90,22 +88,12 @@ def function_config(name: str, settings: Any) -> FunctionConfig:
         ValueError: the section has an unknown key, or a value of a wrong type.
     """
     key = f"reward.functions.{name}"
-    fields = {field.name: field for field in dataclasses.fields(FunctionConfig)}
     if not isinstance(settings, dict):
-        raise ValueError(f"{key}={settings!r} must be a mapping with the keys {', '.join(fields)}")
-    unknown = [str(inner) for inner in settings if inner not in fields]
-    if unknown:
-        raise ValueError(f"there is no key {key}.{unknown[0]}; the keys of a reward are {', '.join(fields)}")
-    kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
-        "path": ((str, type(None)), "text or null"),
-        "name": (str, "text"),
-        "kwargs": (dict, "a mapping"),
-        "weight": ((int, float), "a number"),
-        "batch": (bool, "true or false"),
-        "timeout_s": ((int, float, type(None)), "a number or null"),
-    }
+        raise ValueError(f"{key}={settings!r} must be a mapping with the keys {', '.join(_KINDS)}")
     for inner, value in settings.items():
-        kind, words = kinds[inner]
+        if inner not in _KINDS:
+            raise ValueError(f"there is no key {key}.{inner}; the keys of a reward are {', '.join(_KINDS)}")
+        kind, words = _KINDS[inner]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"{key}.{inner}={value!r} does not fit; expected {words}")
     return FunctionConfig(**settings)
@@ -137,7 +125,6 @@ def load(function: Function) -> Callable[..., Any]:
         ValueError: the file or module is missing or fails to load, has no such function, or the function does not take
             verl's keyword arguments and the configured ones. The sentence names the key to set.
     """
-    assert function.path is not None
     key, kwargs_key = function.key, f"{function.key}.{function.kwargs_key}"
     reserved = (TABLE, *BATCH_KEYWORDS) if function.batch else KEYWORDS
     taken = sorted(set(function.kwargs) & set(reserved))
@@ -189,8 +176,7 @@ def _module(function: Function) -> ModuleType:
     try:
         if spec is None or spec.loader is None:
             return importlib.import_module(name)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
     # A module may raise anything as it is loaded, `SystemExit` of a script included.

@@ -3,8 +3,8 @@
     reward.custom_reward_function.path=pipeline.reward.judge
     'reward.custom_reward_function.reward_kwargs={base_url: "http://host:8000/v1", model: my-judge}'
 
-A judge that cannot be reached, or whose reply has no score, is an error of the row and not a 0. The response may try to
-make the judge repeat a score of its choice: a number outside the bounds, or several numbers of which none ends the
+A judge that cannot be reached, or replies without a score, has failed: an error of the row and not a 0. A response may
+ask the judge to repeat a score of its choice: a number outside the bounds, or several numbers of which none ends the
 reply, count as the lowest score.
 """
 
@@ -67,19 +67,16 @@ async def compute_score(
     Args:
         base_url: address of the server, up to and with `/v1`.
         model: the judge's name there.
-        prompt: the request to the judge; `{response}`, `{ground_truth}`, `{data_source}`, `{extra_info}` and
-            `{extra_info.KEY}` are filled in, other braces stay.
+        prompt: the request to the judge; `fill` says which fields it may have.
         parse: regular expression with one group, which holds the number.
         bounds: lowest and highest number that the prompt asks for; a prompt of your own needs them.
-        scale: factor of the number.
         api_key_env: environment variable with the key of the service; None where it wants none.
         timeout: seconds of one attempt; `reward.timeout_s` bounds all of them together.
         max_retries: attempts after a failed one (busy, unreachable, too slow), with growing pauses between them.
-        temperature, max_tokens: of the judge's reply.
 
     Returns:
-        score, `judge` (the number), `judge_valid` (0 where the lowest number replaces what the reply says, see
-        `read_score`, else 1) and `judge_reply` (the end of the reply).
+        score, `judge` (the number), `judge_valid` (0 where the lowest number replaces what the reply says, else 1) and
+        `judge_reply` (the end of the reply).
 
     Raises:
         ValueError: a setting does not fit, the prompt names a key that extra_info lacks, or the reply has no score.
@@ -127,10 +124,12 @@ def read_score(reply: str, pattern: re.Pattern[str]) -> float | None:
 
 
 def fill(prompt: str, values: dict[str, str], extra_info: dict[str, Any]) -> str:
-    """`prompt` with its fields filled in, in one pass: braces in the values are text.
+    """`prompt` with `{response}`, `{ground_truth}`, `{data_source}`, `{extra_info}` and `{extra_info.KEY}` filled in.
+
+    Other braces, and braces in the values, are text.
 
     Raises:
-        ValueError: a field `{extra_info.KEY}` names a key that is not there.
+        ValueError: the row has no such KEY.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -138,9 +137,8 @@ def fill(prompt: str, values: dict[str, str], extra_info: dict[str, Any]) -> str
         if not name.startswith("extra_info"):
             return values[name]
         if key is not None and key not in extra_info:
-            raise ValueError(
-                f"the prompt names extra_info.{key}, which this row lacks (it has: {', '.join(extra_info)})"
-            )
+            known = ", ".join(extra_info)
+            raise ValueError(f"the prompt names extra_info.{key}, which this row lacks (it has: {known})")
         return _text(extra_info if key is None else extra_info[key])
 
     return _FIELD.sub(value, prompt)

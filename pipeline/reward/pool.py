@@ -4,16 +4,8 @@
                        ├──► worker (another one, when the first is stuck)
                        └──► worker (`async def` functions, all calls at once)
 
-1. A pool lives as long as its process (a Ray worker), so modules stay loaded and clients connected between chunks.
-2. A worker is given one row at a time, of cheap rules as many as take it `AHEAD_S`. It answers each row before it
-   begins the next one, so the pool knows which row is under way.
-3. A worker is killed with all that it started when a call passes its deadline or the worker holds too much memory. The
-   row under way becomes an error, or a wrong answer where its rule has a budget (`rules/budget.py`). The rows behind it
-   have not begun, and go to other workers.
-4. When no worker has become free for a while, more are started, up to `reward.max_processes`, so that rows that hang
-   cost a chunk one limit together and not one each.
-
-Each worker has a thread, which hands calls over, reads answers, and looks at deadlines and memory every `TICK_S`.
+A pool lives as long as its process (a Ray worker), so modules stay loaded and clients connected between chunks. Each
+worker has a thread, which hands calls over, reads answers, and looks at deadlines and memory every `TICK_S`.
 """
 
 import atexit
@@ -32,7 +24,6 @@ from pipeline.reward.functions import budget_for, functions
 from pipeline.reward.program import NO_SCORE
 from pipeline.reward.rate_limit import RateLimit
 from pipeline.reward.result import Answer, answer_from, failed
-from pipeline.reward.sandbox.rule import DATA_SOURCES
 from pipeline.reward.worker import Call, RewardWorker, WorkerLost
 
 TICK_S = 0.05
@@ -43,11 +34,11 @@ LAG_S = 2.0
 GRACE_S = 1.0
 """Seconds without a free worker after which more are started; less where the limit of a call is short."""
 AHEAD_S = 0.02
-"""Seconds of work with cheap rules that a worker is given at once, going by the rows before."""
+"""Seconds of work with cheap rules that a worker is given at once, judged by the rows before."""
 MAX_AHEAD = 64
 """Rows of cheap rules that a worker is given at once."""
 IDLE_S = 60.0
-"""Seconds without need of all workers after which those that are free are closed; one always stays."""
+"""Seconds without need of all workers for plain functions after which free ones are closed; one always stays."""
 
 CLOSED = "reward: the pool of reward workers was closed"
 
@@ -61,13 +52,13 @@ class Pool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._functions = {function.name: function for function in functions(config)}
+        self._functions = functions(config)
         self._limit = RateLimit(config.rate_limit.max_concurrent, config.rate_limit.max_per_minute)
-        self._grace = min([GRACE_S, *(function.timeout_s / 10 for function in self._functions.values())])
+        self._grace = min([GRACE_S, *(function.timeout_s / 10 for function in self._functions)])
         self._ids = itertools.count()
         self._changed = threading.Condition()
         """Guards everything below."""
-        self._waiting: dict[str, deque[Call]] = {name: deque() for name in self._functions}
+        self._waiting: dict[str, deque[Call]] = {function.name: deque() for function in self._functions}
         self._workers: dict[RewardWorker, threading.Thread] = {}
         self._asynchronous: frozenset[str] = frozenset()
         """Names of the `async def` functions; known once a worker has loaded them."""
@@ -78,7 +69,7 @@ class Pool:
         self._free_at = 0.0
         """When a worker was last free, or nothing waited."""
         self._needed_at = 0.0
-        """When all workers last had something to do."""
+        """When all workers for plain functions last had something to do."""
         self._closed = False
 
     def run(self, calls: Sequence[Call]) -> list[list[Answer]]:
@@ -92,7 +83,7 @@ class Pool:
             if not any(self._waiting.values()):
                 self._free_at = time.monotonic()
             for call in calls:
-                self._waiting[call.function].append(call)
+                self._waiting[call.function.name].append(call)
             self._open_first()
             self._changed.notify_all()
         # The workers' threads hold the deadlines; callers start further workers.
@@ -110,7 +101,11 @@ class Pool:
         for thread in threads:
             thread.join(timeout=10)
 
-    # Everything below is called with `_changed` held, except `_serve` and `_use`.
+    # Everything below is called with `_changed` held, except `_open_more`, `_serve`, `_use` and `_hand_over`.
+
+    def _plain(self) -> list[RewardWorker]:
+        """The workers for plain functions, those included that still load."""
+        return [worker for worker in self._workers if worker is not self._shared]
 
     def _open(self) -> None:
         worker = RewardWorker()
@@ -119,19 +114,22 @@ class Pool:
         thread.start()
 
     def _open_first(self) -> None:
-        """Start a worker for plain functions if something waits and there is none."""
+        """Start a worker if calls wait that no worker will take."""
         if self._closed:
-            self._fail_all(RuntimeError(CLOSED))
-        elif any(self._waiting.values()) and self._workers.keys() <= {self._shared}:
+            return self._fail_all(RuntimeError(CLOSED))
+        plain = self._plain()
+        plain_waits = any(queue for name, queue in self._waiting.items() if name not in self._asynchronous)
+        async_waits = self._shared is None and any(self._waiting[name] for name in self._asynchronous)
+        if (plain_waits and not plain) or (async_waits and all(worker.calls for worker in plain)):
             self._open()
 
     def _open_more(self) -> None:
         """Start more workers if calls wait and none has become free for a while."""
         now = time.monotonic()
         with self._changed:
-            plain = [worker for worker in self._workers if worker is not self._shared]
-            names = self._waiting.keys() - self._asynchronous
-            waits = any(self._waiting[name] and self._may_begin(name, now) for name in names)
+            plain = self._plain()
+            queues = [queue for name, queue in self._waiting.items() if name not in self._asynchronous]
+            waits = any(queue and self._may_begin(queue[0], now) for queue in queues)
             if not waits or now - self._free_at < self._grace or not all(worker.calls for worker in plain):
                 return
             # Twice as many: among rows that hang, each new worker soon meets another one.
@@ -151,7 +149,7 @@ class Pool:
             if self._shared is worker:
                 self._shared = None
             if isinstance(end, WorkerLost):
-                self._settle(worker, end)
+                self._replace(worker, end)
             else:
                 for call in worker.calls.values():
                     call.answers.set_exception(end or RuntimeError(CLOSED))
@@ -167,7 +165,7 @@ class Pool:
             WorkerLost: the worker ended, or has to be ended.
             ValueError: it cannot load the functions.
         """
-        worker.start(self._functions.values(), self._config)
+        worker.start(self._config)
         begun = time.monotonic()
         while worker.asynchronous is None:
             if self._closed:
@@ -196,62 +194,57 @@ class Pool:
     def _hand_over(self, worker: RewardWorker) -> bool:
         """Give a worker what it can begin, and wait for that if it has nothing to do; False if it is to end."""
         with self._changed:
-            while not self._closed:
+            while True:
+                if self._closed:
+                    return False
                 if worker.dead and not worker.calls:
                     raise worker.lost()
                 now = time.monotonic()
                 calls = self._take(worker, now)
+                others = [other for other in self._plain() if other is not worker]
                 if calls:
                     worker.began_at, worker.given = now, len(calls)
-                    if all(other.calls for other in self._workers if other not in (worker, self._shared)):
+                    if all(other.calls for other in others):
                         self._needed_at = now
                 if calls or worker.calls:
                     break
-                if now > self._needed_at + IDLE_S and len(self._workers) > 1:
+                loaded = any(other.asynchronous is not None for other in others)
+                if loaded and worker is not self._shared and now > self._needed_at + IDLE_S:
                     del self._workers[worker]
                     return False
                 # Calls that a rate limit holds back are tried again.
                 self._changed.wait(TICK_S if any(self._waiting.values()) else IDLE_S)
-            else:
-                return False
         if calls:
             worker.begin({next(self._ids): call for call in calls})
         return True
 
     def _take(self, worker: RewardWorker, now: float) -> list[Call]:
-        """The waiting calls that a worker can begin."""
+        """The waiting calls that a worker can begin: one, or several of cheap rules, or all for the shared worker."""
+        if worker.calls and worker is not self._shared:
+            return []
+        if self._shared is None and any(self._waiting[name] for name in self._asynchronous):
+            self._shared = worker
+            self._open_first()
+        shared = worker is self._shared
         calls: list[Call] = []
         for name, queue in self._waiting.items():
-            if name in self._asynchronous:
-                if self._shared is None and not worker.calls and queue:
-                    self._shared = worker
-                    self._open_first()
-                while worker is self._shared and queue and self._may_begin(name, now):
-                    calls.append(self._next(queue, now))
-            elif worker is not self._shared and not worker.calls and queue and self._may_begin(name, now):
-                calls.append(self._next(queue, now))
-                while self._is_cheap(calls[-1]) and queue and self._is_cheap(queue[0]) and len(calls) < self._ahead:
-                    calls.append(queue.popleft())
-                break
+            if (name in self._asynchronous) != shared:
+                continue
+            while queue and self._may_begin(queue[0], now):
+                first = not calls
+                if not shared and not first and not (calls[-1].cheap and queue[0].cheap and len(calls) < self._ahead):
+                    break
+                call = queue.popleft()
+                calls.append(call)
+                if shared or first:
+                    # The others get theirs when the rows before them are answered.
+                    call.deadline = now + call.limit_s + (LAG_S if shared else 0.0)
+                if not call.by_rule:
+                    self._limit.begin(now)
         return calls
 
-    def _next(self, queue: deque[Call], now: float) -> Call:
-        call = queue.popleft()
-        call.deadline = now + call.limit_s
-        if call.function in self._asynchronous:
-            call.deadline += LAG_S
-        if not self._is_rule(call.function):
-            self._limit.begin(now)
-        return call
-
-    def _is_rule(self, name: str) -> bool:
-        return self._functions[name].path is None
-
-    def _may_begin(self, name: str, now: float) -> bool:
-        return self._is_rule(name) or self._limit.may_begin(now)
-
-    def _is_cheap(self, call: Call) -> bool:
-        return self._is_rule(call.function) and not call.alone and call.rows[0][0] not in DATA_SOURCES
+    def _may_begin(self, call: Call, now: float) -> bool:
+        return call.by_rule or self._limit.may_begin(now)
 
     def _finish(self, worker: RewardWorker, number: int, answers: list[Answer], now: float) -> None:
         """A worker has answered a call."""
@@ -260,28 +253,31 @@ class Pool:
         following = next(iter(worker.calls.values()), None)
         if following is None or worker is self._shared:
             self._free_at = now
-            if self._is_cheap(call):
+            if call.cheap:
                 took = max(now - worker.began_at, 1e-4)
                 self._ahead = max(1, min(MAX_AHEAD, int(worker.given * AHEAD_S / took)))
         else:
             following.deadline = now + following.limit_s
 
     def _set(self, call: Call, answers: list[Answer]) -> None:
-        if not self._is_rule(call.function):
+        if not call.by_rule:
             self._limit.end()
         call.answers.set_result(answers)
 
-    def _settle(self, worker: RewardWorker, lost: WorkerLost) -> None:
-        """Answer the rows that were under way in a lost worker, and put the rows behind them back."""
+    def _replace(self, worker: RewardWorker, lost: WorkerLost) -> None:
+        """Answer the calls that a lost worker had begun, and put those behind them back.
+
+        The answer is an error, or a wrong answer where the rule has spent its budget.
+        """
         if worker.asynchronous is None:
             return self._fail_all(ValueError(f"the reward functions were not loaded: {lost}{worker.last_line()}"))
         for call in reversed(worker.calls.values()):
             if call.deadline == math.inf:
                 # More of these may hang, and would do so one after the other in one worker.
                 call.alone = True
-                self._waiting[call.function].appendleft(call)
+                self._waiting[call.function.name].appendleft(call)
                 continue
-            budget = budget_for(self._functions[call.function], str(call.rows[0][0]))
+            budget = budget_for(call.function, str(call.rows[0][0]))
             answer = answer_from(budget.wrong) if budget is not None and lost.exhausted else failed(str(lost))
             self._set(call, [answer] * len(call.rows))
 
@@ -293,7 +289,8 @@ class Pool:
 
 
 _POOLS: dict[str, Pool] = {}
-_LOCK = threading.Lock()
+"""The one pool of this process, by its settings."""
+_LOCK = threading.RLock()
 
 
 def pool_for(config: RewardConfig) -> Pool:
@@ -306,7 +303,7 @@ def pool_for(config: RewardConfig) -> Pool:
     with _LOCK:
         if key not in _POOLS:
             made = Pool(config)
-            _close_all()
+            close()
             _POOLS[key] = made
         return _POOLS[key]
 
@@ -314,12 +311,8 @@ def pool_for(config: RewardConfig) -> Pool:
 def close() -> None:
     """End all reward workers of this process."""
     with _LOCK:
-        _close_all()
-
-
-def _close_all() -> None:
-    while _POOLS:
-        _POOLS.popitem()[1].close()
+        while _POOLS:
+            _POOLS.popitem()[1].close()
 
 
 atexit.register(close)

@@ -1,6 +1,6 @@
 """The program of a reward worker: it loads the reward functions and calls them until its pool closes the connection.
 
-1. Messages are JSON. A function may print: stdout and stderr lead to /dev/null.
+1. The pool sends its settings and then calls, pickled; the answers are JSON. What a function prints is lost.
 2. Plain functions run one call after another in the main thread, without an event loop, so they may start a loop of
    their own or use signals. `async def` functions run all at once on one event loop; a worker that has been given such
    a call takes no plain ones any more.
@@ -9,7 +9,6 @@
 """
 
 import asyncio
-import ctypes
 import importlib
 import inspect
 import json
@@ -22,10 +21,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-from pipeline.config.sandbox import SandboxConfig
-from pipeline.reward.functions import BATCH_KEYWORDS, KEYWORDS, TABLE, Function, keywords_of, load
+from pipeline.config.reward import RewardConfig
+from pipeline.reward.functions import BATCH_KEYWORDS, KEYWORDS, TABLE, functions, keywords_of, load
 from pipeline.reward.result import Answer, answer_from
 from pipeline.reward.rules import rule_of
 from pipeline.reward.rules.budget import budget_of
@@ -35,9 +34,13 @@ NO_SCORE = "no score after {:g} s"
 """The message for a call that took too long; the number is its limit."""
 
 
-def send(connection: Connection, content: Any) -> None:
-    """Send a message."""
-    connection.send_bytes(json.dumps(content).encode())
+class Request(NamedTuple):
+    """One call, as the pool sends it (`worker.Call`)."""
+
+    number: int
+    function: str
+    rows: list[list[Any]]
+    limit_s: float
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -48,62 +51,65 @@ def main(descriptor: int, parent: int) -> None:
         parent: process id of the parent.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        from pipeline.reward.sandbox.inside import limits
+
+        limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
     # A crash would leave a dump of this process in the current folder.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = Connection(descriptor)
-    settings = json.loads(connection.recv_bytes())
-    functions = {entry["name"]: Function(**entry) for entry in settings["functions"]}
     try:
-        caller = Caller(functions, settings["rule_kwargs"], SandboxConfig(**settings["sandbox"]))
+        caller = Caller(connection.recv())
     except ValueError as error:
-        return send(connection, {"refused": str(error)})
+        return _send(connection, {"refused": str(error)})
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    send(connection, {"asynchronous": caller.asynchronous})
+    _send(connection, {"asynchronous": caller.asynchronous})
     with suppress(EOFError):
         while True:
-            calls = json.loads(connection.recv_bytes())
-            if calls[0]["function"] in caller.asynchronous:
-                return _serve_async(caller, connection, calls)
+            requests = connection.recv()
+            if requests[0].function in caller.asynchronous:
+                return asyncio.run(_serve_async(caller, connection, requests))
             # The answer of a row is sent before the next one begins, so the pool knows which row a worker died of.
-            for call in calls:
-                send(connection, {"id": call["id"], "answers": caller.answers(call, caller.run(call))})
+            for request in requests:
+                _answer(connection, request, caller.answers(request, caller.run(request)))
 
 
-def _serve_async(caller: "Caller", connection: Connection, calls: list[Any]) -> None:
-    """Answer calls of `async def` functions, `calls` being the first ones, all at once on one event loop."""
+def _send(connection: Connection, content: Any) -> None:
+    connection.send_bytes(json.dumps(content).encode())
 
-    async def answer(call: dict[str, Any]) -> None:
-        clock = asyncio.timeout(call["limit_s"])
+
+def _answer(connection: Connection, request: Request, answers: list[Answer]) -> None:
+    _send(connection, {"id": request.number, "answers": answers})
+
+
+async def _serve_async(caller: "Caller", connection: Connection, requests: list[Request]) -> None:
+    """Answer calls of `async def` functions, `requests` being the first ones, all at once."""
+    loop, received = asyncio.get_running_loop(), asyncio.Queue[list[Request]]()
+
+    async def answer(request: Request) -> None:
+        clock = asyncio.timeout(request.limit_s)
         result: Any
         try:
             async with clock:
-                result = await caller.begin(call)
+                result = await caller.begin(request)
         except BaseException as error:  # noqa: BLE001
-            result = TimeoutError(NO_SCORE.format(call["limit_s"])) if clock.expired() else error
-        send(connection, {"id": call["id"], "answers": caller.answers(call, result)})
+            result = TimeoutError(NO_SCORE.format(request.limit_s)) if clock.expired() else error
+        _answer(connection, request, caller.answers(request, result))
 
-    async def serve() -> None:
-        loop, received = asyncio.get_running_loop(), asyncio.Queue[list[Any]]()
-
-        def receive() -> None:
-            # A thread, so that the pool can hand calls over while a function blocks the loop.
-            with suppress(EOFError):
-                while True:
-                    loop.call_soon_threadsafe(received.put_nowait, json.loads(connection.recv_bytes()))
-            os._exit(0)
-
-        threading.Thread(target=receive, daemon=True).start()
-        async with asyncio.TaskGroup() as tasks:
-            batch = calls
+    def receive() -> None:
+        # A thread, so that the pool can hand calls over while a function blocks the loop.
+        with suppress(EOFError):
             while True:
-                for call in batch:
-                    tasks.create_task(answer(call))
-                batch = await received.get()
+                loop.call_soon_threadsafe(received.put_nowait, connection.recv())
+        os._exit(0)
 
-    asyncio.run(serve())
+    threading.Thread(target=receive, daemon=True).start()
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            for request in requests:
+                tasks.create_task(answer(request))
+            requests = await received.get()
 
 
 class Caller:
@@ -113,30 +119,29 @@ class Caller:
         ValueError: (when made) a function of the user's own cannot be loaded.
     """
 
-    def __init__(
-        self, functions: dict[str, Function], rule_kwargs: dict[str, dict[str, Any]], limits: SandboxConfig
-    ) -> None:
-        self._functions, self._rule_kwargs, self._sandbox = functions, rule_kwargs, limits
-        self._loaded = {name: load(function) for name, function in functions.items() if function.path is not None}
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._functions = {function.name: function for function in functions(config)}
+        self._loaded = {name: load(function) for name, function in self._functions.items() if function.path is not None}
         self.asynchronous = [name for name, loaded in self._loaded.items() if _is_async(loaded)]
         """Names of the `async def` functions."""
         self._prepared: set[str] = set()
         """Data sources whose rule has been called."""
 
-    def run(self, call: dict[str, Any]) -> Any:
+    def run(self, request: Request) -> Any:
         """What a plain function returns for a call, or the exception it raised."""
         # A function may raise anything, `SystemExit` included; its row carries the error, which is counted.
         try:
-            result = self.begin(call)
-            return _awaited(result) if inspect.isawaitable(result) else result
+            result = self.begin(request)
+            return asyncio.run(_value(result)) if inspect.isawaitable(result) else result
         except BaseException as error:  # noqa: BLE001
             return error
 
-    def begin(self, call: dict[str, Any]) -> Any:
+    def begin(self, request: Request) -> Any:
         """Call the function and return what it returns, which is an awaitable for an `async def` function."""
-        function, rows = self._functions[call["function"]], call["rows"]
+        function, rows = self._functions[request.function], request.rows
         if function.path is None:
-            return self._score_by_rule(rows[0])
+            return self._score_by_rule(*rows[0][:3])
         loaded = self._loaded[function.name]
         columns = [list(column) for column in zip(*rows, strict=True)]
         if function.batch and keywords_of(loaded, batch=True) == (TABLE,):
@@ -150,11 +155,11 @@ class Caller:
         row = [column[0] for column in columns]
         return loaded(**dict(zip(KEYWORDS, row, strict=True)), **function.kwargs)
 
-    def _score_by_rule(self, row: list[Any]) -> Any:
-        source, text, truth = row[0], row[1], _loads(row[2])
+    def _score_by_rule(self, source: str, text: str, ground_truth: str | None) -> Any:
+        truth = _loads(ground_truth)
         if source in sandbox.DATA_SOURCES:
-            return sandbox.compute_score(text, truth, self._sandbox)
-        rule, kwargs = rule_of(source), self._rule_kwargs.get(source, {})
+            return sandbox.compute_score(text, truth, self._config.sandbox)
+        rule, kwargs = rule_of(source), self._config.rule_kwargs.get(source, {})
         budget = budget_of(rule)
         if budget is None:
             return rule(text, truth, **kwargs)
@@ -164,12 +169,12 @@ class Caller:
         with _killed_after(budget.cpu_s):
             return rule(text, truth, **kwargs)
 
-    def answers(self, call: dict[str, Any], result: Any) -> list[Answer]:
+    def answers(self, request: Request, result: Any) -> list[Answer]:
         """The answer for each row of a call."""
-        count = len(call["rows"])
+        count = len(request.rows)
         if isinstance(result, BaseException):
-            return [answer_from(result, self._place(call, result))] * count
-        if not self._functions[call["function"]].batch:
+            return [answer_from(result, self._place(request, result))] * count
+        if not self._functions[request.function].batch:
             return [answer_from(result)]
         try:
             plain = next((name for name in ("to_pylist", "tolist") if hasattr(result, name)), None)
@@ -180,9 +185,9 @@ class Caller:
             return [answer_from(error)] * count
         return [answer_from(inner) for inner in results]
 
-    def _place(self, call: dict[str, Any], error: BaseException) -> str:
+    def _place(self, request: Request, error: BaseException) -> str:
         """The line of the user's file in which an exception arose, in brackets; empty for rules."""
-        loaded = self._loaded.get(call["function"])
+        loaded = self._loaded.get(request.function)
         code = getattr(inspect.unwrap(loaded), "__code__", None) if loaded else None
         if code is None:
             return ""
@@ -201,13 +206,8 @@ def _killed_after(cpu_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _awaited(awaitable: Any) -> Any:
-    """The result of an awaitable that came from a function not declared `async def`."""
-
-    async def result() -> Any:
-        return await awaitable
-
-    return asyncio.run(result())
+async def _value(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -8,8 +8,7 @@ WINDOW_S = 60.0
 class RateLimit:
     """Counts calls, so that no more are under way, or begin in any 60 seconds, than the limits allow.
 
-    The window slides: with `max_per_minute` = n, call k begins at least 60 seconds after call k - n, however the calls
-    are spread. A limit of None does not hold anything back.
+    The window slides: with `max_per_minute` = n, call k begins at least 60 seconds after call k - n. None is no limit.
     """
 
     def __init__(self, max_concurrent: int | None, max_per_minute: int | None) -> None:
@@ -21,11 +20,9 @@ class RateLimit:
         """Whether a call may begin at `now`, in seconds of a clock that never goes back."""
         if self._max_concurrent is not None and self._under_way >= self._max_concurrent:
             return False
-        if self._max_per_minute is None:
-            return True
         while self._begun and now - self._begun[0] >= WINDOW_S:
             self._begun.popleft()
-        return len(self._begun) < self._max_per_minute
+        return self._max_per_minute is None or len(self._begun) < self._max_per_minute
 
     def begin(self, now: float) -> None:
         """A call begins."""

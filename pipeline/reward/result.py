@@ -33,7 +33,7 @@ def answer_from(result: Any, place: str = "") -> Answer:
     try:
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         score = _score(parts)
-        text = json.dumps({_text(str(name)): _part(value) for name, value in parts.items()})
+        text = json.dumps(_part(parts))
         if len(text) > MAX_PARTS:
             raise ValueError(f"the parts of the reward are {len(text):,} characters as JSON; at most {MAX_PARTS:,} fit")
         return score, text, None
@@ -75,10 +75,9 @@ def _part(value: Any) -> Any:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, int | float):
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"a part of the reward is {number}, which JSON cannot hold")
-        return int(value) if isinstance(value, int) else number
+        if not math.isfinite(float(value)):
+            raise ValueError(f"a part of the reward is {float(value)}, which JSON cannot hold")
+        return value
     if isinstance(value, dict):
         return {_text(str(name)): _part(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -8,9 +8,8 @@ In this order, each step only where it is set:
     - overlong, length and repetition penalty
     within clip                                  so the bounds hold for the scores that advantages are made of
 
-Validation rows are not shaped, so their scores mean the same in every run. There is no running mean or standard
-deviation: chunks are scored in parallel and in no fixed order, so such a number would differ from run to run and after
-a resume, and would move the target of a critic. The advantage estimators compare within a group or a batch.
+Validation rows are not shaped, so their scores mean the same in every run. There is no running mean: chunks are scored
+in parallel and in no fixed order, so it would differ from run to run and after a resume.
 """
 
 import math
@@ -22,15 +21,7 @@ from pipeline.config.reward import OverlongBufferConfig, RewardConfig
 
 
 def overlong_penalty(lengths: np.ndarray, max_response_length: int, config: OverlongBufferConfig) -> np.ndarray:
-    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13), [R], 0 or less.
-
-    min(0, -(L - (max_response_length - len)) / len * penalty_factor) of a response of L tokens.
-
-    Args:
-        lengths: [R] response tokens.
-        max_response_length: most tokens of a response.
-        config: `len` above 0.
-    """
+    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13), [R], 0 or less, for `lengths` [R] in tokens."""
     over = lengths - (max_response_length - config.len)
     return np.minimum(0.0, -over / config.len * config.penalty_factor)
 
@@ -41,16 +32,10 @@ def length_penalty(lengths: np.ndarray, max_response_length: int, factor: float)
 
 
 def repeated_share(tokens: np.ndarray, ngram: int) -> float:
-    """Share of the n-grams of a response that are repeats: 1 - distinct / all; 0 for fewer than two n-grams.
-
-    Args:
-        tokens: [L] token ids.
-        ngram: tokens of an n-gram.
-    """
+    """Share of the n-grams of `tokens` [L] that are repeats: 1 - distinct / all; 0 for fewer than two n-grams."""
     count = len(tokens) - ngram + 1
     if count < 2:
         return 0.0
-    # As bytes, an n-gram is hashed in one go; the memory is L * ngram numbers at most, one row at a time.
     windows = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(tokens, dtype=np.int32), ngram)
     return 1.0 - len({window.tobytes() for window in windows}) / count
 
@@ -64,14 +49,10 @@ class Shaped:
 
 
 class Shaping:
-    """The settings that shape scores.
-
-    Args:
-        config: the section `reward`.
-        max_response_length: `data.max_response_length`.
+    """The steps that the section `reward` sets; penalties on length need `data.max_response_length`.
 
     Raises:
-        ValueError: a penalty needs the longest response and it is not given.
+        ValueError: it is not given.
     """
 
     def __init__(self, config: RewardConfig, max_response_length: int | None = None) -> None:
@@ -89,13 +70,7 @@ class Shaping:
         """Whether any step is set."""
 
     def __call__(self, score: np.ndarray, sources: list[str], tokens: list[np.ndarray]) -> Shaped:
-        """Shape the scores of R rows.
-
-        Args:
-            score: [R] float64, what the reward function gave.
-            sources: `data_source` of each row.
-            tokens: response token ids of each row.
-        """
+        """Shape R scores [R] of rows with these `data_source`s and response token ids."""
         config = self._config
         parts = {"raw_score": score}
         lengths = np.array([len(ids) for ids in tokens], dtype=np.float64)

@@ -3,10 +3,7 @@ whose numbers the stage before has put beside the rows.
 
 A reward that fails is an error and not a 0. The row keeps its place in the stream (blocks must stay equal), its score
 column holds 0 and `reward_error` says why. The advantage stage masks such rows, and the run stops when
-`reward.max_error_rate` of an iteration's rows fail. A score that is not a finite float32 number is an error too.
-
-Rules and functions run in worker processes (`pool.py`), and a row holds them up for `reward.timeout_s` at most. Scores
-of training rows are then shaped (`shaping.py`).
+`reward.max_error_rate` of an iteration's rows fail.
 """
 
 import asyncio
@@ -35,11 +32,7 @@ CARRIED = ("acc", "pred")
 
 class Reward:
     """Appends the `REWARD` columns of `pipeline/rows.py` to a table of responses, and with `reward.functions` one
-    column `score_NAME` (float32, null where that one failed) for each.
-
-    Args:
-        config: the section `reward`.
-        max_response_length: `data.max_response_length`; penalties on length need it.
+    column `score_NAME` (float32, null where that one failed) for each. `max_response_length`: as of `Shaping`.
 
     Raises:
         ValueError: (when made) the settings do not fit; (when called) the functions cannot be loaded.
@@ -90,10 +83,10 @@ class Reward:
             parts = [[row] for row in inputs]
             if function.batch:
                 parts = [inputs] if inputs else []
-            calls += [Call(function.name, part, limit_of(function, part[0][0], self.config)) for part in parts]
+            calls += [Call(function, part, limit_of(function, part[0][0], self.config)) for part in parts]
         by_function: dict[str, list[Answer]] = {function.name: [] for function in self._functions}
         for call, answers in zip(calls, pool.run(calls), strict=True):
-            by_function[call.function] += answers
+            by_function[call.function.name] += answers
         return by_function
 
     def _with_model(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:
@@ -127,12 +120,7 @@ class Reward:
 
 
 class SingleReward:
-    """The reward stage as one actor for the whole run, so that `reward.rate_limit` counts all calls.
-
-    Args:
-        config, max_response_length: as of `Reward`.
-        chunks: how many tables are scored at the same time.
-    """
+    """`Reward` as one actor for the whole run, so that `reward.rate_limit` counts all calls of `chunks` tables at a time."""
 
     def __init__(self, config: RewardConfig, max_response_length: int, chunks: int) -> None:
         self._reward = Reward(config, max_response_length)

@@ -8,24 +8,24 @@ no descriptor but its end of a `multiprocessing` connection.
 import json
 import math
 import os
-import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any
 
 from pipeline.config.reward import RewardConfig
 from pipeline.reward.functions import Function
-from pipeline.reward.program import send
+from pipeline.reward.program import Request
 from pipeline.reward.result import MAX_ERROR, Answer
+from pipeline.reward.sandbox import processes
+from pipeline.reward.sandbox.rule import DATA_SOURCES
 
 SEND_S = 10
 """Seconds in which a worker must read what it is sent."""
@@ -44,7 +44,7 @@ PROGRAM = (
 class Call:
     """One call of a function: for one row, or for all rows of a chunk where the function takes batches."""
 
-    function: str
+    function: Function
     rows: list[list[str | None]]
     """data_source, response, and as JSON or None ground_truth and extra_info, of each row."""
     limit_s: float
@@ -54,6 +54,16 @@ class Call:
     """When it must be answered; set when it begins."""
     alone: bool = False
     """Whether a worker is given nothing else at the same time."""
+
+    @property
+    def by_rule(self) -> bool:
+        """Whether a rule is called, and no function of the user."""
+        return self.function.path is None
+
+    @property
+    def cheap(self) -> bool:
+        """Whether a worker may be given other rows together with this one."""
+        return self.by_rule and not self.alone and self.rows[0][0] not in DATA_SOURCES
 
 
 class WorkerLost(Exception):
@@ -77,8 +87,8 @@ class RewardWorker:
         """When it was last given calls, and how many."""
         self.given = 0
 
-    def start(self, functions: Iterable[Function], config: RewardConfig) -> None:
-        """Start the process and tell it what to load."""
+    def start(self, config: RewardConfig) -> None:
+        """Start the process, which loads the functions."""
         self._memory_mb, self._looked_at = config.worker_memory_mb, 0.0
         # It takes what goes wrong before the functions are loaded.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
@@ -96,12 +106,7 @@ class RewardWorker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        settings = {
-            "functions": [asdict(function) for function in functions],
-            "rule_kwargs": config.rule_kwargs,
-            "sandbox": asdict(config.sandbox),
-        }
-        self._send(settings)
+        self._send(config)
 
     def begin(self, calls: dict[int, Call]) -> None:
         """Hand over calls with their ids.
@@ -110,14 +115,11 @@ class RewardWorker:
             WorkerLost: the process has ended, or does not read.
         """
         self.calls |= calls
-        messages = []
-        for number, call in calls.items():
-            messages.append({"id": number, "function": call.function, "rows": call.rows, "limit_s": call.limit_s})
-        self._send(messages)
+        self._send([Request(number, call.function.name, call.rows, call.limit_s) for number, call in calls.items()])
 
     def _send(self, content: Any) -> None:
         try:
-            send(self._connection, content)
+            self._connection.send(content)
         except OSError:
             raise self.lost() from None
 
@@ -157,7 +159,7 @@ class RewardWorker:
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
-        held = _resident_mb(self._process.pid)
+        held = processes.own_memory(self._process.pid) / 2**20
         if held > self._memory_mb:
             limit = f"reward.worker_memory_mb={self._memory_mb}"
             raise WorkerLost(f"MemoryError: the reward worker holds {held:,.0f} MB, more than {limit}", exhausted=True)
@@ -186,13 +188,3 @@ class RewardWorker:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self._connection.close()
-
-
-def _resident_mb(pid: int) -> float:
-    """Memory of a process without that of files (mapped weights, libraries), in MB; 0 where there is no /proc."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return 0.0
-    return (resident - shared) * resource.getpagesize() / 2**20

@@ -1,7 +1,6 @@
 """The pool: which worker makes which call, and what rows cost each other."""
 
 import ast
-import dataclasses
 import os
 import threading
 import time
@@ -11,7 +10,7 @@ import pytest
 
 from pipeline.config.reward import RateLimitConfig, RewardConfig
 from pipeline.reward import pool
-from pipeline.reward.functions import ONLY
+from pipeline.reward.functions import functions
 from pipeline.reward.stage import Reward
 from pipeline.reward.worker import Call, RewardWorker
 from tests.reward.rewards import GOOD, custom, errors, parts, scores, table
@@ -187,16 +186,15 @@ def compute_score(solution_str, **row):
     config = custom(tmp_path, source, timeout_s=1.5)
     config.max_processes = 2
     given: list[int] = []
-    begin, start = RewardWorker.begin, RewardWorker.start
+    begin = RewardWorker.begin
     made = pool.Pool(config)
-    (function,) = made._functions.values()
-    monkeypatch.setattr(RewardWorker, "start", lambda worker, _, config: start(worker, [function], config))
+    (function,) = functions(config)
     monkeypatch.setattr(RewardWorker, "begin", lambda worker, calls: (given.append(len(calls)), begin(worker, calls)))
-    made._functions[ONLY] = dataclasses.replace(function, path=None)
+    monkeypatch.setattr(Call, "by_rule", True)
     responses = [str(number) for number in range(200)]
     responses[20:22], responses[120] = ["exit a", "exit b"], "sleep"
     try:
-        answers = made.run([Call(ONLY, [["s", response, None, None]], 1.5) for response in responses])
+        answers = made.run([Call(function, [["s", response, None, None]], 1.5) for response in responses])
     finally:
         made.close()
     for response, ((score, _, error),) in zip(responses, answers, strict=True):

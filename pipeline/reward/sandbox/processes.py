@@ -1,9 +1,25 @@
-"""What the processes below one process use."""
+"""What processes use, read from `/proc`."""
 
 import contextlib
 import os
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """Bytes of resident memory, and how many of them are files' (mapped weights, libraries) or shared."""
+    with open(f"/proc/{pid}/statm") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return resident * PAGE, shared * PAGE
+
+
+def own_memory(pid: int) -> int:
+    """Bytes of resident memory of one process without mapped files; 0 where there is no /proc."""
+    try:
+        resident, shared = _memory(pid)
+    except (OSError, ValueError):
+        return 0
+    return resident - shared
 
 
 def usage(pid: int) -> tuple[int, int]:
@@ -20,6 +36,5 @@ def usage(pid: int) -> tuple[int, int]:
                     waiting += [int(child) for child in file.read().split()]
             if process != pid:
                 threads += len(tasks)
-                with open(f"/proc/{process}/statm") as file:
-                    memory += int(file.read().split()[1]) * PAGE
+                memory += _memory(process)[0]
     return threads, memory
