@@ -4,8 +4,8 @@
                        ├──► worker (another one, when the first is stuck)
                        └──► worker (`async def` functions, all calls at once)
 
-A pool lives as long as its process (a Ray worker), so modules stay loaded and clients connected between chunks. Each
-worker has a thread, which hands calls over, reads answers, and looks at deadlines and memory every `TICK_S`.
+A pool lives as long as its process (a Ray worker), so modules stay loaded and clients connected between chunks. One
+thread hands calls over, reads answers, looks at deadlines and memory every `TICK_S`, and starts and ends workers.
 """
 
 import atexit
@@ -13,11 +13,12 @@ import dataclasses
 import itertools
 import json
 import math
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import wait
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import wait
 
 from pipeline.config.reward import RewardConfig
 from pipeline.reward.functions import budget_for, functions
@@ -52,14 +53,12 @@ class Pool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._functions = functions(config)
+        made = functions(config)
         self._limit = RateLimit(config.rate_limit.max_concurrent, config.rate_limit.max_per_minute)
-        self._grace = min([GRACE_S, *(function.timeout_s / 10 for function in self._functions)])
+        self._grace = min([GRACE_S, *(function.timeout_s / 10 for function in made)])
         self._ids = itertools.count()
-        self._changed = threading.Condition()
-        """Guards everything below."""
-        self._waiting: dict[str, deque[Call]] = {function.name: deque() for function in self._functions}
-        self._workers: dict[RewardWorker, threading.Thread] = {}
+        self._waiting: dict[str, deque[Call]] = {function.name: deque() for function in made}
+        self._workers: list[RewardWorker] = []
         self._asynchronous: frozenset[str] = frozenset()
         """Names of the `async def` functions; known once a worker has loaded them."""
         self._shared: RewardWorker | None = None
@@ -70,7 +69,13 @@ class Pool:
         """When a worker was last free, or nothing waited."""
         self._needed_at = 0.0
         """When all workers for plain functions last had something to do."""
+        self._lock = threading.Lock()
+        """Guards the two below; everything above belongs to the thread."""
+        self._new: list[Call] = []
         self._closed = False
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
+        self._thread.start()
 
     def run(self, calls: Sequence[Call]) -> list[list[Answer]]:
         """The answers for the rows of each call.
@@ -79,144 +84,92 @@ class Pool:
             ValueError: the functions cannot be loaded; the sentence names the setting and the reason.
             RuntimeError: the pool was closed.
         """
-        with self._changed:
-            if not any(self._waiting.values()):
-                self._free_at = time.monotonic()
-            for call in calls:
-                self._waiting[call.function.name].append(call)
-            self._open_first()
-            self._changed.notify_all()
-        # The workers' threads hold the deadlines; callers start further workers.
-        answers = [call.answers for call in calls]
-        while wait(answers, timeout=self._grace).not_done:
-            self._open_more()
-        return [future.result() for future in answers]
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(CLOSED)
+            if not self._new:
+                self._wake.send(b"x")
+            self._new += calls
+        return [call.answers.result() for call in calls]
 
     def close(self) -> None:
         """End all workers."""
-        with self._changed:
-            self._closed = True
-            threads = list(self._workers.values())
-            self._changed.notify_all()
-        for thread in threads:
-            thread.join(timeout=10)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._wake.send(b"x")
+        self._thread.join(timeout=10)
 
-    # Everything below is called with `_changed` held, except `_open_more`, `_serve`, `_use` and `_hand_over`.
+    # Everything below runs in the thread.
 
-    def _plain(self) -> list[RewardWorker]:
-        """The workers for plain functions, those included that still load."""
-        return [worker for worker in self._workers if worker is not self._shared]
-
-    def _open(self) -> None:
-        worker = RewardWorker()
-        thread = threading.Thread(target=self._serve, args=(worker,), name="reward-worker", daemon=True)
-        self._workers[worker] = thread
-        thread.start()
-
-    def _open_first(self) -> None:
-        """Start a worker if calls wait that no worker will take."""
-        if self._closed:
-            return self._fail_all(RuntimeError(CLOSED))
-        plain = self._plain()
-        plain_waits = any(queue for name, queue in self._waiting.items() if name not in self._asynchronous)
-        async_waits = self._shared is None and any(self._waiting[name] for name in self._asynchronous)
-        if (plain_waits and not plain) or (async_waits and all(worker.calls for worker in plain)):
-            self._open()
-
-    def _open_more(self) -> None:
-        """Start more workers if calls wait and none has become free for a while."""
-        now = time.monotonic()
-        with self._changed:
-            plain = self._plain()
-            queues = [queue for name, queue in self._waiting.items() if name not in self._asynchronous]
-            waits = any(queue and self._may_begin(queue[0], now) for queue in queues)
-            if not waits or now - self._free_at < self._grace or not all(worker.calls for worker in plain):
-                return
-            # Twice as many: among rows that hang, each new worker soon meets another one.
-            for _ in range(min(len(plain), self._config.max_processes - len(plain))):
-                self._open()
-
-    def _serve(self, worker: RewardWorker) -> None:
-        """The thread of a worker."""
-        end: Exception | None = None
+    def _serve(self) -> None:
+        end: Exception = RuntimeError(CLOSED)
         try:
-            self._use(worker)
+            while not self._closed:
+                self._step()
         except Exception as error:  # noqa: BLE001 (callers wait, and would wait for ever)
             end = error
-        worker.kill()
-        with self._changed:
-            self._workers.pop(worker, None)
-            if self._shared is worker:
-                self._shared = None
-            if isinstance(end, WorkerLost):
-                self._replace(worker, end)
-            else:
-                for call in worker.calls.values():
-                    call.answers.set_exception(end or RuntimeError(CLOSED))
-                if end is not None:
-                    self._fail_all(end)
-            self._open_first()
-            self._changed.notify_all()
+        for worker in self._workers:
+            worker.kill()
+            self._fail(worker.calls.values(), end)
+        with self._lock:
+            self._closed = True
+            self._fail(self._new, end)
+            self._wake.close()
+            self._woken.close()
+        self._fail_waiting(end)
 
-    def _use(self, worker: RewardWorker) -> None:
-        """Hand calls to a worker and read its answers, until the pool is closed or the worker is not needed.
+    def _step(self) -> None:
+        """Take in new calls, serve every worker once, and wait until something happens."""
+        now = time.monotonic()
+        with self._lock:
+            new, self._new = self._new, []
+        if new and not any(self._waiting.values()):
+            self._free_at = now
+        for call in new:
+            self._waiting[call.function.name].append(call)
+        for worker in list(self._workers):
+            try:
+                self._attend(worker)
+            except (WorkerLost, ValueError) as end:
+                self._drop(worker, end)
+        self._resize()
+        busy = any(self._waiting.values()) or any(worker.calls or worker.loading for worker in self._workers)
+        ready = wait([self._woken, *(worker.connection for worker in self._workers)], TICK_S if busy else IDLE_S)
+        if self._woken in ready:
+            self._woken.recv(4096)
+
+    def _attend(self, worker: RewardWorker) -> None:
+        """Read a worker's answers and give it what it can begin.
 
         Raises:
             WorkerLost: the worker ended, or has to be ended.
             ValueError: it cannot load the functions.
         """
-        worker.start(self._config)
-        begun = time.monotonic()
-        while worker.asynchronous is None:
-            if self._closed:
-                return
-            if time.monotonic() > begun + START_S:
+        loading = worker.loading
+        answered = worker.receive()
+        now = time.monotonic()
+        for number, answers in answered:
+            self._finish(worker, number, answers, now)
+        # Answers are read first, so the row under way is the one that fills the memory or is late.
+        worker.check_memory(now)
+        late = next((call for call in worker.calls.values() if call.deadline < now), None)
+        if late is not None:
+            blocked = "; an async function blocked the event loop, which all rows share"
+            raise WorkerLost(
+                f"TimeoutError: {NO_SCORE.format(late.limit_s)}{blocked if self._shared is worker else ''}"
+            )
+        if worker.loading:
+            if now > worker.began_at + START_S:
                 raise ValueError(f"importing the reward functions took longer than {START_S:g} s")
-            worker.receive(TICK_S)
-            worker.check_memory(time.monotonic())
-        with self._changed:
+            return
+        if loading:
             self._asynchronous = frozenset(worker.asynchronous)
-            self._free_at = self._needed_at = time.monotonic()
-        while self._hand_over(worker):
-            answered = worker.receive(TICK_S)
-            now = time.monotonic()
-            with self._changed:
-                for number, answers in answered:
-                    self._finish(worker, number, answers, now)
-            # Answers are read first, so the row under way is the one that fills the memory or is late.
-            worker.check_memory(now)
-            late = next((call for call in worker.calls.values() if call.deadline < now), None)
-            if late is not None:
-                blocked = "; an async function blocked the event loop, which all rows share"
-                suffix = blocked if worker is self._shared else ""
-                raise WorkerLost(f"TimeoutError: {NO_SCORE.format(late.limit_s)}{suffix}")
-
-    def _hand_over(self, worker: RewardWorker) -> bool:
-        """Give a worker what it can begin, and wait for that if it has nothing to do; False if it is to end."""
-        with self._changed:
-            while True:
-                if self._closed:
-                    return False
-                if worker.dead and not worker.calls:
-                    raise worker.lost()
-                now = time.monotonic()
-                calls = self._take(worker, now)
-                others = [other for other in self._plain() if other is not worker]
-                if calls:
-                    worker.began_at, worker.given = now, len(calls)
-                    if all(other.calls for other in others):
-                        self._needed_at = now
-                if calls or worker.calls:
-                    break
-                loaded = any(other.asynchronous is not None for other in others)
-                if loaded and worker is not self._shared and now > self._needed_at + IDLE_S:
-                    del self._workers[worker]
-                    return False
-                # Calls that a rate limit holds back are tried again.
-                self._changed.wait(TICK_S if any(self._waiting.values()) else IDLE_S)
+            self._free_at = self._needed_at = now
+        calls = self._take(worker, now)
         if calls:
+            worker.began_at, worker.given = now, len(calls)
             worker.begin({next(self._ids): call for call in calls})
-        return True
 
     def _take(self, worker: RewardWorker, now: float) -> list[Call]:
         """The waiting calls that a worker can begin: one, or several of cheap rules, or all for the shared worker."""
@@ -224,7 +177,6 @@ class Pool:
             return []
         if self._shared is None and any(self._waiting[name] for name in self._asynchronous):
             self._shared = worker
-            self._open_first()
         shared = worker is self._shared
         calls: list[Call] = []
         for name, queue in self._waiting.items():
@@ -264,13 +216,42 @@ class Pool:
             self._limit.end()
         call.answers.set_result(answers)
 
-    def _replace(self, worker: RewardWorker, lost: WorkerLost) -> None:
-        """Answer the calls that a lost worker had begun, and put those behind them back.
+    def _resize(self) -> None:
+        """Start workers if calls wait and none has become free for a while; close those that are not needed."""
+        now = time.monotonic()
+        plain = [worker for worker in self._workers if worker is not self._shared]
+        busy = all(worker.calls for worker in plain)
+        queues = [queue for name, queue in self._waiting.items() if name not in self._asynchronous]
+        for_shared = self._shared is None and any(self._waiting[name] for name in self._asynchronous)
+        if (not plain and any(queues)) or (busy and for_shared):
+            self._workers.append(RewardWorker(self._config))
+        elif plain and busy:
+            self._needed_at = now
+            waits = any(queue and self._may_begin(queue[0], now) for queue in queues)
+            if waits and now >= self._free_at + self._grace:
+                # Twice as many: among rows that hang, each new worker soon meets another one.
+                for _ in range(min(len(plain), self._config.max_processes - len(plain))):
+                    self._workers.append(RewardWorker(self._config))
+        elif now > self._needed_at + IDLE_S:
+            loaded = [worker for worker in plain if not worker.loading]
+            free = [worker for worker in loaded if not worker.calls]
+            for worker in free[::-1][: len(loaded) - 1]:
+                self._workers.remove(worker)
+                worker.kill()
+
+    def _drop(self, worker: RewardWorker, end: WorkerLost | ValueError) -> None:
+        """Remove a worker: answer the calls that it had begun, and put those behind them back.
 
         The answer is an error, or a wrong answer where the rule has spent its budget.
         """
-        if worker.asynchronous is None:
-            return self._fail_all(ValueError(f"the reward functions were not loaded: {lost}{worker.last_line()}"))
+        worker.kill()
+        self._workers.remove(worker)
+        if self._shared is worker:
+            self._shared = None
+        if isinstance(end, ValueError):
+            return self._fail_waiting(end)
+        if worker.loading:
+            return self._fail_waiting(ValueError(f"the reward functions were not loaded: {end}{worker.last_line()}"))
         for call in reversed(worker.calls.values()):
             if call.deadline == math.inf:
                 # More of these may hang, and would do so one after the other in one worker.
@@ -278,14 +259,17 @@ class Pool:
                 self._waiting[call.function.name].appendleft(call)
                 continue
             budget = budget_for(call.function, str(call.rows[0][0]))
-            answer = answer_from(budget.wrong) if budget is not None and lost.exhausted else failed(str(lost))
+            answer = answer_from(budget.wrong) if budget is not None and end.exhausted else failed(str(end))
             self._set(call, [answer] * len(call.rows))
 
-    def _fail_all(self, error: Exception) -> None:
-        """Let every waiting call fail."""
+    def _fail_waiting(self, error: Exception) -> None:
         for queue in self._waiting.values():
-            while queue:
-                queue.popleft().answers.set_exception(error)
+            self._fail(queue, error)
+            queue.clear()
+
+    def _fail(self, calls: Iterable[Call], error: Exception) -> None:
+        for call in calls:
+            call.answers.set_exception(error)
 
 
 _POOLS: dict[str, Pool] = {}

@@ -120,7 +120,7 @@ class Reward:
 
 
 class SingleReward:
-    """`Reward` as one actor for the whole run, so that `reward.rate_limit` counts all calls of `chunks` tables at a time."""
+    """`Reward` as one actor for `chunks` tables at a time, so that `reward.rate_limit` counts all calls of the run."""
 
     def __init__(self, config: RewardConfig, max_response_length: int, chunks: int) -> None:
         self._reward = Reward(config, max_response_length)

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -76,29 +77,27 @@ class WorkerLost(Exception):
 
 
 class RewardWorker:
-    """A worker process as its thread in the pool sees it."""
+    """A worker process as the pool sees it."""
 
-    def __init__(self) -> None:
-        self.asynchronous: list[str] | None = None
-        """Names of the `async def` functions; None until it has loaded the functions."""
+    def __init__(self, config: RewardConfig) -> None:
+        self.loading = True
+        self.asynchronous: list[str] = []
+        """Names of the `async def` functions; known once it has loaded them."""
         self.calls: dict[int, Call] = {}
         """Calls that it has not answered, by their ids, in order."""
-        self.began_at = 0.0
-        """When it was last given calls, and how many."""
+        self.began_at = time.monotonic()
+        """When it was started, or last given calls, and how many."""
         self.given = 0
-
-    def start(self, config: RewardConfig) -> None:
-        """Start the process, which loads the functions."""
         self._memory_mb, self._looked_at = config.worker_memory_mb, 0.0
         # It takes what goes wrong before the functions are loaded.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
-        self._connection, theirs = Pipe()
-        # Without a time limit, a worker that does not read would hold up its thread for ever.
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+        self.connection, theirs = Pipe()
+        # Without a time limit, a worker that does not read would hold up the pool for ever.
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, path, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -106,7 +105,9 @@ class RewardWorker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._send(config)
+        # A process that has ended already is met by `receive`.
+        with suppress(WorkerLost):
+            self._send(config)
 
     def begin(self, calls: dict[int, Call]) -> None:
         """Hand over calls with their ids.
@@ -119,12 +120,12 @@ class RewardWorker:
 
     def _send(self, content: Any) -> None:
         try:
-            self._connection.send(content)
+            self.connection.send(content)
         except OSError:
             raise self.lost() from None
 
-    def receive(self, timeout_s: float) -> list[tuple[int, list[Answer]]]:
-        """The ids and answers of the calls that it has answered; none if there are none within `timeout_s` seconds.
+    def receive(self) -> list[tuple[int, list[Answer]]]:
+        """The ids and answers of the calls that it has answered since the last look.
 
         Raises:
             WorkerLost: the process has ended.
@@ -132,34 +133,29 @@ class RewardWorker:
         """
         answered: list[tuple[int, list[Answer]]] = []
         try:
-            while self._connection.poll(0 if answered else timeout_s):
-                message = json.loads(self._connection.recv_bytes())
+            while self.connection.poll():
+                message = json.loads(self.connection.recv_bytes())
                 if "refused" in message:
                     raise ValueError(message["refused"])
                 if "asynchronous" in message:
-                    self.asynchronous = message["asynchronous"]
-                    return []
+                    self.loading, self.asynchronous = False, message["asynchronous"]
+                    continue
                 answered.append((message["id"], [(score, parts, error) for score, parts, error in message["answers"]]))
         except (EOFError, OSError):
-            # What it answered before comes first; the next call meets the end again.
+            # What it answered before comes first; the next look meets the end again.
             if not answered:
                 raise self.lost() from None
         # A copy that the function forked may hold the connection open.
-        if not answered and self.dead and not self._connection.poll():
+        if not answered and self.process.poll() is not None and not self.connection.poll():
             raise self.lost()
         return answered
-
-    @property
-    def dead(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.poll() is not None
 
     def check_memory(self, now: float) -> None:
         """Raise `WorkerLost` if the process holds too much memory; looks every `LOOK_S` at most."""
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
-        held = processes.own_memory(self._process.pid) / 2**20
+        held = processes.own_memory(self.process.pid) / 2**20
         if held > self._memory_mb:
             limit = f"reward.worker_memory_mb={self._memory_mb}"
             raise WorkerLost(f"MemoryError: the reward worker holds {held:,.0f} MB, more than {limit}", exhausted=True)
@@ -167,7 +163,7 @@ class RewardWorker:
     def lost(self) -> WorkerLost:
         """The error that says how the process ended."""
         try:
-            code = self._process.wait(EXIT_S)
+            code = self.process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             return WorkerLost("WorkerError: the process of the reward function closed its connection or does not read")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -184,7 +180,7 @@ class RewardWorker:
     def kill(self) -> None:
         """Kill the process and all that it started, except what left its process group."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)
-        self._connection.close()
+            self.process.wait(1)
+        self.connection.close()

@@ -1,4 +1,4 @@
-"""Reward rules by `data_source`: a plain dict, which shows the whole list at a glance.
+"""Reward rules by `data_source`.
 
 A rule is `compute_score(solution_str, ground_truth)`, a pure function of the response text and the row's ground truth.
 It returns a dict with `score`, `acc` and `format` (0 or 1: the answer is right; it stands where the prompt asks for

@@ -11,10 +11,9 @@ _BARE = re.compile(r"[^\s{}$\\]{1,100}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last box that is closed, or None where there is none.
+    r"""Content of the last box (`\boxed{...}`, `\fbox{...}` or `\boxed 5`) that is closed, or None where there is none.
 
-    `\boxed{...}` and `\fbox{...}` are boxes, and so is `\boxed 5` up to the next blank. A box that is not closed, or
-    holds more than `MAX_LENGTH` characters, is passed over, and at most `MAX_BOXES` are tried.
+    A box of more than `MAX_LENGTH` characters is passed over; at most `MAX_BOXES` are tried.
     """
     end = len(text)
     for _ in range(MAX_BOXES):

@@ -1,14 +1,9 @@
 """What a rule may spend on one response before the response counts as wrong.
 
-    @within(cpu_s=2.0, wrong={"score": 0.0, "acc": 0, "format": 1, "pred": ""}, prepare=load_sympy)
-    def compute_score(solution_str, ground_truth): ...
-
 Some answers make algebra run for minutes or fill the memory. A policy that writes such an answer has given a wrong
-one, so the row is no error. The reward worker enforces the budget (`reward/worker.py`): it is killed when it has spent
-the CPU time, even inside a C library, or when it holds more than `reward.worker_memory_mb`. CPU time is counted and
-not time on the clock, so a busy machine makes no answer wrong.
-
-A rule without a budget has `reward.timeout_s`, and a row that exceeds it is an error.
+one, so the row is no error. The reward worker enforces the budget (`worker.py`): it is killed when it has spent the CPU
+time, even inside a C library, or when it holds more than `reward.worker_memory_mb`. CPU time and not time on the clock
+is counted, so a busy machine makes no answer wrong.
 """
 
 from collections.abc import Callable
@@ -43,5 +38,5 @@ def within(
 
 
 def budget_of(rule: Callable[..., Any]) -> Budget | None:
-    """The budget of a rule, also of one in a `functools.partial`; None where it has none."""
+    """The budget of a rule, or of one in a `functools.partial`; None where it has none: `reward.timeout_s` counts."""
     return getattr(getattr(rule, "func", rule), "budget", None)

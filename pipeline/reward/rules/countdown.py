@@ -3,12 +3,10 @@
 Scores as in TinyZero: 1.0 for a correct answer, 0.1 for a wrong one, 0.0 for none. Choices:
 
 1. The answer is the last `<answer>` that is closed, up to the first `</answer>` after it.
-2. A tokenizer and a precedence-climbing parser over exact rationals read it, never Python: `1 / 3 * 3` is 1, and
-   `9**9**9` is a syntax error. Length, depth and digits are bounded first, and the numbers must be the given ones
-   before anything is computed, so a hostile answer costs no more than a wrong one.
-3. The language is what the prompt asks for: ASCII digits without leading zeros, `+ - * / ( )` and blanks. A minus
-   sign may stand before a number or a bracket (`-(3 - 7) * 5`). Refused, as in TinyZero, so that scores stay
-   comparable: `×` and `÷`, `**`, `//`, decimal points, digits of other scripts, and an equation (`(1 + 2) * 3 = 9`).
+2. A tokenizer and a precedence-climbing parser over exact rationals read it, never Python. Length, depth and digits are
+   bounded first, and the numbers must be the given ones before anything is computed.
+3. ASCII digits without leading zeros, `+ - * / ( )` and blanks; a minus sign may stand before a number or a bracket.
+   Refused, as in TinyZero: other operators, decimal points, digits of other scripts, and an equation.
 """
 
 import operator
@@ -31,7 +29,7 @@ class AnswerError(ValueError):
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """Text of the last closed `<answer>` block, or None where there is none. Linear in the response's length."""
+    """Text of the last closed `<answer>` block, or None where there is none; in linear time."""
     start = solution_str.rfind(OPEN, 0, max(solution_str.rfind(CLOSE), 0))
     if start < 0:
         return None
@@ -116,14 +114,10 @@ def is_correct(answer: str, numbers: list[int], target: int) -> bool:
 
 
 def compute_score(solution_str: str, ground_truth: dict[str, Any]) -> dict[str, Any]:
-    """Score of a response to a Countdown prompt.
+    """Score of a response, any text, to a Countdown prompt.
 
     Args:
-        solution_str: the decoded response, any text at all.
         ground_truth: `{"target": int, "numbers": [int, ...]}`.
-
-    Returns:
-        `score` (1.0, 0.1 or 0.0), `acc`, `format` (there is an answer), and `pred`, the answer without blanks.
 
     Raises:
         ValueError: `ground_truth` is not of that form.

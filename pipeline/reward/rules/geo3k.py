@@ -7,17 +7,8 @@ from pipeline.reward.rules import math_boxed
 
 @math_boxed.bounded(0.0)
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, Any]:
-    """Score of a response; its form is right where it opens with `<think>` and has a box behind `</think>`.
-
-    Args:
-        solution_str: the decoded response, any text at all.
-        ground_truth: the answer in LaTeX or a number.
-
-    Returns:
-        The parts of `math_boxed.graded`, with `score` 0.9 for the answer plus 0.1 for the form.
-
-    Raises:
-        ValueError: `ground_truth` is no text or number, or is empty or too long.
+    """As `math_boxed.compute_score`; the form is right where the response opens with `<think>` and has a box behind
+    `</think>`.
     """
     result = math_boxed.compute_score(solution_str, ground_truth)
     thought = solution_str.find("</think>")

@@ -2,15 +2,12 @@
 
 Two methods find the answer in the response, however much text follows it:
 - `strict`: the last `####` that is followed by a number on its line, as the prompt asks.
-- `flexible` (the default): the same; a response without such a `####` is judged by its last number, so that a model
-  which says "The answer is 42." learns from it.
+- `flexible` (the default): the same; a response without such a `####` is judged by its last number.
 
 Choices:
-1. Numbers are compared in a canonical form and not as floats: `42`, `42.0`, `$42`, `42.` and `042` are one number,
-   `1,000` is `1000`, and ten thousand digits cost no conversion.
+1. Numbers are compared in a canonical form and not as floats: `42`, `42.0`, `$42`, `42.` and `042` are one number.
 2. A number is ASCII digits with at most one decimal point, and commas only between groups of three. Anything else that
-   looks like a number (`1.2.3`, `3,4`, `3/4`, `2^5`, `1e3`, `40 or 42`, digits of other scripts) is a wrong answer as a
-   whole: neither a part of it nor an earlier number takes its place.
+   looks like a number (`1.2.3`, `3/4`, `2^5`, `40 or 42`, digits of other scripts) is a wrong answer as a whole.
 3. A minus is a sign unless something stands right before it: the last number of `5-7` is 7, that of `= -7` is -7.
 """
 
@@ -35,10 +32,7 @@ _TRUTH = re.compile(r"\s*([-+\u2212$]{0,2})([\d.,]*\d)\.?\s*")
 
 
 def canonical(digits: str, negative: bool) -> str | None:
-    """The one way to write a number: no commas, no needless zeros; None where `digits` is no number.
-
-    Two numbers are equal exactly if their canonical forms are.
-    """
+    """The one way to write a number: no commas, no needless zeros; None where `digits` is no number."""
     # Dots and commas before the number belong to the text ("is...42"), but a single dot is a decimal point.
     digits = digits.lstrip(",")
     match = _NUMBER.fullmatch(digits.lstrip(".") if digits.startswith("..") else digits)
@@ -52,7 +46,7 @@ def canonical(digits: str, negative: bool) -> str | None:
 def strict_answer(solution_str: str) -> tuple[str, bool] | None:
     """Digits behind the last `####` that has any, and whether a minus stands before them; None where there is none.
 
-    A formula that the number begins is returned up to its second number, so that `canonical` refuses it.
+    A formula is returned up to its second number, so that `canonical` refuses it.
     """
     match = _STRICT.match(solution_str)
     return None if match is None else (match[2], _minus(match[1]))
@@ -75,15 +69,10 @@ def last_number(solution_str: str) -> tuple[str, bool] | None:
 def compute_score(
     solution_str: str, ground_truth: str | int | float, method: Literal["strict", "flexible"] = "flexible"
 ) -> dict[str, Any]:
-    """Score of a response to a GSM8K problem.
+    """Score of a response, any text, to a GSM8K problem.
 
     Args:
-        solution_str: the decoded response, any text at all.
         ground_truth: the number, or text that holds it alone, such as `"1,000"`.
-        method: where to look for the answer, see above.
-
-    Returns:
-        `score` (1.0 or 0.0), `acc`, `format` (a number follows `####`), and `pred`, the number in canonical form.
 
     Raises:
         ValueError: `ground_truth` is no number, or there is no such method.

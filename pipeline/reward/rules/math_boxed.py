@@ -27,18 +27,14 @@ def bounded(wrong: float) -> Callable[[Function], Function]:
 
 @bounded(0.0)
 def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bool = False) -> dict[str, Any]:
-    r"""Score of a response to a problem whose answer is an expression.
+    r"""Score of a response, any text, to a problem whose answer is an expression.
 
     Args:
-        solution_str: the decoded response, any text at all.
         ground_truth: the answer in LaTeX or a number, alone or in a `\boxed{...}`.
         phrase: take what follows the last "answer is" or "answer:" where there is no box.
 
-    Returns:
-        The parts of `graded`; `format` says whether there is a box.
-
     Raises:
-        ValueError: `ground_truth` is no text or number, or is empty or too long.
+        ValueError: as `read_truth`.
     """
     truth = read_truth(ground_truth, "math")
     box = last_boxed(solution_str)
@@ -47,18 +43,14 @@ def compute_score(solution_str: str, ground_truth: str | int | float, phrase: bo
 
 
 def graded(truth: str, answer: str | None, well_formed: bool, wrong: float = 0.0) -> dict[str, Any]:
-    """Parts of the reward of one answer.
+    """Parts of the reward of one answer, which is None where the response has none.
 
     Args:
-        truth: the right answer.
-        answer: the response's answer; None where it has none.
-        well_formed: whether the answer stands where the prompt asks for it.
+        well_formed: whether the answer stands where the prompt asks for it: `format`.
         wrong: score of a wrong answer.
 
     Returns:
-        `score` (1.0 or `wrong`), `acc` and `format` (0 or 1), `pred` (the answer as written, at most `MAX_PRED`
-        characters of it, "" where there is none), and `undecided` (1 where algebra failed on the answer, which
-        counts as wrong).
+        Those of every rule, and `undecided`: 1 where algebra failed on the answer, which counts as wrong.
     """
     correct, undecided = False, False
     if answer is not None:

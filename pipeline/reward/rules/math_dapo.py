@@ -17,18 +17,7 @@ _LINE = re.compile(r"(?s:.*)(?i:answer)[*_]{0,3}[ \t]{0,9}:[*_\s]{0,9}([^\n]{1,2
 
 @bounded(WRONG)
 def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, Any]:
-    """Score of a response.
-
-    Args:
-        solution_str: the decoded response, any text at all.
-        ground_truth: the answer in LaTeX or a number.
-
-    Returns:
-        The parts of `math_boxed.graded`; `format` says whether there is a line `Answer:`.
-
-    Raises:
-        ValueError: `ground_truth` is no text or number, or is empty or too long.
-    """
+    """As `math_boxed.compute_score`; `format` says whether there is a line `Answer:`."""
     truth = read_truth(ground_truth, "math_dapo")
     line = answer_line(solution_str)
     answer = last_boxed(solution_str) if line is None else line

@@ -1,16 +1,13 @@
-r"""Decides whether two mathematical answers are equal.
+"""Decides whether two mathematical answers are equal.
 
-Three steps; the first that can tell decides:
 1. The tidied texts are the same (`math_text.py`), or both are numbers, or the truth is words: no algebra is needed.
-2. The answer must pass a gate (`math_gate.py`), because it is hostile text and computer algebra has no bounds of its
-   own. An answer that the gate refuses is wrong, unless it is the truth letter by letter.
-3. The math-verify library reads both into SymPy. Expressions and equations are compared by value at fixed points: two
-   analytic expressions that agree there to 30 digits are equal. (`simplify` and `solve`, which math-verify would call,
-   may take minutes on a line of text.) Tuples, sets and matrices are compared element by element in the same way, and
-   the rest (unions, inequalities, sets against intervals) by math-verify.
+2. The answer must pass a gate (`math_gate.py`), because it is hostile text and algebra has no bounds of its own. An
+   answer that the gate refuses is wrong, unless it is the truth letter by letter.
+3. The math-verify library reads both into SymPy. Expressions and equations are compared at fixed points: those that
+   agree there to 30 digits are equal (`simplify` and `solve`, which math-verify would call, may take minutes). Tuples,
+   sets and matrices are compared element by element, and the rest (unions, inequalities) by math-verify.
 
-math-verify's own time limits need `signal.alarm`, which works in main threads only and stops no C code. They are off;
-the rules have a `budget.py` instead.
+math-verify's own time limits are off: they need `signal.alarm`, which stops no C code. The rules have a `budget.py`.
 """
 
 import logging
@@ -47,11 +44,7 @@ def load_algebra() -> None:
 
 
 def equal(truth: str, answer: str) -> bool:
-    """Whether `answer` means the same as `truth`, both LaTeX or plain text without `$` or a box around it.
-
-    Args:
-        truth: the right answer, trusted and short.
-        answer: the response's, any text.
+    """Whether `answer`, any text, means the same as `truth`; both without `$` or a box around them.
 
     Raises:
         AlgebraError: algebra failed on one of the two.

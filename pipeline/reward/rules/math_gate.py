@@ -1,8 +1,7 @@
-r"""Decides which answers may go into the LaTeX parser and computer algebra: small ones of known commands.
+"""Decides which answers may go into the LaTeX parser and computer algebra: small ones of known commands.
 
-The parser's time doubles with each bracket or index inside another, and algebra computes `9^{9^9}`, `\exp(\exp(99))` or
-`\binom{\pi}{999}` digit by digit when asked to. So length, nesting, powers, functions and factorials are bounded by
-reading the text alone, in linear time.
+The parser's time doubles with each bracket or index inside another, and algebra computes `9^{9^9}` digit by digit when
+asked to. So length, nesting, powers, functions and factorials are bounded by reading the text, in linear time.
 """
 
 import re

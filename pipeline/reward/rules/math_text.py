@@ -1,9 +1,4 @@
-r"""Reads mathematical answers as text: their tidied LaTeX, plain numbers, plain words and lists.
-
-Most answers need no algebra. `tidy` removes what does not change an answer (spacing and size commands, dollar and
-percent signs, degrees, units behind a number, a full stop), `number` reads numbers, and `words` reads text. Each
-function takes time linear in the length, which the callers bound.
-"""
+"""Reads mathematical answers as text: their tidied LaTeX, plain numbers, plain words and lists, each in linear time."""
 
 import re
 from dataclasses import dataclass
@@ -64,7 +59,10 @@ class Number:
 
 
 def tidy(answer: str) -> str:
-    """The answer without what does not change it; blanks stay only between two things that would run together."""
+    """The answer without what does not change it (spacing, signs of money and percent, units behind a number).
+
+    Blanks stay only between two things that would run together.
+    """
     text = _GONE.sub(" ", _THOUSANDS.sub("", answer.translate(_UNICODE))).replace("{,}", ",").strip()
     text = _UNIT.sub("", text) if not _TEXT.fullmatch(text) else text
     text = _FRACTION.sub(r"\\frac", text)

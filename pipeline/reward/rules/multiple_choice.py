@@ -42,14 +42,10 @@ def extract_letter(solution_str: str) -> str:
 
 
 def compute_score(solution_str: str, ground_truth: int | str) -> dict[str, Any]:
-    """Score of a response to a question with lettered choices.
+    """Score of a response, any text, to a question with lettered choices.
 
     Args:
-        solution_str: the decoded response, any text at all.
         ground_truth: place of the right choice, from 0, or its letter; digits in text are a place too.
-
-    Returns:
-        `score` (1.0 or 0.0), `acc`, `format` (there is a letter), and `pred`, the letter.
 
     Raises:
         ValueError: `ground_truth` is no place or letter.

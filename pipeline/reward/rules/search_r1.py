@@ -20,19 +20,15 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """The text in lower case, without ASCII punctuation, English articles and surplus blanks."""
+    """In lower case, without ASCII punctuation, English articles and surplus blanks."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def compute_score(solution_str: str, ground_truth: dict[str, Any] | list[str] | str) -> dict[str, Any]:
-    """Score of a response to a question.
+    """Score of a response, any text, to a question.
 
     Args:
-        solution_str: the decoded response, any text at all.
         ground_truth: `{"target": answer or list of answers}`, or one of the two alone.
-
-    Returns:
-        `score` (1.0, 0.25 or 0.0), `acc`, `format` (there is an answer), and `pred`, the normalised answer.
 
     Raises:
         ValueError: `ground_truth` holds no answer.

@@ -12,8 +12,7 @@ _OPEN, _CLOSE = "<code>", "</code>"
 def extract_code(response: str) -> str | None:
     """The last ```python block; without one, the last closed `<code>`; without that, the last block of no language.
 
-    A ```python block that is not closed reaches to the end of the response. None where there is no program. The time is
-    linear in the response's length.
+    A ```python block that is not closed reaches to the end. None where there is no program. In linear time.
     """
     blocks: list[tuple[str, str]] = []
     language, start, end = None, 0, 0

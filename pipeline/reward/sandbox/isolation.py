@@ -50,11 +50,8 @@ def job(code: str, tests: list[dict[str, str]], work: str, streams: list[int], c
     """What the supervisor is told.
 
     Args:
-        code: the program.
-        tests: see `runner.run_tests`.
         work: the folder of a program without isolation; "" for namespaces.
         streams: file descriptors for stdout, stderr and the result of a test.
-        config: the limits.
     """
     open_air = bool(work)
     return {

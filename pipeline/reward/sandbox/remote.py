@@ -1,10 +1,8 @@
 """Runs a program on a SandboxFusion server (`reward.sandbox.url`), one request for each test.
 
 A failure of the server (no connection, an HTTP error, its status `SandboxError`) is tried again with growing pauses
-until `url_timeout_s` is over, and is then an error of the reward, never a 0.
-
-Tests on functions are sent as a script that runs the same driver and judge as the local sandbox. How well the judge is
-kept apart from the program is up to the server: both run as one user there.
+until `url_timeout_s` is over, and is then an error of the reward, never a 0. Tests on functions are sent as a script
+that runs the same driver and judge as the local sandbox; there, both run as one user.
 """
 
 import json
@@ -68,7 +66,6 @@ def run_tests(code: str, tests: list[dict[str, str]], config: SandboxConfig) -> 
 
     Raises:
         SandboxError: the server gave not all outcomes within `url_timeout_s`.
-        ValueError: the config means nothing.
     """
     if found := problems(config):
         raise ValueError("; ".join(found))
@@ -148,11 +145,7 @@ class _Refused(_ServerFailure):
 
 
 def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConfig) -> Outcome:
-    """What one request brings.
-
-    Raises:
-        _ServerFailure, httpx.HTTPError: no outcome.
-    """
+    """What one request brings; `_ServerFailure` or `httpx.HTTPError` where that is no outcome."""
     # Of an answer, JSON may write each character of stdout and stderr in six bytes.
     most = 2 * 6 * max(config.output_kb << 10, MAX_RESULT)
     ends = time.monotonic() + timeout

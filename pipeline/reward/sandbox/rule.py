@@ -1,10 +1,8 @@
 """Reward of a program: the share of its tests that it passes, or 1.0 only for all of them.
 
-Chosen:
-1. What the program does is a score: a syntax error, a wrong answer, a time limit or a crash fails its test. What the
-   sandbox or the data does is an exception, so that the row counts as failed and not as 0.
-2. All tests share `total_timeout_s`; those that do not start in time have failed.
-3. The program is never told what is expected (`truth.py`, `inside/judge.py`), so it can only compute it.
+What the program does (a syntax error, a time limit, a crash) fails its test. What the sandbox or the data does is an
+exception, so that the row counts as failed and not as 0. Tests that do not start in `total_timeout_s` have failed. The
+program is never told what is expected, so it can only compute it.
 """
 
 from contextlib import closing
@@ -18,19 +16,14 @@ MAX_REASON = 200  # characters
 
 
 def compute_score(solution_str: str, ground_truth: Any, config: SandboxConfig) -> dict[str, Any]:
-    """Score of a response to a programming problem.
-
-    Args:
-        solution_str: the decoded response, any text at all.
-        ground_truth: the tests, see `truth.read`.
-        config: where the program runs, its limits, and how tests become a score.
+    """Score of a response, any text, to a programming problem with the tests `ground_truth` (see `truth.read`).
 
     Returns:
         `score`, `acc` and `format` (0 or 1: every test is passed; there is a program), `passed` and `total` (tests),
         and `reason`, the first failure in a few words, "" if there is none.
 
     Raises:
-        ValueError: `ground_truth` or `config` cannot be used.
+        ValueError: `ground_truth` cannot be used.
         SandboxError: the sandbox failed.
     """
     tests = truth.read(ground_truth)

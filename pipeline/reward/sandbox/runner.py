@@ -1,8 +1,7 @@
 """Runs a program in a local sandbox, watches it from outside, and reads what came of each test.
 
-The limits hold inside (`inside/supervisor.py`). From outside three things are added: the memory of all processes
-together, their number where the kernel does not count them, and a deadline for the whole. When this process goes away,
-the sandbox ends by itself.
+The limits hold inside (`inside/supervisor.py`). From outside come the memory and the number of all processes together,
+and a deadline for the whole. When this process ends, so does the sandbox.
 """
 
 import functools
@@ -75,30 +74,26 @@ class Outcome:
 
 
 def run(code: str, stdin: str, config: SandboxConfig) -> Outcome:
-    """Runs a Python program once, as a script.
+    """Run a Python program once, as a script.
 
     Raises:
         SandboxError: the sandbox could not be started or did not do its work.
-        ValueError: the config means nothing.
     """
     with closing(run_tests(code, [{"kind": "script", "stdin": stdin}], config)) as outcomes:
         return next(outcomes, Outcome("time"))
 
 
 def run_tests(code: str, tests: list[dict[str, str]], config: SandboxConfig) -> Generator[Outcome, None, None]:
-    """Outcomes of the tests of one program, in order, each as soon as it is known.
+    """Outcomes of the tests of one program, in order, each as soon as it is known; closing the iterator ends all.
 
-    The iterator ends early when `total_timeout_s` is over or a limit on all processes together is passed; closing it
-    ends the sandbox.
+    It ends early when `total_timeout_s` is over or a limit on all processes together is passed.
 
     Args:
-        code: the program.
         tests: each with its `kind`, `script`, `call` or `assert`; its `stdin`, which for a call is JSON of the
             function's name and its packed arguments (`inside/values.py`); and the `source` of an assert.
-        config: where and within which limits.
 
     Raises:
-        SandboxError, ValueError: as `run`.
+        SandboxError: as `run`.
     """
     if config.url:
         # Here, because most runs need no HTTP client.
@@ -113,7 +108,6 @@ def resolve(config: SandboxConfig) -> str:
 
     Raises:
         SandboxError: it is `auto` and namespaces do not work.
-        ValueError: the config means nothing.
     """
     if sentences := problems(config):
         raise ValueError("; ".join(sentences))
@@ -184,14 +178,7 @@ class _Broken(Exception):
 
 
 def _next_report(process: subprocess.Popen[bytes], deadline: float, config: SandboxConfig) -> dict[str, Any] | None:
-    """How the next test ended, waited for while the limits on all processes together are watched.
-
-    None when the time of all tests is over.
-
-    Raises:
-        _Broken: the supervisor ended, or did not answer in time.
-        OSError: the supervisor is gone.
-    """
+    """How the next test ended, waited for while all processes are watched; None when the time of all tests is over."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"\n")
     poll = select.poll()
@@ -214,7 +201,7 @@ def _next_report(process: subprocess.Popen[bytes], deadline: float, config: Sand
 
 
 def _end(process: subprocess.Popen[bytes], work: str) -> None:
-    """Has the supervisor kill what it has started, and end."""
+    """Have the supervisor kill what it has started, and end."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.stdout.close()

@@ -1,7 +1,4 @@
-"""Tests of a programming problem: what a ground truth holds, and whether an outcome is right.
-
-The expected values stay on this side; the sandbox sees inputs and asserts, and the program sees only inputs.
-"""
+"""Tests of a programming problem: what a ground truth holds, and whether an outcome is right."""
 
 import ast
 import json
@@ -99,10 +96,9 @@ def read(ground_truth: Any) -> list[Test]:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Whether two outputs are the same line by line.
+    """Whether two outputs have the same words on the same lines; empty lines at the end do not count.
 
-    How many blanks stand between words, blanks at the ends of lines, and empty lines at the end do not count; numbers
-    with a decimal point or exponent may differ by `TOLERANCE`, which is not relative where a whole number is expected.
+    Numbers with a decimal point or exponent may differ by `TOLERANCE`, not relative where a whole number is expected.
     """
     got, wanted = printed.rstrip().splitlines(), expected.rstrip().splitlines()
     if len(got) != len(wanted):

@@ -20,7 +20,7 @@ MAX_ITEMS = 1_000_000  # of an iterator that is read to its end for the judge
 
 
 def main(kind: str, packages: list[str], requests: int = REQUESTS, replies: int = REPLIES) -> None:
-    """Runs the program in the current folder as a test of `kind` (`script`, `call` or `assert`) asks for."""
+    """Run the program in the current folder as a test of `kind` (`script`, `call` or `assert`) asks for."""
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.dirname(__file__))] + packages
     # The `site` module, which is not loaded, would define these.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
@@ -39,17 +39,14 @@ def main(kind: str, packages: list[str], requests: int = REQUESTS, replies: int 
 
 
 def _load(source: str) -> Any:
-    """The program as a module, which its `if __name__ == "__main__"` does not count as a script."""
+    """The program as a module, so that its `if __name__ == "__main__"` does not run."""
     module = sys.modules["solution"] = type(sys)("solution")
     exec(compile(source, PROGRAM, "exec"), module.__dict__)
     return module
 
 
 def _call(source: str, replies: int) -> None:
-    """Writes what the function that stdin names returns for the arguments that stdin holds.
-
-    The function is the program's own, or a method of its class `Solution`.
-    """
+    """Write what the function that stdin names, or the method of `Solution`, returns for the arguments on stdin."""
     import json
 
     from . import values
@@ -66,7 +63,7 @@ def _call(source: str, replies: int) -> None:
 
 
 def _serve(source: str, requests: int, replies: int) -> None:
-    """Answers requests of a judge until it closes its pipe."""
+    """Answer requests of a judge until it closes its pipe."""
     import itertools
     import operator
 

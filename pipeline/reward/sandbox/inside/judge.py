@@ -31,7 +31,7 @@ _NOT_RAISED = (AssertionError, StopIteration, StopAsyncIteration)
 
 
 class ProgramError(Exception):
-    """The program raised something that is no built-in exception, or cannot be spoken to."""
+    """The program raised what is no built-in exception, or cannot be talked to."""
 
 
 class Channel:
@@ -59,7 +59,6 @@ class Channel:
         raise ProgramError(f"{name}: {message}")
 
     def ask(self, kind: str, *arguments: Any) -> dict[str, Any]:
-        """The program's answer to a request, still packed."""
         values.send(self.requests, [kind, values.pack(arguments, _handle_of)])
         return self.reply()
 
@@ -135,7 +134,7 @@ def _handle_of(value: Any) -> list[Any]:
 
 
 def _follow(old: Any, new: Any) -> None:
-    """Makes the mutable `old` equal `new`, its copy that the program has had."""
+    """Make the mutable `old` equal `new`, its copy that the program has had."""
     if isinstance(old, list) and isinstance(new, list):
         old[:] = new
     elif isinstance(old, dict) and isinstance(new, dict) or isinstance(old, set) and isinstance(new, set):
@@ -169,12 +168,9 @@ class _Scope(dict[str, Any]):
 
 
 def failure(source: str, requests: int, replies: int) -> str:
-    """Why the test fails, in a few words; "" if every assert in it holds.
+    """Why the test `source` fails, in a few words; "" if every assert in it holds.
 
-    Args:
-        source: Python with asserts.
-        requests: file descriptor that the program's driver reads.
-        replies: file descriptor that it writes.
+    The program's driver reads the file descriptor `requests` and writes `replies`.
     """
     channel = Channel(requests, replies)
     try:

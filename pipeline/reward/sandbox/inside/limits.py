@@ -107,7 +107,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def checked(result: int, action: str) -> int:
-    """`result` of a C call; a negative one is raised as an OSError that names the action."""
+    """`result` of a C call; OSError with the action where it is negative."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{action}: {os.strerror(error)}")
@@ -120,13 +120,13 @@ def prctl(option: int, value: int, pointer: Any = None) -> None:
 
 
 def drop_privileges() -> None:
-    """Gives up all capabilities for good; a program that is started later, even by root, gets none back."""
+    """Give up all capabilities for good; a program that is started later, even by root, gets none back."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     checked(libc.capset(struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "dropping capabilities (capset)")
 
 
 def write_only_below(folder: str) -> None:
-    """Refuses this process every write outside of `folder`, and a look into processes that are not its own children.
+    """Refuse this process every write outside of `folder`, and a look into processes that are not its own children.
 
     Changes nothing where the kernel has no Landlock (before Linux 5.13, or not switched on).
     """
@@ -144,12 +144,9 @@ def write_only_below(folder: str) -> None:
 
 
 def program(machine: str, only_self: int | None) -> bytes:
-    """The filter as instructions of classic BPF, 8 bytes each.
+    """The filter for `machine` (of `os.uname()`) as instructions of classic BPF, 8 bytes each.
 
-    Args:
-        machine: `os.uname().machine`.
-        only_self: process id of the process that is filtered, where namespaces do not hide others from it: it may
-            signal itself alone. None allows every signal.
+    `only_self`: the process that is filtered, where namespaces do not hide others from it: it may signal itself alone.
     """
     column, arch = MACHINES[machine]
     refuse = (_RETURN, 0, 0, _ERRNO | EPERM)
@@ -182,7 +179,7 @@ def program(machine: str, only_self: int | None) -> bytes:
 
 
 def filter_calls(only_self: int | None) -> None:
-    """Puts the filter on this process and all that come from it, for good; `drop_privileges` comes first."""
+    """Put the filter on this process and all that come from it, for good; `drop_privileges` comes first."""
     code = ctypes.create_string_buffer(program(os.uname().machine, only_self))
 
     class Program(ctypes.Structure):
@@ -192,12 +189,7 @@ def filter_calls(only_self: int | None) -> None:
 
 
 def resources(limits: dict[str, int], processes: int | None) -> None:
-    """Resource limits of this process.
-
-    Args:
-        limits: `cpu_s`, `memory` and `file` (bytes).
-        processes: processes and threads of this user in this user namespace; None sets no limit.
-    """
+    """Set resource limits of this process: `cpu_s`, `memory` and `file` (bytes), and processes of this user."""
     # The soft limit sends SIGXCPU, which may be ignored; the hard one kills.
     values = [
         (resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1),

@@ -41,15 +41,14 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 
 def enter(mounts: Iterable[tuple[str, str]], size: int) -> int | None:
-    """Puts this process, which must have one thread, into its namespaces and forks process 1 of them.
+    """Put this process, which must have one thread, into its namespaces and fork process 1 of them.
 
     Args:
         mounts: (folder outside, folder inside) to show read-only beside `SYSTEM`.
         size: bytes of the work folder.
 
     Returns:
-        In process 1: the user id for the code, None where it keeps the process's. The process outside stays in here
-        until process 1 ends.
+        In process 1: the user id for the code, None where it keeps the process's. The process outside waits in here.
 
     Raises:
         OSError: the kernel or its settings refuse a step; the message names it.

@@ -39,7 +39,7 @@ STREAMS = 50  # file descriptors from here on are those of the job, out of the w
 
 
 class Gone(Exception):
-    """The one who asks for tests has gone away."""
+    """The runner has gone away."""
 
 
 class Supervisor:
@@ -55,7 +55,7 @@ class Supervisor:
             raise RuntimeError("the supervisor is not process 1 of a namespace, so it may not kill all it can see")
 
     def run(self) -> None:
-        """Runs the tests that are asked for; stops when the time of all is used up."""
+        """Run the tests that are asked for; stop when the time of all is used up."""
         try:
             for test in self.job["tests"]:
                 if not os.read(ASKED, 1) or time.monotonic() >= self.ends:
@@ -119,11 +119,7 @@ class Supervisor:
         return {"ended": ended, "returncode": returncode, "seconds": time.monotonic() - started}
 
     def _start(self, fds: dict[int, int], run: Callable[[], None]) -> int:
-        """Process id of a child that has the file descriptors `fds` (number there: number here) and does `run`.
-
-        Raises:
-            RuntimeError: the child could not take on its limits.
-        """
+        """Process id of a child that has the file descriptors `fds` (number there: number here) and does `run`."""
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -171,11 +167,7 @@ class Supervisor:
         os.execve(self.job["python"], [self.job["python"], "-I", "-S", "-c", start], ENVIRONMENT)
 
     def _watch(self, main: int, deadline: float) -> str:
-        """Waits until process `main` ends ("exit"), the time is over ("time") or too much is printed ("output").
-
-        Raises:
-            Gone: the one who asks for tests has gone away.
-        """
+        """Wait until process `main` ends ("exit"), the time is over ("time") or too much is printed ("output")."""
         poll = select.poll()
         ending = os.pidfd_open(main)
         poll.register(ending, select.POLLIN)
@@ -197,14 +189,7 @@ class Supervisor:
         return any(os.fstat(fd).st_size > self.job["output"] for fd in self.job["streams"][:2])
 
     def _end(self, main: int) -> int | None:
-        """Kills and reaps every process of the test.
-
-        Returns:
-            Exit status of `main`, negative for a signal; None where it had to be killed.
-
-        Raises:
-            RuntimeError: a process did not die.
-        """
+        """Kill and reap every process of the test; the exit status of `main`, or None if it was killed here."""
         # Asked before the killing, and left unreaped so that the number of the group stays its own.
         status = os.waitid(os.P_PID, main, os.WEXITED | os.WNOHANG | os.WNOWAIT) if main else None
         deadline = time.monotonic() + KILL_S
@@ -234,7 +219,7 @@ def _judge(source: str) -> None:
 
 
 def main(job_fd: int) -> None:
-    """Reads the job, isolates this process, runs the tests."""
+    """Read the job, isolate this process, run the tests."""
     with open(job_fd) as file:
         job = json.load(file)
     # The worker may have had any numbers for them, and no child may keep one that it is not given.

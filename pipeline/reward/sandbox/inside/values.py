@@ -29,8 +29,8 @@ def no_handle(*_: Any) -> Any:
 def pack(value: Any, handle: Callable[[Any], list[Any]] = no_handle) -> Any:
     """`value` as JSON data.
 
-    A subclass of a built-in type (a named tuple, a Counter, an IntEnum) becomes the built-in type, NumPy values become
-    what their `tolist` says, and anything else becomes what `handle` makes of it.
+    A subclass of a built-in type becomes the built-in type, NumPy values become what their `tolist` says, and any other
+    object what `handle` makes of it.
     """
     if value is None or value is True or value is False:
         return value
@@ -85,14 +85,14 @@ def unpack(data: Any, handle: Callable[[int, str], Any] = no_handle) -> Any:
 
 
 def write(fd: int, data: bytes | bytearray) -> None:
-    """Writes all of `data` to a pipe."""
+    """Write all of `data` to a pipe."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def send(fd: int, message: Any) -> None:
-    """Writes a message to a pipe: a line of JSON."""
+    """Write a message to a pipe: a line of JSON."""
     write(fd, json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
 
