@@ -46,7 +46,7 @@ BUILT_IN = {
 
 
 def descriptions(schema: type) -> dict[str, str]:
-    """The docstring under each field of the dataclass `schema`, inherited ones included, by field name.
+    """The docstring under each field of the dataclass `schema`, inherited ones included; sections need none.
 
     Raises:
         ValueError: a field has none.
@@ -67,7 +67,8 @@ def _own_descriptions(schema: type) -> dict[str, str]:
     for node in typing.cast(ast.ClassDef, body).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
-            texts[name] = ""
+            if not ast.unparse(node.annotation).endswith("Config"):
+                texts[name] = ""
         elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             texts[name] = " ".join(str(node.value.value).split())
             name = None

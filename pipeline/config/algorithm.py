@@ -112,13 +112,10 @@ class AlgorithmConfig:
     """Estimate of the KL in the reward: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3)."""
 
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    """Coefficient of the KL in the reward."""
 
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    """Off-policy correction."""
 
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    """Dynamic sampling."""
 
     max_staleness: int = setting(0, at_least=0)
     """Policy versions that a row may be older than the one that trains on it; 0 is strictly on-policy. Above 0 engines

@@ -1,11 +1,8 @@
 """Composition of settings: YAML files and command-line arguments become one tree of dataclasses.
 
-Hydra composes `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments onto
-the dataclasses, so types are checked and an unknown key never passes. A refusal by Hydra becomes one sentence that
-names the file or argument, the key, the expected value and the nearest valid key. Code receives plain dataclasses;
-no module outside this one uses Hydra.
-
-`plan/checks.py` refuses impossible combinations of valid values.
+Hydra lays `configs/*.yaml`, the chosen `experiment/*.yaml` and `algorithm/*.yaml` and `key=value` arguments over the
+dataclasses, so types are checked and an unknown key is refused. An error of Hydra becomes one sentence that names the
+file or argument, the key, the expected value and the nearest valid key. No other module uses Hydra.
 """
 
 import dataclasses
@@ -49,10 +46,7 @@ def load_config(
     config_dir: str | Path | None = None,
     base: Config | None = None,
 ) -> Config:
-    """The settings of a training run: `configs/<config_name>.yaml`, the experiment, the algorithm, then `overrides`.
-
-    See `load` for arguments and errors. Values are of the right type; whether they fit together is for `checks.check`.
-    """
+    """The settings of a training run; see `load`. Whether values fit together is for `checks.check`."""
     return load(Config, overrides, config_name, config_dir, base)
 
 
@@ -65,15 +59,15 @@ def load(
 ) -> T:
     """An instance of the dataclass `schema` from `<config_name>.yaml` and `key=value` arguments.
 
-    The YAML file's defaults list may name `<config_name>_schema`, so that Hydra checks every file against `schema` as
-    it is merged and the file at fault can be named.
+    The YAML file's defaults list may name `<config_name>_schema`: Hydra then checks each file as it is merged, so an
+    error can name the file.
 
     Args:
         schema: Dataclass whose fields all have defaults; nested dataclasses are sections.
         overrides: Arguments in Hydra's grammar, for example `actor.optim.lr=1e-5` or `experiment=countdown_cpu`.
-        config_name: Name of the file the composition starts from, without `.yaml`.
-        config_dir: Further folder with config files of your own, searched besides the packaged `configs/`.
-        base: Settings to begin with in the place of the defaults.
+        config_name: Name of the first file, without `.yaml`.
+        config_dir: Further folder with config files of your own, searched besides `configs/`.
+        base: Settings to begin with instead of the defaults.
 
     Raises:
         ConfigError: a file is missing, a key is unknown, or a value has the wrong type.
@@ -123,9 +117,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[st
         ConfigError: an argument cannot be read, or its key or config file does not exist.
     """
     valid, parser, result = keys(schema), OverridesParser.create(), []
-    groups = {
-        path.name for folder in folders for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))
-    }
+    groups = {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")}
     for text in overrides:
         try:
             override = parser.parse_override(text)
@@ -147,7 +139,7 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[st
         for full in _leaf_keys(key, override.value()):
             if full not in valid and not is_open(full, valid):
                 raise ConfigError(unknown(full, valid, f"the argument {text!r}"))
-        if key in valid and valid[key].type in (str, str | None) and _number(override.value()):
+        if key in valid and valid[key].type in (str, str | None) and type(override.value()) in (int, float):
             # Read as a number and made text again, `0.5_2` would be `0.52`.
             text = "{}='{}'".format(*text.split("=", 1))
         # Hydra refuses new names inside a mapping unless they are marked as added.
@@ -174,10 +166,6 @@ def _choice(group: str, value: Any, folders: list[Path]) -> str:
         if name not in options:
             raise ConfigError(f"{group}={name}: there is no such file; there are: {', '.join(options)}")
     return f"{group}=[{','.join(names)}]" if isinstance(value, list) else f"{group}={names[0]}"
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _leaf_keys(key: str, value: Any) -> Iterator[str]:

@@ -95,13 +95,10 @@ class ActorConfig:
     """The policy update."""
 
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    """The loss."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimiser and schedule."""
 
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding."""
 
     clip_ratio: float = setting(0.2, above=0)
     """PPO clip range: the ratio is held in [1 - clip_ratio_low, 1 + clip_ratio_high]."""
@@ -115,10 +112,7 @@ class ActorConfig:
     clip_ratio_c: float = setting(3.0, above=1, infinite=True)
     """Dual clip: bound of the ratio, above 1, for negative advantages."""
 
-    loss_agg_mode: str = setting(
-        "token-mean",
-        choices=AGG_MODES,
-    )
+    loss_agg_mode: str = setting("token-mean", choices=AGG_MODES)
     """How token losses become one number, over the global mini-batch ([algorithms.md](algorithms.md#aggregation))."""
 
     loss_scale_factor: float | None = setting(None, above=0)
@@ -133,10 +127,7 @@ class ActorConfig:
     kl_loss_coef: float = setting(0.001, at_least=0)
     """Weight of that KL."""
 
-    kl_loss_type: str = setting(
-        "low_var_kl",
-        choices=KL_LOSSES,
-    )
+    kl_loss_type: str = setting("low_var_kl", choices=KL_LOSSES)
     """Estimate of that KL: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3). A `+` behind it gives its value the
     gradient of k2, which is that of the KL."""
 
@@ -181,10 +172,8 @@ class CriticConfig:
     """Hugging Face model for the critic's decoder; null takes `model.path`. The value head starts at 0."""
 
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    """Optimiser and schedule."""
 
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding."""
 
     warmup: int = setting(0, at_least=0)
     """First iterations, in which only the critic is trained."""
@@ -192,10 +181,7 @@ class CriticConfig:
     cliprange_value: float = setting(0.5, above=0, infinite=True)
     """Distance from the row's value at which the loss of a value is held."""
 
-    loss_agg_mode: str | None = setting(
-        None,
-        choices=(None, *AGG_MODES),
-    )
+    loss_agg_mode: str | None = setting(None, choices=(None, *AGG_MODES))
     """How token losses become one number; null takes the actor's."""
 
     grad_clip: float = setting(1.0, above=0, infinite=True)

@@ -58,7 +58,7 @@ class OverlongBufferConfig:
     len: int = 0
     """Tokens at the end of `data.max_response_length` over which the penalty grows."""
 
-    penalty_factor: float = 1.0
+    penalty_factor: float = setting(1.0, at_least=0)
     """Penalty of a response of `data.max_response_length` tokens."""
 
 
@@ -66,7 +66,7 @@ class OverlongBufferConfig:
 class RepetitionPenaltyConfig:
     """A penalty on responses that repeat themselves (`reward.repetition_penalty.*`)."""
 
-    factor: float = 0.0
+    factor: float = setting(0.0, at_least=0)
     """The score loses `factor` times the share of repeated n-grams."""
 
     ngram: int = setting(4, at_least=1)
@@ -107,7 +107,6 @@ class RewardConfig:
     """The stage that scores responses."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
-    """Your reward function, used for every row."""
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Several rewards, whose weighted sum is the score: `reward.functions.NAME.KEY=value` with the keys `path` (null:
@@ -115,7 +114,6 @@ class RewardConfig:
     ([rewards.md](rewards.md)). The column `score_NAME` keeps each."""
 
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """A reward model."""
 
     rule_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Keyword arguments of rules, by `data_source`: `reward.rule_kwargs.gsm8k.method=strict`."""
@@ -144,19 +142,15 @@ class RewardConfig:
     2.5) / 0.8`."""
 
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-    """DAPO's soft penalty on overlong responses."""
 
-    length_penalty: float = 0.0
+    length_penalty: float = setting(0.0, at_least=0)
     """Penalty of a response of `data.max_response_length` tokens, in proportion for shorter ones."""
 
     repetition_penalty: RepetitionPenaltyConfig = field(default_factory=RepetitionPenaltyConfig)
-    """A penalty on repetition."""
 
     clip: list[float] | None = None
     """Lowest and highest score after the penalties, `[low, high]`; null: no bounds."""
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    """Where the code of responses runs, for data whose rule runs it."""
 
     rate_limit: RateLimitConfig = field(default_factory=RateLimitConfig)
-    """Limits for functions that call services."""

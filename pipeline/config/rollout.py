@@ -49,7 +49,6 @@ class RolloutConfig:
     """Generate `data.max_response_length` tokens, past the end of sequence (for benchmarks)."""
 
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
-    """Sampling of validation responses."""
 
     chunk_prompts: int = setting(16, at_least=1)
     """Prompts in one chunk, the unit of the stream."""

@@ -17,28 +17,11 @@ class Config:
     """All settings of a training run."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    """Which prompts are read and how they become tokens."""
-
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The language model that is trained."""
-
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """The engine pool that turns prompts into responses."""
-
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """The stage that scores responses."""
-
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    """The pools of model replicas that score finished rows."""
-
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """How rewards become advantages."""
-
     actor: ActorConfig = field(default_factory=ActorConfig)
-    """The policy update."""
-
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """The value model and its update."""
-
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """The run: how long, how wide, what is kept."""

@@ -41,13 +41,9 @@ class ScoringConfig:
     """The pools, each of which exists only where something reads what it writes."""
 
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """Log-probs of the reference policy, for a KL in reward or loss."""
 
     reward_model: ScorerConfig = field(default_factory=ScorerConfig)
-    """Scores of the reward model, where `reward.model.path` names one."""
 
     value: ScorerConfig = field(default_factory=ScorerConfig)
-    """Values of the critic, for `gae`."""
 
     policy: ScorerConfig = field(default_factory=ScorerConfig)
-    """Sum of squared probabilities of the policy, for the optimal token baselines."""

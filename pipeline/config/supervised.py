@@ -91,19 +91,15 @@ class SupervisedConfig:
     """Folder for the trained model; on a cluster, one that all nodes share."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model that is trained."""
 
     optim: OptimConfig = field(default_factory=_optim)
     """Optimiser and schedule."""
 
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    """Sharding."""
 
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)
-    """Which rows are learnt."""
 
     trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
-    """How long, how wide."""
 
 
 @dataclass
@@ -130,10 +126,8 @@ class SFTConfig(SupervisedConfig):
     """Settings of supervised fine-tuning (`python -m jobs.sft`)."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    """The conversations to learn from."""
 
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
-    """Length and resources."""
 
 
 @dataclass
@@ -163,4 +157,3 @@ class PreferenceConfig(SupervisedConfig):
     """Settings of reward-model training (`python -m jobs.reward_model`)."""
 
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
-    """The preference pairs to learn from."""

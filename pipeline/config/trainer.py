@@ -149,7 +149,6 @@ class TrainerConfig:
     `algorithm.max_staleness + 2` copies in `rollout.dtype`; no GPU has run it yet."""
 
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
-    """Longest waits."""
 
     env_vars: dict[str, Any] = field(default_factory=dict)
     """Environment variables of all workers."""

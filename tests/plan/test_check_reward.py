@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
+from pipeline.config.bounds import violations
 from pipeline.config.reward import OverlongBufferConfig, RateLimitConfig, RepetitionPenaltyConfig, RewardConfig
 from pipeline.plan.check_reward import problems
 
@@ -35,7 +36,7 @@ def test_settings_that_can_be(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"timeout_s": float("inf")}, "reward.timeout_s must be finite"),
+        ({"timeout_s": float("inf")}, "reward.timeout_s=inf must be a finite number"),
         ({"functions": {"acc": {}}}, "none of score, acc, pred"),
         ({"functions": {"my part": {}}}, "letters, digits and _"),
         ({"functions": {"f": {"wieght": 1}}}, "there is no key reward.functions.f.wieght"),
@@ -43,12 +44,12 @@ def test_settings_that_can_be(settings: dict[str, Any]) -> None:
         ({"functions": {"f": {"weight": float("nan")}}}, "reward.functions.f.weight=nan"),
         ({"functions": {"f": {"timeout_s": 0}}}, "reward.functions.f.timeout_s=0 must be above 0"),
         ({"functions": {"f": {"batch": True}}}, "reward.functions.f.batch is set and reward.functions.f.path is not"),
-        ({"functions": {"f": {"kwargs": {"a": 1}}}}, "its options stand in reward.rule_kwargs"),
+        ({"functions": {"f": {"kwargs": {"a": 1}}}}, "its options are in reward.rule_kwargs"),
         ({"rule_kwargs": {"gsm9k": {}}}, "reward.rule_kwargs.gsm9k: data_source 'gsm9k' has no reward rule"),
         ({"rule_kwargs": {"gsm8k": {"mode": 1}}}, "the rule takes method"),
         ({"rule_kwargs": {"countdown": {"mode": 1}}}, "unexpected keyword argument 'mode'"),
         ({"rule_kwargs": {"taco": {}}}, "is the sandbox"),
-        ({"rule_kwargs": {"numina_*": {}}}, "by the whole data_source"),
+        ({"rule_kwargs": {"numina_*": {}}}, "by the exact data_source"),
         ({"overlong_buffer": OverlongBufferConfig(enable=True)}, "reward.overlong_buffer.len=0 must lie between 1"),
         ({"overlong_buffer": OverlongBufferConfig(True, 513)}, "data.max_response_length=512"),
         ({"overlong_buffer": OverlongBufferConfig(True, 5, -1.0)}, "reward.overlong_buffer.penalty_factor=-1 must be"),
@@ -69,7 +70,7 @@ def test_settings_that_can_be(settings: dict[str, Any]) -> None:
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     made = config(**settings)
     made.data.train_batch_size, made.rollout.n = 128, 8
-    (found,) = problems(made)
+    (found,) = [*violations(made), *problems(made)]
     assert message in found
 
 
