@@ -7,7 +7,8 @@ from rich.console import Console
 
 from jobs.train import complain
 from pipeline.config.paths import local_path
-from pipeline.track.compare import read_runs, save, table
+from pipeline.track.compare import draw, read_runs, table
+from pipeline.track.plot import save
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("validation (iteration)")
     Console().print(table(runs))
     try:
-        save(runs, options.out)
+        save(draw(runs), options.out)
     except OSError as error:
         complain(f"the figure cannot be written to {options.out}: {error.strerror or error}")
         return 1

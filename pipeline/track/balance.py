@@ -11,11 +11,11 @@ ROLLOUT_IDLE = "perf/rollout_idle"
 TRAIN_IDLE = "perf/train_idle"
 MATTERS = 0.1
 """Share of the time from which waiting is worth a change."""
-SETTLED = 2
-"""First iterations that say nothing, in which engines and caches start."""
+WARMUP_ITERATIONS = 2
+"""First iterations, in which engines and caches start; they are left out."""
 
 
-def figure(metrics: Mapping[str, float]) -> str:
+def idle_shares(metrics: Mapping[str, float]) -> str:
     """The waits of one iteration; empty where neither is known."""
     sides = (("engines", ROLLOUT_IDLE), ("trainer", TRAIN_IDLE))
     known = [f"{side} {metrics[name]:.0%}" for side, name in sides if name in metrics]
@@ -23,12 +23,8 @@ def figure(metrics: Mapping[str, float]) -> str:
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """What limits the run, and what to change; None where the records do not tell.
-
-    Args:
-        records: lines of `metrics.jsonl`, in their order.
-    """
-    later = [record for record in records if ROLLOUT_IDLE in record and TRAIN_IDLE in record][SETTLED:]
+    """What limits the run by the lines of its `metrics.jsonl`, and what to change; None where they do not say."""
+    later = [record for record in records if ROLLOUT_IDLE in record and TRAIN_IDLE in record][WARMUP_ITERATIONS:]
     if not later:
         return None
     rollout, train = (sum(record[name] for record in later) / len(later) for name in (ROLLOUT_IDLE, TRAIN_IDLE))

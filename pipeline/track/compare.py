@@ -1,12 +1,10 @@
 """Several runs in one figure and one table, made from their `metrics.jsonl` files.
 
-The left panel shows the validation accuracy, the right one the training reward (faint as measured, thick smoothed),
-both over iterations. Each run has its own colour, marker and dash, so the figure can be read without colours. A run
-without validation has no curve on the left. Runs that were validated on different data, or by different numbers, are
-refused, because their curves cannot be compared.
+Left: validation accuracy; right: training reward (faint as measured, thick smoothed). Each run has its own colour,
+marker and dash, so the figure can be read without colours. Runs that were validated on different data, or by different
+numbers, are refused.
 """
 
-import io
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from pipeline.track.history import REWARD, VALIDATION, column, read_history, validation_scores, write_atomically
+from pipeline.track.history import REWARD, VALIDATION, column, read_history, validation_scores
 from pipeline.track.plot import smoothed, style
 
 if TYPE_CHECKING:
@@ -52,12 +50,12 @@ def read_runs(folders: Sequence[Path], labels: Sequence[str] | None = None) -> l
     """The runs in these folders.
 
     Args:
-        folders: Folders of runs, at least one.
-        labels: Names of the runs, in the same order; None names them by their folders.
+        folders: of runs, at least one.
+        labels: names of the runs, in the same order; None names them by their folders.
 
     Raises:
-        ValueError: There are more or fewer labels than folders; two labels are equal; a folder is missing or holds no
-            run; runs were validated differently; a `metrics.jsonl` is damaged.
+        ValueError: the labels do not fit, a folder holds no run, runs were validated differently, or a `metrics.jsonl`
+            is damaged.
     """
     if labels is None:
         names = [folder.absolute().name for folder in folders]
@@ -106,18 +104,6 @@ def draw(runs: Sequence[Run]) -> "Figure":
         handles=left.get_lines(), loc="outside upper center", ncols=min(len(runs), 5), fontsize=11, handlelength=3.5
     )
     return figure
-
-
-def save(runs: Sequence[Run], out: Path) -> None:
-    """Write the figure of `runs` to the PNG file `out`, replacing an older one in one step.
-
-    Raises:
-        OSError: `out` cannot be written.
-    """
-    image = io.BytesIO()
-    draw(runs).savefig(image, format="png", dpi=130)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, image.getvalue())
 
 
 def table(runs: Sequence[Run]) -> Table:

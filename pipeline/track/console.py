@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.track.balance import advice, figure
+from pipeline.track.balance import advice, idle_shares
 from pipeline.track.history import EXPLAINED, REWARD, column, validation_curves, validation_scores
 
 THROUGHPUT = "perf/throughput"
@@ -99,7 +99,7 @@ class RunConsole:
                 self._validation = f"val {sum(scores.values()) / len(scores):.3f} ({iteration})"
             if THROUGHPUT in metrics:
                 self._throughput = f"{metrics[THROUGHPUT]:,.0f} tok/s"
-            self._idle = figure(metrics) or self._idle
+            self._idle = idle_shares(metrics) or self._idle
             line = self._line(now)
         self._print(line)
 

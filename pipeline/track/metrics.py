@@ -1,7 +1,4 @@
-"""Metrics, from rows and log-probs to the names PPO users know. What each means stands in `docs/metrics.md`.
-
-`pipeline/stats.py` merges them across ranks.
-"""
+"""Metrics of rows and log-probs, under the names PPO users know; `docs/metrics.md` says what each means."""
 
 import json
 import re
@@ -22,14 +19,13 @@ _PART = re.compile(r"\w[\w.\-/]{0,63}", re.ASCII)
 
 
 def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: int = 0) -> Stats:
-    """Metrics of the finished rows (columns of `pipeline.rows.SCHEMA`) that one rank trains on in one iteration.
+    """Metrics of the finished rows that one rank trains on in one iteration; groups must be whole on a rank.
 
     Scores, rewards, parts and groups leave out rows whose reward failed; lengths count every row; advantages, returns
-    and values are over tokens that train. Groups must be whole on a rank. Optional columns (`reward`, `kl`, `baseline`,
-    `values`, ...) may be missing, or null throughout.
+    and values are over tokens that train.
 
     Args:
-        table: train rows of one iteration.
+        table: columns of `pipeline.rows.SCHEMA`; optional ones (`reward`, `kl`, ...) may be missing or null throughout.
         solved_at: a response with at least this score, before it was shaped, counts as solved.
         max_staleness: bound on the age of rows; above 0 the share of every age up to it is given.
     """
@@ -43,6 +39,10 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
     trained_version = table["iteration"].to_numpy() - 1
     _, first_of_chunk = np.unique(table["chunk"].to_numpy(), return_index=True)
     parts = _parts(table["reward_parts"].filter(pa.array(good))) if _has(table, "reward_parts") else {}
+    raw_score = score.copy()
+    if "raw_score" in parts:
+        shaped, values = parts["raw_score"]
+        raw_score[shaped] = values
     rewards = pc.coalesce(table["reward"], table["score"]) if _has(table, "reward") else table["score"]
     stats = {
         **summary(score, "critic/score"),
@@ -52,7 +52,7 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
         **_lengths(table, np.diff(offsets)),
         "reward/error_rate": mean((~good).sum(), len(good)),
         **{f"reward/{name}/mean": mean(parts[name][1].sum(), len(parts[name][1])) for name in list(parts)[:MOST_PARTS]},
-        **_groups(table["uid"].filter(pa.array(good)), score, _raw(score, parts) >= solved_at),
+        **_groups(table["uid"].filter(pa.array(good)), score, raw_score >= solved_at),
         "training/global_step": _largest(table["iteration"]),
         "training/epoch": _largest(table["epoch"]),
         "training/policy_version": mean(version.sum(), len(version)),
@@ -62,7 +62,7 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
         **summary(_present(table["load_s"]), "rollout/load_s", ("mean", "max")),
     }
     if _has(table, "version_runs"):
-        stats |= _tokens_ages(table, trained_version, np.diff(offsets))
+        stats |= _token_ages(table, trained_version, np.diff(offsets))
     if _has(table, "values"):
         stats |= summary(flat(table, "values")[0][chosen], "critic/values")
     if _has(table, "baseline"):
@@ -79,7 +79,6 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
 
 
 def _ages(staleness: np.ndarray, most: int) -> Stats:
-    """Of the ages [R] of rows, in versions; `over` is the share of those past the bound."""
     stats = summary(staleness, "training/staleness") | {
         "training/staleness/over": mean((staleness > most).sum(), len(staleness))
     }
@@ -89,14 +88,8 @@ def _ages(staleness: np.ndarray, most: int) -> Stats:
     return stats
 
 
-def _tokens_ages(table: pa.Table, trained_version: np.ndarray, tokens: np.ndarray) -> Stats:
-    """Of tokens, which are of several ages in a row where weights change while it is generated.
-
-    Args:
-        table: the rows.
-        trained_version: [R] the version that trains on each row.
-        tokens: [R] its response tokens.
-    """
+def _token_ages(table: pa.Table, trained_version: np.ndarray, tokens: np.ndarray) -> Stats:
+    """Of response tokens, `tokens` [R] per row: weights may change while a row is generated."""
     ages = np.repeat(trained_version, tokens) - token_versions(table)
     versions = pc.list_value_length(table["version_runs"]).to_numpy()
     return {
@@ -123,18 +116,8 @@ def _parts(column: pa.ChunkedArray) -> Parts:
     return {name: (np.array(found[name][0]), np.array(found[name][1])) for name in sorted(found)}
 
 
-def _raw(score: np.ndarray, parts: Parts) -> np.ndarray:
-    """The scores [R] as the reward function gave them."""
-    if "raw_score" not in parts:
-        return score
-    rows, values = parts["raw_score"]
-    raw = score.copy()
-    raw[rows] = values
-    return raw
-
-
 def _lengths(table: pa.Table, response: np.ndarray) -> Stats:
-    """Of prompts and of responses [R]; of the latter also without those that the engine gave up."""
+    """Of prompts and of responses [R]; also of the responses that the engine did not abort."""
     cut, aborted = (pc.equal(table["finish_reason"], reason) for reason in ("length", "abort"))
     ended = pc.invert(aborted.fill_null(False))
     stats = {
@@ -182,15 +165,10 @@ def _groups(uid: pa.ChunkedArray, score: np.ndarray, solves: np.ndarray) -> Stat
 
 
 def log_prob_gap(rollout_log_probs: Any, log_probs: Any, mask: Any) -> Stats:
-    """How far the engine's log-probs are from the trainer's for the same tokens and the same weights.
+    """How far the engine's log-probs [N] are from the trainer's before any update [N], where `mask` [N] is 1.
 
-    Args:
-        rollout_log_probs: [N] of the engine; a numpy array or CPU tensor, as are the others.
-        log_probs: [N] of the trainer, before any update.
-        mask: [N] 1 where the token counts.
-
-    A difference that is not a number counts as infinite (log-probs) or as 1 (probabilities), so that a limit on the
-    gap cannot be passed by a NaN.
+    All are numpy arrays or CPU tensors. A difference that is not a number counts as infinite (log-probs) or as 1
+    (probabilities), so that a limit on the gap cannot be passed by a NaN.
     """
     keep = np.asarray(mask) > 0
     engine = np.asarray(rollout_log_probs, dtype=np.float64)[keep]

@@ -1,6 +1,4 @@
-"""pass@k and maj@k of one prompt, exactly: expectations over all draws of k of its n responses without replacement.
-
-Nothing is sampled, so the same responses always give the same numbers. Validation and evaluation both use them.
+"""pass@k and maj@k of one prompt: exact expectations over all draws of k of its n responses without replacement.
 
 - `best_at_k`: the expected largest score. For scores of 0 and 1 it is the unbiased pass@k of Chen et al. 2021
   (arXiv:2107.03374, equation 1), 1 - C(n - c, k) / C(n, k) with c right responses.

@@ -16,12 +16,12 @@ PHASES = ("old_log_prob", "update_critic", "update_actor")
 
 
 def derived(metrics: dict[str, float], prompt_tokens: float, response_tokens: float, workers: int) -> dict[str, float]:
-    """Rates that follow from an iteration's finished metrics; what lacks its part, or has no tokens, is left out.
+    """Rates that follow from an iteration's finished `metrics`; those without their part, or tokens, are left out.
 
     Args:
         metrics: of all ranks, with `timing_s/step`.
-        prompt_tokens: prompt tokens of the iteration's rows on all ranks.
-        response_tokens: their response tokens.
+        prompt_tokens: of the iteration's rows on all ranks.
+        response_tokens: of the same.
         workers: train workers.
     """
     total, seconds = prompt_tokens + response_tokens, metrics["timing_s/step"]
@@ -47,11 +47,9 @@ def memory_metrics(device: torch.device) -> Stats:
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     stats = {"perf/cpu_memory_used_gb": Stat("max", (resident / GIB,))}
     if device.type == "cuda":
-        for kind, held in (
-            ("allocated", torch.cuda.max_memory_allocated(device)),
-            ("reserved", torch.cuda.max_memory_reserved(device)),
-        ):
-            stats[f"actor/perf/max_memory_{kind}_gb"] = Stat("max", (held / GIB,))
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        stats["actor/perf/max_memory_allocated_gb"] = Stat("max", (allocated / GIB,))
+        stats["actor/perf/max_memory_reserved_gb"] = Stat("max", (reserved / GIB,))
     return stats
 
 

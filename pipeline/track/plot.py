@@ -1,9 +1,8 @@
 """The learning curve as a picture, drawn from `metrics.jsonl` alone.
 
-Large panel: validation score per data source (points and line) and training reward (thin as measured, thick
-smoothed) over iterations, with the minutes of work on the upper axis. Small panels: response length, the gap between
-engine and trainer log-probs, and where the run has them, how much of the returns the critic explains and the KL to the
-reference policy. Drawn without pyplot, whose global state is not safe in a background thread.
+Large panel: validation score per data source and training reward (thin as measured, thick smoothed). Small panels:
+response length, the gap between engine and trainer log-probs, and where the run has them, the critic's explained
+variance and the KL to the reference policy. Drawn without pyplot, whose global state is not safe in a thread.
 """
 
 import io
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.track.history import EXPLAINED, REWARD, column, read_history, validation_scores, write_atomically
+from pipeline.track.history import EXPLAINED, REWARD, column, read_history, validation_curves, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,51 +26,51 @@ COLOURS = ("#c2410c", "#0f766e", "#7c3aed", "#b91c1c", "#4d7c0f", "#0369a1")
 
 
 def learning_curve(metrics_jsonl: Path, out: Path, title: str) -> bool:
-    """Draws the run's curve into the PNG `out`, replacing an older one in one step.
-
-    Returns:
-        False when there is no iteration to draw yet; `out` is then left alone.
+    """Draw the run's curve into the PNG `out`; False, and no file, when there is no iteration to draw yet.
 
     Raises:
         ValueError: `metrics_jsonl` is damaged.
         OSError: `out` cannot be written.
     """
     records = read_history(metrics_jsonl)
-    if not records:
-        return False
+    if records:
+        save(draw(records, title), out)
+    return bool(records)
+
+
+def save(figure: "Figure", out: Path) -> None:
+    """Write a figure to the PNG file `out`, replacing an older one in one step."""
     image = io.BytesIO()
-    draw(records, title).savefig(image, format="png", dpi=130)
+    figure.savefig(image, format="png", dpi=130)
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, image.getvalue())
-    return True
 
 
 def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
     """The figure of `records` (lines of `metrics.jsonl` in order)."""
     from matplotlib.figure import Figure
 
-    critic = column(records, EXPLAINED)[1]
-    kl = {label: name for label, name in KL.items() if column(records, name)[1]}
-    rows = 1 + bool(critic or kl)
+    # Per small panel its title and, by label, its metrics.
+    panels = {"response length (tokens)": {"mean": LENGTH}, "log-prob gap, engine to trainer": GAPS}
+    if column(records, EXPLAINED)[1]:
+        panels["share of the returns the critic explains"] = {"": EXPLAINED}
+    if kl := {label: name for label, name in KL.items() if column(records, name)[1]}:
+        panels["KL to the reference policy"] = kl
+    rows = len(panels) // 2 + len(panels) % 2
     figure = Figure(figsize=(9, 4.3 + 1.7 * rows), layout="constrained")
     grid = figure.add_gridspec(1 + rows, 2, height_ratios=(2.6, *[1] * rows))
     scores = figure.add_subplot(grid[0, :])
     _draw_scores(scores, records)
     figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
-
-    def small(place: Any, metrics: dict[str, str], name: str) -> "Axes":
-        axes = figure.add_subplot(place, sharex=scores)
+    for number, (name, metrics) in enumerate(panels.items()):
+        row = 1 + number // 2
+        alone = number % 2 == 0 and number == len(panels) - 1
+        axes = figure.add_subplot(grid[row, :] if alone else grid[row, number % 2], sharex=scores)
         _draw_small(axes, records, metrics, name)
-        return axes
-
-    small(grid[1, 0], {"mean": LENGTH}, "response length (tokens)")
-    gap = small(grid[1, 1], GAPS, "log-prob gap, engine to trainer")
-    if any(value > 0 for name in GAPS.values() for value in column(records, name)[1]):
-        gap.set_yscale("log")
-    if critic:
-        share = small(grid[2, 0] if kl else grid[2, :], {"": EXPLAINED}, "share of the returns the critic explains")
-        share.set_ylim(max(share.get_ylim()[0], WORST_EXPLAINED), 1.05)
-    if kl:
-        small(grid[2, 1] if critic else grid[2, :], kl, "KL to the reference policy")
+        if metrics is GAPS and any(value > 0 for gap in GAPS.values() for value in column(records, gap)[1]):
+            axes.set_yscale("log")
+        if "" in metrics:
+            axes.set_ylim(max(axes.get_ylim()[0], WORST_EXPLAINED), 1.05)
     return figure
 
 
@@ -92,19 +91,16 @@ def _draw_scores(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
         axes.plot(iterations, rewards, color="#94a3b8", linewidth=0.7, alpha=0.7, gid="reward")
         label = "training reward (smoothed)"
         axes.plot(iterations, smoothed(rewards), color="#475569", linewidth=2, label=label, gid="reward smoothed")
-    validated = [(record["iteration"], validation_scores(record)) for record in records]
-    sources = sorted({source for _, scores in validated for source in scores})
-    for number, source in enumerate(sources):
-        points = [(iteration, scores[source]) for iteration, scores in validated if source in scores]
-        label = f"validation {source}: {' → '.join(f'{score:.3f}' for _, score in (points[0], *points[1:][-1:]))}"
+    for number, (source, (validated, values)) in enumerate(validation_curves(records).items()):
+        ends = [values[0], *values[1:][-1:]]
         axes.plot(
-            [iteration for iteration, _ in points],
-            [score for _, score in points],
+            validated,
+            values,
             color=COLOURS[number % len(COLOURS)],
             linewidth=2.2,
             marker="o",
             markersize=6,
-            label=label,
+            label=f"validation {source}: {' → '.join(f'{score:.3f}' for score in ends)}",
             gid=f"validation {source}",
         )
     first, last = records[0]["iteration"], records[-1]["iteration"]

@@ -1,13 +1,10 @@
 """Every trajectory as parquet under the run's folder, partitioned by iteration.
 
 `trajectories/iteration=NNNNNN/chunk-CCCCCC.parquet` holds the training rows of one chunk, `validation/...` those of
-one chunk of validation rows. A chunk's file name follows from its rows alone, so a chunk that Ray Data computes again
-replaces its own file; a file is written aside and renamed, so a reader never sees half of one. The column `iteration`
-stands in the folder's name and not in the file, as readers of partitioned data (pandas, pyarrow, DuckDB, polars)
-expect: with both they refuse the folder for its two types.
-
-Old log-probs that the trainer recomputes are known after a row has left the stream. Each train worker writes its own to
-`old_log_probs/iteration=NNNNNN/rank-RRRRR.parquet`; `uid` and `sample` name the row.
+one validation chunk, and `old_log_probs/iteration=NNNNNN/rank-RRRRR.parquet` the log-probs that a train worker
+recomputed (`uid` and `sample` name the row). A file's name follows from its rows alone, so a chunk that Ray Data
+computes again replaces its own file. The column `iteration` is only in the folder's name: readers of partitioned data
+(pandas, pyarrow, DuckDB, polars) refuse a folder that has it in both, for its two types.
 """
 
 import hashlib
@@ -28,35 +25,36 @@ FOLDERS = {"train": "trajectories", "val": "validation", "old_log_probs": "old_l
 
 
 class Record:
-    """Map stage that writes the rows it sees and hands them on unchanged.
+    """Map stage that writes the rows it sees and returns them unchanged; tables must hold whole chunks.
 
-    It must stand where a table holds whole chunks. With engines on several machines `run_dir` is a folder they share
-    or a URL (`s3://`, `gs://`, `hdfs://`, ...).
+    Args:
+        run_dir: absolute folder that all engines share, or a URL (`s3://`, `gs://`, `hdfs://`, ...).
+
+    Raises:
+        ValueError: `run_dir` is a relative path (a worker's current folder is not the driver's), or a URL of an unknown
+            file system.
     """
 
     def __init__(self, run_dir: str) -> None:
-        """
-        Raises:
-            ValueError: `run_dir` is a relative path (a worker's current folder is not the driver's), or a URL of a
-                file system that pyarrow does not know.
-        """
         if "://" not in run_dir and not os.path.isabs(run_dir):
             raise ValueError(f"the run's folder {run_dir!r} is relative; workers need an absolute path or a URL")
         self._filesystem, self._root = filesystem_of(run_dir)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Writes `table`, one file per split, iteration and chunk in it.
+        """Write `table`, one file per split, iteration and chunk in it.
 
         Raises:
             ValueError: a row's `split` is neither `train` nor `val`.
             OSError: a file cannot be written; the message names it.
         """
-        parts = _parts(table)
+        keys = table.select(["split", "iteration", "chunk"])
+        parts = keys.group_by(keys.column_names).aggregate([]).to_pylist()
         for part in parts:
-            rows = table if len(parts) == 1 else table.filter(_mask(table, part))
+            rows = table
+            for name in keys.column_names if len(parts) > 1 else ():
+                rows = rows.filter(pc.equal(rows[name], part[name]))
             folder = _folder(self._root, part["split"], part["iteration"])
-            path = f"{folder}/{_file_name(rows, part['chunk'])}"
-            self._write(folder, path, rows.drop_columns(["iteration"]))
+            self._write(folder, _file_name(rows, part["chunk"]), rows.drop_columns(["iteration"]))
         return table
 
     def old_log_probs(self, table: pa.Table, iteration: int, rank: int, old_log_probs: np.ndarray) -> None:
@@ -74,35 +72,28 @@ class Record:
         offsets = flat(table, "response_ids")[1]
         rows = table.select(["uid", "sample", "chunk"])
         rows = rows.append_column("old_log_probs", ragged(old_log_probs, offsets, FLOATS))
-        folder = _folder(self._root, "old_log_probs", iteration)
-        self._write(folder, f"{folder}/rank-{rank:05d}.parquet", rows)
+        self._write(_folder(self._root, "old_log_probs", iteration), f"rank-{rank:05d}.parquet", rows)
 
-    def _write(self, folder: str, path: str, rows: pa.Table) -> None:
-        try:
-            self._replace(folder, path, rows)
-        except OSError as error:
-            raise OSError(
-                error.errno or 5,
-                f"the trajectories cannot be written to {path} ({error.strerror or error}); free space there, allow "
-                "writing, or choose another folder with `trainer.default_local_dir`",
-            ) from error
-
-    def _replace(self, folder: str, path: str, rows: pa.Table) -> None:
+    def _write(self, folder: str, name: str, rows: pa.Table) -> None:
         # The bytes are complete before a file is opened: closing a half-written stream of an object store would
         # otherwise publish it.
         content = pa.BufferOutputStream()
         # Dictionaries would make the file larger, and take most of the time.
         pq.write_table(rows, content, compression="zstd", use_dictionary=False)
-        aside = f"{folder}/.{uuid.uuid4().hex}.tmp"
-        self._filesystem.create_dir(folder, recursive=True)
+        path, aside = f"{folder}/{name}", f"{folder}/.{uuid.uuid4().hex}.tmp"
         try:
+            self._filesystem.create_dir(folder, recursive=True)
             with self._filesystem.open_output_stream(aside) as stream:
                 stream.write(content.getvalue())
             self._filesystem.move(aside, path)
-        except OSError:
+        except OSError as error:
             if self._filesystem.get_file_info(aside).type != pafs.FileType.NotFound:
                 self._filesystem.delete_file(aside)
-            raise
+            raise OSError(
+                error.errno or 5,
+                f"the trajectories cannot be written to {path} ({error.strerror or error}); free space there, allow "
+                "writing, or choose another folder with `trainer.default_local_dir`",
+            ) from error
 
 
 def read_trajectories(
@@ -128,18 +119,14 @@ def read_trajectories(
         range_ = f"iterations {have[0]} to {have[-1]} are there" if have else "there are none at all"
         raise FileNotFoundError(2, f"no {split} trajectories of iteration {iteration} in {folder}; {range_}")
     wanted = None if columns is None else list(columns)
-    table = pa.concat_tables(
-        [pq.read_table(name, columns=wanted, filesystem=filesystem, partitioning=None) for name in names]
-    )
+    tables = [pq.read_table(name, columns=wanted, filesystem=filesystem, partitioning=None) for name in names]
+    table = pa.concat_tables(tables)
     place = table.schema.get_field_index("chunk") + 1
     return table.add_column(place, "iteration", pa.array([iteration] * len(table), pa.int64()))
 
 
 def recorded_files(run_dir: str) -> dict[int, list[str]]:
-    """The files of training rows of every recorded iteration, in the order of their chunks.
-
-    Returns:
-        by iteration, in order; paths of the folder's file system.
+    """By recorded iteration, in order: the files of its training rows, as paths of the folder's file system.
 
     Raises:
         ValueError: the file system of a URL is unknown.
@@ -149,13 +136,10 @@ def recorded_files(run_dir: str) -> dict[int, list[str]]:
 
 
 def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
-    """Removes training rows of `iteration` and later ones and validation rows of versions after `iteration - 1`.
+    """Remove training rows of `iteration` and later ones and validation rows of versions after `iteration - 1`.
 
-    Called before a run resumes at `iteration`: chunks are numbered anew from there, so files of the abandoned try
-    would stand beside the new ones.
-
-    Returns:
-        The iterations whose training rows were removed.
+    Called before a run resumes at `iteration`: chunks are numbered from there again, so files of the abandoned attempt
+    would stand beside the new ones. Returns the iterations whose training rows were removed.
     """
     filesystem, root = filesystem_of(run_dir)
     removed = []
@@ -185,21 +169,6 @@ def _file_name(rows: pa.Table, chunk: int) -> str:
     # Validation chunks have no number: the first row's place keeps files in order, its group keeps them apart.
     group = hashlib.blake2b(str(rows["uid"][0]).encode(), digest_size=4).hexdigest()
     return f"chunk-{rows['offset'][0].as_py():06d}-{group}.parquet"
-
-
-def _parts(table: pa.Table) -> list[dict]:
-    """The splits, iterations and chunks that a table holds rows of."""
-    values = {name: table[name].unique() for name in ("split", "iteration", "chunk")}
-    if all(len(found) == 1 for found in values.values()):
-        return [{name: found[0].as_py() for name, found in values.items()}]
-    return table.select(list(values)).group_by(list(values)).aggregate([]).to_pylist()
-
-
-def _mask(table: pa.Table, part: dict) -> pa.ChunkedArray:
-    mask = pc.equal(table["split"], part["split"])
-    for name in ("iteration", "chunk"):
-        mask = pc.and_(mask, pc.equal(table[name], part[name]))
-    return mask
 
 
 def _iterations(filesystem: pafs.FileSystem, root: str, split: str) -> list[tuple[int, str]]:

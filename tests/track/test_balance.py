@@ -2,19 +2,21 @@
 
 import pytest
 
-from pipeline.track.balance import ROLLOUT_IDLE, SETTLED, TRAIN_IDLE, advice, figure
+from pipeline.track.balance import ROLLOUT_IDLE, TRAIN_IDLE, WARMUP_ITERATIONS, advice, idle_shares
 
 
 def records(rollout: float, train: float, count: int = 4) -> list[dict[str, float]]:
     """A run whose first iterations say something else."""
-    started = [{"iteration": i, ROLLOUT_IDLE: 0.5, TRAIN_IDLE: 0.99} for i in range(SETTLED)]
-    return started + [{"iteration": SETTLED + i, ROLLOUT_IDLE: rollout, TRAIN_IDLE: train} for i in range(count)]
+    started = [{"iteration": i, ROLLOUT_IDLE: 0.5, TRAIN_IDLE: 0.99} for i in range(WARMUP_ITERATIONS)]
+    return started + [
+        {"iteration": WARMUP_ITERATIONS + i, ROLLOUT_IDLE: rollout, TRAIN_IDLE: train} for i in range(count)
+    ]
 
 
 def test_the_figure_of_an_iteration() -> None:
-    assert figure({ROLLOUT_IDLE: 0.412, TRAIN_IDLE: 0.034}) == "idle: engines 41%, trainer 3%"
-    assert figure({TRAIN_IDLE: 0.034}) == "idle: trainer 3%"  # a replay has no engines
-    assert figure({"critic/score/mean": 1.0}) == ""
+    assert idle_shares({ROLLOUT_IDLE: 0.412, TRAIN_IDLE: 0.034}) == "idle: engines 41%, trainer 3%"
+    assert idle_shares({TRAIN_IDLE: 0.034}) == "idle: trainer 3%"  # a replay has no engines
+    assert idle_shares({"critic/score/mean": 1.0}) == ""
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.track.compare import COLOURS, DASHES, MARKERS, Run, draw, read_runs, save, table
-from pipeline.track.plot import smoothed
+from pipeline.track.compare import COLOURS, DASHES, MARKERS, Run, draw, read_runs, table
+from pipeline.track.plot import save, smoothed
 from tests.track.run_folders import write_run
 
 ACC = "val-core/countdown/acc/mean@1"
@@ -88,8 +88,8 @@ def test_equal_folder_names_are_told_apart_by_their_paths(tmp_path: Path) -> Non
 
 def test_the_picture_is_written_whole(folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "new" / "compared.png"
-    save(read_runs(folders), out)
-    save(read_runs(folders[:1]), out)
+    save(draw(read_runs(folders)), out)
+    save(draw(read_runs(folders[:1])), out)
     assert out.read_bytes().startswith(b"\x89PNG") and [path.name for path in out.parent.iterdir()] == [out.name]
 
 
