@@ -14,6 +14,7 @@ The files, the byte tokenizer and its chat template are made here. Two parts:
 
 import argparse
 import gc
+import itertools
 import json
 import tempfile
 import time
@@ -35,9 +36,10 @@ from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.encode import Encoder
 from pipeline.prompts.files import resolve
+from pipeline.prompts.loader import PromptLoader
 from pipeline.prompts.quarantine import Quarantine
-from pipeline.prompts.source import Position, PromptSource
 from pipeline.run.driver import start_ray
+from pipeline.store.cursor import PromptCursor
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -110,15 +112,17 @@ def measure(folder: Path, chunk_prompts: int, chunks: int, window_rows: int) -> 
     begin = time.perf_counter()
     files = resolve(str(folder), "data.train_files")
     resolved = time.perf_counter() - begin
-    source = PromptSource(files, data, Encoder(chat, Quarantine(0)), seed=1)
+    loader = PromptLoader(files, data, Encoder(chat, Quarantine(0)), seed=1)
 
-    middle = Position(0, source.len_estimate // 2)
-    sought = [seconds for _, seconds, _ in watch(source.chunks(chunk_prompts, middle), 1)][0]
-    seen = list(watch(source.chunks(chunk_prompts), chunks))
+    made = (loader.iteration(number, chunk_prompts) for number in itertools.count(1))
+    loader.load(PromptCursor(0, loader.epoch_rows // 2))
+    sought = [seconds for _, seconds, _ in watch(made, 1)][0]
+    loader.load(PromptCursor())
+    seen = list(watch(made, chunks))
     first, rest = seen[0][1], seen[-1][1] - seen[0][1]
     half = len(seen) // 2
     return {
-        "rows": source.len_estimate,
+        "rows": loader.epoch_rows,
         "row_groups": sum(len(file.row_groups) for file in files),
         "resolve_s": resolved,
         "first_chunk_s": first,

@@ -35,13 +35,13 @@ from jobs.prepare import __main__ as prepare
 from pipeline import rows
 from pipeline.config import Config, load_config
 from pipeline.models.fsdp import torch_dtype
-from pipeline.prompts.encode import stamp
-from pipeline.prompts.stage import sources
+from pipeline.prompts.encode import stamp, to_table
+from pipeline.prompts.stage import loaders
 from pipeline.rollout import vllm
 from pipeline.rollout.policy_source import PolicySource
 from pipeline.rollout.stage import Rollout, token_lists
 from pipeline.run.driver import start_ray
-from pipeline.sampling import Sampling
+from pipeline.sampling import Sampling, row_limits
 from pipeline.store.client import StoreClient
 from pipeline.store.events import PromptsMade
 from pipeline.store.policy_store import PolicyStore
@@ -125,7 +125,7 @@ def requests(config: Config, chunks: Sequence[pa.Table], version: int, seeds: bo
         for prompt, params in vllm.requests(
             prompts,
             table["uid"].to_pylist(),
-            [Sampling.of(config, "train")] * len(prompts),
+            [Sampling.of(config.rollout, config.data.max_response_length, "train")] * len(prompts),
             config.rollout.n,
             version=version,
             seed=config.trainer.seed if seeds and config.rollout.seed_per_request else None,
@@ -179,10 +179,10 @@ def lengths(table: pa.Table) -> str:
 
 def prompt_chunks(config: Config) -> list[pa.Table]:
     """The chunks of one iteration."""
-    train, _ = sources(config)
+    train, _ = loaders(config.data, config.model, row_limits(config), config.trainer.seed)
     size = config.rollout.chunk_prompts
-    prompts = train.chunks(size)
-    return [stamp(next(prompts), "train", c, 1) for c in range(config.data.train_batch_size // size)]
+    rows = train.iteration(1, config.data.train_batch_size)
+    return [stamp(to_table(rows[c * size : (c + 1) * size]), "train", c, 1) for c in range(len(rows) // size)]
 
 
 async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:

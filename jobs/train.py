@@ -113,21 +113,22 @@ def _check_prompts(config: Config) -> tuple[int | None, list[tuple[str, str]]]:
     """
     from pipeline.derived import reward_parts
     from pipeline.prompts.encode import to_table
-    from pipeline.prompts.files import data_sources
-    from pipeline.prompts.stage import first_generated, sources
+    from pipeline.prompts.parquet import data_sources
+    from pipeline.prompts.stage import loaders
     from pipeline.reward.dry import RESPONSE, check_sources, dry_call
+    from pipeline.sampling import row_limits
 
-    training, validation = sources(config)
+    training, validation = loaders(config.data, config.model, row_limits(config), config.trainer.seed)
     parts = reward_parts(config)
     first: pa.Table | None = None
     scores: dict[str, float | None] = {}
-    for source, read in ((training, parts), (validation, [])):
-        if source is not None:
-            check_sources(data_sources(source.files, config.data.max_bad_rows > 0), config.reward)
-            tables = list(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS))
+    for loader, read in ((training, parts), (validation, [])):
+        if loader is not None:
+            check_sources(data_sources(loader.files, config.data.max_bad_rows > 0), config.reward)
+            tables = list(itertools.islice(loader.epoch(1), CHECKED_PROMPTS))
             scores = dry_call(tables, config.reward, read) | scores
             first = tables[0] if first is None and tables else first
-    if generated := first_generated(config, training):
+    if generated := training.generate(1, config.data.train_batch_size):
         check_sources(sorted({row["data_source"] for row in generated}), config.reward)
         first = to_table(generated)
         scores = dry_call([first], config.reward, parts) | scores
@@ -138,7 +139,7 @@ def _check_prompts(config: Config) -> tuple[int | None, list[tuple[str, str]]]:
         score = scores.get(source_name)
         shown = "the reward failed" if score is None else f"{score:g}"
         lines.append(("reward of a made-up response", f"{shown} for {RESPONSE!r} (data_source {source_name})"))
-    return training.len_estimate or None, lines
+    return training.epoch_rows or None, lines
 
 
 def _say_whether_it_fits(resolved: "Plan") -> None:

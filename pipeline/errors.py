@@ -1,4 +1,6 @@
-"""Errors by what can be done about them."""
+"""Errors by what can be done about them, and errors of other libraries in a sentence."""
+
+import textwrap
 
 
 class FinalError(RuntimeError):
@@ -8,3 +10,8 @@ class FinalError(RuntimeError):
 
 class PeerDied(ConnectionError):
     """Another process of the run cannot be reached, most likely because it has died; a restart helps."""
+
+
+def short_reason(error: Exception) -> str:
+    """What an exception of another library says, on one line and without its endless tail."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")

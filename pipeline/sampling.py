@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.config.rollout import RolloutConfig
 from pipeline.derived import uses_policy_scores
 
 KEY = "sampling_params"
@@ -36,31 +37,25 @@ class Sampling:
     stop: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: Config, split: str) -> "Sampling":
+    def of(cls, rollout: RolloutConfig, max_response_length: int, split: str) -> "Sampling":
         """What rows of a split (`train` or `val`) are sampled with unless they ask for something else."""
-        rollout = config.rollout
         chosen = rollout if split == "train" else rollout.val_kwargs
-        length = config.data.max_response_length
-        stop = tuple(rollout.stop)
-        return cls(chosen.temperature, chosen.top_p, chosen.top_k, rollout.min_tokens, length, stop)
+        limits = rollout.min_tokens, max_response_length, tuple(rollout.stop)
+        return cls(chosen.temperature, chosen.top_p, chosen.top_k, *limits)
 
     def greedy(self) -> "Sampling":
         """The same with the likeliest token each time."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
     def of_row(self, extra_info: str) -> "Sampling":
-        """The same with what a row asks for.
-
-        Args:
-            extra_info: the row's column, JSON that `RowLimits` has passed.
-        """
+        """The same with what a row asks for in `extra_info`, JSON that `RowLimits` has passed."""
         # Most rows ask for nothing, and their JSON can be long.
         if f'"{KEY}"' not in extra_info:
             return self
         return replace(self, **asked(json.loads(extra_info)))
 
 
-KEYS = tuple(one.name for one in fields(Sampling))
+KEYS = tuple(item.name for item in fields(Sampling))
 
 NUMBERS: dict[str, tuple[type[int] | type[float], Callable[[float], bool], str]] = {
     "temperature": (float, lambda t: t == 0 or COLDEST <= t <= WARMEST, f"0, or from {COLDEST:g} to {WARMEST:g}"),
@@ -104,17 +99,6 @@ class RowLimits:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Keys that no row may set, and why."""
 
-    @classmethod
-    def of(cls, config: Config, split: str) -> "RowLimits":
-        """Training rows may not ask for what the trainer would take for another policy than its own."""
-        refused = {}
-        if split == "train":
-            refused["temperature"] = "the trainer computes the log-probs of all rows at rollout.temperature"
-            if why := _needs_all_tokens(config):
-                reason = f"{why} needs log-probs over the whole vocabulary, and the engine renormalises them"
-                refused |= dict.fromkeys(("top_p", "top_k", "min_tokens"), reason)
-        return cls(Sampling.of(config, split), refused)
-
     def check(self, extra_info: Any) -> None:
         """Refuse what cannot be sampled.
 
@@ -141,13 +125,27 @@ class RowLimits:
             )
 
 
-def _needs_all_tokens(config: Config) -> str:
-    """The setting that compares the engine's log-probs with others over the whole vocabulary; empty without one."""
+def row_limits(config: Config) -> dict[str, RowLimits]:
+    """The limits of each split (`train` and `val`).
+
+    Training rows may not ask for what the trainer would take for another policy than its own.
+    """
+    refused = {"temperature": "the trainer computes the log-probs of all rows at rollout.temperature"}
+    compares = ""
     if config.actor.old_log_probs == "engine":
-        return "actor.old_log_probs=engine"
-    if config.algorithm.use_kl_in_reward:
-        return "algorithm.use_kl_in_reward=true"
-    return f"algorithm.adv_estimator={config.algorithm.adv_estimator}" if uses_policy_scores(config) else ""
+        compares = "actor.old_log_probs=engine"
+    elif config.algorithm.use_kl_in_reward:
+        compares = "algorithm.use_kl_in_reward=true"
+    elif uses_policy_scores(config):
+        compares = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if compares:
+        why = f"{compares} needs log-probs over the whole vocabulary, and the engine renormalises them"
+        refused |= dict.fromkeys(("top_p", "top_k", "min_tokens"), why)
+    rollout, longest = config.rollout, config.data.max_response_length
+    return {
+        "train": RowLimits(Sampling.of(rollout, longest, "train"), refused),
+        "val": RowLimits(Sampling.of(rollout, longest, "val")),
+    }
 
 
 def _number(key: str, value: Any) -> float | int:
@@ -161,14 +159,15 @@ def _number(key: str, value: Any) -> float | int:
 
 def _stops(value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, (list, tuple)) or (problem := stop_problem(texts)):
-        what = problem if isinstance(texts, (list, tuple)) else f"is {value!r:.80}"
-        raise ValueError(f"`extra_info.{KEY}.stop` {what}; it must be a text or a list of texts that end a response")
+    if problem := stop_problem(texts):
+        raise ValueError(f"`extra_info.{KEY}.stop` {problem}; it must be a text or a list of texts that end a response")
     return tuple(texts)
 
 
 def stop_problem(texts: Any) -> str:
     """What is wrong with a list of texts that end a response; empty if nothing is."""
+    if not isinstance(texts, (list, tuple)):
+        return f"is {texts!r:.80}"
     if len(texts) > MOST_STOPS:
         return f"has {len(texts)} texts, more than {MOST_STOPS}"
     for text in texts:

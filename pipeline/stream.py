@@ -50,6 +50,7 @@ from pipeline.rollout.elastic import Gate, set_autoscaling
 from pipeline.rollout.policy_source import StorePolicy
 from pipeline.rollout.replay import Replay
 from pipeline.rollout.stage import Rollout
+from pipeline.sampling import row_limits
 from pipeline.scoring.policy import PolicyScore
 from pipeline.scoring.reference import Reference
 from pipeline.scoring.reward_model import RewardModelScore
@@ -96,7 +97,7 @@ def build(
     stream = numbered(schedule.pages)
     stream = stream.map_batches(
         Prompts,
-        fn_constructor_args=(config, schedule, client, run_dir),
+        fn_constructor_args=(config.data, config.model, config.trainer, row_limits(config), schedule, client, run_dir),
         compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
         num_cpus=SOURCE_CPUS,
         label_selector=placed("prompts"),

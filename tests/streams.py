@@ -20,10 +20,12 @@ import ray
 from pipeline import stream
 from pipeline.config import Config
 from pipeline.derived import uses_filter
-from pipeline.prompts.stage import Schedule, sources
+from pipeline.prompts.loader import PromptLoader
+from pipeline.prompts.stage import Schedule, loaders
 from pipeline.rollout import vllm
 from pipeline.rollout.policy_source import PolicySource
 from pipeline.rollout.stage import Rollout
+from pipeline.sampling import row_limits
 from pipeline.store.admission import Admission
 from pipeline.store.client import StoreClient
 from pipeline.store.cursor import PromptCursor
@@ -251,8 +253,13 @@ def changed(config: Config, folder: Path) -> Config:
     return own
 
 
+def training_loader(config: Config, run_dir: str | None = None, lag: int = 1) -> PromptLoader:
+    """What makes the prompts of a run with these settings."""
+    loader, _ = loaders(config.data, config.model, row_limits(config), config.trainer.seed, run_dir, lag=lag)
+    return loader
+
+
 def expected_prompts(config: Config, iterations: int) -> list[list[str]]:
-    """Prompts of each iteration, straight from the source."""
-    source, _ = sources(config)
-    chunks = source.chunks(BATCH)
-    return [next(chunks)["uid"].to_pylist() for _ in range(iterations)]
+    """Prompts of each iteration, straight from the loader."""
+    loader = training_loader(config)
+    return [[row["uid"] for row in loader.iteration(k, BATCH)] for k in range(1, iterations + 1)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
-from pipeline.sampling import KEY, RowLimits, Sampling, asked
+from pipeline.sampling import KEY, Sampling, asked, row_limits
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def row(**values: Any) -> str:
 
 
 def test_each_split_has_its_settings(config: Config) -> None:
-    assert Sampling.of(config, "train") == Sampling(1.0, 0.9, -1, 2, 64, ("###",))
-    assert Sampling.of(config, "val") == Sampling(0.4, 1.0, 30, 2, 64, ("###",))
-    assert Sampling.of(config, "val").greedy() == Sampling(0.0, 1.0, -1, 2, 64, ("###",))
+    assert Sampling.of(config.rollout, 64, "train") == Sampling(1.0, 0.9, -1, 2, 64, ("###",))
+    assert Sampling.of(config.rollout, 64, "val") == Sampling(0.4, 1.0, 30, 2, 64, ("###",))
+    assert Sampling.of(config.rollout, 64, "val").greedy() == Sampling(0.0, 1.0, -1, 2, 64, ("###",))
 
 
 @pytest.mark.parametrize(
@@ -44,20 +44,20 @@ def test_each_split_has_its_settings(config: Config) -> None:
     ],
 )
 def test_a_row_changes_one_thing_and_leaves_the_rest(config: Config, key: str, value: Any, means: Any) -> None:
-    own = Sampling.of(config, "val")
+    own = Sampling.of(config.rollout, 64, "val")
     changed = own.of_row(row(**{key: value}))
     assert vars(changed) == vars(own) | {key: means}
     assert type(getattr(changed, key)) is type(means)
-    RowLimits.of(config, "val").check({KEY: {key: value}} if key != "min_tokens" else None)
+    row_limits(config)["val"].check({KEY: {key: value}} if key != "min_tokens" else None)
 
 
 @pytest.mark.parametrize(
     "text", ["{}", "null", '"text"', "[1]", '{"index": 3}', f'{{"{KEY}": null}}', row(), row(stop=None)]
 )
 def test_most_rows_ask_for_nothing(config: Config, text: str) -> None:
-    own = Sampling.of(config, "train")
+    own = Sampling.of(config.rollout, 64, "train")
     assert own.of_row(text) == own
-    RowLimits.of(config, "train").check(json.loads(text))
+    row_limits(config)["train"].check(json.loads(text))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_most_rows_ask_for_nothing(config: Config, text: str) -> None:
 )
 def test_what_cannot_be_sampled_is_refused(config: Config, values: Any, words: str) -> None:
     with pytest.raises(ValueError) as error:
-        RowLimits.of(config, "val").check({KEY: values})
+        row_limits(config)["val"].check({KEY: values})
     assert words in str(error.value)
 
 
@@ -98,8 +98,8 @@ def test_training_rows_keep_the_temperature_that_the_trainer_takes(config: Confi
     with pytest.raises(
         ValueError, match="a training row may not set it: the trainer computes .* remove it from the row"
     ):
-        RowLimits.of(config, "train").check({KEY: {"temperature": 0.5}})
-    RowLimits.of(config, "val").check({KEY: {"temperature": 0.5}})
+        row_limits(config)["train"].check({KEY: {"temperature": 0.5}})
+    row_limits(config)["val"].check({KEY: {"temperature": 0.5}})
 
 
 @pytest.mark.parametrize("key", ["top_p", "top_k", "min_tokens"])
@@ -115,12 +115,12 @@ def test_training_rows_are_not_truncated_where_whole_distributions_are_compared(
     config: Config, key: str, setting: str, value: Any, named: str
 ) -> None:
     wanted = {KEY: {key: 1}}
-    RowLimits.of(config, "train").check(wanted | {KEY: {key: 2 if key == "min_tokens" else 1}})
+    row_limits(config)["train"].check(wanted | {KEY: {key: 2 if key == "min_tokens" else 1}})
     section, name = setting.split(".")
     setattr(getattr(config, section), name, value)
     with pytest.raises(ValueError, match=named):
-        RowLimits.of(config, "train").check(wanted)
-    RowLimits.of(config, "train").check({KEY: {"max_tokens": 8, "stop": "x"}})
+        row_limits(config)["train"].check(wanted)
+    row_limits(config)["train"].check({KEY: {"max_tokens": 8, "stop": "x"}})
 
 
 def test_names_are_those_of_the_file() -> None:

@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import Config
-from pipeline.prompts.stage import LOOKAHEAD, Schedule, sources
-from pipeline.store.cursor import PromptCursor
+from pipeline.prompts.stage import LOOKAHEAD, Schedule
 from pipeline.store.events import PromptsMade, ValidationAnnounced, ValidationScored, VersionLoaded
 from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import read_trajectories
@@ -34,6 +33,7 @@ from tests.streams import (
     changed,
     closing,
     expected_prompts,
+    training_loader,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
@@ -201,9 +201,9 @@ def test_stream_ends_with_the_epochs_and_validates_the_last_version(
 
 def test_resumed_stream_goes_on_behind_the_checkpoint(stream_config: Config, tmp_path: Path) -> None:
     own, base, last = changed(stream_config, tmp_path), 4, 9
-    source, _ = sources(own)
-    _, position = source.draw(BATCH * base)
-    start = PromptCursor(*position[:2])
+    loader = training_loader(own)
+    loader.iteration(1, BATCH * base)
+    start = loader.cursor
     schedule = Paged(last, CHUNKS, CHUNK, True, True, 2)
     assert schedule.pages == 6
     run = Run(own, schedule, tmp_path, base, start)

@@ -16,9 +16,10 @@ from pipeline.evaluate.summary import Summary
 from pipeline.plan.placement import check_resources
 from pipeline.plan.plan import Plan
 from pipeline.plan.table import stage_resources
-from pipeline.prompts.files import data_sources
-from pipeline.prompts.stage import sources
+from pipeline.prompts.parquet import data_sources
+from pipeline.prompts.stage import loaders
 from pipeline.reward.dry import check_sources, dry_call
+from pipeline.sampling import row_limits
 from pipeline.track.loggers import shown
 
 CHECKED_PROMPTS = 256
@@ -74,23 +75,23 @@ def prepare(
     plan = checked(config)
     ks = chosen_ks(k, config.rollout.val_kwargs.n)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    _, source = sources(config)
-    assert source is not None
-    check_sources(data_sources(source.files, config.data.max_bad_rows > 0), config.reward)
-    dry_call(itertools.islice(source.chunks(1, epochs=1), CHECKED_PROMPTS), config.reward)
+    _, loader = loaders(config.data, config.model, row_limits(config), config.trainer.seed)
+    assert loader is not None
+    check_sources(data_sources(loader.files, config.data.max_bad_rows > 0), config.reward)
+    dry_call(itertools.islice(loader.epoch(1), CHECKED_PROMPTS), config.reward)
     if not os.environ.get("RAY_ADDRESS"):
         check_resources(plan.stages, config.trainer.ray_num_cpus)
 
-    description = described(config, [file.name for file in source.files])
+    description = described(config, [file.name for file in loader.files])
     model = run_dir.resolve().name if run_dir else Path(config.model.path or "").name
-    files = Path(source.files[0].name).stem + (f"+{len(source.files) - 1}" if len(source.files) > 1 else "")
+    files = Path(loader.files[0].name).stem + (f"+{len(loader.files) - 1}" if len(loader.files) > 1 else "")
     if out is None:
         parent = run_dir / EVALUATIONS if run_dir else Path(EVALUATIONS) / model
         out = parent / f"{files}-{digest(description)}"
     folder, summary = Folder(out.absolute()), Summary(ks)
     folder.check(description)
     done = folder.read(summary)
-    chunks = -(-source.len_estimate // config.rollout.chunk_prompts)
+    chunks = -(-loader.epoch_rows // config.rollout.chunk_prompts)
     return Evaluation(
         config=config,
         plan=plan,
@@ -99,7 +100,7 @@ def prepare(
         name=f"{model} on {files}",
         run_dir=(run_dir or folder.path).absolute(),
         iteration=iteration,
-        prompts=source.len_estimate,
+        prompts=loader.epoch_rows,
         description=description,
         summary=summary,
         tokens_per_s=folder.result().get("tokens_per_s"),

@@ -15,9 +15,10 @@ from ray.data import ActorPoolStrategy, Dataset
 from pipeline.config import Config
 from pipeline.evaluate.settings import in_flight
 from pipeline.prompts.encode import stamp
-from pipeline.prompts.stage import MAX_PAGES, sources
+from pipeline.prompts.stage import MAX_PAGES, loaders
 from pipeline.rollout.stage import Rollout
 from pipeline.rows import PROMPT
+from pipeline.sampling import row_limits
 from pipeline.store.versions import Ticket
 from pipeline.stream import SOURCE_CPUS, WHOLE, engines, numbered, rewarded, set_context
 
@@ -72,9 +73,10 @@ class EvaluationPrompts:
         """Go to chunk `first`; an actor that was restarted reads the files once more up to there."""
         if first == self._next:
             return
-        _, source = sources(self._config, self._out)
-        assert source is not None
-        self._chunks = source.validation_rows(self._config.rollout.chunk_prompts)
+        config = self._config
+        _, loader = loaders(config.data, config.model, row_limits(config), config.trainer.seed, self._out)
+        assert loader is not None
+        self._chunks = loader.epoch(config.rollout.chunk_prompts)
         for _ in range(first):
             next(self._chunks, None)
 

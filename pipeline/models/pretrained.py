@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
+from pipeline.errors import short_reason
 from pipeline.models.fsdp import torch_dtype
-from pipeline.prompts.prompt_file import reason
 
 PREFIX = "lm."
 
@@ -51,7 +51,7 @@ def load_pretrained(auto: Any, config: ModelConfig, key: str, **options: Any) ->
     try:
         model, report = auto.from_pretrained(folder or config.path, output_loading_info=True, **arguments)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{key}={config.path} cannot be loaded: {reason(error)}") from error
+        raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train(), report

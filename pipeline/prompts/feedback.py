@@ -1,8 +1,8 @@
 """What became of prompts: read back from the trajectories that the run records, for samplers and generators.
 
-The rows of an iteration are recorded before the trainer receives them. So the prompts of iteration k are made with what
-is known of iterations up to k - `lag`, which by then are on disk whatever happened: how quick this process is changes
-nothing, and a run that is resumed reads what the interrupted one read.
+The rows of an iteration are recorded before the trainer receives them. The prompts of iteration k are made with what
+is known of iterations up to k - `Schedule.feedback_lag`, which by then are on disk in any case. So the speed of this
+process changes nothing, and a resumed run reads what the interrupted one read.
 """
 
 import json
@@ -29,15 +29,6 @@ class Outcome(NamedTuple):
     """Of each response."""
     solved: float
     """Share of the responses that were right: the mean of `acc` where the reward gives it, else of score >= 1."""
-
-
-def lag(max_staleness: int, page_iterations: int) -> int:
-    """Iterations between one whose outcomes are known and the first whose prompts may depend on it.
-
-    The prompts of a page are made when the version `max_staleness + 2` iterations before its first one is out; all
-    iterations of a page keep the same distance, however a resumed run lays its pages.
-    """
-    return max_staleness + 1 + page_iterations
 
 
 def outcomes(run_dir: str, iteration: int) -> list[Outcome]:

@@ -1,50 +1,25 @@
-"""Generated prompts: a class of the user's own makes rows as training goes (`data.generator`)."""
+"""Generated prompts: a class of the user's own makes rows during training (`data.generator`)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from pipeline.config.data import DataConfig
-from pipeline.prompts.feedback import Outcome
-from pipeline.prompts.plugin import find_class, make
+from pipeline.prompts.plugin import Plugin, find_class, make
 
 
-class Generator:
-    """Makes prompts. Derive from it and write `generate`; a run asks it before every iteration."""
-
-    def __init__(self, data: DataConfig, seed: int) -> None:
-        """Subclasses take `data.generator_kwargs` as further arguments.
-
-        Args:
-            data: the section `data`.
-            seed: `trainer.seed`.
-        """
-        self.data = data
-        self.seed = seed
+class Generator(Plugin):
+    """Makes prompts. Derive from it and write `generate`, which is called before every iteration."""
 
     def generate(self, iteration: int, count: int) -> list[dict[str, Any]]:
         """At most `count` rows for an iteration, in the format of the prompt files.
 
-        Rows of the files fill up what is missing. Where there are no files, it is asked again for what is missing, and
-        no row at all ends the run.
+        Rows of the files fill up what is missing. Without files it is called again for what is missing, and no row at
+        all ends the run.
 
         Args:
             iteration: number of the iteration, from 1.
             count: prompts that the iteration still lacks.
         """
         raise NotImplementedError
-
-    def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
-        """What became of the prompts that an iteration trained. Called for every iteration in turn, some late.
-
-        Where no subclass has this method, outcomes are not read.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from here, as JSON can hold it; random states included."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, or from the beginning where it is empty."""
 
 
 def generator_class(name: str) -> type[Generator]:

@@ -1,28 +1,51 @@
-"""Classes that a setting names (`data.sampler`, `data.generator`): found, made, and their state kept."""
+"""What samplers and generators have in common: a setting names the class, it may learn, its state is kept."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pipeline.config.data import DataConfig
+from pipeline.prompts.feedback import Outcome
 from pipeline.registry import look_up
 
-T = TypeVar("T")
+
+class Plugin:
+    """A class that `data.sampler` or `data.generator` names."""
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        """Subclasses take `data.sampler_kwargs` or `data.generator_kwargs` as further arguments.
+
+        Args:
+            data: the section `data`.
+            seed: `trainer.seed`.
+        """
+        self.data = data
+        self.seed = seed
+
+    def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
+        """What became of the prompts that an iteration trained. Called for every iteration in turn, some late.
+
+        Where no subclass has this method, outcomes are not read.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to go on from here, as JSON can hold it; random states included."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, or from the beginning where it is empty."""
 
 
-class Stateful(Protocol):
-    """What a run goes on from."""
-
-    def state_dict(self) -> dict[str, Any]: ...
+P = TypeVar("P", bound=Plugin)
 
 
 @dataclass(frozen=True)
 class _Entry:
-    function: Callable[..., Any]
+    function: Any
 
 
-def find_class(key: str, name: str, known: Mapping[str, type[T]], base: type[T]) -> type[T]:
+def find_class(key: str, name: str, known: Mapping[str, type[P]], base: type[P]) -> type[P]:
     """The class that the setting `key` names: one of `known`, or an import path `package.module:Class`.
 
     Raises:
@@ -35,36 +58,41 @@ def find_class(key: str, name: str, known: Mapping[str, type[T]], base: type[T])
     return found
 
 
-def make(key: str, made: Callable[..., T], data: DataConfig, seed: int, kwargs: Mapping[str, Any]) -> T:
+def make(key: str, kind: type[P], data: DataConfig, seed: int, kwargs: Mapping[str, Any]) -> P:
     """An instance of the class of the setting `key`.
 
     Raises:
         ValueError: it cannot be made with these arguments.
     """
     try:
-        return made(data, seed, **kwargs)
+        return kind(data, seed, **kwargs)
     # A class of the user's own may raise anything.
     except Exception as error:
         options = f"{key}_kwargs={dict(kwargs)}" if kwargs else f"no {key}_kwargs"
-        raise ValueError(
-            f"{key}={getattr(data, key.split('.')[1])} cannot be made with {options}: {type(error).__name__}: {error}"
-        ) from error
+        name = getattr(data, key.removeprefix("data."))
+        raise ValueError(f"{key}={name} cannot be made with {options}: {type(error).__name__}: {error}") from error
 
 
-def state_of(key: str, owner: Stateful) -> dict[str, Any]:
-    """The state of a sampler or generator, as it will be after a restart.
+def learns(kind: type[Plugin]) -> bool:
+    """Whether the class looks at what became of prompts."""
+    return kind.update is not Plugin.update
+
+
+def state_of(key: str, plugin: Plugin) -> dict[str, Any]:
+    """The state of the plugin of the setting `key`, as it will be after a restart.
 
     Raises:
         ValueError: JSON cannot hold it.
     """
-    state = owner.state_dict()
+    state = plugin.state_dict()
+    name = f"{key}: {type(plugin).__name__}.state_dict()"
     try:
         kept = json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{key}: {type(owner).__name__}.state_dict() returned what JSON cannot hold ({error}); a checkpoint keeps "
-            "it as JSON: give numbers, text, lists and dicts"
+            f"{name} returned what JSON cannot hold ({error}); a checkpoint keeps it as JSON: give numbers, text, "
+            "lists and dicts"
         ) from error
     if not isinstance(kept, dict):
-        raise ValueError(f"{key}: {type(owner).__name__}.state_dict() returned {state!r:.80}; give a dict")
+        raise ValueError(f"{name} returned {state!r:.80}; give a dict")
     return kept

@@ -1,7 +1,7 @@
 """Rows that cannot be used: set aside in `RUN/quarantine`, and counted, up to `data.max_bad_rows`.
 
-Each is one small parquet file of one row (`file`, `row_group`, `row`, `reason`, `content` as JSON), named after
-its place: a row that is met again, in a later epoch or after a restart, is counted once.
+Each is one small parquet file of one row (`file`, `row_group`, `row`, `reason`, `content` as JSON), named after its
+place: a row that is met again, in a later epoch or after a restart, is counted once.
 """
 
 import hashlib
@@ -12,18 +12,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from pipeline.prompts.prompt_file import Place
-
-FOLDER = "quarantine"
-SCHEMA = pa.schema(
-    [
-        ("file", pa.string()),
-        ("row_group", pa.int64()),
-        ("row", pa.int64()),
-        ("reason", pa.string()),
-        ("content", pa.string()),
-    ]
-)
+from pipeline.prompts.parquet import Place
+from pipeline.storage.filesystem import filesystem_of
 
 
 class Quarantine:
@@ -36,18 +26,16 @@ class Quarantine:
             run_dir: the run's folder or URL, whose earlier bad rows count too; without one, rows are only counted.
 
         Raises:
-            ValueError: the limit is negative.
             OSError: the folder cannot be read.
         """
-        if limit < 0:
-            raise ValueError(f"data.max_bad_rows is {limit}; it must be at least 0")
         self.limit = limit
-        self._filesystem, self._folder = pafs.LocalFileSystem(), ""
+        self._folder: str | None = None
+        self._names: set[str] = set()
         if run_dir is not None:
-            if "://" in run_dir:
-                self._filesystem, run_dir = pafs.FileSystem.from_uri(run_dir)
-            self._folder = f"{run_dir.rstrip('/')}/{FOLDER}"
-        self._names = self._listed() if self._folder else set()
+            self._filesystem, root = filesystem_of(run_dir)
+            self._folder = f"{root}/quarantine"
+            listed = self._filesystem.get_file_info(pafs.FileSelector(self._folder, allow_not_found=True))
+            self._names = {info.base_name for info in listed if info.extension == "parquet"}
 
     @property
     def count(self) -> int:
@@ -58,41 +46,33 @@ class Quarantine:
         """Set a row aside.
 
         Args:
-            place: where it stands.
+            place: where it is.
             row: it, as read.
             error: what is wrong with it.
 
         Raises:
-            ValueError: it is one too many. With a limit of 0 this is `error` itself.
+            ValueError: it is one too many.
             OSError: it cannot be written.
         """
+        reason = f"{place}: {error}"
         if self.limit == 0:
-            raise error
+            raise ValueError(reason) from error
         name = hashlib.blake2b(repr(tuple(place)).encode(), digest_size=12).hexdigest() + ".parquet"
         if name not in self._names:
             self._names.add(name)
-            if self._folder:
-                self._write(name, place, row, error)
+            # The row may be bad because it does not fit JSON.
+            self._write(name, {**place._asdict(), "reason": reason, "content": json.dumps(row, default=repr)})
         if self.count > self.limit:
             listed = f"they are listed in {self._folder}" if self._folder else "the run has not begun"
             raise ValueError(
-                f"data.max_bad_rows={self.limit}: {self.count} rows cannot be used, {listed}. The last one: {error}. "
+                f"data.max_bad_rows={self.limit}: {self.count} rows cannot be used, {listed}. The last one: {reason}. "
                 "Correct the files and delete that list, or raise data.max_bad_rows."
             ) from error
 
-    def _listed(self) -> set[str]:
-        selector = pafs.FileSelector(self._folder, allow_not_found=True)
-        return {info.base_name for info in self._filesystem.get_file_info(selector) if info.extension == "parquet"}
-
-    def _write(self, name: str, place: Place, row: Any, error: ValueError) -> None:
-        values = {
-            **place._asdict(),
-            "reason": str(error),
-            # The row may be bad because it does not fit JSON.
-            "content": json.dumps(row, default=repr),
-        }
-        table = pa.Table.from_pylist([values], SCHEMA)
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        if self._folder is None:
+            return
         self._filesystem.create_dir(self._folder, recursive=True)
         aside = f"{self._folder}/.{name}.tmp"
-        pq.write_table(table, aside, filesystem=self._filesystem)
+        pq.write_table(pa.Table.from_pylist([values]), aside, filesystem=self._filesystem)
         self._filesystem.move(aside, f"{self._folder}/{name}")

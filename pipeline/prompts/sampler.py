@@ -1,9 +1,8 @@
 """Samplers: which of the training prompts are taken, and how often (`data.sampler`).
 
-A sampler never sees an index of all rows. It answers two questions, and both may depend on what the run has learnt:
-how the prompts of an iteration divide over the data sources (`shares`), and how likely a row is to be taken when its
-turn in the order comes (`chance`). The random numbers behind both are the source's, by seed and place, so a sampler
-whose state is restored goes on exactly.
+A sampler never sees an index of all rows. It gives the shares of the data sources in an iteration, the chance of a row
+to be taken when its turn in the order comes, or both. `PromptLoader` draws the random numbers, by seed and place, so a
+sampler whose state is restored goes on exactly.
 """
 
 import base64
@@ -14,21 +13,11 @@ import numpy as np
 
 from pipeline.config.data import DataConfig
 from pipeline.prompts.feedback import Outcome
-from pipeline.prompts.plugin import find_class, make
+from pipeline.prompts.plugin import Plugin, find_class, learns, make
 
 
-class Sampler:
-    """Takes every prompt once per epoch, in the order of the source. Subclasses change what they need to."""
-
-    def __init__(self, data: DataConfig, seed: int) -> None:
-        """Subclasses take `data.sampler_kwargs` as further arguments.
-
-        Args:
-            data: the section `data`.
-            seed: `trainer.seed`.
-        """
-        self.data = data
-        self.seed = seed
+class Sampler(Plugin):
+    """Takes every prompt once per epoch, in the order of the files or shuffled. Subclasses change what they need to."""
 
     def shares(self, iteration: int) -> Mapping[str, float] | None:
         """How prompts divide over the data sources; the numbers need not sum to 1.
@@ -39,26 +28,13 @@ class Sampler:
         return None
 
     def chance(self, index: int, row: dict[str, Any]) -> float:
-        """How likely a row is to be taken when its turn comes; the next in the order is asked where it is not.
+        """How likely a row is to be taken when its turn comes; if it is not, the next in the order has its turn.
 
         Args:
             index: number of the row in all training files, from 0.
             row: the row as in its file: prompt, data_source, reward_model, extra_info.
         """
         return 1.0
-
-    def update(self, iteration: int, outcomes: Sequence[Outcome]) -> None:
-        """What became of the prompts that an iteration trained. Called for every iteration in turn, some late.
-
-        Where no subclass has this method, outcomes are not read.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from here, as JSON can hold it."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, or from the beginning where it is empty."""
 
 
 class Weighted(Sampler):
@@ -78,7 +54,7 @@ class SolveRate(Sampler):
 
     The chance of a row is 4 p (1 - p), and at least `least`, where p is the running mean of the share of its responses
     that were right. A group whose responses are all right or all wrong has no advantage in group-relative estimators,
-    and p (1 - p) is the variance of what is right. A row that was not tried yet is always taken.
+    and p (1 - p) is the variance of a right answer. A row that was not tried yet is always taken.
     """
 
     MAX_ROWS = 1 << 20
@@ -127,8 +103,7 @@ class SolveRate(Sampler):
 
 
 SAMPLERS: dict[str, type[Sampler]] = {"uniform": Sampler, "weighted": Weighted, "solve_rate": SolveRate}
-SETTLED = [name for name, kind in SAMPLERS.items() if kind.update is Sampler.update]
-"""Those that do not look at what became of prompts."""
+STATELESS_SAMPLERS = [name for name, kind in SAMPLERS.items() if not learns(kind)]
 
 
 def sampler_class(name: str) -> type[Sampler]:

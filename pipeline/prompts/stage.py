@@ -1,32 +1,32 @@
 """The prompt stage: page numbers in, the prompts of those iterations out.
 
 A **page** is the prompts of a few whole iterations, with the validation rows that are due between them: those of a
-version stand before the first prompts that need it, so that they are admitted together. One actor turns pages into
-rows, one after the other, and the policy store paces it: a page is made when its first iteration is about to be
-admitted, so the source never runs ahead of the run, however large the data. The position behind every iteration is left
-in the store; a restarted actor and a resumed run go on from there.
+version are placed before the first prompts that need it, so that they are admitted together. One actor turns pages into
+rows in turn, and the policy store paces it: a page is made when its first iteration is about to be admitted, so the
+prompts never run ahead of the run, however large the data. The cursor behind every iteration is kept in the store; a
+restarted actor and a resumed run go on from there.
 """
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
 from pipeline.config import Config
+from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_filter
 from pipeline.prompts import files
 from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
 from pipeline.prompts.encode import Encoder, stamp, to_table
-from pipeline.prompts.feedback import lag
 from pipeline.prompts.generator import make_generator
+from pipeline.prompts.loader import PromptLoader
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.recorded import RecordedSupply
 from pipeline.prompts.recording import Recording
-from pipeline.prompts.sampler import SETTLED, make_sampler
-from pipeline.prompts.source import PromptSource
-from pipeline.prompts.supply import Supply
+from pipeline.prompts.sampler import STATELESS_SAMPLERS, make_sampler
 from pipeline.rows import PROMPT
 from pipeline.sampling import RowLimits
 from pipeline.store.client import StoreClient
@@ -38,7 +38,7 @@ from pipeline.store.status import TrainerState
 MAX_PAGES = 256
 """Pages of a run: each of them is a block from the start."""
 PAGE_PROMPTS = 256
-"""Prompts of a page, where those of an iteration are fewer and it need not wait for what became of others: a page costs
+"""Prompts of a page, where an iteration has fewer and its prompts do not depend on what became of others: a page costs
 as much as the way of a chunk."""
 LOOKAHEAD = 1
 """Iterations whose prompts are made before they are admitted."""
@@ -60,7 +60,7 @@ class Schedule:
     max_num_gen_batches: int | None = None
     """With dynamic sampling: batches of prompts that an iteration may take. Pages are then of batches."""
     page_prompts: int = 0
-    """Prompts of whole iterations that go into one page, as far as no validation stands between them."""
+    """Prompts of whole iterations that fit into one page, where no validation is between them."""
 
     @classmethod
     def of(cls, config: Config, iterations: int) -> "Schedule":
@@ -73,13 +73,13 @@ class Schedule:
             config.trainer.test_freq,
             config.algorithm.max_staleness,
             config.algorithm.filter_groups.max_num_gen_batches if uses_filter(config) else None,
-            PAGE_PROMPTS if config.data.generator is None and config.data.sampler in SETTLED else 0,
+            PAGE_PROMPTS if config.data.generator is None and config.data.sampler in STATELESS_SAMPLERS else 0,
         )
 
     @property
     def page_iterations(self) -> int:
         if self.max_num_gen_batches is not None:
-            # Validation rows stand in front of a page, and every version must generate the first batch of one.
+            # Validation rows are in front of a page, and every version must generate the first batch of one.
             often = self.validation and self.test_freq > 0
             return 1 if often else -(-self.iterations * self.max_num_gen_batches // MAX_PAGES)
         fitting = self.page_prompts // (self.chunks_per_iteration * self.chunk_prompts)
@@ -95,6 +95,21 @@ class Schedule:
             return -(-(self.iterations * self.max_num_gen_batches + ahead) // self.page_iterations) + 1
         return -(-self.iterations // self.page_iterations) + 1
 
+    @property
+    def feedback_lag(self) -> int:
+        """Iterations between one whose outcomes are known and the first whose prompts may depend on it.
+
+        The prompts of a page are made when the version `max_staleness + 2` iterations before its first one is out; all
+        iterations of a page keep the same distance, also where a resumed run lays its pages differently.
+        """
+        return self.max_staleness + 1 + self.page_iterations
+
+    @property
+    def validation_lag(self) -> int:
+        """Most iterations that may be trained past a version before its validation is recorded."""
+        # Batches are made one page ahead, and validation rows are between pages.
+        return self.max_staleness + (self.max_num_gen_batches is not None)
+
     def validates(self, version: int, last: bool) -> bool:
         """Whether policy `version` is validated; the last one always is."""
         if not self.validation:
@@ -108,60 +123,66 @@ class Schedule:
         version `base`; `base - 1` before the first one."""
         return base + max(0, done - self.max_staleness) if done >= 0 else base - 1
 
-    @property
-    def validation_lag(self) -> int:
-        """Iterations that may be trained past a version before its validation is recorded, and no more."""
-        # Batches are made one page ahead, and validation rows stand between pages.
-        return self.max_staleness + (self.max_num_gen_batches is not None)
 
-
-def sources(config: Config, run_dir: str | None = None) -> tuple[PromptSource, PromptSource | None]:
-    """The training source and, where there are validation files, the validation source.
+def loaders(
+    data: DataConfig,
+    model: ModelConfig,
+    limits: Mapping[str, RowLimits],
+    seed: int,
+    run_dir: str | None = None,
+    epochs: int | None = None,
+    lag: int = 1,
+) -> tuple[PromptLoader, PromptLoader | None]:
+    """The loader of training prompts and, where there are validation files, that of validation prompts.
 
     Args:
-        config: settings of the run.
-        run_dir: where unusable rows are set aside; None only counts them.
+        data: the files, and how they are read.
+        model: whose tokenizer it is.
+        limits: by split, how rows may ask to be sampled (`sampling.row_limits`).
+        seed: `trainer.seed`.
+        run_dir: where unusable rows are set aside and trajectories are recorded; None only counts unusable rows.
+        epochs: passes over the training files after which the prompts end; None never.
+        lag: `Schedule.feedback_lag`.
 
     Raises:
-        ValueError, FileNotFoundError, OSError: a file, the tokenizer or the sampler cannot be used.
+        ValueError, FileNotFoundError, OSError: a file, the tokenizer, the sampler or the generator cannot be used.
     """
-    data, seed = config.data, config.trainer.seed
     train = files.resolve(data.train_files, "data.train_files", data.prompt_key) if data.train_files else []
     val = files.resolve(data.val_files, "data.val_files", data.prompt_key) if data.val_files else None
     # A wrong file is refused before the seconds that importing transformers takes.
-    chat = ChatTokenizer(load_tokenizer(config.model), data)
+    chat = ChatTokenizer(load_tokenizer(model), data)
     quarantine = Quarantine(data.max_bad_rows, run_dir)
-    for_train, for_val = (Encoder(chat, quarantine, RowLimits.of(config, split)) for split in ("train", "val"))
-    return (
-        PromptSource(train, data, for_train, seed, sampler=make_sampler(data, seed)),
-        PromptSource(val, data, for_val, seed, split="val") if val else None,
+    encoders = {split: Encoder(chat, quarantine, limits[split]) for split in ("train", "val")}
+    training = PromptLoader(
+        train,
+        data,
+        encoders["train"],
+        seed,
+        sampler=make_sampler(data, seed),
+        generator=make_generator(data, seed),
+        epochs=epochs,
+        run_dir=run_dir or "",
+        lag=lag,
     )
-
-
-def first_generated(config: Config, source: PromptSource) -> list[dict[str, Any]]:
-    """What the generator makes for the first iteration of a run, as rows of `encode.COLUMNS`; none without one.
-
-    Raises:
-        ValueError: the generator cannot be made, or gives what it must not.
-    """
-    supply = Supply(source, make_generator(config.data, config.trainer.seed), epochs=1, lag=1)
-    rows = supply.iteration(1, config.data.train_batch_size) if supply.generator else []
-    return rows[: supply.generated]
+    return training, PromptLoader(val, data, encoders["val"], seed, split="val") if val else None
 
 
 class Prompts:
     """The one actor of the prompt stage.
 
     Without dynamic sampling a page is so many iterations. With it, how many prompts an iteration takes is known when it
-    is full. A page is then so many **batches** of prompts, each as large as an iteration. The stage goes through the
-    data as often as that takes, and ends when the last iteration is trained. Prompts that are made and not needed are
-    never generated (`PolicyStore.admit`).
+    is full. A page is then so many **batches** of prompts, each as large as an iteration. The stage reads the data as
+    often as that takes, and ends when the last iteration is trained. Prompts that are made and not needed are never
+    generated (`PolicyStore.admit`).
 
-    With dynamic sampling the validation rows of a version stand in front of the first page that is made at that
-    version. It stays current until they are recorded, and generates at least one batch, so there is such a page.
+    With dynamic sampling the validation rows of a version are in front of the first page that is made at that version.
+    It stays current until they are recorded, and generates at least one batch, so there is such a page.
 
     Args:
-        config: the run's configuration.
+        data: the prompts.
+        model: whose tokenizer it is.
+        trainer: length of the run, seed and deadlines.
+        limits: by split, how rows may ask to be sampled.
         schedule: which iterations and validations there are.
         store: the policy store, for this attempt.
         run_dir: the run's folder.
@@ -170,21 +191,26 @@ class Prompts:
         ValueError: with dynamic sampling, a sampler or generator learns from iterations.
     """
 
-    def __init__(self, config: Config, schedule: Schedule, store: StoreClient, run_dir: str):
-        self._schedule, self._store, self._deadlines = schedule, store, config.trainer.deadlines
-        data, trainer = config.data, config.trainer
+    def __init__(
+        self,
+        data: DataConfig,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        limits: Mapping[str, RowLimits],
+        schedule: Schedule,
+        store: StoreClient,
+        run_dir: str,
+    ):
+        self._schedule, self._store, self._deadlines = schedule, store, trainer.deadlines
         self._endless = schedule.max_num_gen_batches is not None
         epochs = None if trainer.total_training_steps or self._endless else trainer.total_epochs
-        self._supply: Supply | RecordedSupply
+        self._val: PromptLoader | None = None
+        self._loader: PromptLoader | RecordedSupply
         if data.recorded_run is not None:
-            self._val = None
-            self._supply = RecordedSupply(Recording(data.recorded_run, data.recorded_iterations), epochs)
+            self._loader = RecordedSupply(Recording(data.recorded_run, data.recorded_iterations), epochs)
         else:
-            train, self._val = sources(config, run_dir)
-            generator = make_generator(data, trainer.seed)
-            page_lag = lag(config.algorithm.max_staleness, schedule.page_iterations)
-            self._supply = Supply(train, generator, epochs, run_dir, page_lag)
-            if self._endless and self._supply.learns:
+            self._loader, self._val = loaders(data, model, limits, trainer.seed, run_dir, epochs, schedule.feedback_lag)
+            if self._endless and self._loader.learns:
                 raise ValueError(
                     f"data.sampler={data.sampler} learns from what became of earlier prompts, and with "
                     "algorithm.filter_groups.enable=true those that were dropped are not recorded; use one that does "
@@ -194,7 +220,7 @@ class Prompts:
         self._last: int | None = None
         """The last policy version that generates rows, once the prompts have ended."""
         self._made: list[PromptBatch] = []
-        """Batches of which the store has not been told."""
+        """Batches that have not been reported to the store."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The rows of one page; none once the data or the iterations are used up."""
@@ -214,7 +240,7 @@ class Prompts:
         chunk = before * schedule.chunks_per_iteration
         self._store.wait(PolicyStore.wait_prompts_due, chunk, LOOKAHEAD, self._deadlines.admission)
         if page != self._next_page:
-            self._supply.load(self._store.call(PolicyStore.begin_of_batch, before))
+            self._loader.load(self._store.call(PolicyStore.begin_of_batch, before))
         self._next_page = page + 1
         for done in range(before, before + schedule.page_iterations):
             yield from self._iteration(base + done, done, trainer)
@@ -227,7 +253,7 @@ class Prompts:
         if self._past_end(version):
             return
         batch = schedule.chunks_per_iteration * schedule.chunk_prompts
-        rows = self._supply.iteration(version + 1, batch) if version < schedule.iterations else []
+        rows = self._loader.iteration(version + 1, batch) if version < schedule.iterations else []
         last = len(rows) < batch
         until = version if last else schedule.reached(base, done)
         for due in range(schedule.reached(base, done - 1) + 1, until + 1):
@@ -239,13 +265,13 @@ class Prompts:
             self._last = version
             return
         yield from self._chunks(rows, done, version + 1)
-        self._made.append(PromptBatch(done + 1, self._cursor(version + 2), self._supply.counts(), version + 1))
+        self._made.append(PromptBatch(done + 1, self._cursor(version + 2), self._loader.counts(), version + 1))
 
     def _batches(self, page: int, trainer: TrainerState) -> Iterator[pa.Table]:
         """A page of batches; none once the last iteration is trained."""
         schedule = self._schedule
         first = page * schedule.page_iterations
-        # The last one of the first batch: validation rows of a version stand behind the pages made before it, and none
+        # The last one of the first batch: validation rows of a version are behind the pages made before it, and none
         # of their chunks may need the version after it, which waits for the validation.
         chunk = (first + 1) * schedule.chunks_per_iteration - 1
         grant = self._store.wait(PolicyStore.grant_page, page, chunk, LOOKAHEAD, self._deadlines.admission)
@@ -256,16 +282,16 @@ class Prompts:
             return
         if page != self._next_page:
             cursor = self._store.call(PolicyStore.begin_of_batch, first)
-            self._supply.load(cursor)
+            self._loader.load(cursor)
             if cursor.skip:
                 # Trained, or dropped, before the run stopped.
-                self._supply.iteration(cursor.batch, cursor.skip)
+                self._loader.iteration(cursor.batch, cursor.skip)
         self._next_page = page + 1
         for batch in range(first, first + schedule.page_iterations):
             number = trainer.cursor.batch + batch
-            self._made.append(PromptBatch(batch, self._cursor(number), self._supply.counts()))
+            self._made.append(PromptBatch(batch, self._cursor(number), self._loader.counts()))
             self._report()
-            rows = self._supply.iteration(number, schedule.chunks_per_iteration * schedule.chunk_prompts)
+            rows = self._loader.iteration(number, schedule.chunks_per_iteration * schedule.chunk_prompts)
             # The filter stage knows which iteration trains a row.
             yield from self._chunks(rows, batch, None)
 
@@ -278,11 +304,10 @@ class Prompts:
 
     def _cursor(self, number: int) -> PromptCursor:
         """Where the run's batch `number` begins, which comes next."""
-        # A copy: samplers and generators may go on with what they gave as their state.
-        return replace(copy.deepcopy(self._supply.cursor), batch=number)
+        return replace(self._loader.cursor, batch=number)
 
     def _report(self) -> None:
-        """Tell the store of the batches that have been made."""
+        """Report the batches that have been made to the store."""
         if self._made:
             self._store.call(PolicyStore.report_prompts, self._made)
             self._made = []
@@ -294,7 +319,7 @@ class Prompts:
             return
         assert self._val is not None
         size, rows = self._schedule.chunk_prompts, 0
-        for prompts in self._val.validation_rows(size):
+        for prompts in self._val.epoch(size):
             rows += len(prompts)
             yield stamp(prompts, "val", -1, version)
             # Every chunk has the same number of rows; what fills up the last one is neither generated nor recorded.

@@ -175,7 +175,7 @@ class Rollout:
         """The engine's requests for the prompts of a table."""
         config, rollout, split = self._config, self._config.rollout, table["split"][0].as_py()
         n, greedy = self._per_prompt(split)
-        own = Sampling.of(config, split)
+        own = Sampling.of(rollout, config.data.max_response_length, split)
         return vllm.requests(
             token_lists(table, "prompt_ids"),
             table["uid"].to_pylist(),

@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.errors import short_reason
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.reward_model import load_reward_model
 from pipeline.prompts.chat import load_tokenizer
-from pipeline.prompts.prompt_file import reason
 from pipeline.rows import REWARD_MODEL, append
 from pipeline.scoring.replica import Replica, scoring_model
 
@@ -77,7 +77,7 @@ class RewardModelScore:
         try:
             text = str(self._tokenizer.apply_chat_template([*json.loads(prompt), answer], tokenize=False))
         except Exception as error:
-            raise ValueError(f"the reward model's chat template fails: {reason(error)}") from error
+            raise ValueError(f"the reward model's chat template fails: {short_reason(error)}") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise ValueError("the reward model's chat template makes an empty text of the conversation")

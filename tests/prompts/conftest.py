@@ -8,6 +8,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.config.data import DataConfig
+from pipeline.prompts.chat import ChatTokenizer
+from pipeline.prompts.encode import Encoder
+from pipeline.prompts.files import resolve
+from pipeline.prompts.generator import make_generator
+from pipeline.prompts.loader import PromptLoader
+from pipeline.prompts.quarantine import Quarantine
+from pipeline.prompts.sampler import make_sampler
+
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'alien' %}{{ raise_exception('no aliens') }}{% endif %}"
@@ -57,3 +66,19 @@ def write(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write_rows
+
+
+@pytest.fixture
+def loader_of(tokenizer: Any, tmp_path: Path) -> Callable[..., PromptLoader]:
+    """Makes the loader of some files, or of none, with settings of `data`."""
+
+    def make(
+        paths: Any, seed: int = 1, split: str = "train", epochs: int | None = None, lag: int = 2, **changes: Any
+    ) -> PromptLoader:
+        data = DataConfig(**{"shuffle_window_rows": 8} | changes)
+        files = resolve(paths, f"data.{split}_files", data.prompt_key) if paths else []
+        encoder = Encoder(ChatTokenizer(tokenizer, data), Quarantine(data.max_bad_rows))
+        made = make_sampler(data, seed), make_generator(data, seed)
+        return PromptLoader(files, data, encoder, seed, split, *made, epochs, str(tmp_path / "run"), lag)
+
+    return make

@@ -9,9 +9,9 @@ from pipeline.config import Config
 from pipeline.config.data import DataConfig
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.encode import COLUMNS, Encoder, Prompt, to_json, to_table
-from pipeline.prompts.prompt_file import Place
+from pipeline.prompts.parquet import Place
 from pipeline.prompts.quarantine import Quarantine
-from pipeline.sampling import RowLimits
+from pipeline.sampling import row_limits
 
 PLACE = Place("f.parquet", 2, 17)
 
@@ -65,8 +65,7 @@ def test_a_row_that_asks_for_what_cannot_be_sampled_ends_the_run_with_its_place(
     config = Config()
     config.data.max_response_length = 32
     asked = prompt_row(1, extra_info={"sampling_params": {"max_tokens": 33}})
-    for split in ("train", "val"):
-        limits = RowLimits.of(config, split)
+    for limits in row_limits(config).values():
         encoder = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), limits)
         with pytest.raises(ValueError) as error:
             encoder(prompts(prompt_row(0), asked))
@@ -102,13 +101,13 @@ def test_what_a_row_may_lack(encoder_of, prompt_row):
     ],
 )
 def test_to_json(value, expected):
-    assert json.loads(to_json(value, PLACE, "extra_info")) == expected
+    assert json.loads(to_json(value, "extra_info")) == expected
 
 
 @pytest.mark.parametrize("value", [b"x", {"image": b"x"}, [1j]])
 def test_to_json_refuses(value):
-    with pytest.raises(ValueError, match=r"f\.parquet, row 17 \(row group 2\): column 'extra_info' cannot be written"):
-        to_json(value, PLACE, "extra_info")
+    with pytest.raises(ValueError, match="column 'extra_info' cannot be written"):
+        to_json(value, "extra_info")
 
 
 def test_empty_media_columns_are_no_media(encoder_of, prompt_row):

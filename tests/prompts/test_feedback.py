@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from pipeline.prompts.feedback import lag, outcomes
-from pipeline.prompts.stage import LOOKAHEAD
+from pipeline.prompts.feedback import outcomes
+from pipeline.prompts.stage import LOOKAHEAD, Schedule
 from pipeline.store.admission import Admission
 from tests.prompts.recorded import record
 
@@ -49,9 +49,11 @@ def test_an_iteration_that_was_not_recorded(tmp_path):
 @pytest.mark.parametrize("page_iterations", [1, 4])
 def test_what_is_read_was_trained_on_before_the_page_may_be_made(staleness, page_iterations):
     admission, base = Admission(2, 8, staleness), 7
+    schedule = Schedule(40, 4, 2, False, False, -1, staleness, page_prompts=8 * page_iterations)
+    assert schedule.page_iterations == page_iterations
     for page in range(5):
         before = page * page_iterations
-        # What `PolicyStore.pace` waits for.
+        # What `PolicyStore.wait_prompts_due` waits for.
         version = base + admission.version_needed(before * 4) - LOOKAHEAD
         for iteration in range(base + before + 1, base + before + page_iterations + 1):
-            assert iteration - lag(staleness, page_iterations) <= max(version, base)
+            assert iteration - schedule.feedback_lag <= max(version, base)

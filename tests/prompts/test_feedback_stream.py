@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config
-from pipeline.prompts.feedback import lag
-from pipeline.prompts.stage import Schedule, sources
-from pipeline.prompts.supply import Supply
+from pipeline.prompts.stage import Schedule
 from pipeline.store.events import PromptsMade
 from pipeline.track.trajectories import discard_trajectories
-from tests.streams import BATCH, CHUNK, CHUNKS, Run, changed, closing
+from tests.streams import BATCH, CHUNK, CHUNKS, Run, changed, closing, training_loader
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
@@ -34,8 +32,8 @@ def test_solve_rates_reach_the_prompts_and_a_resumed_run_makes_the_same(stream_c
     assert passed[-1] > 0
 
     # The same prompts follow from what was recorded, in a process that never saw the run.
-    supply = Supply(sources(own)[0], None, None, str(tmp_path), lag(0, 1))
-    expected = [[row["uid"] for row in supply.iteration(number, BATCH)] for number in range(1, LAST + 1)]
+    loader = training_loader(own, str(tmp_path), schedule.feedback_lag)
+    expected = [[row["uid"] for row in loader.iteration(number, BATCH)] for number in range(1, LAST + 1)]
     assert [whole.uids(number) for number in range(1, LAST + 1)] == expected
 
     folder = tmp_path / "again"

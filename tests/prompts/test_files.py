@@ -5,8 +5,8 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from pipeline.prompts.files import data_sources, resolve
-from pipeline.prompts.prompt_file import Slice
+from pipeline.prompts.files import resolve
+from pipeline.prompts.parquet import Slice, data_sources
 
 KEY = "data.train_files"
 

@@ -8,10 +8,10 @@ import pytest
 from pipeline.config import Config
 from pipeline.config.schema import keys
 from pipeline.prompts import stage
-from pipeline.prompts.generator import Generator, make_generator
+from pipeline.prompts.generator import Generator
 from pipeline.prompts.sampler import SolveRate
-from pipeline.prompts.stage import Schedule, sources
-from pipeline.prompts.supply import Supply
+from pipeline.prompts.stage import Schedule, loaders
+from pipeline.sampling import row_limits
 from tests.config.test_keys import changed
 
 # "question 10" is one letter longer than "question 9".
@@ -97,15 +97,14 @@ def given(write: Any, prompt_row: Any, tokenizer: Any, monkeypatch: pytest.Monke
 def seen(config: Config) -> Any:
     """Two epochs of prompts in iterations, and those of the validation; or why there are none."""
     try:
-        train, val = sources(config)
-        supply = Supply(train, make_generator(config.data, 1), 2, lag=1000)
+        train, val = loaders(config.data, config.model, row_limits(config), 1, epochs=2, lag=1000)
         iterations = []
         for number in itertools.count(1):
-            rows = supply.iteration(number, config.data.train_batch_size)
+            rows = train.iteration(number, config.data.train_batch_size)
             if number > 12 or not rows:
                 break
             iterations.append([(row["uid"], row["prompt_ids"]) for row in rows])
-        validation = [row for table in val.validation_rows(2) for row in table.to_pylist()] if val else None
+        validation = [row for table in val.epoch(2) for row in table.to_pylist()] if val else None
         return iterations, validation, Schedule.of(config, 5)
     except ValueError as error:
         return str(error)

@@ -10,14 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.data import DataConfig
-from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.encode import Encoder
 from pipeline.prompts.feedback import Outcome
-from pipeline.prompts.files import resolve
-from pipeline.prompts.order import Order
-from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.sampler import Sampler, SolveRate, make_sampler
-from pipeline.prompts.source import Position, PromptSource
+from pipeline.store.cursor import PromptCursor
 
 ROWS = {"a": 50, "b": 8, "c": 20}
 
@@ -55,11 +50,9 @@ def folder(tmp_path_factory, prompt_row):
 
 
 @pytest.fixture
-def source_of(tokenizer, folder):
-    def make(sampler, seed=1, paths=folder, **changes):
-        data = DataConfig(sampler=sampler, **{"shuffle_window_rows": 12} | changes)
-        encoder = Encoder(ChatTokenizer(tokenizer, data), Quarantine(data.max_bad_rows))
-        return PromptSource(resolve(paths, "data.train_files"), data, encoder, seed, sampler=make_sampler(data, seed))
+def sampled(loader_of, folder):
+    def make(sampler, paths=folder, **changes):
+        return loader_of(paths, sampler=sampler, **{"shuffle_window_rows": 12} | changes)
 
     return make
 
@@ -67,18 +60,19 @@ def source_of(tokenizer, folder):
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
 
 
-def test_weights_are_the_shares_of_the_prompts_whatever_the_rows(source_of):
-    rows, position = source_of("weighted", source_weights=WEIGHTS).draw(2000)
+def test_weights_are_the_shares_of_the_prompts_whatever_the_rows(sampled):
+    loader = sampled("weighted", source_weights=WEIGHTS)
+    rows = loader.iteration(1, 2000)
     count = Counter(row["data_source"] for row in rows)
     for name, share in (("a", 0.25), ("b", 0.5), ("c", 0.25)):
         # Within four standard deviations of a fair draw.
         assert abs(count[name] / 2000 - share) < 4 * (share * (1 - share) / 2000) ** 0.5
     assert len({row["uid"] for row in rows}) == 2000
-    assert position[:2] == divmod(2000, sum(ROWS.values()))
+    assert (loader.cursor.epoch, loader.cursor.offset) == divmod(2000, sum(ROWS.values()))
 
 
-def test_each_source_is_a_shuffled_order_of_its_own(source_of):
-    rows, _ = source_of("weighted", source_weights=WEIGHTS).draw(300)
+def test_each_source_is_a_shuffled_order_of_its_own(sampled):
+    rows = sampled("weighted", source_weights=WEIGHTS).iteration(1, 300)
     for name, many in ROWS.items():
         own = [row["prompt_index"] for row in rows if row["data_source"] == name]
         epochs = [own[i : i + many] for i in range(0, len(own) - many + 1, many)]
@@ -90,15 +84,15 @@ def test_each_source_is_a_shuffled_order_of_its_own(source_of):
         assert by_index.setdefault(row["prompt_index"], row["extra_info"]) == row["extra_info"]
 
 
-def test_a_weight_of_0_leaves_a_source_out_and_epochs_count_all_rows(source_of):
-    source = source_of("weighted", source_weights={"a": 0, "b": 1, "c": 0})
-    rows, _ = source.draw(10_000, epochs=2)
-    assert len(rows) == 2 * source.len_estimate == 2 * sum(ROWS.values())
+def test_a_weight_of_0_leaves_a_source_out_and_epochs_count_all_rows(sampled):
+    loader = sampled("weighted", source_weights={"a": 0, "b": 1, "c": 0}, epochs=2)
+    rows = loader.iteration(1, 10_000)
+    assert len(rows) == 2 * loader.epoch_rows == 2 * sum(ROWS.values())
     assert {row["data_source"] for row in rows} == {"b"}
 
 
-def test_only_row_groups_that_hold_the_source_are_in_its_order(source_of):
-    orders = source_of("weighted", source_weights=WEIGHTS).orders
+def test_only_row_groups_that_hold_the_source_are_in_its_order(sampled):
+    orders = sampled("weighted", source_weights=WEIGHTS).orders
     assert orders["c"].rows == ROWS["c"]
     assert {unit.file for unit in orders["a"].units} == {unit.file for unit in orders["b"].units} == {0}
     assert orders["b"].rows < ROWS["a"] + ROWS["b"]
@@ -111,41 +105,40 @@ def test_only_row_groups_that_hold_the_source_are_in_its_order(source_of):
     stop=st.integers(1, 4),
     seed=st.integers(0, 3),
 )
-def test_a_position_is_all_that_is_needed_to_go_on(source_of, sampler, counts, stop, seed):
-    def make():
-        source = source_of(sampler, seed, source_weights=WEIGHTS)
-        source.sampler.load_state_dict(rates)
-        return source
-
+def test_a_cursor_is_all_that_is_needed_to_go_on(sampled, sampler, counts, stop, seed):
     rates = SolveRate(DataConfig(), 0)
     rates.update(1, [Outcome(i, "a", [], None, None, [], i / 78) for i in range(78)])
-    rates = rates.state_dict() if sampler == "solve_rate" else {}
-    source, position, whole = make(), Position(), []
-    for iteration, count in enumerate(counts, 1):
-        if iteration == stop + 1:
-            # As a checkpoint keeps it.
-            position = Position(*json.loads(json.dumps(position)))
-            source = make()
-        rows, position = source.draw(count, position, iteration=iteration)
+    cursor = PromptCursor(sampler=rates.state_dict() if sampler == "solve_rate" else {})
+    whole = []
+    for resumes in (False, True):
+        loader = sampled(sampler, seed=seed, lag=9, source_weights=WEIGHTS)
+        loader.load(cursor)
+        rows = []
+        for iteration, count in enumerate(counts, 1):
+            if resumes and iteration == stop + 1:
+                stored = PromptCursor.from_json(json.loads(json.dumps(loader.cursor.to_json())))
+                loader = sampled(sampler, seed=seed, lag=9, source_weights=WEIGHTS)
+                loader.load(stored)
+            rows.append(loader.iteration(iteration, count))
         whole.append(rows)
-    source, position = make(), Position()
-    for iteration, count in enumerate(counts, 1):
-        rows, position = source.draw(count, position, iteration=iteration)
-        assert rows == whole[iteration - 1]
+    assert whole[0] == whole[1]
 
 
-def test_rows_without_a_source_are_set_aside_wherever_they_stand(source_of, prompt_row, write):
+def test_rows_without_a_source_are_set_aside_wherever_they_stand(sampled, prompt_row, write):
     path = write([prompt_row(i, data_source=None if i % 5 == 0 else "ab"[i % 2]) for i in range(30)])
-    source = source_of("weighted", paths=path, source_weights={"a": 1, "b": 1}, max_bad_rows=6)
-    rows, _ = source.draw(60)
-    assert source.encoder.quarantine.count == 6
+    loader = sampled("weighted", paths=path, source_weights={"a": 1, "b": 1}, max_bad_rows=6)
+    rows = loader.iteration(1, 60)
+    assert loader.encoder.quarantine.count == 6
     assert not any(json.loads(row["extra_info"])["index"] % 5 == 0 for row in rows)
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": 1, "b": 1, "cc": 1}, "gives a share to 'cc', which is no data_source .*\\(a, b, c\\); did you mean 'c'"),
+        (
+            {"a": 1, "b": 1, "cc": 1},
+            "gives a share to 'cc', which is no data_source .*nearest is 'c'",
+        ),
         ({"a": 1, "c": 1}, "gives no share to b, which stand"),
         ({"a": 0, "b": 0, "c": 0}, "one of them above 0"),
         ({"a": -1, "b": 1, "c": 1}, "at least 0"),
@@ -153,26 +146,26 @@ def test_rows_without_a_source_are_set_aside_wherever_they_stand(source_of, prom
         ({}, "data.sampler=weighted cannot be made .*needs data.source_weights"),
     ],
 )
-def test_weights_that_do_not_fit(source_of, weights, message):
+def test_weights_that_do_not_fit(sampled, weights, message):
     with pytest.raises(ValueError, match=message):
-        source_of("weighted", source_weights=weights)
+        sampled("weighted", source_weights=weights)
 
 
-def test_a_source_that_max_samples_cuts_off(source_of):
-    source = source_of("weighted", source_weights=WEIGHTS, train_max_samples=30)
+def test_a_source_that_max_samples_cuts_off(sampled):
+    loader = sampled("weighted", source_weights=WEIGHTS, train_max_samples=30)
     with pytest.raises(ValueError, match="train_max_samples leaves no row of 'c'"):
-        source.draw(100)
+        loader.iteration(1, 100)
 
 
-def test_rows_that_are_always_or_never_solved_come_less_often(source_of):
-    source = source_of("solve_rate", sampler_kwargs={"least": 0.2})
+def test_rows_that_are_always_or_never_solved_come_less_often(sampled):
+    epochs = 60
+    loader = sampled("solve_rate", sampler_kwargs={"least": 0.2}, epochs=epochs)
     solved = {index: (0.0, 1.0, 0.5, 0.1)[index % 4] for index in range(60)}
     outcomes = [Outcome(index, "a", [], None, None, [], rate) for index, rate in solved.items()]
-    source.sampler.update(1, outcomes)
-    epochs = 60
-    rows, _ = source.draw(10_000, epochs=epochs)
+    loader.sampler.update(1, outcomes)
+    rows = loader.iteration(1, 10_000)
     count = Counter(row["prompt_index"] for row in rows)
-    assert source.passed_over == epochs * 78 - len(rows)
+    assert loader.passed_over == epochs * 78 - len(rows)
     # Those that were not tried yet, and those of medium difficulty, every time.
     assert all(count[index] == epochs for index in (*range(2, 60, 4), *range(60, 78)))
     for rest, chance in ((0, 0.2), (1, 0.2), (3, 0.36)):
@@ -203,19 +196,19 @@ def test_solve_rate_is_a_running_mean_and_bounded(monkeypatch):
     assert again.chance(7, {}) == 1.0
 
 
-def test_a_sampler_of_ones_own(source_of):
-    source = source_of(f"{__name__}:EasyFirst", sampler_kwargs={"until": 2})
-    rows, position = source.draw(40, iteration=1)
+def test_a_sampler_of_ones_own(sampled):
+    loader = sampled(f"{__name__}:EasyFirst", sampler_kwargs={"until": 2})
+    rows = loader.iteration(1, 40)
     assert {row["data_source"] for row in rows} == {"a"}
     assert max(json.loads(row["extra_info"])["index"] for row in rows) < 20
-    rows, _ = source.draw(80, position, iteration=2)
+    rows = loader.iteration(2, 80)
     assert Counter(row["data_source"] for row in rows)["c"] > 20
     assert max(json.loads(row["extra_info"])["index"] for row in rows) > 20
 
 
-def test_a_sampler_that_takes_nothing(source_of):
+def test_a_sampler_that_takes_nothing(sampled):
     with pytest.raises(ValueError, match="a whole epoch of 78 prompts gave none: .*test_sampler:Never passed over"):
-        source_of(f"{__name__}:Never").draw(1)
+        sampled(f"{__name__}:Never").iteration(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +216,7 @@ def test_a_sampler_that_takes_nothing(source_of):
     [
         ("unifrom", {}, "data.sampler 'unifrom' is unknown. Did you mean 'uniform'"),
         ("no.such:Sampler", {}, "module 'no.such' cannot be imported"),
-        (
-            "operator:add",
-            {},
-            "data.sampler 'operator:add' is not a class derived from pipeline.prompts.sampler.Sampler",
-        ),
+        ("operator:add", {}, "is not a class derived from pipeline.prompts.sampler.Sampler"),
         ("solve_rate", {"least": 0}, "solve_rate cannot be made with .*least=0 must be above 0"),
         ("solve_rate", {"decay": 1}, "decay=1 must be at least 0 and below 1"),
         ("solve_rate", {"decoy": 1}, "solve_rate cannot be made with .*unexpected keyword argument 'decoy'"),
@@ -238,7 +227,6 @@ def test_samplers_that_cannot_be_made(name, kwargs, message):
         make_sampler(DataConfig(sampler=name, sampler_kwargs=kwargs), 0)
 
 
-def test_windows_of_all_sources_together_stay_within_the_bound(source_of):
-    orders = source_of("weighted", source_weights=WEIGHTS).orders
-    assert all(isinstance(order, Order) for order in orders.values())
+def test_windows_of_all_sources_together_stay_within_the_bound(sampled):
+    orders = sampled("weighted", source_weights=WEIGHTS).orders
     assert sum(max(window.rows for window in order.windows(0)) for order in orders.values()) <= 12

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from pipeline.config import Config
 from pipeline.prompts import stage
-from pipeline.prompts.feedback import lag
 from pipeline.prompts.generator import Generator
 from pipeline.prompts.stage import Prompts, Schedule
 from pipeline.rows import PROMPT
+from pipeline.sampling import row_limits
 from pipeline.store.admission import Admission
 from pipeline.store.client import StoreClient
 from pipeline.store.cursor import PromptCursor
@@ -79,7 +79,9 @@ class Run:
         self.prompts = self.actor()
 
     def actor(self) -> Prompts:
-        return Prompts(self.config, self.schedule, self.store, self.run_dir)
+        config = self.config
+        sections = config.data, config.model, config.trainer, row_limits(config)
+        return Prompts(*sections, self.schedule, self.store, self.run_dir)
 
     def publish(self, version: int) -> None:
         self.store.call(PolicyStore.publish, version, {POLICY: Shard(0, [], [], [])}, 0.0)
@@ -521,7 +523,7 @@ def test_what_learns_from_outcomes_goes_on_exactly(
             run.publish(page * size + i + 1)
     passed = run.made()[-1].metrics
     assert passed["prompts/passed_over"] > 0 and passed["prompts/generated"] == 1
-    known = 12 - lag(0, size)
+    known = 12 - run.schedule.feedback_lag
     states = {version: run.end_of(version) for version in (11, 12)}
     assert states[12].learnt == known
     uids = [[row["uid"] for row in rows] for rows in whole]

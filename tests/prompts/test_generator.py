@@ -1,3 +1,5 @@
+"""Prompts of a generator before those of the files, and what samplers and generators learn."""
+
 import json
 import random
 import re
@@ -6,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.data import DataConfig
-from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.encode import Encoder
 from pipeline.prompts.feedback import Outcome
-from pipeline.prompts.files import resolve
 from pipeline.prompts.generator import Generator, make_generator
-from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.sampler import Sampler, make_sampler
-from pipeline.prompts.source import PromptSource
-from pipeline.prompts.supply import Supply
 from pipeline.store.cursor import PromptCursor
 from tests.prompts.recorded import record
 
@@ -56,7 +52,7 @@ class Random(Generator):
 
 
 class Says(Generator):
-    """Gives what it is told."""
+    """Gives its argument."""
 
     def __init__(self, data, seed, says=None):
         super().__init__(data, seed)
@@ -72,7 +68,7 @@ class BadState(Random):
 
 
 class Curious(Sampler):
-    """Keeps the iterations it was told of."""
+    """Keeps the iterations whose outcomes it was given."""
 
     def __init__(self, data, seed):
         super().__init__(data, seed)
@@ -89,13 +85,11 @@ class Curious(Sampler):
 
 
 @pytest.fixture
-def supply_of(tokenizer, write, prompt_row, tmp_path):
-    def make(files=True, lag=2, epochs=None, rows=10, **data):
-        config = DataConfig(**{"max_prompt_length": 512} | data)
-        found = resolve(write([prompt_row(i) for i in range(rows)]), "data.train_files") if files else []
-        encoder = Encoder(ChatTokenizer(tokenizer, config), Quarantine(config.max_bad_rows))
-        source = PromptSource(found, config, encoder, 1, sampler=make_sampler(config, 1))
-        return Supply(source, make_generator(config, 1), epochs, str(tmp_path / "run"), lag)
+def loader(loader_of, write, prompt_row):
+    """Makes a loader of ten rows, or of no files."""
+
+    def make(files=True, lag=2, **data):
+        return loader_of(write([prompt_row(i) for i in range(10)]) if files else None, lag=lag, **data)
 
     return make
 
@@ -104,9 +98,9 @@ def name(generator):
     return f"{__name__}:{generator.__name__}"
 
 
-def recorded(supply, number, rows):
+def recorded(loader, number, rows):
     stamped = [row | {"split": "train", "chunk": 0, "iteration": number} for row in rows]
-    record(supply._run_dir, stamped, [[float(row["prompt_index"] % 2), number / 100] for row in rows])
+    record(loader._run_dir, stamped, [[float(row["prompt_index"] % 2), number / 100] for row in rows])
 
 
 @pytest.mark.parametrize(
@@ -119,79 +113,67 @@ def recorded(supply, number, rows):
         {"generator": name(Random), "sampler": "solve_rate", "generator_kwargs": {"most": 2}},
     ],
 )
-def test_a_run_that_goes_on_from_any_state_makes_the_same_prompts(supply_of, data):
-    supply, whole, states = supply_of(**data), [], []
+def test_a_run_that_goes_on_from_any_state_makes_the_same_prompts(loader, data):
+    first, whole, states = loader(**data), [], [PromptCursor()]
     for number in range(1, 9):
-        whole.append(supply.iteration(number, 5))
-        states.append(PromptCursor.from_json(json.loads(json.dumps(supply.cursor.to_json()))))
-        recorded(supply, number, whole[-1])
+        whole.append(first.iteration(number, 5))
+        states.append(PromptCursor.from_json(json.loads(json.dumps(first.cursor.to_json()))))
+        recorded(first, number, whole[-1])
     assert len({row["uid"] for rows in whole for row in rows}) == 40
     for stop in range(8):
-        again = supply_of(**data)
-        again.load(states[stop - 1] if stop else PromptCursor())
-        for number in range(stop + 1, 9):
-            assert again.iteration(number, 5) == whole[number - 1], (stop, number)
-        # And in the same process.
-        supply.load(states[stop])
-        assert json.loads(json.dumps(supply.cursor.to_json())) == states[stop].to_json()
+        # In another process, and in the same.
+        for again in (loader(**data), first):
+            again.load(states[stop])
+            for number in range(stop + 1, 9):
+                assert again.iteration(number, 5) == whole[number - 1], (stop, number)
 
 
-def test_a_plain_position_has_nothing_else(supply_of):
-    supply = supply_of()
-    supply.iteration(1, 4)
-    assert supply.cursor == PromptCursor(0, 4)
+def test_a_plain_position_has_nothing_else(loader):
+    made = loader()
+    made.iteration(1, 4)
+    assert made.cursor == PromptCursor(0, 4)
 
 
-def test_outcomes_come_in_turn_and_late(supply_of):
-    supply = supply_of(sampler=name(Curious), lag=3)
+def test_outcomes_come_in_turn_and_late(loader):
+    made = loader(sampler=name(Curious), lag=3)
     for number in range(1, 7):
-        rows = supply.iteration(number, 4)
-        assert [iteration for iteration, _ in supply.source.sampler.seen] == [*range(1, number - 2)]
-        recorded(supply, number, rows)
-    assert {many for _, many in supply.source.sampler.seen} == {4}
-    again = supply_of(sampler=name(Curious), lag=3)
-    again.load(supply.cursor)
+        rows = made.iteration(number, 4)
+        assert made.sampler.seen == [[iteration, 4] for iteration in range(1, number - 2)]
+        recorded(made, number, rows)
+    again = loader(sampler=name(Curious), lag=3)
+    again.load(made.cursor)
     again.iteration(7, 4)
-    assert again.source.sampler.seen == [[i, 4] for i in range(1, 5)]
+    assert again.sampler.seen == [[i, 4] for i in range(1, 5)]
 
 
-def test_trajectories_are_not_read_where_nobody_learns(supply_of):
-    supply = supply_of(sampler="weighted", source_weights={"countdown": 1})
-    for number in range(1, 9):
-        supply.iteration(number, 2)
-
-
-def test_generated_prompts_come_first_and_files_fill_up(supply_of):
-    supply = supply_of(generator=name(Says), generator_kwargs={"says": [row("x"), row("y")]}, shuffle=False)
-    rows = supply.iteration(3, 5)
+def test_generated_prompts_come_first_and_files_fill_up(loader):
+    made = loader(generator=name(Says), generator_kwargs={"says": [row("x"), row("y")]}, shuffle=False)
+    rows = made.iteration(3, 5)
     assert [row["uid"] for row in rows] == ["g3-0", "g3-1", "0-0", "0-1", "0-2"]
     assert [row["prompt_index"] for row in rows] == [-1, -1, 0, 1, 2]
     assert [row["data_source"] for row in rows] == ["made"] * 2 + ["countdown"] * 3
-    assert (supply.generated, rows[0]["ground_truth"], rows[0]["extra_info"]) == (2, "1", "{}")
-    assert [row["uid"] for row in supply.iteration(4, 5)][2:] == ["0-3", "0-4", "0-5"]
+    assert (made.generated, rows[0]["ground_truth"], rows[0]["extra_info"]) == (2, "1", "{}")
+    assert [row["uid"] for row in made.iteration(4, 5)][2:] == ["0-3", "0-4", "0-5"]
 
 
-def test_without_files_it_is_asked_until_there_are_enough_or_none(supply_of):
-    supply = supply_of(files=False, generator=name(Says), generator_kwargs={"says": lambda count: [row("x")]})
-    assert [row["uid"] for row in supply.iteration(1, 4)] == [f"g1-{i}" for i in range(4)]
-    supply.generator.says = []
-    assert supply.iteration(2, 4) == []
+def test_without_files_it_is_called_until_there_are_enough_or_none(loader):
+    made = loader(files=False, generator=name(Says), generator_kwargs={"says": lambda count: [row("x")]})
+    assert [row["uid"] for row in made.iteration(1, 4)] == [f"g1-{i}" for i in range(4)]
+    made.generator.says = []
+    assert made.iteration(2, 4) == []
 
 
-def test_generated_rows_are_checked_like_others(supply_of):
+FILTERED = {"max_prompt_length": 40, "filter_overlong_prompts": True}
+
+
+def test_generated_rows_are_checked_like_others(loader):
     said = [row("x"), row("x" * 99), row("y", data_source=None), row("z")]
-    supply = supply_of(
-        generator=name(Says),
-        generator_kwargs={"says": said},
-        max_prompt_length=40,
-        filter_overlong_prompts=True,
-        max_bad_rows=1,
-    )
-    rows = supply.iteration(1, 5)
+    made = loader(generator=name(Says), generator_kwargs={"says": said}, max_bad_rows=1, **FILTERED)
+    rows = made.iteration(1, 5)
     assert [row["uid"] for row in rows][:2] == ["g1-0", "g1-3"]
-    assert (supply.source.encoder.filtered_overlong, supply.source.encoder.quarantine.count) == (1, 1)
+    assert (made.encoder.filtered_overlong, made.encoder.quarantine.count) == (1, 1)
     with pytest.raises(ValueError, match=r"data\.generator, row 2 \(row group 2\): `data_source` is null"):
-        supply.iteration(2, 5)
+        made.iteration(2, 5)
 
 
 @pytest.mark.parametrize(
@@ -199,34 +181,27 @@ def test_generated_rows_are_checked_like_others(supply_of):
     [
         (None, "returned None; give a list of rows"),
         ([5], r"returned \[5\]; give a list of rows"),
-        ([row("x")] * 5, "returned 5 rows where at most 4 were asked for"),
+        ([row("x")] * 5, "returned 5 rows where at most 4"),
         (lambda count: [row("x" * 99)], "asked 100 times for the prompts of iteration 1, it gave 100 rows, too few"),
     ],
 )
-def test_what_a_generator_must_not_give(supply_of, says, message):
-    supply = supply_of(
-        files=False,
-        generator=name(Says),
-        generator_kwargs={"says": says},
-        max_prompt_length=40,
-        filter_overlong_prompts=True,
-    )
+def test_what_a_generator_must_not_give(loader, says, message):
+    made = loader(files=False, generator=name(Says), generator_kwargs={"says": says}, **FILTERED)
     with pytest.raises(ValueError, match=message):
-        supply.iteration(1, 4)
+        made.iteration(1, 4)
 
 
-def test_a_state_that_json_cannot_hold(supply_of):
-    supply = supply_of(generator=name(BadState))
-    supply.iteration(1, 4)
+def test_a_state_that_json_cannot_hold(loader):
+    made = loader(generator=name(BadState))
     with pytest.raises(ValueError, match=r"data\.generator: BadState\.state_dict\(\) returned what JSON cannot hold"):
-        _ = supply.cursor
+        _ = made.cursor
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("mine", "'mine' is no import path"),
-        ("operator:add", "is not a class derived from pipeline.prompts.generator.Generator"),
+        ("operator:add", "is not a class derived from .*Generator"),
         (name(Random), r"cannot be made with data.generator_kwargs=\{'least': 1\}"),
     ],
 )
@@ -235,12 +210,7 @@ def test_generators_that_cannot_be_made(path, message):
         make_generator(DataConfig(generator=path, generator_kwargs={"least": 1}), 0)
 
 
-def test_data_ends_with_the_epochs(supply_of):
-    supply = supply_of(epochs=1)
-    assert [len(supply.iteration(number, 4)) for number in (1, 2, 3, 4)] == [4, 4, 2, 0]
-
-
-def test_the_classes_of_the_documentation_work(supply_of, tmp_path, monkeypatch, prompt_row):
+def test_the_classes_of_the_documentation_work(loader, tmp_path, monkeypatch, prompt_row):
     page = (Path(__file__).parents[2] / "docs" / "your_data.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     classes = [block for block in blocks if "class EasyFirst" in block or "class Sums" in block]
@@ -248,16 +218,16 @@ def test_the_classes_of_the_documentation_work(supply_of, tmp_path, monkeypatch,
     (tmp_path / "my_data.py").write_text("\n".join(classes))
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    supply = supply_of(generator="my_data:Sums", generator_kwargs={"most": 2})
-    first, sampler = supply.iteration(1, 4), make_sampler(DataConfig(sampler="my_data:EasyFirst"), 1)
+    made = loader(generator="my_data:Sums", generator_kwargs={"most": 2})
+    first, sampler = made.iteration(1, 4), make_sampler(DataConfig(sampler="my_data:EasyFirst"), 1)
     assert [row["data_source"] for row in first] == ["my-sums"] * 2 + ["countdown"] * 2
     hard = prompt_row(0, extra_info={"difficulty": 1.05})
     assert sampler.chance(0, hard) == 0.0
     solved = [Outcome(-1, "my-sums", [], "3", {}, [1.0], 1.0)] * 9
-    supply.generator.update(1, solved)
+    made.generator.update(1, solved)
     sampler.update(1, solved)
     assert sampler.chance(0, hard) == 1.0
-    for one in (sampler, supply.generator):
+    for one in (sampler, made.generator):
         again = type(one)(DataConfig(), 1)
         again.load_state_dict(json.loads(json.dumps(one.state_dict())))
         assert again.state_dict() == one.state_dict() != type(one)(DataConfig(), 1).state_dict()

@@ -1,21 +1,19 @@
-"""A parquet file of prompts: rows in row groups, read a batch at a time, each with its place.
-
-Only the footer is read when a file is opened: row counts and column types are enough to plan an order of any number of
-rows and to refuse a wrong file before an engine starts.
-"""
+"""A parquet file of prompts: checked by its footer, read a batch at a time, every row with its place."""
 
 import difflib
 import functools
 import itertools
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs
 import pyarrow.parquet as pq
+
+from pipeline.errors import short_reason
 
 READ_BYTES = 4 << 20
 """One read of a column: small beside a window of rows, large beside a network round trip."""
@@ -45,45 +43,38 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptFile:
-    """One parquet file that has been opened once, and whose columns have been checked."""
+    """One parquet file whose footer has been read and whose columns have been checked."""
 
     name: str
-    """Path or URL for people."""
-
+    """Path or URL for messages."""
     key: str
     """Config key that named the file, for messages."""
-
     filesystem: pyarrow.fs.FileSystem
-    """Opens `path`; can be pickled."""
-
     path: str
     """Path inside `filesystem`."""
-
     row_groups: tuple[int, ...]
     """Rows of each row group."""
-
     columns: tuple[str, ...]
-    """Columns of the file."""
 
     @property
     def rows(self) -> int:
         return sum(self.row_groups)
 
     def place(self, row_group: int, row: int) -> Place:
-        """Where row `row` of a row group stands."""
+        """The place of row `row` of a row group."""
         return Place(self.name, row_group, self._first_rows[row_group] + row)
 
     def read(self, slices: list[Slice], columns: list[str]) -> Iterator[tuple[Slice, pa.RecordBatch]]:
-        """Rows of the slices, by place in the file, in batches of at most `READ_ROWS` rows; each with its slice.
+        """Rows of the slices in file order, in batches of at most `READ_ROWS` rows, each with its slice.
 
         A slice inside a row group costs decoding the row group up to it.
 
         Args:
             slices: which rows.
-            columns: those that are needed, as `name` or `name.field`; those that the file lacks are left out.
+            columns: `name` or `name.field`; those that the file lacks are left out.
 
         Raises:
-            OSError: the file has gone, is damaged, or is not the one that was opened at the start.
+            OSError: the file is missing or damaged, or is not the one that was opened at the start.
         """
         row_group = min(slices).row_group
         wanted_columns = [name for name in columns if name.partition(".")[0] in self.columns]
@@ -101,12 +92,18 @@ class PromptFile:
                         row += len(batch)
                         if row >= end:
                             break
-        # Any filesystem package may stand behind the handle, each with its own exceptions.
+        # Any filesystem package may be behind the handle, each with its own exceptions.
         except Exception as error:
             raise OSError(
                 f"{self.key}: {self.name}, row group {row_group}: could not be read, though it was when the run "
-                f"started: {reason(error)}. Put the file back as it was and start the same command again."
+                f"started: {short_reason(error)}. Put the file back as it was and start the same command again."
             ) from error
+
+    def data_sources(self) -> Iterator[tuple[Slice, pa.Array]]:
+        """The column `data_source`, a batch at a time. Raises as `read`."""
+        whole = [Slice(number, 0, rows) for number, rows in enumerate(self.row_groups)]
+        for part, batch in self.read(whole, ["data_source"]):
+            yield part, batch.column("data_source")
 
     @contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
@@ -123,7 +120,7 @@ class PromptFile:
 
 
 def open_parquet(name: str, filesystem: pyarrow.fs.FileSystem, path: str, key: str, prompt_key: str) -> PromptFile:
-    """The parquet file at `path`, after a look at its footer.
+    """The parquet file at `path`, after a check of its footer.
 
     Raises:
         ValueError: it is not parquet, has no rows, or lacks a column.
@@ -137,15 +134,32 @@ def open_parquet(name: str, filesystem: pyarrow.fs.FileSystem, path: str, key: s
     # As in `PromptFile.read`: the exceptions depend on the filesystem package.
     except Exception as error:
         raise ValueError(
-            f"{key}: {name} cannot be read as parquet: {reason(error)}. Write the file again, or leave it out."
+            f"{key}: {name} cannot be read as parquet: {short_reason(error)}. Write the file again, or leave it out."
         ) from error
     _check(schema, sum(row_groups), f"{key}: {name}", prompt_key)
     return PromptFile(name, key, filesystem, path, row_groups, tuple(schema.names))
 
 
-def reason(error: Exception) -> str:
-    """What an exception of another library says, on one line and without its endless tail."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")
+def data_sources(files: list[PromptFile], allow_missing: bool = False) -> list[str]:
+    """Distinct `data_source` values of all rows, sorted. Reads that column alone, a batch at a time.
+
+    Args:
+        files: the prompt files.
+        allow_missing: rows without a `data_source` are passed over.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a row has no `data_source`.
+    """
+    seen: set[str] = set()
+    for file in files:
+        for part, column in file.data_sources():
+            if column.null_count and not allow_missing:
+                number = pc.index(column.is_null(), True).as_py()
+                place = file.place(part.row_group, part.start + number)
+                raise ValueError(f"{file.key}: {place}: `data_source` is null or no text; every row needs one")
+            seen.update(column.drop_null().unique().to_pylist())
+    return sorted(seen)
 
 
 def nearest(name: str, names: list[str]) -> str:
@@ -178,17 +192,13 @@ def _check(schema: pa.Schema, rows: int, where: str, prompt_key: str) -> None:
             f"{where}: column {prompt_key!r} (data.prompt_key) is of type {prompt} where chat messages are needed: a "
             'list of structs {role, content}, as in [{"role": "user", "content": "..."}]. Wrap plain text like this.'
         )
-    for name in ("role", "content"):
-        if not _is_text(message.field(name).type):
-            raise ValueError(
-                f"{where}: `{name}` in column {prompt_key!r} (data.prompt_key) is of type {message.field(name).type} "
-                "where text is needed; write it as a string"
-            )
-    if not _is_text(schema.field("data_source").type):
-        raise ValueError(
-            f"{where}: column 'data_source' is of type {schema.field('data_source').type} where text is needed; "
-            "write it as a string"
-        )
+    for what, field in (
+        (f"`role` in column {prompt_key!r} (data.prompt_key)", message.field("role")),
+        (f"`content` in column {prompt_key!r} (data.prompt_key)", message.field("content")),
+        ("column 'data_source'", schema.field("data_source")),
+    ):
+        if not _is_text(field.type):
+            raise ValueError(f"{where}: {what} is of type {field.type} where text is needed; write it as a string")
     reward_model = schema.field("reward_model").type
     fields = [f.name for f in reward_model] if pa.types.is_struct(reward_model) else []
     if "ground_truth" not in fields:

@@ -1,0 +1,345 @@
+"""The training prompts of one iteration after the other, or the prompts of validation files.
+
+1. Prompts of `data.generator` come first, those of the files fill up the iteration.
+2. Rows of the files are in one endless order (`shuffle.py`), or in one for each data source where the sampler gives
+   shares. The sampler then decides on each row whether it is taken (`sampler.py`).
+3. Prompts run across epoch borders: none is lost to an incomplete batch, except at the very end of the run.
+4. `cursor` is all that the next iteration depends on: a run that continues from it makes the same prompts.
+"""
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.config.data import DataConfig
+from pipeline.prompts.encode import MEDIA, Encoder, Prompt, data_source, to_table
+from pipeline.prompts.feedback import outcomes
+from pipeline.prompts.generator import Generator
+from pipeline.prompts.parquet import Place, PromptFile, nearest
+from pipeline.prompts.plugin import Plugin, learns, state_of
+from pipeline.prompts.sampler import Sampler
+from pipeline.prompts.shuffle import Row, ShuffledDataset, Unit, uniform_at, units
+from pipeline.store.cursor import PromptCursor
+
+MAX_CALLS = 100
+"""Times that a generator is called for the prompts of one iteration."""
+
+
+class PromptLoader:
+    """A resumable, repeatable stream of prompts."""
+
+    def __init__(
+        self,
+        files: list[PromptFile],
+        data: DataConfig,
+        encoder: Encoder,
+        seed: int,
+        split: str = "train",
+        sampler: Sampler | None = None,
+        generator: Generator | None = None,
+        epochs: int | None = None,
+        run_dir: str = "",
+        lag: int = 0,
+    ) -> None:
+        """
+        Args:
+            files: only their column `data_source` is read here, and only where the sampler gives shares.
+            data: order and limits.
+            encoder: makes rows of the stream of what is read.
+            seed: seed of the order, together with the epoch.
+            split: `train` (`data.shuffle`, `data.train_max_samples`) or `val` (file order, `data.val_max_samples`).
+            sampler: decides which prompts are taken; None takes them all in order.
+            generator: makes prompts; None without.
+            epochs: passes over the files after which the prompts end; None never.
+            run_dir: where trajectories are recorded, for samplers and generators that learn.
+            lag: iterations between one that has been recorded and the first that may depend on it.
+
+        Raises:
+            ValueError: the sampler's shares do not fit the data.
+        """
+        self.files, self.data, self.encoder, self.seed, self.split = files, data, encoder, seed, split
+        self.sampler, self.generator = sampler, generator
+        self.passed_over = 0
+        """Prompts that the sampler has left out so far."""
+        self.generated = 0
+        """Prompts of the generator in the last iteration."""
+        self._limit: int = getattr(data, f"{split}_max_samples")
+        rows = sum(file.rows for file in files)
+        self.epoch_rows = rows if self._limit < 0 else min(rows, self._limit)
+        """Prompts per epoch by the files' row counts: exact, unless prompts are left out."""
+        self._epochs, self._run_dir, self._lag = epochs, run_dir, lag
+        self._plugins: dict[str, Plugin] = {}
+        if sampler is not None:
+            self._plugins["sampler"] = sampler
+        if generator is not None:
+            self._plugins["generator"] = generator
+        self.orders = self._one_order() if self._shares(1) is None else self._order_per_source()
+        """By data source; a single one named "" for all together."""
+        self._learnt = 0
+        self._seek(PromptCursor())
+
+    @property
+    def learns(self) -> bool:
+        """Whether prompts depend on what became of those of earlier iterations."""
+        return any(learns(type(plugin)) for plugin in self._plugins.values())
+
+    @property
+    def cursor(self) -> PromptCursor:
+        """What `load` needs to go on from here.
+
+        Raises:
+            ValueError: JSON cannot hold the state of the sampler or the generator.
+        """
+        states = {name: state_of(f"data.{name}", plugin) for name, plugin in self._plugins.items()}
+        sampler, generator = states.get("sampler", {}), states.get("generator", {})
+        return PromptCursor(self._epoch, self._offset, self._places, sampler, generator, self._learnt)
+
+    def load(self, cursor: PromptCursor) -> None:
+        """Go on from `cursor`."""
+        self._seek(cursor)
+        self._learnt = cursor.learnt
+        for name, plugin in self._plugins.items():
+            plugin.load_state_dict(getattr(cursor, name))
+
+    def iteration(self, number: int, count: int) -> list[dict[str, Any]]:
+        """The prompts of iteration `number`, as rows of `encode.COLUMNS`: `count`, or fewer where they end.
+
+        Raises:
+            ValueError: a prompt is not usable, a whole epoch has none, or the generator gives what it must not.
+            OSError: a file or the trajectories of an earlier iteration cannot be read.
+        """
+        self._learn(number - self._lag)
+        rows = self.generate(number, count)
+        self.generated = len(rows)
+        return rows + self._draw(count - len(rows), number, self._epochs)
+
+    def epoch(self, size: int) -> Iterator[pa.Table]:
+        """One pass over the files from the beginning, in tables of `size` rows; the last may be smaller.
+
+        Raises as `iteration`. Iterations need `load` afterwards.
+        """
+        self._seek(PromptCursor())
+        while rows := self._draw(size, 1, epochs=1):
+            yield to_table(rows)
+
+    def generate(self, number: int, count: int) -> list[dict[str, Any]]:
+        """What the generator makes for iteration `number`, at most `count` rows of `encode.COLUMNS`; none without one.
+
+        Raises:
+            ValueError: it gives what it must not, or too few rows that can be used.
+        """
+        rows: list[dict[str, Any]] = []
+        if self.generator is None:
+            return rows
+        made = 0
+        for _ in range(MAX_CALLS):
+            given = self.generator.generate(number, count - len(rows))
+            self._check_generated(given, count - len(rows))
+            prompts = []
+            for i, row in enumerate(given, made):
+                prompts.append(Prompt(f"g{number}-{i}", self._epoch, -1, Place("data.generator", number, i), -1, row))
+            rows += self.encoder(prompts)
+            made += len(given)
+            if self.files or not given or len(rows) == count:
+                return rows
+        raise ValueError(
+            f"data.generator: asked {MAX_CALLS} times for the prompts of iteration {number}, it gave {made} rows, too "
+            "few of which can be used (data.max_prompt_length, data.filter_overlong_prompts)"
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Metrics: what became of prompts so far, and how many of the last iteration were generated."""
+        counts = {
+            "prompts/filtered_overlong": self.encoder.filtered_overlong,
+            "prompts/truncated": self.encoder.truncated,
+            "prompts/quarantined": self.encoder.quarantine.count,
+        }
+        if self.data.sampler != "uniform":
+            counts["prompts/passed_over"] = self.passed_over
+        if self.generator is not None:
+            counts["prompts/generated"] = self.generated
+        return counts
+
+    def _seek(self, cursor: PromptCursor) -> None:
+        self._epoch, self._offset, self._places = cursor.epoch, cursor.offset, cursor.orders
+        self._walks: dict[str, Iterator[tuple[Row, dict[str, Any]]]] = {}
+
+    def _learn(self, last: int) -> None:
+        """Show the sampler and the generator the outcomes of all iterations up to `last`."""
+        while self.learns and self._learnt < last:
+            self._learnt += 1
+            known = outcomes(self._run_dir, self._learnt)
+            for plugin in self._plugins.values():
+                plugin.update(self._learnt, known)
+
+    def _check_generated(self, given: Any, count: int) -> None:
+        name = f"data.generator: {type(self.generator).__name__}.generate()"
+        if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
+            raise ValueError(f"{name} returned {given!r:.80}; give a list of rows, each a dict as in a prompt file")
+        if len(given) > count:
+            raise ValueError(f"{name} returned {len(given)} rows where at most {count} were asked for")
+
+    def _draw(self, count: int, iteration: int, epochs: int | None) -> list[dict[str, Any]]:
+        """The next `count` prompts of the files; fewer only where epoch `epochs` begins."""
+        rows: list[dict[str, Any]] = []
+        prompts = self._prompts(iteration, epochs)
+        last_used = self._position
+        while len(rows) < count:
+            batch = list(itertools.islice(prompts, count - len(rows)))
+            made = self.encoder(batch)
+            rows += made
+            if made:
+                last_used = self._position
+            elif self.orders and self._position - last_used >= self.epoch_rows:
+                raise ValueError(self._nothing_left())
+            if not batch:
+                break
+        return rows
+
+    @property
+    def _position(self) -> int:
+        """Prompts of all epochs before the next one."""
+        return self._epoch * self.epoch_rows + self._offset
+
+    def _prompts(self, iteration: int, epochs: int | None) -> Iterator[Prompt]:
+        """Prompts from the current place on, which moves behind each as it is taken."""
+        shares = self._shares(iteration)
+        while self.orders and (epochs is None or self._epoch < epochs):
+            if shares is not None:
+                epoch, offset = self._epoch, self._offset
+                name = self._drawn(shares)
+                row, values = next(self._walk(name, None))
+                self._places = {**self._places, name: (row.epoch, row.offset + 1)}
+                self._epoch, self._offset = divmod(self._position + 1, self.epoch_rows)
+            elif taken := next(self._walk("", epochs), None):
+                row, values = taken
+                epoch, offset = row.epoch, row.offset
+                self._epoch, self._offset = epoch, offset + 1
+            else:
+                assert epochs is not None
+                self._epoch, self._offset = epochs, 0
+                return
+            uid = f"{epoch}-{offset}" if self.split == "train" else f"val-{offset}"
+            yield Prompt(uid, epoch, offset, row.place, row.prompt_index, values)
+
+    def _drawn(self, shares: dict[str, float]) -> str:
+        """The data source of the next prompt."""
+        chance = uniform_at((self.seed, 1), self._position)
+        for name, share in shares.items():
+            chance -= share
+            if share and chance < 0:
+                return name
+        # What rounding leaves over.
+        return next(name for name in reversed(shares) if shares[name])
+
+    def _walk(self, name: str, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
+        """The rest of an order."""
+        if name not in self._walks:
+            epoch, offset = self._places.get(name, (0, 0)) if name else (self._epoch, self._offset)
+            self._walks[name] = self._taken(name, epoch, offset, epochs)
+        return self._walks[name]
+
+    def _taken(self, name: str, epoch: int, offset: int, epochs: int | None) -> Iterator[tuple[Row, dict[str, Any]]]:
+        """Rows of an order that the sampler takes, and their values.
+
+        Raises:
+            ValueError: no row of a whole epoch is taken.
+        """
+        order = self.orders.get(name)
+        if order is None:
+            raise ValueError(f"{self._sampler_key()}: data.train_max_samples leaves no row of {name!r}")
+        seed = (self.seed, 2, zlib.crc32(name.encode()))
+        passed = 0
+        for row in order.walk(epoch, offset, epochs):
+            if passed > 2 * order.rows:
+                raise ValueError(self._nothing_left())
+            passed += 1
+            values = None
+            try:
+                values = row.values()
+                source = data_source(values)
+            except ValueError as error:
+                self.encoder.quarantine.add(row.place, values, error)
+                continue
+            if name not in ("", source):
+                continue
+            if self.sampler is not None:
+                chance = self.sampler.chance(row.prompt_index, values)
+                if chance < 1 and uniform_at(seed, row.epoch, row.offset) >= chance:
+                    self.passed_over += 1
+                    continue
+            passed = 0
+            yield row, values
+
+    def _shares(self, iteration: int) -> dict[str, float] | None:
+        """What each data source gets of an iteration, summing to 1; None where all are in one order."""
+        given = self.sampler.shares(iteration) if self.sampler else None
+        if given is None:
+            return None
+        total = math.fsum(given.values())
+        if not (math.isfinite(total) and total > 0 and all(share >= 0 for share in given.values())):
+            raise ValueError(
+                f"{self._sampler_key()} gives the shares {dict(given)}; each must be a number of at least 0, and one "
+                "of them above 0"
+            )
+        return {name: given[name] / total for name in sorted(given)}
+
+    def _one_order(self) -> dict[str, ShuffledDataset]:
+        window = self.data.shuffle_window_rows
+        parts = units(self.files, window, self._limit)
+        return {"": self._order(parts, window, self.seed)} if parts else {}
+
+    def _order_per_source(self) -> dict[str, ShuffledDataset]:
+        sources: list[list[set[str | None]]] = [[set() for _ in file.row_groups] for file in self.files]
+        for file, by_row_group in zip(self.files, sources, strict=True):
+            for part, column in file.data_sources():
+                by_row_group[part.row_group].update(column.unique().to_pylist())
+        found = {name for by_row_group in sources for group in by_row_group for name in group}
+        names = sorted(name for name in found if name is not None)
+        given = self._shares(1) or {}
+        for name in given:
+            if name not in names:
+                raise ValueError(
+                    f"{self._sampler_key()} gives a share to {name!r}, which is no data_source of the training files "
+                    f"({', '.join(names)}){nearest(name, names)}"
+                )
+        if missing := [name for name in names if name not in given]:
+            raise ValueError(
+                f"{self._sampler_key()} gives no share to {', '.join(missing)}, which stand in the training files; "
+                "give 0 to a data_source that is to be left out"
+            )
+        # One window is held of each.
+        window = max(1, self.data.shuffle_window_rows // len(names))
+        parts = units(self.files, window, self._limit)
+        orders = {}
+        for name in names:
+            # A row without a data source belongs to none; it is found, and set aside, in any order.
+            own = [unit for unit in parts if sources[unit.file][unit.part.row_group] & {name, None}]
+            if own:
+                orders[name] = self._order(own, window, (self.seed, zlib.crc32(name.encode())))
+        return orders
+
+    def _order(self, parts: list[Unit], window: int, seed: int | tuple[int, int]) -> ShuffledDataset:
+        columns = [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info", *MEDIA]
+        shuffle = self.data.shuffle and self.split == "train"
+        return ShuffledDataset(self.files, parts, window, seed, shuffle, columns)
+
+    def _sampler_key(self) -> str:
+        return "data.source_weights" if self.data.sampler == "weighted" else f"data.sampler={self.data.sampler}"
+
+    def _nothing_left(self) -> str:
+        where, rows = self.files[0].key, self.epoch_rows
+        if self.encoder.filtered_overlong >= rows:
+            return (
+                f"{where}: all {rows} prompts are longer than data.max_prompt_length={self.data.max_prompt_length} and "
+                "data.filter_overlong_prompts leaves them out; raise data.max_prompt_length"
+            )
+        return (
+            f"{where}: a whole epoch of {rows} prompts gave none: {self.encoder.filtered_overlong} are too long, "
+            f"{self.encoder.quarantine.count} cannot be used, and {self._sampler_key()} passed over "
+            f"{self.passed_over} so far"
+        )

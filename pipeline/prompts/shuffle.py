@@ -1,0 +1,167 @@
+"""The order of rows: endless, repeatable, planned from row counts alone, read one window at a time.
+
+The order of an epoch follows from (files, seed, epoch). Row groups are permuted and laid into windows of at most
+`window_rows` rows, and each window is permuted. A row group larger than half a window is first cut into equal slices,
+so a window always mixes several parts of the data and memory is bounded however the files were written. Windows before
+a position are skipped without being read.
+"""
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.prompts.parquet import Place, PromptFile, Slice
+
+
+class Unit(NamedTuple):
+    """Rows that are drawn together: a row group, or a slice of a large one."""
+
+    file: int
+    part: Slice
+
+    @property
+    def rows(self) -> int:
+        return self.part.stop - self.part.start
+
+
+class Window(NamedTuple):
+    """Units that are shuffled together."""
+
+    number: int
+    start: int
+    """Offset of its first row in the epoch."""
+    units: list[Unit]
+
+    @property
+    def rows(self) -> int:
+        return sum(unit.rows for unit in self.units)
+
+
+class Row(NamedTuple):
+    """A row in the order, not yet decoded."""
+
+    epoch: int
+    offset: int
+    """Rows of the epoch's order before it."""
+    place: Place
+    prompt_index: int
+    """Number of the row in all files, from 0."""
+    encoded: pa.RecordBatch
+    """The row alone."""
+
+    def values(self) -> dict[str, Any]:
+        """The row as read. Raises ValueError where it cannot be decoded."""
+        return self.encoded.to_pylist()[0]
+
+
+def units(files: list[PromptFile], window_rows: int, limit: int) -> list[Unit]:
+    """Row groups in file order, those above half a window cut into equal slices, up to `limit` rows (-1: all)."""
+    most = max(window_rows // 2, 1)
+    left = limit if limit >= 0 else sum(file.rows for file in files)
+    found = []
+    for file, prompt_file in enumerate(files):
+        for row_group, there in enumerate(prompt_file.row_groups):
+            rows = min(there, left)
+            left -= rows
+            slices = -(-rows // most)
+            for i in range(slices):
+                found.append(Unit(file, Slice(row_group, rows * i // slices, rows * (i + 1) // slices)))
+    return found
+
+
+class ShuffledDataset:
+    """Rows of files in an endless order."""
+
+    def __init__(
+        self,
+        files: list[PromptFile],
+        units: list[Unit],
+        window_rows: int,
+        seed: int | Sequence[int],
+        shuffle: bool,
+        columns: list[str],
+    ) -> None:
+        """
+        Args:
+            files: they are not opened before a window is read.
+            units: the rows that are in the order.
+            window_rows: most rows that are held in memory.
+            seed: of the order, together with the epoch.
+            shuffle: False keeps the order of the files.
+            columns: what is read of each row.
+        """
+        self.files, self.units, self.window_rows = files, units, window_rows
+        self.shuffle, self.columns = shuffle, columns
+        self.rows = sum(unit.rows for unit in units)
+        self._seed = [part % 2**64 for part in ([seed] if isinstance(seed, int) else seed)]
+        self._first_index = [0, *itertools.accumulate(file.rows for file in files)]
+
+    def walk(self, epoch: int, offset: int, epochs: int | None) -> Iterator[Row]:
+        """Rows from a position on, up to the beginning of epoch `epochs` (None: without end). Raises as
+        `PromptFile.read`."""
+        for current in itertools.count(epoch):
+            if epochs is not None and current >= epochs:
+                return
+            for window in self.windows(current):
+                if window.start + window.rows > offset:
+                    yield from self._rows(current, window, max(offset - window.start, 0))
+            offset = 0
+
+    def windows(self, epoch: int) -> list[Window]:
+        """The windows of an epoch in order, from row counts alone."""
+        units = self.units
+        if self.shuffle:
+            units = [units[i] for i in self._random(epoch).permutation(len(units))]
+        windows: list[Window] = []
+        held: list[Unit] = []
+        start, rows = 0, 0
+        for unit in units:
+            if held and rows + unit.rows > self.window_rows:
+                windows.append(Window(len(windows), start, held))
+                start, rows, held = start + rows, 0, []
+            held.append(unit)
+            rows += unit.rows
+        return [*windows, Window(len(windows), start, held)]
+
+    def _random(self, *place: int) -> np.random.Generator:
+        seed = self._seed[0] if len(self._seed) == 1 else self._seed
+        # `spawn_key` keeps (epoch,) and (epoch, 0) apart; plain entropy lists are padded with zeros and do not.
+        return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=place))
+
+    def _rows(self, epoch: int, window: Window, skip: int) -> Iterator[Row]:
+        """The rows of a window but the first `skip`. The window is in memory while they are taken."""
+        parts: list[tuple[int, Slice, pa.RecordBatch]] = []
+        for file, own in itertools.groupby(sorted(window.units), key=lambda unit: unit.file):
+            parts += [(file, *read) for read in self.files[file].read([unit.part for unit in own], self.columns)]
+        firsts = [0, *itertools.accumulate(len(batch) for _, _, batch in parts)][:-1]
+        order: Any = range(window.rows)
+        if self.shuffle:
+            order = self._random(epoch, window.number).permutation(window.rows)
+        for number in range(skip, window.rows):
+            row = int(order[number])
+            part = bisect.bisect_right(firsts, row) - 1
+            file, where, batch = parts[part]
+            local = row - firsts[part]
+            place = self.files[file].place(where.row_group, where.start + local)
+            index = self._first_index[file] + place.row
+            yield Row(epoch, window.start + number, place, index, batch.slice(local, 1))
+
+
+BLOCK = 1024
+
+
+def uniform_at(seed: tuple[int, ...], *place: int) -> float:
+    """A repeatable random number from 0 up to 1."""
+    *group, last = place
+    return float(_uniform_block(seed, (*group, last // BLOCK))[last % BLOCK])
+
+
+@functools.lru_cache(maxsize=64)
+def _uniform_block(seed: tuple[int, ...], block: tuple[int, ...]) -> np.ndarray:
+    sequence = np.random.SeedSequence([part % 2**64 for part in seed], spawn_key=block)
+    return np.random.default_rng(sequence).random(BLOCK)

@@ -1,0 +1,286 @@
+import itertools
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.prompts.encode import COLUMNS, MEDIA, stamp, to_table
+from pipeline.prompts.parquet import PromptFile
+from pipeline.prompts.quarantine import Quarantine
+from pipeline.rows import PROMPT
+from pipeline.store.cursor import PromptCursor
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, prompt_row):
+    """62 prompts in files of row groups below, near and far above the window; every seventh is long."""
+    path = tmp_path_factory.mktemp("prompts")
+    number = 0
+    for name, rows, row_group_rows in (("a", 11, 3), ("b", 30, 30), ("c", 14, 7), ("d", 7, 100)):
+        content = [f"question {i}" + " is long" * 8 * (i % 7 == 0) for i in range(number, number + rows)]
+        table = pa.Table.from_pylist([prompt_row(number + i, text) for i, text in enumerate(content)])
+        pq.write_table(table, path / f"{name}.parquet", row_group_size=row_group_rows)
+        number += rows
+    return str(path)
+
+
+def indices(rows):
+    return [json.loads(row["extra_info"])["index"] for row in rows]
+
+
+def rows_of(tables):
+    return [row for table in tables for row in table.to_pylist()]
+
+
+def test_a_row_holds_what_the_contract_says(write, prompt_row, loader_of, tokenizer):
+    table = to_table(loader_of(write([prompt_row(i) for i in range(4)])).iteration(1, 4))
+    assert table.schema == COLUMNS
+    stamped = stamp(table, "train", 5, 2)
+    assert stamped.schema.equals(PROMPT, check_metadata=True)
+    for offset, row in enumerate(stamped.to_pylist()):
+        number = json.loads(row["extra_info"])["index"]
+        assert row == {
+            "split": "train",
+            "chunk": 5,
+            "iteration": 2,
+            "uid": f"0-{offset}",
+            "epoch": 0,
+            "offset": offset,
+            "prompt_index": number,
+            "data_source": "countdown",
+            "prompt": json.dumps([{"role": "user", "content": f"question {number}"}]),
+            "prompt_ids": tokenizer(f"<user>question {number}<assistant>")["input_ids"],
+            "ground_truth": json.dumps({"target": number, "numbers": [1, 2]}),
+            "extra_info": json.dumps({"split": "train", "index": number}),
+        }
+
+
+def test_every_row_once_per_epoch_in_a_new_order(folder, loader_of):
+    rows = loader_of(folder).iteration(1, 186)
+    order = indices(rows)
+    epochs = [order[i : i + 62] for i in range(0, 186, 62)]
+    assert all(sorted(epoch) == list(range(62)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(62)]}) == 4
+    assert indices(loader_of(folder, seed=2).iteration(1, 62)) != epochs[0]
+    # Rows know their number in all files, whatever the order.
+    assert [row["prompt_index"] for row in rows] == order
+
+
+def test_windows_mix_far_parts_and_stay_within_their_bound(folder, loader_of):
+    windows = loader_of(folder).orders[""].windows(0)
+    assert all(window.rows <= 8 for window in windows)
+    assert [window.start for window in windows] == [0, *itertools.accumulate(window.rows for window in windows)][:-1]
+    assert sum(len({unit.file for unit in window.units}) > 1 for window in windows) > len(windows) / 2
+    # A window larger than the data shuffles everything together.
+    order = indices(loader_of(folder, shuffle_window_rows=1000).iteration(1, 62))
+    assert sorted(order) == list(range(62))
+    assert np.mean(np.abs(np.diff(order))) > 10
+
+
+def test_the_order_is_pinned(folder, loader_of):
+    """Another order with the same seed would make a resumed run repeat some prompts and miss others."""
+    assert indices(loader_of(folder).iteration(1, 12)) == [24, 22, 23, 25, 7, 8, 6, 34, 46, 45, 44, 36]
+
+
+def test_without_shuffling_rows_come_in_file_order(folder, loader_of):
+    assert indices(loader_of(folder, shuffle=False).iteration(1, 124)) == [*range(62)] * 2
+
+
+def test_iterations_cross_epochs_until_the_last_one_ends(folder, loader_of):
+    loader = loader_of(folder, epochs=2)
+    iterations = [loader.iteration(number, 10) for number in range(1, 15)]
+    assert [len(rows) for rows in iterations] == [10] * 12 + [4, 0]
+    assert [row["epoch"] for row in iterations[6]] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert len({row["uid"] for rows in iterations for row in rows}) == 124
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batch=st.integers(1, 20),
+    seen=st.integers(1, 8),
+    window=st.integers(1, 70),
+    shuffle=st.booleans(),
+    filtered=st.booleans(),
+    samples=st.sampled_from([-1, 1, 40]),
+)
+def test_resuming_behind_any_iteration_gives_the_rest(
+    folder, loader_of, batch, seen, window, shuffle, filtered, samples
+):
+    settings = {
+        "shuffle_window_rows": window,
+        "shuffle": shuffle,
+        "train_max_samples": samples,
+        "max_prompt_length": 40 if filtered and samples != 1 else 512,
+        "filter_overlong_prompts": filtered,
+    }
+    loader = loader_of(folder, **settings)
+    for number in range(seen):
+        loader.iteration(number, batch)
+    cursor = loader.cursor
+    rest = [loader.iteration(number, batch) for number in range(3)]
+    again = loader_of(folder, **settings)
+    for one in (again, loader):
+        one.load(cursor)
+        assert [one.iteration(number, batch) for number in range(3)] == rest
+
+
+def test_resuming_at_any_row_gives_the_tail_of_the_epoch(folder, loader_of):
+    loader = loader_of(folder, epochs=2)
+    order = indices(loader.iteration(1, 124))
+    for offset in (*range(0, 62, 5), 61, 62):
+        loader.load(PromptCursor(0, offset))
+        assert indices(loader.iteration(1, 124)) == order[offset:]
+
+
+def test_seeking_reads_no_window_before_the_position(folder, loader_of, monkeypatch):
+    read = []
+    original = PromptFile.read
+
+    def spy(self, slices, columns):
+        read.append(sum(part.stop - part.start for part in slices))
+        return original(self, slices, columns)
+
+    monkeypatch.setattr(PromptFile, "read", spy)
+    loader = loader_of(folder)
+    loader.load(PromptCursor(3, 45))
+    loader.iteration(1, 1)
+    assert 0 < sum(read) <= 8
+
+
+def test_filtered_prompts_are_counted_and_keep_their_offset(folder, loader_of):
+    loader = loader_of(folder, epochs=1, max_prompt_length=40, filter_overlong_prompts=True, shuffle=False)
+    rows = loader.iteration(1, 100)
+    assert indices(rows) == [i for i in range(62) if i % 7]
+    assert [row["offset"] for row in rows] == indices(rows)
+    assert (loader.encoder.filtered_overlong, loader.encoder.truncated) == (9, 0)
+
+
+def test_truncated_prompts_are_counted(folder, loader_of):
+    loader = loader_of(folder, max_prompt_length=40, truncation="left", shuffle=False)
+    assert max(len(row["prompt_ids"]) for row in loader.iteration(1, 62)) == 40
+    assert (loader.encoder.truncated, loader.encoder.filtered_overlong) == (9, 0)
+
+
+def test_an_overlong_prompt_is_an_error_that_names_the_row(folder, loader_of):
+    with pytest.raises(ValueError, match=r"b\.parquet, row 3 \(row group 0\).* tokens long"):
+        loader_of([f"{folder}/b.parquet"], max_prompt_length=40, shuffle=False).iteration(1, 8)
+
+
+def test_all_prompts_filtered(folder, loader_of):
+    with pytest.raises(ValueError, match=r"all 62 prompts are longer than data\.max_prompt_length=2"):
+        loader_of(folder, max_prompt_length=2, filter_overlong_prompts=True).iteration(1, 4)
+
+
+def test_max_samples(folder, loader_of):
+    loader = loader_of(folder, train_max_samples=15)
+    assert loader.epoch_rows == 15
+    assert sorted(indices(loader.iteration(1, 15))) == [*range(15)]
+    assert indices(rows_of(loader_of(folder, split="val", val_max_samples=5).epoch(2))) == [*range(5)]
+    assert loader_of(folder, train_max_samples=1000).epoch_rows == 62
+
+
+def test_validation_rows_come_in_file_order_each_time(folder, loader_of):
+    loader = loader_of(folder, split="val")
+    for _ in range(2):
+        tables = list(loader.epoch(20))
+        assert [len(table) for table in tables] == [20, 20, 20, 2]
+        assert indices(rows_of(tables)) == [*range(62)]
+        assert tables[1]["uid"][0].as_py() == "val-20"
+
+
+def test_files_may_differ_in_further_columns(write, prompt_row, loader_of):
+    plain = {key: value for key, value in prompt_row(0).items() if key != "extra_info"}
+    paths = [
+        write([prompt_row(0, reward_model={"ground_truth": "text"}, extra_info=None)], "a.parquet"),
+        write([plain], "b.parquet"),
+        write([prompt_row(2, reward_model=None), prompt_row(3)], "c.parquet"),
+    ]
+    rows = loader_of(paths, shuffle=False).iteration(1, 4)
+    assert [row["extra_info"] for row in rows[:2]] == ["{}", "{}"]
+    assert [json.loads(row["ground_truth"]) for row in rows] == [
+        "text",
+        {"target": 0, "numbers": [1, 2]},
+        None,
+        {"target": 3, "numbers": [1, 2]},
+    ]
+
+
+def test_only_needed_columns_are_read(write, prompt_row, loader_of, monkeypatch):
+    asked = []
+    original = PromptFile.read
+    monkeypatch.setattr(
+        PromptFile, "read", lambda self, slices, columns: asked.append(columns) or original(self, slices, columns)
+    )
+    loader_of(write([{**prompt_row(0), "embedding": [0.0] * 1000}])).iteration(1, 1)
+    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info", *MEDIA]]
+
+
+@pytest.mark.parametrize("damage", ["missing", "bytes", "other"])
+def test_a_file_that_breaks_in_the_middle_of_the_run(write, prompt_row, loader_of, damage):
+    path = write([prompt_row(i) for i in range(40)])
+    loader = loader_of(path, shuffle=False)
+    loader.iteration(1, 8)
+    if damage == "missing":
+        os.remove(path)
+    elif damage == "bytes":
+        whole = Path(path).read_bytes()
+        footer = 8 + int.from_bytes(whole[-8:-4], "little")
+        Path(path).write_bytes(b"PAR1" + b"\xff" * (len(whole) - footer - 4) + whole[-footer:])
+    else:
+        write([prompt_row(i) for i in range(41)])
+    with pytest.raises(OSError, match=r"train\.parquet, row group \d: could not be read"):
+        loader.iteration(2, 32)
+
+
+def test_memory_is_bounded_by_the_window_however_the_files_were_written(write, prompt_row, loader_of):
+    rows = 60_000
+    row = pa.Table.from_pylist([prompt_row(0)])
+    table = pa.concat_tables([row] * rows).combine_chunks()
+    text = pa.array([f"{i:0500}" for i in range(rows)])
+    message = pa.StructArray.from_arrays([text, pa.array(["user"] * rows)], ["content", "role"])
+    prompts = pa.ListArray.from_arrays(pa.array(range(rows + 1), pa.int32()), message)
+    table = table.set_column(1, "prompt", prompts)
+    for row_group_rows in (rows, 500):
+        path = write(table, f"{row_group_rows}.parquet", row_group_rows)
+        loader = loader_of(path, shuffle_window_rows=1000, max_prompt_length=600)
+        pa.default_memory_pool().release_unused()
+        base, peak = pa.total_allocated_bytes(), 0
+        tracemalloc.start()
+        for number in range(70):
+            loader.iteration(number, 16)
+            peak = max(peak, pa.total_allocated_bytes() - base)
+        python_peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        # The data is 30 MB, a window 0.5 MB, each of its two slices lies in a batch of decoded rows of 2 MB.
+        assert peak < 6e6
+        assert python_peak < 2e6
+
+
+@pytest.mark.parametrize("limit", [3, 2, 0])
+def test_bad_rows_are_set_aside_up_to_the_limit_with_their_place(tmp_path, write, prompt_row, loader_of, limit):
+    bad = {3: {"data_source": None}, 11: {"prompt": []}, 24: {"prompt": None}}
+    path = write([prompt_row(i, **bad.get(i, {})) for i in range(30)], row_group_rows=10)
+    loader = loader_of(path, max_bad_rows=limit)
+    loader.encoder.quarantine = Quarantine(limit, str(tmp_path))
+    if limit < 3:
+        with pytest.raises(ValueError, match=r"train\.parquet, row"):
+            loader.iteration(1, 54)
+        # The one too many is listed too.
+        assert (tmp_path / "quarantine").exists() == (limit > 0)
+        return
+    order = [row["prompt_index"] for row in loader.iteration(1, 54)]
+    assert sorted(order) == sorted([i for i in range(30) if i not in bad] * 2)
+    assert loader.encoder.quarantine.count == 3
+    listed = ds.dataset(tmp_path / "quarantine").to_table().sort_by("row").to_pylist()
+    assert [(row["row_group"], row["row"]) for row in listed] == [(0, 3), (1, 11), (2, 24)]
+    assert all(row["file"] == path and f"row {row['row']}" in row["reason"] for row in listed)
+    contents = [json.loads(row["content"]) for row in listed]
+    assert [contents[0]["data_source"], contents[1]["prompt"], contents[2]["prompt"]] == [None, [], None]
