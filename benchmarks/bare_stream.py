@@ -7,7 +7,7 @@ and splits for the trainers. Rows have two columns.
 from typing import Any
 
 import pyarrow as pa
-from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.data import DataContext, Dataset
 
 from pipeline import stream
 from pipeline.config import Config
@@ -55,11 +55,8 @@ def build(config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_
     shorten_waits(DataContext.get_current())
     client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))
     policy = StorePolicy(client, config.trainer.deadlines.admission)
-    source = {"compute": ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1), "num_cpus": stream.SOURCE_CPUS}
     engine = stream.several(config.rollout.in_flight(schedule.chunks_per_iteration)) | {"num_cpus": 1}
-    found = stream.numbered(schedule.pages)
-    found = found.map_batches(Chunks, fn_constructor_args=(schedule,), **source, **stream.WHOLE)
-    found = found.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
+    found = stream.source(schedule.pages, schedule.chunk_prompts, Chunks, (schedule,), config)
     found = found.map_batches(Admitted, fn_constructor_args=(policy,), **engine, **stream.WHOLE)
     return found.map_batches(_same, num_cpus=config.reward.num_cpus, **stream.WHOLE)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from jobs.train import complain, train
 from pipeline.config import Config, ConfigError, load_config
 from pipeline.config.paths import local_path
-from pipeline.plan.check_replay import recorded_config, replay_of
-from pipeline.prompts.recording import whole_iterations
+from pipeline.replay.checks import recorded_config, replay_of
+from pipeline.replay.recording import whole_iterations
 from pipeline.run.versions import VersionError, check_versions
 
 EPILOG = """\

@@ -164,16 +164,16 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
     """
     from pipeline.derived import uses_engines
-    from pipeline.plan import check_replay
     from pipeline.plan.placement import check_resources, local_node, place
     from pipeline.plan.plan import plan
     from pipeline.plan.table import render
+    from pipeline.replay import checks as replay
     from pipeline.storage.run_folder import check_run_folder, reached, recover, starting_point
 
     plan(config)
     name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
-    check_replay.check_folder(config, run_dir)
+    replay.check_folder(config, run_dir)
     check_cluster(run_dir)
     resume = check_run_folder(run_dir, config, config.trainer.resume)
     begin = starting_point(run_dir, config)
@@ -182,9 +182,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     if uses_engines(config):
         prompts, preview = _check_prompts(config)
     else:
-        from pipeline.plan.check_recording import check_recording
-
-        prompts, preview = check_recording(config), []
+        prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts)
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = not os.environ.get("RAY_ADDRESS")
@@ -205,7 +203,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
-    for note in check_replay.notes(config):
+    for note in replay.notes(config):
         print(f"note: {note}")
 
     import ray

@@ -33,11 +33,13 @@ PROMPT = pa.schema(
             "all",
             "`train`, `val`, or `baseline` (a greedy response beside the group, until it is scored)",
         ),
-        _column("chunk", pa.int64(), "prompts", "rollout", "number of the chunk along the run; -1 for val"),
+        _column(
+            "chunk", pa.int64(), "prompts", "rollout, filter, track", "chunk that was admitted, from 0; -1 for val"
+        ),
         _column(
             "iteration",
             pa.int64(),
-            "prompts",
+            "prompts; with dynamic sampling filter",
             "all",
             "train: the iteration that trains the row, from 1 (null before the filter); val: the policy version",
         ),

@@ -42,13 +42,12 @@ from pipeline.derived import (
 from pipeline.dynamic_sampling.filter import Filter
 from pipeline.dynamic_sampling.ledger import FilterRules
 from pipeline.executor import shorten_waits
-from pipeline.plan.check_replay import REPLAY_CPUS
 from pipeline.prompts.stage import Prompts, Schedule
+from pipeline.replay.stage import Replay
 from pipeline.reward.stage import Reward, SingleReward
 from pipeline.rollout import tensor_parallel
 from pipeline.rollout.elastic import Gate, set_autoscaling
 from pipeline.rollout.policy_source import StorePolicy
-from pipeline.rollout.replay import Replay
 from pipeline.rollout.stage import Rollout
 from pipeline.sampling import row_limits
 from pipeline.scoring.policy import PolicyScore
@@ -68,7 +67,7 @@ WHOLE: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_co
 
 
 def build(
-    config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout | Replay] = Rollout
+    config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout] = Rollout
 ) -> Dataset:
     """The stream of one attempt. Ray Train calls this anew whenever its workers restart.
 
@@ -77,38 +76,32 @@ def build(
         schedule: which iterations and validations there are.
         store: handle of the policy store.
         run_dir: where trajectories are recorded.
-        rollout_stage: class of the rollout stage; benchmarks put a stand-in here. A replay has its own.
+        rollout_stage: class of the rollout stage; benchmarks put a stand-in here.
     """
     # Ray Train builds the stream in its controller, which the driver's context does not reach.
     set_context()
     set_autoscaling(DataContext.get_current(), config.rollout.elastic)
     shorten_waits(DataContext.get_current())
     client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))
-    policy = StorePolicy(client, config.trainer.deadlines.admission)
-    rollout, chunks = config.rollout, schedule.chunks_per_iteration
-    generate = engines(config, rollout.num_engines, rollout.in_flight(chunks), (rollout.fewest, rollout.most))
-    if not uses_engines(config):
-        rollout_stage, generate = Replay, several(rollout.in_flight(chunks)) | {"num_cpus": REPLAY_CPUS}
-
-    placed, publish_s = config.trainer.placed, config.trainer.deadlines.publish
-    advantage = Advantage(config.algorithm, client)
+    rollout, together = config.rollout, max(2, schedule.chunks_per_iteration)
+    placed, deadlines = config.trainer.placed, config.trainer.deadlines
+    advantage = Advantage(config.algorithm, client, deadlines.admission)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
-    stream = numbered(schedule.pages)
-    stream = stream.map_batches(
-        Prompts,
-        fn_constructor_args=(config.data, config.model, config.trainer, row_limits(config), schedule, client, run_dir),
-        compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
-        num_cpus=SOURCE_CPUS,
-        label_selector=placed("prompts"),
-        **WHOLE,
-    )
-    stream = stream.repartition(target_num_rows_per_block=schedule.chunk_prompts, strict=True)
-    if rollout.elastic and uses_engines(config):
-        gate = several(max(2, chunks)) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
-        stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
-    stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, policy), **generate, **WHOLE)
-    stream = rewarded(stream, config, max(2, chunks))
+    if uses_engines(config):
+        args: tuple = (config.data, config.model, config.trainer, row_limits(config), schedule, client, run_dir)
+        stream = source(schedule.pages, schedule.chunk_prompts, Prompts, args, config)
+        policy = StorePolicy(client, deadlines.admission)
+        if rollout.elastic:
+            gate = several(together) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
+            stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
+        in_flight = rollout.in_flight(schedule.chunks_per_iteration)
+        resources = engines(config, rollout.num_engines, in_flight, (rollout.fewest, rollout.most))
+        stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, policy), **resources, **WHOLE)
+    else:
+        args = (config.data, uses_baselines(config), schedule, client, deadlines)
+        stream = source(schedule.pages, chunk_rows, Replay, args, config)
+    stream = rewarded(stream, config, together)
     # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
     light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, "label_selector": placed("reward"), **WHOLE}
     if schedule.validation:
@@ -119,27 +112,39 @@ def build(
         # One after the other, as they come: the number of a group depends on those before it.
         alone = several(1) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
         rules = FilterRules.of(config, schedule.iterations)
-        args = (rules, client, config.trainer.deadlines.engine_start)
+        args = (rules, client, deadlines.engine_start)
         stream = stream.map_batches(Filter, fn_constructor_args=args, **alone, **WHOLE)
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
     if uses_reference(config):
         stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature)
     if uses_critic(config):
-        stream = scored(stream, Value, config, "value", config.critic, client, publish_s)
+        stream = scored(stream, Value, config, "value", config.critic, client, deadlines.publish)
     if uses_policy_scores(config):
-        stream = scored(stream, PolicyScore, config, "policy", config.actor, rollout.temperature, client, publish_s)
+        args = (config.actor, rollout.temperature, client, deadlines.publish)
+        stream = scored(stream, PolicyScore, config, "policy", *args)
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
     stream = stream.map_batches(advantage, **light)
-    stream = stream.map_batches(Record(run_dir), **light)
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
-    return stream
+    return stream.map_batches(Record(run_dir), **light)
 
 
-def numbered(blocks: int) -> Dataset:
-    """So many blocks, of one row each, whose `id` counts them from 0. They are there: no task makes them."""
-    return ray.data.from_blocks([pa.table({"id": [number]}) for number in range(blocks)])
+def source(pages: int, chunk_rows: int, stage: type, args: tuple, config: Config) -> Dataset:
+    """Chunks of `chunk_rows` rows, made by one actor of class `stage`, which is handed one page number after the other.
+
+    A page is a block whose column `id` holds its number, from 0. No task makes these blocks.
+    """
+    numbers = ray.data.from_blocks([pa.table({"id": [page]}) for page in range(pages)])
+    made = numbers.map_batches(
+        stage,
+        fn_constructor_args=args,
+        compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
+        num_cpus=SOURCE_CPUS,
+        label_selector=config.trainer.placed("prompts"),
+        **WHOLE,
+    )
+    return made.repartition(target_num_rows_per_block=chunk_rows, strict=True)
 
 
 def set_context() -> None:

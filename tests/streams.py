@@ -212,7 +212,8 @@ class Run:
 
     def rows(self, iteration: int) -> pa.Table:
         """What all ranks received of an iteration, in the order of its chunks."""
-        return pa.concat_tables(self.iterations[iteration]).sort_by([("chunk", "ascending")])
+        ranks, size = self.iterations[iteration], CHUNK * SAMPLES
+        return pa.concat_tables(rows.slice(i, size) for i in range(0, len(ranks[0]), size) for rows in ranks)
 
     def uids(self, iteration: int) -> list[str]:
         """Prompts of an iteration in the order of its chunks."""

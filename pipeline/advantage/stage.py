@@ -36,13 +36,14 @@ class Advantage:
         config: settings of the algorithm.
         store: knows the coefficient of the KL in the reward of each policy version; without it, rows must have the
             column `kl_coef` where it is needed.
+        timeout: seconds without a heartbeat after which the wait for a version fails.
 
     Raises:
         ValueError: `algorithm.adv_estimator` is unknown.
     """
 
-    def __init__(self, config: AlgorithmConfig, store: StoreClient | None = None) -> None:
-        self.config, self._store = config, store
+    def __init__(self, config: AlgorithmConfig, store: StoreClient | None = None, timeout: float = 0.0) -> None:
+        self.config, self._store, self._timeout = config, store, timeout
         self.estimator = get_adv_estimator(config.adv_estimator)
         self.scope, self.needs = self.estimator.scope, self.estimator.needs
         # Column to who reads it.
@@ -63,7 +64,9 @@ class Advantage:
         """
         if self.config.use_kl_in_reward and self._store is not None:
             versions = table["policy_version"].to_pylist()
-            coefs = {version: self._store.call(PolicyStore.kl_coef, version) for version in set(versions)}
+            coefs = {
+                version: self._store.wait(PolicyStore.kl_coef, version, self._timeout) for version in set(versions)
+            }
             table = append(table, KL_COEF, {"kl_coef": [coefs[version] for version in versions]})
         mask, offsets = flat(table, "response_mask")
         lengths = np.diff(offsets)

@@ -2,8 +2,8 @@
 
 Such a group has advantages of 0 and teaches nothing. One actor takes the scored chunks in the order of the stream,
 decides which groups stay (`ledger.py`), and tells the policy store how many do not, which admits replacements. The rows
-that stay get the number of the iteration that trains them and of the chunk they are dealt in; the repartition behind
-this stage cuts the chunks anew.
+that stay get the number of the iteration that trains them; the repartition behind this stage cuts them into whole
+chunks again.
 
 A reward that failed is no reward, so a group is judged by its other rows. With fewer than two of these it says nothing
 and is dropped, counted as `failed` and not as `equal`. Reward errors of all generated rows count towards
@@ -39,7 +39,7 @@ class Filter:
         self._ledger: Ledger | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows of a chunk that will be trained, with `iteration` and `chunk` as the trainer gets them.
+        """The rows of a chunk that will be trained, with `iteration` filled in.
 
         Raises:
             FinalError: an iteration cannot be filled, or the reward fails too often.
@@ -58,9 +58,9 @@ class Filter:
         number = number[group]  # [R]
         kept = number >= 0
         number, table = number[kept], table.filter(pa.array(kept))
-        first_iteration = decision.iteration - decision.first // rules.batch
-        table = _replaced(table, "iteration", first_iteration + number // rules.batch)
-        return _replaced(table, "chunk", number // rules.chunk_prompts)
+        iteration = decision.iteration + number // rules.batch - decision.first // rules.batch
+        column = table.column_names.index("iteration")
+        return table.set_column(column, table.schema.field(column), pa.array(iteration, pa.int64()))
 
     def _decide(self, chunk: int, found: ChunkStats) -> Decision:
         if self._ledger is None:
@@ -165,8 +165,3 @@ def numbers(table: pa.Table, metric: str, good: np.ndarray) -> np.ndarray:
                 f"{', '.join(['score', *known])}"
             )
     return np.array([float(parts[metric]) for parts in found])
-
-
-def _replaced(table: pa.Table, name: str, values: np.ndarray) -> pa.Table:
-    place = table.column_names.index(name)
-    return table.set_column(place, table.schema.field(place), pa.array(values, pa.int64()))

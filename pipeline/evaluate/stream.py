@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
-from ray.data import ActorPoolStrategy, Dataset
+from ray.data import Dataset
 
 from pipeline.config import Config
 from pipeline.evaluate.settings import in_flight
@@ -20,7 +20,7 @@ from pipeline.rollout.stage import Rollout
 from pipeline.rows import PROMPT
 from pipeline.sampling import row_limits
 from pipeline.store.versions import Ticket
-from pipeline.stream import SOURCE_CPUS, WHOLE, engines, numbered, rewarded, set_context
+from pipeline.stream import WHOLE, engines, rewarded, set_context, source
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,8 @@ def build(
     set_context()
     rollout, chunks = config.rollout, in_flight(config)
     num_engines = min(rollout.num_engines, max(1, pages.chunks - len(pages.done)))
-    stream = numbered(pages.count)
-    stream = stream.map_batches(
-        EvaluationPrompts,
-        fn_constructor_args=(config, pages, iteration, out),
-        compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
-        num_cpus=SOURCE_CPUS,
-        **WHOLE,
-    )
-    stream = stream.repartition(target_num_rows_per_block=rollout.chunk_prompts, strict=True)
+    args = (config, pages, iteration, out)
+    stream = source(pages.count, rollout.chunk_prompts, EvaluationPrompts, args, config)
     resources = engines(config, num_engines, chunks)
     stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, iteration), **resources, **WHOLE)
     return rewarded(stream, config, chunks * num_engines)

@@ -12,9 +12,10 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import refusals, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.derived import scorers, uses_critic, uses_engines
-from pipeline.plan import check_algorithm, check_replay, check_reward, models
+from pipeline.plan import check_algorithm, check_reward, models
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
+from pipeline.replay import checks as replay
 from pipeline.sampling import stop_problem
 from pipeline.storage.filesystem import check_scheme
 
@@ -41,7 +42,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from refusals(config, _sections(config))
     yield from _prompts(config)
     yield from check_reward.problems(config)
-    yield from check_replay.problems(config)
+    yield from replay.problems(config)
     yield from check_algorithm.problems(config)
     try:
         get_adv_estimator(config.algorithm.adv_estimator)

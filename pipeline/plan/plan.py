@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.config import Config, ConfigError
 from pipeline.derived import UpdateShape, scorers, uses_baselines, uses_critic, uses_engines, uses_filter
-from pipeline.plan.check_replay import REPLAY_CPUS
 from pipeline.plan.checks import check
 from pipeline.plan.memory import Memory, estimate
 from pipeline.plan.placement import SHARED_STAGE_CPUS, Stage
@@ -91,15 +90,15 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
 
 def _stages(config: Config) -> Iterator[Stage]:
     rollout, trainer = config.rollout, config.trainer
-    yield Stage("prompts", 1, SHARED_STAGE_CPUS)
     if uses_engines(config):
+        yield Stage("prompts", 1, SHARED_STAGE_CPUS)
         fewest = "rollout.num_engines" if rollout.min_engines is None else "rollout.min_engines"
         split = rollout.tensor_parallel_size > 1
         keys = (fewest, "rollout.num_cpus", "rollout.tensor_parallel_size" if split else "rollout.num_gpus")
         most = rollout.most if rollout.elastic else 0
         yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.gpus, keys, most=most)
     else:
-        yield Stage("replay", 1, REPLAY_CPUS, keys=("", "the replay stage", ""))
+        yield Stage("replay", 1, SHARED_STAGE_CPUS, keys=("", "the replay stage", ""))
     yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
     if uses_filter(config):
         yield Stage("filter", 1, FILTER_CPUS, keys=("", "the filter stage", ""))

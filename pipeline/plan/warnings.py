@@ -18,9 +18,9 @@ from pipeline.derived import (
     uses_reward_model,
     weighs_itself,
 )
-from pipeline.plan import check_replay
 from pipeline.plan.check_algorithm import POLICY_LOSSES, built_in, loss_mode
 from pipeline.plan.memory import Memory, shown
+from pipeline.replay import checks as replay
 
 _LIKE_GRPO = ("grpo", "grpo_passk", "gdpo")
 _READ_BY_LOSS = {
@@ -50,7 +50,7 @@ def notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
         chunks: chunks of an iteration.
         memory: what the run needs, where the model's shape is known.
     """
-    yield from check_replay.notes(config)
+    yield from replay.notes(config)
     if uses_engines(config):
         yield from refusals(config, _pools(config, chunks, memory))
     yield from refusals(config, _algorithm(config))
@@ -165,7 +165,7 @@ def _unread(config: Config) -> Iterator[str]:
         "algorithm.rollout_correction.rollout_is_threshold": rollout_correction(config).rollout_is == "none",
         "actor.loss_scale_factor": normed not in (actor.loss_agg_mode, config.critic.loss_agg_mode),
         "critic.*": not uses_critic(config),
-        **dict.fromkeys(check_replay.UNREAD, not uses_engines(config)),
+        **dict.fromkeys(replay.UNREAD, not uses_engines(config)),
         "scoring.reference.path": not uses_reference(config),
         "reward.model.weight": not uses_reward_model(config),
     }

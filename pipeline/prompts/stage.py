@@ -24,8 +24,6 @@ from pipeline.prompts.encode import Encoder, stamp, to_table
 from pipeline.prompts.generator import make_generator
 from pipeline.prompts.loader import PromptLoader
 from pipeline.prompts.quarantine import Quarantine
-from pipeline.prompts.recorded import RecordedSupply
-from pipeline.prompts.recording import Recording
 from pipeline.prompts.sampler import STATELESS_SAMPLERS, make_sampler
 from pipeline.rows import PROMPT
 from pipeline.sampling import RowLimits
@@ -204,18 +202,12 @@ class Prompts:
         self._schedule, self._store, self._deadlines = schedule, store, trainer.deadlines
         self._endless = schedule.max_num_gen_batches is not None
         epochs = None if trainer.total_training_steps or self._endless else trainer.total_epochs
-        self._val: PromptLoader | None = None
-        self._loader: PromptLoader | RecordedSupply
-        if data.recorded_run is not None:
-            self._loader = RecordedSupply(Recording(data.recorded_run, data.recorded_iterations), epochs)
-        else:
-            self._loader, self._val = loaders(data, model, limits, trainer.seed, run_dir, epochs, schedule.feedback_lag)
-            if self._endless and self._loader.learns:
-                raise ValueError(
-                    f"data.sampler={data.sampler} learns from what became of earlier prompts, and with "
-                    "algorithm.filter_groups.enable=true those that were dropped are not recorded; use one that does "
-                    "not"
-                )
+        self._loader, self._val = loaders(data, model, limits, trainer.seed, run_dir, epochs, schedule.feedback_lag)
+        if self._endless and self._loader.learns:
+            raise ValueError(
+                f"data.sampler={data.sampler} learns from what became of earlier prompts, and with "
+                "algorithm.filter_groups.enable=true those that were dropped are not recorded; use one that does not"
+            )
         self._next_page = -1
         self._last: int | None = None
         """The last policy version that generates rows, once the prompts have ended."""

@@ -189,9 +189,9 @@ class PolicyStore:
         await self.wait_version(attempt, version, timeout, f"{model} weights")
         return self._versions.ticket(model)
 
-    async def kl_coef(self, attempt: int, version: int) -> float:
-        """Coefficient of the KL in the reward for the rows of a version."""
-        self._check(attempt)
+    async def kl_coef(self, attempt: int, version: int, timeout: float) -> float:
+        """Coefficient of the KL in the reward for the rows of a version; waits for the version."""
+        await self.wait_version(attempt, version, timeout, "KL coefficient")
         return self._versions.kl_coef(version)
 
     # admission

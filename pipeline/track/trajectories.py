@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -25,7 +24,7 @@ FOLDERS = {"train": "trajectories", "val": "validation", "old_log_probs": "old_l
 
 
 class Record:
-    """Map stage that writes the rows it sees and returns them unchanged; tables must hold whole chunks.
+    """Map stage that writes the rows it sees and returns them unchanged.
 
     Args:
         run_dir: absolute folder that all engines share, or a URL (`s3://`, `gs://`, `hdfs://`, ...).
@@ -41,20 +40,15 @@ class Record:
         self._filesystem, self._root = filesystem_of(run_dir)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Write `table`, one file per split, iteration and chunk in it.
+        """Write `table`, a chunk of rows of one split and iteration.
 
         Raises:
-            ValueError: a row's `split` is neither `train` nor `val`.
-            OSError: a file cannot be written; the message names it.
+            ValueError: `split` is neither `train` nor `val`.
+            OSError: the file cannot be written; the message names it.
         """
-        keys = table.select(["split", "iteration", "chunk"])
-        parts = keys.group_by(keys.column_names).aggregate([]).to_pylist()
-        for part in parts:
-            rows = table
-            for name in keys.column_names if len(parts) > 1 else ():
-                rows = rows.filter(pc.equal(rows[name], part[name]))
-            folder = _folder(self._root, part["split"], part["iteration"])
-            self._write(folder, _file_name(rows, part["chunk"]), rows.drop_columns(["iteration"]))
+        if len(table):
+            folder = _folder(self._root, table["split"][0].as_py(), table["iteration"][0].as_py())
+            self._write(folder, _file_name(table), table.drop_columns(["iteration"]))
         return table
 
     def old_log_probs(self, table: pa.Table, iteration: int, rank: int, old_log_probs: np.ndarray) -> None:
@@ -163,7 +157,9 @@ def _files(filesystem: pafs.FileSystem, folder: str) -> list[str]:
     return sorted(info.path for info in infos if info.base_name.endswith(".parquet"))
 
 
-def _file_name(rows: pa.Table, chunk: int) -> str:
+def _file_name(rows: pa.Table) -> str:
+    # With dynamic sampling rows of several chunks are trained as one, and no two of these begin in the same chunk.
+    chunk = rows["chunk"][0].as_py()
     if chunk >= 0:
         return f"chunk-{chunk:06d}.parquet"
     # Validation chunks have no number: the first row's place keeps files in order, its group keeps them apart.

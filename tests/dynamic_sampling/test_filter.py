@@ -72,21 +72,21 @@ class Stage:
         self.client.call(PolicyStore.register_trainer, TrainerState(2, PromptCursor(), False), 1)
         self.filter = Filter(rules, self.client, 1.0)
 
-    def __call__(self, rows: pa.Table) -> list[tuple[str, int, int]]:
-        """Group, iteration and chunk of what stays, one for each row."""
+    def __call__(self, rows: pa.Table) -> list[tuple[str, int]]:
+        """Group and iteration of what stays, one for each row."""
         kept = self.filter(rows)
         assert kept.schema.equals(rows.schema)
-        return list(zip(*(kept[name].to_pylist() for name in ("uid", "iteration", "chunk")), strict=True))
+        return list(zip(*(kept[name].to_pylist() for name in ("uid", "iteration")), strict=True))
 
 
 def test_groups_that_agree_go_and_the_others_are_numbered() -> None:
     stage = Stage()
-    assert stage(table(0, DIFFER, AGREE)) == [("0-0", 3, 0)] * 3
+    assert stage(table(0, DIFFER, AGREE)) == [("0-0", 3)] * 3
     assert stage(table(1, AGREE, AGREE)) == []
-    assert stage(table(2, DIFFER, DIFFER)) == [("2-0", 3, 0)] * 3 + [("2-1", 3, 1)] * 3
+    assert stage(table(2, DIFFER, DIFFER)) == [("2-0", 3)] * 3 + [("2-1", 3)] * 3
     # The batch has room for one group more.
-    assert stage(table(3, DIFFER, DIFFER)) == [("3-0", 3, 1)] * 3
-    assert stage(table(4, DIFFER, AGREE)) == [("4-0", 4, 2)] * 3
+    assert stage(table(3, DIFFER, DIFFER)) == [("3-0", 3)] * 3
+    assert stage(table(4, DIFFER, AGREE)) == [("4-0", 4)] * 3
     assert stage.store.dropped_groups == 1 + 2 + 1 + 1
 
 
@@ -94,7 +94,7 @@ def test_surplus_is_carried() -> None:
     stage = Stage(staleness=1, carry=True)
     stage(table(0, DIFFER, AGREE))
     stage(table(1, DIFFER, DIFFER))
-    assert stage(table(2, DIFFER, DIFFER)) == [("2-0", 3, 1)] * 3 + [("2-1", 4, 2)] * 3
+    assert stage(table(2, DIFFER, DIFFER)) == [("2-0", 3)] * 3 + [("2-1", 4)] * 3
 
 
 def test_a_chunk_that_comes_again_gives_the_same() -> None:
@@ -168,7 +168,7 @@ def test_the_last_group_that_fills_the_iteration_saves_the_run() -> None:
     stage = Stage()
     for chunk in range(3):
         stage(table(chunk, DIFFER, AGREE))
-    assert stage(table(3, AGREE, DIFFER)) == [("3-1", 3, 1)] * 3
+    assert stage(table(3, AGREE, DIFFER)) == [("3-1", 3)] * 3
 
 
 def test_too_little_that_passes_says_why() -> None:

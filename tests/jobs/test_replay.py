@@ -14,8 +14,8 @@ from jobs.replay import main, replay_config
 from jobs.tiny import build_model, build_tokenizer, countdown_texts
 from pipeline.config import Config, ConfigError, load_config, save_yaml
 from pipeline.config.schema import keys, value_of
-from pipeline.plan.check_replay import UNREAD, replay_of
 from pipeline.plan.plan import plan
+from pipeline.replay.checks import UNREAD, replay_of
 from tests.recordings import BATCH, CHUNK, SAMPLES, record
 
 Refused = Callable[..., str]
@@ -165,7 +165,7 @@ def test_dry_run_of_a_replay(recorded: Path, capsys: pytest.CaptureFixture[str],
         "iterations 2",
         f"{BATCH} prompts x {SAMPLES} samples = {BATCH * SAMPLES} rows in 2 chunks of {CHUNK} prompts",
         f"responses recorded: iterations 2-3 of {recorded}",
-        "replay 1 x 0.1 CPU",
+        "replay 1 x 1 CPU",
         "0 GPUs",
         "a replay starts no engine: nothing is validated",
         "training is off-policy. actor.old_log_probs=recompute",
@@ -192,13 +192,13 @@ def test_notes_of_a_corrected_and_of_a_guarded_replay(recorded: Path, capsys: py
 
 def test_engines_do_not_count(recorded: Path, tmp_path: Path) -> None:
     resolved = plan(replay_config(recorded, None, []), ITERATIONS * BATCH)
-    assert [stage.name for stage in resolved.stages] == ["prompts", "replay", "reward, advantage", "train"]
+    assert [stage.name for stage in resolved.stages] == ["replay", "reward, advantage", "train"]
     assert resolved.gpus == 0 and resolved.greedy_rows_per_iteration == 0
     assert plan(replay_config(recorded, None, ["algorithm=remax"]), 12).greedy_rows_per_iteration == 0
 
 
 def test_too_few_cpus_are_summed_up(refused: Refused) -> None:
-    refused("trainer.ray_num_cpus=2", parts=("trainer.ray_num_cpus=2", "the replay stage", "0.1 +"))
+    refused("trainer.ray_num_cpus=2", parts=("trainer.ray_num_cpus=2", "the replay stage", "1 +"))
 
 
 # refusals

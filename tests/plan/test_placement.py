@@ -42,7 +42,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Recorder:
     files = ["data.train_files=a.parquet", "data.val_files=b.parquet"]
     config = load_config([*files, "model.path=owner/model", *overrides])
     recorder = Recorder()
-    monkeypatch.setattr(stream, "numbered", lambda blocks: recorder)
+    monkeypatch.setattr(stream.ray.data, "from_blocks", lambda blocks: recorder)
     monkeypatch.setattr(stream.ray, "get", lambda *args, **options: 0)
     context = SimpleNamespace(execution_options=SimpleNamespace(), custom_execution_callback_classes=[])
     context.set_config = lambda name, value: None

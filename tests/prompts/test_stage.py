@@ -29,7 +29,6 @@ from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.store.versions import POLICY
 from pipeline.weights.load import Shard
-from tests import recordings
 from tests.prompts.recorded import record
 
 WAIT = 30.0
@@ -591,27 +590,3 @@ def test_a_stage_of_an_old_attempt_fails(make: Callable[..., Run]) -> None:
 
 
 # replay
-
-
-def test_a_replay_takes_the_prompts_of_its_recording(make: Callable[..., Run], tmp_path: Path) -> None:
-    recordings.record(tmp_path / "recorded", [1, 2, 3])
-    recorded = {"recorded_run": str(tmp_path / "recorded"), "recorded_iterations": "2-3"}
-    run = make(iterations=5, rows=0, epochs=2, **recorded)
-    pages = []
-    for number in range(5):
-        pages.append(run.page(number))
-        run.publish(number + 1)
-    uids = [[row["uid"] for row in page] for page in pages]
-    assert uids == [
-        *(["0-4", "0-5", "0-6", "0-7"], ["0-8", "0-9", "0-10", "0-11"]),
-        *(["0-4/1", "0-5/1", "0-6/1", "0-7/1"], ["0-8/1", "0-9/1", "0-10/1", "0-11/1"], []),
-    ]
-    assert [shape(page) for page in pages[:4]] == [train(k, 2 * k - 2) for k in (1, 2, 3, 4)]
-    assert run.store.call(PolicyStore.last_version) == 4, "two passes are over"
-    posted = [event.metrics for event in run.made()]
-    assert posted == [{"prompts/recorded_iteration": number} for number in (2, 3, 2, 3)]
-
-    # A replay that was interrupted after iteration 3 goes on behind it: in the second pass, behind its first groups.
-    run.start(version=3, cursor=PromptCursor(1, len(uids[2])))
-    assert [row["uid"] for row in run.page(0)] == uids[3]
-    assert shape(run.page(1)) == []

@@ -241,9 +241,9 @@ def test_the_kl_coefficient_of_a_version_outlives_its_weights() -> None:
         for version, kl_coef in enumerate((0.2, 0.3, 0.4)):
             for rank in range(2):
                 await store.publish(1, version, models(rank, version), 0.0, kl_coef)
-        assert [await store.kl_coef(1, version) for version in range(3)] == [0.2, 0.3, 0.4]
-        with pytest.raises(KeyError):
-            await store.kl_coef(1, 3)
+        assert [await store.kl_coef(1, version, 1.0) for version in range(3)] == [0.2, 0.3, 0.4]
+        with pytest.raises(StoreTimeout, match="KL coefficient: waited .* for policy version 3"):
+            await store.kl_coef(1, 3, 0.01)
 
     run(test)
 

@@ -62,12 +62,6 @@ def test_validation_chunks_keep_apart_and_in_order(tmp_path: Path) -> None:
     assert read_trajectories(str(tmp_path), 5, "val")["offset"].to_pylist() == list(range(12))
 
 
-def test_a_table_of_several_chunks_is_taken_apart(tmp_path: Path) -> None:
-    Record(str(tmp_path))(pa.concat_tables([_rows(1, 0), _rows(1, 1), _rows(2, 2)]))
-    assert len(_files(tmp_path)) == 3
-    assert read_trajectories(str(tmp_path), 1)["chunk"].to_pylist() == [0, 0, 0, 1, 1, 1]
-
-
 def test_folder_opens_in_pandas_as_one_data_set(tmp_path: Path) -> None:
     record = Record(str(tmp_path))
     record(_rows(1, 0))

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.prompts.recording import PROMPT_COLUMNS, Recording, iteration_range, whole_iterations
+from pipeline.replay.recording import COLUMNS, Recording, iteration_range, whole_iterations
 from tests.recordings import BATCH, CHUNK, CHUNKS, SAMPLES, record
 
 
@@ -30,34 +30,26 @@ def test_every_group_is_found_with_its_rows(tmp_path: Path) -> None:
     made = record(tmp_path, [1, 2, 3])
     recording = Recording(str(tmp_path))
     assert (recording.n, recording.groups) == (SAMPLES, 3 * BATCH)
-    assert (recording.first, recording.last) == (1, 3)
     for group in range(recording.groups):
-        (prompt,) = recording.prompts([group]).to_pylist()
         own = made[group * SAMPLES : (group + 1) * SAMPLES]
-        assert prompt == {name: own[0][name] for name in PROMPT_COLUMNS}
-        responses = recording.responses([group], baselines=True).to_pylist()
-        for got, row in zip(responses, own, strict=True):
-            assert got["rollout_log_probs"] == pytest.approx(row["rollout_log_probs"])
-            assert [got[name] for name in ("sample", "response_ids", "response", "baseline")] == [
-                row[name] for name in ("sample", "response_ids", "response", "baseline")
-            ]
+        for got, row in zip(recording.rows(group, group + 1).to_pylist(), own, strict=True):
+            assert got.pop("rollout_log_probs") == pytest.approx(row["rollout_log_probs"])
+            assert got == {name: row[name] for name in COLUMNS if name != "rollout_log_probs"}
         assert recording.iteration_of(group) == own[0]["iteration"]
 
 
-def test_groups_across_files_and_in_any_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "end"), [(0, 1), (CHUNK - 1, CHUNK + 1), (1, 2 * BATCH), (BATCH, 5 * BATCH + 1)])
+def test_groups_across_files_and_passes(tmp_path: Path, first: int, end: int) -> None:
     record(tmp_path, [1, 2])
-    recording = Recording(str(tmp_path))
-    wanted = [CHUNK - 1, CHUNK, 2 * BATCH - 1, 0]
-    assert recording.prompts(wanted)["uid"].to_pylist() == [f"0-{group}" for group in wanted]
-    uids = [row["response"] for row in recording.responses(wanted).to_pylist()]
-    assert len(uids) == len(wanted) * SAMPLES
+    found = Recording(str(tmp_path)).rows(first, end)["uid"].to_pylist()
+    assert found == [f"0-{group % (2 * BATCH)}" for group in range(first, end) for _ in range(SAMPLES)]
 
 
 def test_a_range_begins_with_its_first_group(tmp_path: Path) -> None:
     made = record(tmp_path, [1, 2, 3, 4])
     recording = Recording(str(tmp_path), "2-3")
     assert recording.groups == 2 * BATCH
-    assert recording.prompts([0])["uid"].to_pylist() == [made[BATCH * SAMPLES]["uid"]]
+    assert recording.rows(0, 1)["uid"].to_pylist() == [made[BATCH * SAMPLES]["uid"]] * SAMPLES
     assert [recording.iteration_of(group) for group in (0, BATCH - 1, BATCH, 2 * BATCH - 1)] == [2, 2, 3, 3]
 
 
@@ -65,9 +57,9 @@ def test_baselines_are_read_only_where_they_are_asked_for(tmp_path: Path) -> Non
     record(tmp_path, [1], without=["baseline"])
     recording = Recording(str(tmp_path))
     assert recording.check() == {"countdown"}
-    assert "baseline" not in recording.responses([0]).column_names
+    assert recording.rows(0, 1).column_names == list(COLUMNS)
     with pytest.raises(ValueError, match="no column 'baseline'"):
-        recording.check(baselines=True)
+        Recording(str(tmp_path), baselines=True).check()
 
 
 def test_folders_without_rows(tmp_path: Path) -> None:
@@ -114,17 +106,17 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{file} of the recording cannot be read as parquet"):
         recording.check()
     with pytest.raises(ValueError, match=f"{file} of the recording cannot be read as parquet"):
-        recording.prompts([2 * BATCH - 1])
+        recording.rows(2 * BATCH - 1, 2 * BATCH)
     file.unlink()
     with pytest.raises(ValueError, match=f"{file} of the recording cannot be read"):
-        recording.responses([2 * BATCH - 1])
+        recording.rows(2 * BATCH - 1, 2 * BATCH)
     first = file_of(tmp_path, 1, 0)
     first.write_text("no parquet")
     with pytest.raises(ValueError, match=f"{first} of the recording cannot be read as parquet"):
         Recording(str(tmp_path))
 
 
-@pytest.mark.parametrize("column", ["response_ids", "prompt_index", "rollout_log_probs", "reward_error"])
+@pytest.mark.parametrize("column", ["response_ids", "prompt_index", "rollout_log_probs"])
 def test_files_that_lack_a_column_are_named(tmp_path: Path, column: str) -> None:
     record(tmp_path, [1])
     file = file_of(tmp_path, 1, 1)
@@ -159,4 +151,4 @@ def test_groups_that_are_not_whole(tmp_path: Path) -> None:
             Recording(str(tmp_path)).check()
     rewrite(file, table.slice(0, SAMPLES))
     with pytest.raises(ValueError, match="it has changed since the start"):
-        Recording(str(tmp_path)).responses([BATCH - 1])
+        Recording(str(tmp_path)).rows(BATCH - 1, BATCH)

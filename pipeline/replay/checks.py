@@ -1,0 +1,211 @@
+"""Settings of a replay (`data.recorded_run`): those that it begins with, and those that it cannot have.
+
+Everything from the reward stage on runs as in any other run. Of what comes before, only what the rows depend on is
+left: how many there are to a prompt, how long they may be, and how they were sampled. Importing this loads neither
+torch nor Ray nor vLLM.
+"""
+
+import copy
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError, diff, load_yaml
+from pipeline.config.schema import keys, value_of
+from pipeline.derived import reward_parts, uses_baselines, uses_engines
+from pipeline.replay.recording import Recording, iteration_range
+from pipeline.storage.run_folder import CONFIG_FILE, may_differ
+from pipeline.train.correction import parse
+
+_READ = (
+    *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "recorded_*")),
+    *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "chunk_prompts", "dtype")),
+)
+"""Keys of `data` and `rollout` that a replay reads."""
+
+UNREAD = tuple(
+    name
+    for name in keys(Config)
+    if name.startswith(("data.", "rollout.", "stream.")) and not any(fnmatch(name, read) for read in _READ)
+)
+"""Keys that say how prompts are read and responses generated, which a replay does not do."""
+
+CHECKED_GROUPS = 256
+"""Groups whose tokens and rewards are tried before anything starts, from the first on."""
+
+
+def recorded_config(run_dir: Path) -> Config:
+    """The settings of the run that was recorded in `run_dir`.
+
+    Raises:
+        ConfigError: it is no folder of a run, or that of another version.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no folder {run_dir}; give that of a run that has trained, such as runs/NAME")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} holds no {CONFIG_FILE}, so it is not the folder of a run, which runs/NAME is")
+    try:
+        return load_yaml(run_dir / CONFIG_FILE, Config)
+    except ConfigError as error:
+        raise ConfigError(f"the run in {run_dir} cannot be replayed by this version: {error}") from error
+
+
+def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
+    """The settings of a replay that changes nothing: one pass over the rows, in the folder beside the recording's.
+
+    Args:
+        recorded: settings of the run that was recorded.
+        run_dir: its folder.
+        iterations: which of them, as `data.recorded_iterations`.
+    """
+    config, default = copy.deepcopy(recorded), Config()
+    for name in (*UNREAD, "trainer.val_before_train", "trainer.test_freq", "trainer.resume"):
+        section, _, last = name.rpartition(".")
+        setattr(value_of(config, section), last, value_of(default, name))
+    folder, trainer = run_dir.resolve(), config.trainer
+    config.data.recorded_run, config.data.recorded_iterations = str(folder), iterations
+    trainer.experiment_name, trainer.default_local_dir = f"{folder.name}-replay", str(folder.parent)
+    trainer.total_epochs, trainer.total_training_steps = 1, None
+    # A replay that does anything else than the recorded run soon has another policy, which is no error.
+    trainer.max_log_prob_gap = None
+    # Groups that agreed are not in the recording.
+    config.algorithm.filter_groups.enable = False
+    return config
+
+
+def check_folder(config: Config, run_dir: Path) -> None:
+    """Keep a replay out of the folder that it reads.
+
+    Raises:
+        ConfigError: `run_dir`, the folder of the run that is about to start, is that of the recording.
+    """
+    recorded = config.data.recorded_run
+    if recorded is not None and run_dir.resolve() == Path(recorded).resolve():
+        raise ConfigError(
+            f"trainer.experiment_name={config.trainer.experiment_name} is the folder of the recording, {recorded}, "
+            "whose rows the replay would replace; choose another name"
+        )
+
+
+def problems(config: Config) -> Iterator[str]:
+    """One sentence per setting that cannot be with, or without, a recording."""
+    data = config.data
+    if data.recorded_run is None:
+        if data.recorded_iterations is not None:
+            yield (
+                f"data.recorded_iterations={data.recorded_iterations} does nothing without data.recorded_run; "
+                "python -m jobs.replay sets both"
+            )
+        return
+    if data.recorded_iterations is not None:
+        try:
+            iteration_range(data.recorded_iterations)
+        except ValueError as error:
+            yield str(error)
+    for name, files in (("train_files", data.train_files), ("generator", data.generator)):
+        if files:
+            yield (
+                f"data.{name} does nothing with data.recorded_run={data.recorded_run}, whose prompts are those of the "
+                "recording; leave one of them out"
+            )
+    if data.val_files or config.trainer.test_freq > 0:
+        yield (
+            f"data.recorded_run={data.recorded_run}: a replay starts no engine, so it cannot validate; leave out "
+            "data.val_files and trainer.test_freq, and evaluate the model it saves with python -m jobs.evaluate"
+        )
+
+
+def notes(config: Config) -> Iterator[str]:
+    """What to know of a replay that is about to begin; nothing for another run."""
+    if uses_engines(config):
+        return
+    yield (
+        "a replay starts no engine: nothing is validated, and data.val_files and trainer.test_freq are left out; the "
+        "model it saves is one for python -m jobs.evaluate"
+    )
+    gap, correction = config.trainer.max_log_prob_gap, config.algorithm.rollout_correction
+    if gap is not None:
+        yield (
+            f"trainer.max_log_prob_gap={gap:g} ends the replay in the iteration in which its policy first differs that "
+            "much from the one that was recorded"
+        )
+    if config.actor.old_log_probs != "recompute" or not parse(correction).active:
+        yield (
+            "the log-probs in the rows are those of the recorded policy; once the replay's policy has parted from it, "
+            "training is off-policy. actor.old_log_probs=recompute with algorithm.rollout_correction (as in "
+            "algorithm=[NAME,tis]) weighs rows by how far they are off; see docs/replay.md"
+        )
+
+
+def check_recording(config: Config) -> int:
+    """Check every file of `data.recorded_run` and try the reward on its prompts; the number of its groups.
+
+    Raises:
+        ConfigError: the settings do not fit the recording.
+        ValueError, FileNotFoundError: files are missing, damaged or foreign, or the reward cannot be used.
+    """
+    from pipeline.reward.dry import check_sources, dry_call
+
+    data = config.data
+    assert data.recorded_run is not None
+    recorded = recorded_config(Path(data.recorded_run))
+    if found := list(_mismatches(config, recorded)):
+        raise ConfigError(found[0] if len(found) == 1 else "\n- ".join(["the settings do not fit:", *found]))
+    recording = Recording(data.recorded_run, data.recorded_iterations, uses_baselines(config))
+    if recording.n != config.rollout.n:
+        raise ConfigError(
+            f"{data.recorded_run}/trajectories holds groups of {recording.n} rows, and by its config.yaml the run "
+            f"sampled rollout.n={config.rollout.n}; the files are those of another run, or were changed"
+        )
+    sources = recording.check()
+    rows = recording.rows(0, min(CHECKED_GROUPS, recording.groups))
+    _check_tokens(config, rows.select(["response_ids", "response"]).to_pylist())
+    check_sources(sources, config.reward)
+    prompts = rows.take(list(range(0, len(rows), recording.n)))
+    dry_call([prompts], config.reward, reward_parts(config))
+    return recording.groups
+
+
+def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
+    """One sentence per setting that the rows of the recording do not allow."""
+    run_dir = config.data.recorded_run
+    for name in ("rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"):
+        was, now = value_of(recorded, name), value_of(config, name)
+        if was != now:
+            yield (
+                f"{name}={now}: the responses of {run_dir} were sampled with {name}={was}, and a replay samples none; "
+                "leave it as it was"
+            )
+    for name in ("data.max_prompt_length", "data.max_response_length"):
+        was, now = value_of(recorded, name), value_of(config, name)
+        if now < was:
+            yield f"{name}={now}: rows of {run_dir} may have {was} tokens; leave it so or raise it"
+    if not uses_baselines(config):
+        return
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if not uses_baselines(recorded):
+        yield (
+            f"{estimator} reads the score of a greedy response to each prompt; {run_dir} recorded none (its estimator "
+            f"is {recorded.algorithm.adv_estimator}), and a replay generates none; choose another estimator"
+        )
+    for name, was, now in diff(recorded, config):
+        if name.startswith(("reward.", "scoring.reward_model.")) and not may_differ(name):
+            yield (
+                f"{name}={now}: {estimator} compares with the recorded scores of greedy responses, whose text is not "
+                f"recorded, so the reward must be that of the recording ({was}); leave it, or choose another estimator"
+            )
+
+
+def _check_tokens(config: Config, rows: list[dict]) -> None:
+    """Tokens mean the same to the model that is trained as to the one that made them."""
+    from pipeline.prompts.chat import load_tokenizer
+
+    texts = load_tokenizer(config.model).batch_decode([row["response_ids"] for row in rows], skip_special_tokens=True)
+    for row, text in zip(rows, texts, strict=True):
+        if text != row["response"]:
+            raise ConfigError(
+                f"{config.model.tokenizer_path or config.model.path} has another tokenizer than the one that "
+                f"{config.data.recorded_run} was recorded with: it reads the tokens of a response as {text!r:.80} "
+                f"where {row['response']!r:.80} was recorded; train a model with the tokenizer of the recording "
+                "(model.path, model.tokenizer_path)"
+            )

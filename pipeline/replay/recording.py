@@ -1,0 +1,192 @@
+"""A recording: the training rows of a run, as groups in the order in which it trained on them.
+
+A file of `trajectories/` holds one chunk of whole groups, whose `n` rows stand together. All files hold as many groups,
+and all iterations as many files, so a group's number, from 0, says where its rows are. `check` makes sure of it.
+"""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.rows import SCHEMA
+from pipeline.track.trajectories import recorded_files
+
+COLUMNS = (
+    *("uid", "prompt_index", "data_source", "prompt", "prompt_ids", "ground_truth", "extra_info"),
+    *("sample", "response_ids", "response_mask", "rollout_log_probs", "response", "finish_reason", "engine"),
+)
+"""Columns that are read; the others of `rows.PROMPT` and `rows.ROLLOUT` are those of the run that trains."""
+READERS = 16
+"""Files that are checked at the same time."""
+
+_RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
+
+
+def iteration_range(text: str) -> tuple[int, int]:
+    """First and last iteration of `3-10`, or of `3` alone.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = _RANGE.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"data.recorded_iterations={text!r} must be an iteration of the recording such as 3, or the first and the "
+            "last one such as 3-10"
+        )
+    return first, last
+
+
+class Recording:
+    """The recorded groups of some iterations of a run.
+
+    Args:
+        run_dir: the folder of the run.
+        iterations: first and last one, as `iteration_range` reads them; None takes all.
+        baselines: whether the column `baseline` is read too.
+
+    Attributes:
+        n: rows of a group.
+        groups: number of groups.
+
+    Raises:
+        ValueError: the range or a file cannot be read.
+        FileNotFoundError: an iteration was not recorded.
+    """
+
+    def __init__(self, run_dir: str, iterations: str | None = None, baselines: bool = False) -> None:
+        self.run_dir = run_dir
+        self.columns = [*COLUMNS, *["baseline"] * baselines]
+        found = recorded_files(run_dir)
+        if not found:
+            raise FileNotFoundError(
+                f"{run_dir}/trajectories holds no training rows; give the folder of a run that has trained"
+            )
+        have = f"recorded are iterations {min(found)} to {max(found)}"
+        first, last = iteration_range(iterations) if iterations else (min(found), max(found))
+        for iteration in range(first, last + 1):
+            if not found.get(iteration):
+                raise FileNotFoundError(
+                    f"iteration {iteration} of {first} to {last} is not in {run_dir}/trajectories ({have}); "
+                    "choose others with --iterations FIRST-LAST (data.recorded_iterations)",
+                )
+        self._iterations = {iteration: found[iteration] for iteration in range(first, last + 1)}
+        self._files = [file for files in self._iterations.values() for file in files]
+        self._first = first
+        self._files_per_iteration = len(found[first])
+        uids = _uids(self._files[0])
+        self.n = uids.count(uids[0])
+        self._groups_per_file = len(uids) // self.n
+        self.groups = len(self._files) * self._groups_per_file
+        # Iterations of another size than the recorded ones may end inside a file.
+        self._read = lru_cache(1)(self._read_file)
+
+    def iteration_of(self, group: int) -> int:
+        """The recorded iteration that trained on the group."""
+        return self._first + group % self.groups // (self._groups_per_file * self._files_per_iteration)
+
+    def rows(self, first: int, end: int) -> pa.Table:
+        """The rows of the groups from `first` to `end - 1`, `n` each; numbers go on over passes over the recording."""
+        parts = []
+        while first < end:
+            file, skipped = divmod(first % self.groups, self._groups_per_file)
+            count = min(end - first, self._groups_per_file - skipped)
+            parts.append(self._read(self._files[file]).slice(skipped * self.n, count * self.n))
+            first += count
+        return pa.concat_tables(parts)
+
+    def check(self) -> set[str]:
+        """Check every file; the values of `data_source` in them.
+
+        Raises:
+            ValueError: a file is damaged, lacks a column, or holds other rows than the others do.
+        """
+        for iteration, files in self._iterations.items():
+            if len(files) != self._files_per_iteration:
+                raise ValueError(
+                    f"iteration {iteration} in {self.run_dir}/trajectories has {len(files)} files, iteration "
+                    f"{self._first} has {self._files_per_iteration}: one of them was recorded in part; leave it out "
+                    "with --iterations FIRST-LAST (data.recorded_iterations)"
+                )
+        with ThreadPoolExecutor(READERS) as pool:
+            return set[str]().union(*pool.map(self._check, self._files))
+
+    def _check(self, file: str) -> set[str]:
+        with _open(file) as parquet:
+            schema, found = parquet.schema_arrow, parquet.read(["uid", "data_source"])
+        for name in self.columns:
+            kind = SCHEMA.field(name).type
+            if name not in schema.names:
+                raise ValueError(
+                    f"{file} has no column {name!r}: it is no recording, or that of an older version, which cannot be "
+                    "replayed; record the run again"
+                )
+            if schema.field(name).type != kind:
+                raise ValueError(
+                    f"{file}: column {name!r} is of type {schema.field(name).type} where recordings have {kind}; "
+                    "replay the files as they were recorded"
+                )
+        uids = np.asarray(found["uid"].to_pylist(), dtype=object)
+        if len(uids) == self._groups_per_file * self.n:
+            groups = uids.reshape(self._groups_per_file, self.n)
+            if (groups == groups[:, :1]).all() and len(set(groups[:, 0])) == self._groups_per_file:
+                return set(pc.unique(found["data_source"]).to_pylist())
+        raise ValueError(
+            f"{file} does not hold {self._groups_per_file} whole groups of {self.n} rows, one after the other, as "
+            f"{self._files[0]} does (it has {len(uids)} rows of {len(set(uids))} groups): it was changed or belongs to "
+            "another run; leave its iteration out with --iterations FIRST-LAST (data.recorded_iterations)"
+        )
+
+    def _read_file(self, file: str) -> pa.Table:
+        with _open(file) as parquet:
+            table = parquet.read(self.columns)
+        rows = self._groups_per_file * self.n
+        if len(table) != rows:
+            raise ValueError(f"{file} has {len(table)} rows where {rows} were recorded; it has changed since the start")
+        return table.select(self.columns)
+
+
+def whole_iterations(run_dir: str, chunks: int) -> str:
+    """The recorded iterations up to the last one of `chunks` chunks, as `iteration_range` reads them.
+
+    An interrupted run may have recorded a part of a last iteration. `Recording` refuses what is missing before it.
+
+    Raises:
+        FileNotFoundError: there is no such iteration.
+    """
+    found = recorded_files(run_dir)
+    whole = [iteration for iteration, files in found.items() if len(files) == chunks]
+    if not whole:
+        raise FileNotFoundError(
+            f"{run_dir}/trajectories holds no whole iteration of {chunks} chunks; give the folder of a run that has "
+            "trained",
+        )
+    return f"{min(found)}-{whole[-1]}"
+
+
+def _uids(file: str) -> list[str]:
+    with _open(file) as parquet:
+        table = parquet.read(["uid"])
+    if not len(table) or "uid" not in table.column_names:
+        raise ValueError(f"{file} has no rows with a column 'uid', so it is no recording; remove it")
+    return table["uid"].to_pylist()
+
+
+@contextmanager
+def _open(file: str) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(file) as parquet:
+            yield parquet
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(
+            f"{file} of the recording cannot be read as parquet ({' '.join(str(error).split())}); restore it, or leave "
+            "its iteration out with --iterations FIRST-LAST (data.recorded_iterations)"
+        ) from error
