@@ -35,7 +35,7 @@ class RolloutCorrectionConfig:
 
     rollout_is: str | None = None
     """Importance weights: `token`, `sequence` (one per response) or `none`. Null takes `token` if
-    `algorithm.max_staleness` is above 0 and the loss does not already weigh by that ratio, else `none`."""
+    `algorithm.max_staleness` is above 0 and the loss does not weigh by that ratio already."""
 
     rollout_is_threshold: str = "2.0"
     """One number caps the weights (truncated importance sampling); `low_high`, such as `"0.5_2.0"`, sets weights
@@ -69,7 +69,7 @@ class FilterGroupsConfig:
     ends."""
 
     surplus: str = setting("discard", choices=("discard", "carry"))
-    """Groups of the last chunk that do not fit the iteration: `discard` them, or `carry` them into the next (needs
+    """Groups that the iteration has no room for: `discard` them, or `carry` them into the next (needs
     `algorithm.max_staleness` above 0)."""
 
 
@@ -102,8 +102,8 @@ class AlgorithmConfig:
     """Divisor of `gpg` advantages."""
 
     handle_zero_tail: bool = True
-    """Optimal token baselines, at places that only one response of the group reaches: true takes a baseline of 0, false
-    the response's own return (advantage 0)."""
+    """Optimal token baselines, where only one response of the group reaches: true takes a baseline of 0, false the
+    response's own return."""
 
     use_kl_in_reward: bool = False
     """Subtract `kl_ctrl.kl_coef` times the KL to the reference from each token's reward."""
@@ -118,5 +118,5 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
     max_staleness: int = setting(0, at_least=0)
-    """Policy versions that a row may be older than the one that trains on it; 0 is strictly on-policy. Above 0 engines
-    generate ahead; 1 hides the shorter of generation and training."""
+    """Policy versions that a row may be older than the one that trains on it. 0 is strictly on-policy; 1 hides the
+    shorter of generation and training."""

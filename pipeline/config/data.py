@@ -11,11 +11,11 @@ class DataConfig:
     """Which prompts are read and how they become tokens."""
 
     train_files: Any = None
-    """Parquet files of training prompts: a path, folder, glob or fsspec URL, or a list of them. Null if a `generator`
-    makes all prompts."""
+    """Parquet files of training prompts: a path, folder, glob or URL, or a list of them. Null if a `generator` makes
+    all."""
 
     val_files: Any = None
-    """Files of validation prompts, like `train_files`. Null: no validation."""
+    """Files of validation prompts. Null: no validation."""
 
     prompt_key: str = "prompt"
     """Column with the chat messages."""
@@ -30,51 +30,51 @@ class DataConfig:
     """Most tokens of a response."""
 
     filter_overlong_prompts: bool = False
-    """Leave out and count prompts longer than `max_prompt_length`, instead of applying `truncation`."""
+    """Leave out prompts longer than `max_prompt_length`, instead of applying `truncation`."""
 
     truncation: str = setting("error", choices=("error", "left", "right", "middle"))
-    """Treatment of an overlong prompt that is not filtered: `error`, `left` (keep its end), `right` (keep its start) or
-    `middle` (keep both ends)."""
+    """Treatment of an overlong prompt: `error`, `left` (keep its end), `right` (keep its start) or `middle` (keep both
+    ends)."""
 
     shuffle: bool = True
-    """Shuffle the training prompts anew in each epoch."""
+    """Shuffle the training prompts in each epoch."""
 
     shuffle_window_rows: int = setting(65536, at_least=1)
-    """Rows of a shuffle window. Row groups are drawn in random order and mixed within windows; one window is in
-    memory."""
+    """Rows of a shuffle window, the only one in memory. Row groups are drawn in random order and mixed within
+    windows."""
 
     train_max_samples: int = setting(-1, at_least=1, or_value=-1)
-    """Use only the first training rows, this many; -1: all."""
+    """Use only this many of the first training rows; -1: all."""
 
     val_max_samples: int = setting(-1, at_least=1, or_value=-1)
-    """Use only the first validation rows, this many; -1: all."""
+    """Use only this many of the first validation rows; -1: all."""
 
     sampler: str = "uniform"
     """Choice of training prompts: `uniform` (each once per epoch), `weighted` (by `source_weights`), `solve_rate`
-    (fewer that are always or never solved), or your class as `package.module:Class`."""
+    (fewer that are always or never solved), or your class `package.module:Class`."""
 
     sampler_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the sampler. `solve_rate` has `least`, the smallest chance of a prompt (0.1), and `decay`, the weight
     of older tries (0.5)."""
 
     source_weights: dict[str, float] = field(default_factory=dict)
-    """For `sampler=weighted`: share of each data source in the prompts; 0 leaves it out. They need not sum to 1."""
+    """For `sampler=weighted`: share of each data source; 0 leaves it out. The sum need not be 1."""
 
     generator: str | None = None
-    """Your class that makes prompts during training, as `package.module:Class`. `train_files` fill up an iteration."""
+    """Your class that makes prompts during training, `package.module:Class`. `train_files` fill up an iteration."""
 
     generator_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the generator."""
 
     max_bad_rows: int = setting(0, at_least=0)
-    """Unusable prompts (no chat messages, no data source, not JSON, too long) that are set aside in `quarantine/`; one
-    more ends the run."""
+    """Unusable prompts that are set aside in `quarantine/` ([which](your_data.md#unusable-rows)); one more ends the
+    run."""
 
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the tokenizer's `apply_chat_template`, such as `{enable_thinking: false}`."""
 
     recorded_run: str | None = None
-    """Folder of a run whose recorded rows replace prompts and engines ([replay.md](replay.md)); null generates."""
+    """Folder of a run whose recorded rows replace prompts and engines ([replay.md](replay.md))."""
 
     recorded_iterations: str | None = None
     """Iterations of `recorded_run`: `3-10`, or `3` alone; null: all."""

@@ -107,7 +107,7 @@ class ActorConfig:
     """Lower clip range; null takes `clip_ratio`."""
 
     clip_ratio_high: float | None = setting(None, above=0)
-    """Upper clip range; null takes `clip_ratio`. DAPO's clip-higher sets it above the lower one."""
+    """Upper clip range; null takes `clip_ratio`."""
 
     clip_ratio_c: float = setting(3.0, above=1, infinite=True)
     """Dual clip: bound of the ratio, above 1, for negative advantages."""
@@ -128,8 +128,8 @@ class ActorConfig:
     """Weight of that KL."""
 
     kl_loss_type: str = setting("low_var_kl", choices=KL_LOSSES)
-    """Estimate of that KL: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3). A `+` behind it gives its value the
-    gradient of k2, which is that of the KL."""
+    """Estimate of that KL: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3); with `+`, its value with the gradient of
+    k2."""
 
     grad_clip: float = setting(1.0, above=0, infinite=True)
     """Gradients with a larger norm are scaled down to this one."""
@@ -144,8 +144,8 @@ class ActorConfig:
     """Most tokens (padding counted) in one forward pass of a rank."""
 
     old_log_probs: str = setting("recompute", choices=("recompute", "engine"))
-    """Source of the ratio's old log-probs: `recompute` (a pass of the trainer before the update; decoupled mode) or
-    `engine` (as sampled; bypass mode)."""
+    """Old log-probs of the ratio: `recompute` (a pass of the trainer before the update; decoupled mode) or `engine` (as
+    sampled; bypass mode)."""
 
     logits_chunk_tokens: int = setting(1024, at_least=1)
     """Response tokens whose logits are in memory at a time."""

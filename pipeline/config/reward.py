@@ -17,7 +17,7 @@ class CustomRewardConfig:
 
     name: str = "compute_score"
     """Name of the function `f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, plain or `async
-    def`. It returns a number, or a dict with the key `score`."""
+    def`, which returns a number or a dict with `score`."""
 
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the function."""
@@ -95,8 +95,8 @@ class RewardModelConfig:
     """A model that scores responses (`reward.model.*`); `scoring.reward_model` says where it runs."""
 
     path: str | None = None
-    """Hugging Face sequence-classification model with one label, a folder or hub name. Its number is the score;
-    functions of `reward.functions` are added. Null: none."""
+    """Hugging Face sequence-classification model with one label. Its number is the score; functions of
+    `reward.functions` are added."""
 
     weight: float = 1.0
     """Factor of its number."""
@@ -109,9 +109,8 @@ class RewardConfig:
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Several rewards, whose weighted sum is the score: `reward.functions.NAME.KEY=value` with the keys `path` (null:
-    the rule of the `data_source`), `name`, `kwargs`, `weight` (1.0), `batch` (false) and `timeout_s`
-    ([rewards.md](rewards.md)). The column `score_NAME` keeps each."""
+    """Several rewards, whose weighted sum is the score: `reward.functions.NAME.KEY=value` with the keys `path`, `name`,
+    `kwargs`, `weight`, `batch` and `timeout_s` ([rewards.md](rewards.md#several-rewards))."""
 
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
@@ -119,14 +118,13 @@ class RewardConfig:
     """Keyword arguments of rules, by `data_source`: `reward.rule_kwargs.gsm8k.method=strict`."""
 
     timeout_s: float = setting(60.0, above=0)
-    """Wall-clock seconds of one call of a rule or function; then its worker is killed and the row is an error."""
+    """Wall-clock seconds of one call; then its worker is killed and the row is an error."""
 
     max_processes: int = setting(8, at_least=1)
     """Most worker processes for plain functions in one reward task; `async def` functions share one more."""
 
     worker_memory_mb: int = setting(4096, at_least=1)
-    """MB of resident memory of a worker, without mapped files and the programs it starts; above it, the worker is
-    killed and the row is an error. Linux only."""
+    """MB of resident memory of a worker; above it, the worker is killed and the row is an error. Linux only."""
 
     num_cpus: float = setting(1, at_least=0)
     """Ray CPUs of a reward task. Ray Data runs as many tasks as fit."""
@@ -138,8 +136,8 @@ class RewardConfig:
     """Factor of the score by `data_source` (default 1). This key and the keys below act on training rows only."""
 
     normalize: dict[str, list[float]] = field(default_factory=dict)
-    """Mean and standard deviation by `data_source`: `reward.normalize.my_source=[2.5,0.8]` makes the score `(score -
-    2.5) / 0.8`."""
+    """Mean and standard deviation by `data_source`: with `reward.normalize.my_source=[2.5,0.8]` the score becomes
+    `(score - 2.5) / 0.8`."""
 
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 

@@ -31,7 +31,7 @@ class RolloutConfig:
     """Responses per training prompt (group size)."""
 
     temperature: float = setting(1.0, above=0, at_most=2)
-    """Sampling temperature of training responses, also that of the trainer's log-probs."""
+    """Sampling temperature of training responses, and of the trainer's log-probs."""
 
     top_p: float = setting(1.0, above=0, at_most=1)
     """Nucleus sampling mass of training responses."""
@@ -40,7 +40,7 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; -1: all."""
 
     stop: list[str] = field(default_factory=list)
-    """Texts that end a response and stay in it. The engine then decodes while it generates, which costs time."""
+    """Texts that end a response and stay in it. The engine then decodes while it generates, which is slower."""
 
     min_tokens: int = setting(0, at_least=0)
     """Tokens before which no response may end."""
@@ -54,24 +54,24 @@ class RolloutConfig:
     """Prompts in one chunk, the unit of the stream."""
 
     num_engines: int = setting(1, at_least=1)
-    """Engines, each one Ray actor; in an elastic pool, those at the start."""
+    """Engines, each a Ray actor; in an elastic pool, those at the start."""
 
     min_engines: int | None = setting(None, at_least=1)
-    """Engines with which an elastic pool can go on; null takes `num_engines`."""
+    """Fewest engines with which an elastic pool continues; null takes `num_engines`."""
 
     max_engines: int | None = setting(None, at_least=1)
-    """Engines up to which an elastic pool grows if the cluster has room; null takes `num_engines`."""
+    """Most engines of an elastic pool; null takes `num_engines`."""
 
     update: str = setting("between_chunks", choices=("between_chunks", "in_flight"))
-    """When an engine takes new weights: `between_chunks`, so that a response is of one version, or `in_flight`, between
-    two tokens (needs `algorithm.max_staleness` above 0). A validation response is always of one version."""
+    """When an engine takes new weights: `between_chunks`, so that a response has one version, or `in_flight`, between
+    two tokens (needs `algorithm.max_staleness` above 0)."""
 
     update_kv: str = setting("recompute", choices=("recompute", "keep"))
-    """KV cache of running responses at an update in flight: `recompute` it, so that log-probs are those of a forward
-    pass of the version, or `keep` it, at no cost."""
+    """KV cache of running responses at an update in flight: `recompute` it with the new weights, or `keep` it, at no
+    cost."""
 
     chunks_in_flight: int = setting(0, at_least=0)
-    """Chunks of an engine at a time; 0: its share of an iteration, at least enough to fill `max_num_seqs`."""
+    """Chunks of an engine at a time; 0: its share of an iteration, and enough to fill `max_num_seqs`."""
 
     num_cpus: float = setting(1, at_least=0)
     """Ray CPUs of an engine."""
@@ -92,8 +92,7 @@ class RolloutConfig:
     """Share of a GPU's memory for the engine's weights and KV cache."""
 
     sleep: bool = False
-    """Free a GPU engine's memory while it has nothing to generate, so that engines and train workers share GPUs
-    (`num_gpus` and `trainer.gpus_per_worker` below 1)."""
+    """Free a GPU engine's memory while it has nothing to generate, so that engines and train workers can share GPUs."""
 
     cpu_kvcache_space_gb: int = setting(1, at_least=1)
     """GiB of KV cache of a CPU engine."""
@@ -111,7 +110,7 @@ class RolloutConfig:
     """Run the engine without CUDA graphs."""
 
     seed_per_request: bool = True
-    """Seed each request from the run's seed, the prompt and the sample number, so that a run can be repeated."""
+    """Seed each request from the run's seed, the prompt and the sample number."""
 
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further vLLM `EngineArgs`."""

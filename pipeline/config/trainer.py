@@ -15,26 +15,25 @@ class DeadlineConfig:
     """Until an engine has loaded its model."""
 
     admission: float = setting(1800.0, above=0)
-    """A chunk's wait for the policy version that may generate it, including an update of the trainer."""
+    """A chunk's wait for the policy version that may generate it."""
 
     chunk: float = setting(1800.0, above=0)
     """The generation of one chunk."""
 
     rows: float = setting(3600.0, above=0)
-    """The trainer's wait for the next chunk of rows, including engine start, admission and generation."""
+    """The trainer's wait for the next chunk of rows."""
 
     publish: float = setting(600.0, above=0)
     """Until all ranks have published their weights, after the first."""
 
     checkpoint: float = setting(1800.0, above=0)
-    """Copying a checkpoint to storage, attempts included, or reading one."""
+    """Copying a checkpoint to storage, or reading one."""
 
     train_start: float = setting(3600.0, above=0)
-    """Until the train workers have begun, at the start or after a failure: nodes, models and checkpoint."""
+    """Until the train workers have begun, at the start or after a failure."""
 
     collective: float = setting(5400.0, above=0)
-    """A train worker's wait for the others in a collective operation; above `rows` and `checkpoint`, for which others
-    may wait."""
+    """A train worker's wait for the others in a collective operation; above `rows` and `checkpoint`."""
 
     store: float = setting(120.0, above=0)
     """Until a policy store that died has started again."""
@@ -85,12 +84,11 @@ class TrainerConfig:
     """Compute threads of a CPU train worker; 0 takes `cpus_per_worker`."""
 
     stream_gradients: bool | None = None
-    """Accumulate gradients over the first chunks of an iteration while others are generated; loss and gradient are the
-    same up to rounding. Null: if possible (see `--dry-run`)."""
+    """Accumulate gradients over the first chunks of an iteration while others are generated; the result is the same up
+    to rounding. Null: if possible (see `--dry-run`)."""
 
     ray_num_cpus: int | None = setting(None, at_least=1)
-    """CPUs of a local Ray, may exceed the machine's, since phases of an on-policy run alternate; null takes the
-    machine's."""
+    """CPUs of a local Ray; null takes the machine's. May exceed them, since phases of an on-policy run alternate."""
 
     object_store_gb: float | None = setting(None, above=0)
     """GiB of a local Ray's object store; null leaves it to Ray."""
@@ -99,7 +97,7 @@ class TrainerConfig:
     """Validate the initial policy."""
 
     test_freq: int = setting(-1, at_least=1, or_value=-1)
-    """Iterations between validations; -1: only before and after training. The last policy is always validated."""
+    """Iterations between validations; -1: only before and after training."""
 
     save_freq: int = setting(-1, at_least=1, or_value=-1)
     """Iterations between checkpoints; -1: only at the end and at Ctrl-C."""
@@ -108,31 +106,30 @@ class TrainerConfig:
     """Newest checkpoints kept."""
 
     best_metric: str | None = None
-    """Validation metric, such as `val-core/countdown/acc/mean@1`, whose best checkpoint is kept too; null: none. Only
-    versions that are both validated and saved count."""
+    """Validation metric, such as `val-core/countdown/acc/mean@1`, whose best checkpoint is kept too. Only versions that
+    are validated and saved count."""
 
     best_metric_mode: str = setting("max", choices=("max", "min"))
     """Whether the largest (`max`) or smallest (`min`) `best_metric` is best."""
 
     resume: str = "auto"
     """`auto` continues the run of this name from its checkpoint; `never` refuses an existing run; a folder or URL of a
-    checkpoint, or of a run, begins a new run from it (an existing run continues)."""
+    checkpoint, or of a run, begins a new run from it."""
 
     storage_path: str | None = None
-    """Folder or URL (pyarrow or fsspec) for checkpoints, at `STORAGE_PATH/experiment_name/checkpoints`; null: the run's
-    folder."""
+    """Folder or URL for checkpoints, at `STORAGE_PATH/experiment_name/checkpoints`; null: the run's folder."""
 
     max_failures: int = setting(3, at_least=-1)
-    """Restarts of the train workers without a new checkpoint between them, before the run ends; -1: any number. Errors
-    that would come again end it at once ([reliability.md](reliability.md#restarts-of-the-train-workers))."""
+    """Restarts of the train workers without a new checkpoint between them, before the run ends; -1: any number
+    ([reliability.md](reliability.md#restarts-of-the-train-workers))."""
 
     max_nonfinite_steps: int = setting(10, at_least=0)
-    """Optimiser steps in a row with a gradient that is not finite; they are left out and counted, and one more ends the
+    """Optimiser steps in a row that may have a gradient that is not finite; they are left out, and one more ends the
     run."""
 
     max_log_prob_gap: float | None = setting(None, infinite=True, above=0)
     """Largest difference between engine's and trainer's log-prob of a token; above it the run ends. Null only reports
-    it. With `actor.old_log_probs=engine` the first mini-batch counts, and none during `critic.warmup`."""
+    it."""
 
     logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
     """Where metrics go besides `metrics.jsonl`: any of `console`, `mlflow`, `wandb`, `tensorboard`."""
@@ -141,12 +138,12 @@ class TrainerConfig:
     """Sample trajectories in the tracker's table, per validation and per 10 iterations."""
 
     weight_bucket_mb: int = setting(512, at_least=1)
-    """MiB of weights that travel as one buffer; bounds the extra memory of an update."""
+    """MiB of weights that travel as one buffer."""
 
     weight_transport: str = setting("object_store", choices=("object_store", "delta", "nixl"))
-    """Way of weights to an engine. `object_store`: all weights. `delta`: changed ones, without loss; train workers and
+    """How weights reach an engine. `object_store`: all weights. `delta`: changed numbers, without loss; workers and
     engines keep a copy in host memory. `nixl` (`pip install nixl`): read from the train workers' memory, which keeps
-    `algorithm.max_staleness + 2` copies in `rollout.dtype`; no GPU has run it yet."""
+    `algorithm.max_staleness + 2` copies; no GPU has run it yet."""
 
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
@@ -155,8 +152,7 @@ class TrainerConfig:
 
     placement: dict[str, dict[str, str]] = field(default_factory=dict)
     """Node labels of a stage: `trainer.placement.rollout.role=gpu` keeps engines on nodes started with `ray start
-    --labels role=gpu`. Stages: `prompts`, `rollout`, `reward` (with all other tasks), `train` and the pools of
-    `scoring`."""
+    --labels role=gpu` ([clusters.md](clusters.md#nodes-of-different-kinds))."""
 
     @property
     def gpus(self) -> float:
