@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import staleness
-from benchmarks.staleness_report import Case, Outcome, complaints, draw, notes, read_run, save, summaries, table
+from benchmarks.staleness_report import Case, Outcome, complaints, read_run, summaries
 from pipeline.config import load_config
 from pipeline.derived import rollout_correction
 from pipeline.plan.checks import check
@@ -86,29 +86,6 @@ def test_settings_of_a_run_are_sound_and_correct_what_they_should(case: Case, we
     assert config.actor.optim.lr == 7e-5 and config.rollout.n == 4
 
 
-def test_inputs_are_those_of_the_demo() -> None:
-    makefile = (Path(staleness.__file__).parent.parent / "Makefile").read_text()
-    words = set(makefile.replace("'", "").replace("\\\n", " ").split())
-    for given in (staleness.PUZZLES, staleness.SFT_DATA, staleness.SFT):
-        assert set(given.split()) <= words
-
-
-def test_inputs_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def job(command: list[str], check: bool) -> None:
-        made.append(command[2])
-        name = {"jobs.prepare": "data/test.parquet", "jobs.tiny": "tiny/config.json", "jobs.sft": "model/config.json"}
-        file = tmp_path / name[command[2]]
-        file.parent.mkdir()
-        file.touch()
-
-    monkeypatch.setattr(staleness.subprocess, "run", job)
-    for _ in range(2):
-        assert staleness.make_inputs(tmp_path) == (tmp_path / "data", tmp_path / "model")
-    assert made == ["jobs.prepare", "jobs.tiny", "jobs.sft"]
-
-
 def test_what_is_read_of_a_run(tmp_path: Path) -> None:
     case = Case(2)
     found = read_run(write_run(tmp_path / "run", *records(0.16, case)), case, 7, ITERATIONS)
@@ -129,11 +106,6 @@ def test_a_run_without_its_last_validation_is_not_complete(tmp_path: Path) -> No
     last = {key: value for key, value in whole[-1].items() if key != ACC}
     assert read_run(write_run(tmp_path / "pending", *whole[:-1], last), Case(0), 1, ITERATIONS) is None
     assert read_run(write_run(tmp_path / "whole", *whole), Case(0), 1, ITERATIONS) is not None
-
-
-def test_a_run_with_too_few_validations_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="validated at iterations 0, 1, 2;"):
-        read_run(write_run(tmp_path / "run", *records(0.1, Case(0))[:3]), Case(0), 1, 2)
 
 
 def test_difference_and_its_standard_error() -> None:
@@ -175,31 +147,6 @@ def test_only_corrected_cases_below_both_bounds_are_complained_of(
 def test_synchronous_runs_that_learn_nothing_prove_nothing() -> None:
     (told,) = complaints(summaries(series(0, [0.31, 0.32, 0.30]) + series(1, [0.31, 0.31, 0.31])), floor=0.02)
     assert told.startswith("the synchronous runs gain 0.010, no more than the difference of 0.020")
-
-
-def test_rows_that_are_younger_than_the_bound_are_told_of() -> None:
-    found = summaries([outcome(0, 0.4), outcome(1, 0.4, age=0.6), outcome(4, 0.4, age=1.3)])
-    (note,) = notes(found)
-    assert note.startswith("staleness-4: rows are 1.30 versions old on average, less than half")
-
-
-def test_table_and_figure_hold_all_cases(tmp_path: Path) -> None:
-    runs = [run for bound in (0, 1, 4) for run in series(bound, [0.4, 0.5])]
-    found = summaries([*runs, *series(1, [0.3, 0.4], corrected=False)])
-    shown = table(found)
-    assert [list(column.cells) for column in shown.columns[:3]] == [
-        list("0114"),
-        ["-", "on", "off", "on"],
-        list("2222"),
-    ]
-    figure = draw(found)
-    left, right = figure.axes[2], figure.axes[3]  # the accuracies
-    assert [line.get_gid() for line in left.lines] == ["staleness-0", "staleness-1", "staleness-1-uncorrected"]
-    assert [line.get_gid() for line in right.lines] == ["staleness-0", "staleness-4"]
-    assert left.lines[1].get_linestyle() == "-" and left.lines[2].get_linestyle() == "--"
-    assert left.lines[2].get_ydata() == pytest.approx([0.3, 0.35]) and len(left.collections) == 3
-    save(summaries([outcome(0, 0.4)]), tmp_path / "alone.png")
-    assert (tmp_path / "alone.png").stat().st_size > 1000
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import against_trl, command, trl_env
-from benchmarks.against_trl import SIDE, WAYS, Runner, environment, ours, parse, theirs, trl_command
+from benchmarks.against_trl import SIDE, WAYS, Runner, ours, parse, theirs
 from benchmarks.command import call
 from benchmarks.trl_report import (
     AHEAD,
@@ -21,8 +20,6 @@ from benchmarks.trl_report import (
     as_json,
     between_steps,
     complaints,
-    of_ours,
-    of_trl,
     ratios,
     table,
     trl_parts,
@@ -30,7 +27,6 @@ from benchmarks.trl_report import (
 )
 from pipeline.config import Config, load_config
 from pipeline.plan.checks import check
-from tests.track.run_folders import write_run
 
 SAMPLES = 512
 
@@ -77,15 +73,6 @@ def test_our_cases_are_the_experiment_and_differ_in_staleness_alone(tmp_path: Pa
     assert strict.trainer.max_log_prob_gap is not None and ahead.trainer.max_log_prob_gap is None
 
 
-def test_further_settings_are_of_both_cases_and_those_of_ahead_of_one() -> None:
-    more = ["--ahead", "rollout.num_engines=2", "--", "rollout.chunk_prompts=4"]
-    strict, ahead = config_of(SYNCHRONOUS, *more), config_of(AHEAD, *more)
-    assert strict.rollout.chunk_prompts == ahead.rollout.chunk_prompts == 4
-    assert (strict.rollout.num_engines, ahead.rollout.num_engines) == (2, 2)
-    assert (strict.rollout.num_threads, strict.trainer.num_threads) == (1, 2), "they take turns on both cores"
-    assert (ahead.rollout.num_threads, ahead.trainer.num_threads) == (1, 1), "each side has its own core"
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_trl_does_the_same_work(side: ModuleType, way: str) -> None:
     config = config_of(SYNCHRONOUS, "--", "actor.optim.lr=3e-4", "rollout.temperature=0.9")
@@ -127,51 +114,6 @@ def test_the_reward_is_our_rule(side: ModuleType) -> None:
     assert score(prompts=[], completions=texts, completion_ids=[], reward_model=rows, trainer_state=None) == [1, 0.1, 0]
 
 
-def test_an_iteration_of_trl_is_all_its_optimiser_steps(side: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 14.0, 17.0])
-    monkeypatch.setattr(side.time, "perf_counter", lambda: next(clock))
-    callback = side.Iterations(2)
-    callback.trainer = SimpleNamespace(generate_s=0.0, prepare_s=0.0)
-    callback.on_train_begin(None, None, None)
-    for step in range(1, 5):
-        callback.trainer.generate_s += 0.5
-        callback.on_step_end(None, SimpleNamespace(global_step=step), None)
-        if step % 2 == 0:
-            callback.on_log(None, None, None, {"completions/mean_length": float(step), "reward": 0.25})
-    callback.on_log(None, None, None, {"train_runtime": 1.0})
-    first = {"seconds": 4.0, "generate_s": 1.0, "prepare_s": 0.0, "length": 2.0, "score": 0.25}
-    assert callback.records == [first, first | {"seconds": 3.0, "length": 4.0}]
-
-
-def test_seconds_of_ours_are_from_record_to_record(tmp_path: Path) -> None:
-    lines = [
-        {
-            "iteration": number,
-            "elapsed_s": 100.0 + 3 * number if number < 5 else 900.0,
-            "timing_s/step": 2.5,
-            "response_length/mean": 9.0 + number,
-            "critic/score/mean": 0.1 * number,
-            "training/staleness/mean": 1.0,
-        }
-        for number in range(1, 6)
-    ]
-    found = of_ours(write_run(tmp_path / "run", *lines), warmup=2, steps=2)
-    assert found.seconds == [3.0, 3.0] and found.lengths == [12.0, 13.0] and found.staleness == 1.0
-    assert found.rate(SAMPLES) == pytest.approx(SAMPLES / 3)
-    with pytest.raises(RuntimeError, match="has no iteration 6"):
-        of_ours(tmp_path / "run", warmup=2, steps=4)
-
-
-def test_what_trl_wrote_is_read_without_its_warm_up(tmp_path: Path) -> None:
-    record = {"seconds": 2.0, "generate_s": 0.5, "prepare_s": 0.25, "length": 10.0, "score": 0.3}
-    file = tmp_path / "result.json"
-    file.write_text(json.dumps({"iterations": [record | {"seconds": 60.0}, record, record]}))
-    found = of_trl(file, warmup=1, steps=2)
-    assert found.seconds == [2.0, 2.0] and found.records[0]["rest"] == 1.25
-    with pytest.raises(RuntimeError, match="has 3 iterations, not 4"):
-        of_trl(file, warmup=1, steps=3)
-
-
 def test_ratios_are_those_within_a_round_and_the_median_decides() -> None:
     # The machine is twice as slow in the second round.
     rounds = [a_round(3.0, 2.0, 1.5), a_round(6.0, 4.0, 3.0), a_round(3.0, 4.0, 3.0)]
@@ -206,14 +148,6 @@ def test_only_an_environment_with_the_same_torch_and_this_trl_will_do(tmp_path: 
         trl_env.check(tmp_path / "python")
 
 
-def test_runs_do_not_see_another_ray_or_the_threads_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    made = environment({"OMP_NUM_THREADS": "2"})
-    assert "RAY_ADDRESS" not in made and made["OMP_NUM_THREADS"] == "2" and made["PATH"] == os.environ["PATH"]
-    assert "OMP_NUM_THREADS" not in environment({})
-
-
 def test_a_run_that_fails_or_hangs_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     with pytest.raises(RuntimeError, match="(?s)exit code 3; see .*log.*the reason"):
@@ -224,20 +158,6 @@ def test_a_run_that_fails_or_hangs_is_told_with_its_log(tmp_path: Path, monkeypa
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(600)"
     with pytest.raises(RuntimeError, match="longer than 2 s"):
         call([sys.executable, "-uc", deaf], log, 2)
-
-
-def test_two_processes_are_started_by_torch() -> None:
-    python, file = Path("/env/bin/python"), Path("/settings.json")
-    assert trl_command(python, 1, file) == ["/env/bin/python", "-P", str(SIDE), "/settings.json"]
-    two = trl_command(python, 2, file)
-    assert "--nproc-per-node=2" in two and two[-4:] == trl_command(python, 1, file)
-
-
-def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong in (["--warmup", "0"], ["--rounds", "0"], ["--data", "data"]):
-        with pytest.raises(SystemExit):
-            parse(["--out", "out", *wrong])
-    assert "belong together" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("synchronous", "code"), [(1.0, 0), (2.5, 1)])
@@ -275,11 +195,3 @@ def test_cases_take_turns_and_the_fastest_way_is_taken(
     content = json.loads((tmp_path / "out" / "result.json").read_text())
     assert content["trl_way"] == "two" and content["ratio"][SYNCHRONOUS] == [2.0 / synchronous] * 2
     assert content["cores"] == 2 and bool(content["complaints"]) == bool(code)
-
-
-def test_settings_that_cannot_be_are_refused_before_anything_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert against_trl.main(["--out", str(tmp_path / "out"), "--", "actor.ppo_epochs=2"]) == 2
-    assert "without a KL" in capsys.readouterr().err
-    assert list((tmp_path / "out").iterdir()) == []

@@ -42,11 +42,6 @@ def test_every_key_has_a_row_in_the_table_of_its_section() -> None:
     assert sorted(listed) == sorted(keys(Config))
 
 
-def test_sections_of_one_dataclass_share_a_table_with_all_their_defaults() -> None:
-    assert "| `lr` | `1e-06` / `1e-05` |" in page()
-    assert page().count("## `actor.optim`, `critic.optim`") == 1
-
-
 def test_out_of_date_page_is_noticed(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr("jobs.docs_configuration.PAGE", tmp_path / "configuration.md")
     assert main(["--check"]) == 1

@@ -65,12 +65,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: 
     [
         (["data.val_files=null"], ("data.val_files is not set", "data.val_files=FILES")),
         (["model.path=models/nowhere"], ("model.path=models/nowhere", "there is no folder")),
-        (["data.val_files=nowhere.parquet"], ("data.val_files", "nowhere.parquet does not exist")),
         (["rollout.val_kwargs.n=2"], ("rollout.val_kwargs.n=2", "temperature=0")),
         (["--k", "1,2"], ("--k 1,2", "rollout.val_kwargs.n=1")),
-        (["data.max_prompt_length=2040"], ("2040 + 12 = 2052", "the 2048 of the model")),
         (["trainer.ray_num_cpus=1"], ("rollout.num_engines", "trainer.ray_num_cpus=1")),
-        (["reward.custom_reward_function.path=nowhere.py"], ("no Python file", "nowhere.py")),
         (["--run", "nowhere"], ("nowhere", "holds no config.yaml")),
     ],
 )

@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -142,16 +141,6 @@ def test_the_init_step_of_the_demo_makes_its_data_and_its_model() -> None:
         f"{made['DATA']}/{s}.parquet" for s in ("train", "test")
     ]
     assert config.model.path == made["WARM"]
-
-
-@pytest.mark.parametrize("name", ["one_group", "three_groups"])
-def test_the_init_step_makes_the_data_that_the_run_reads(name: str) -> None:
-    manifest = load(name)
-    (step,) = groups(manifest)[0]["template"]["spec"]["initContainers"]
-    (out,) = re.findall(r"out=(\S+)", step["args"][0])
-    data = settings(manifest).data
-    assert [data.train_files, data.val_files] == [f"{out}/train.parquet", f"{out}/test.parquet"]
-    assert step["volumeMounts"] == container(groups(manifest)[0])["volumeMounts"]
 
 
 @pytest.mark.parametrize("arguments", [["rollout.numengines=2"], ["--no-such-option"]])

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from fractions import Fraction
 from itertools import combinations_with_replacement, islice
-from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from jobs.prepare import parquet
 from jobs.prepare import puzzles as puzzles_module
 from jobs.prepare.__main__ import main
-from jobs.prepare.puzzles import Ranges, number_set, permute, puzzles_of
+from jobs.prepare.puzzles import Ranges, permute, puzzles_of
 from pipeline.reward.rules.countdown import compute_score, evaluate, tokenize
 
 
@@ -106,19 +105,6 @@ def test_stream_holds_every_solvable_puzzle_once(count: int, high: int, targets:
         if targets[0] <= target <= targets[1]
     }
     assert set(found) == expected and set(found.values()) == {1}
-
-
-@given(size=st.integers(1, 3000), keys=st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4))
-@settings(max_examples=20, deadline=None)
-def test_permute_is_a_permutation(size: int, keys: list[int]) -> None:
-    assert sorted(permute(i, size, keys) for i in range(size)) == list(range(size))
-
-
-@pytest.mark.parametrize(("count", "low", "high"), [(2, 3, 3), (3, 1, 7), (4, 5, 9)])
-def test_number_sets_are_all_multisets(count: int, low: int, high: int) -> None:
-    total = comb(high - low + count, count)
-    sets = {number_set(rank, count, low, high) for rank in range(total)}
-    assert sets == set(combinations_with_replacement(range(low, high + 1), count))
 
 
 def test_no_puzzle_twice_nor_in_two_files(tmp_path: Path) -> None:

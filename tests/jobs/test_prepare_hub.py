@@ -9,8 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.prepare.__main__ import main
-from jobs.prepare.hellaswag import tidy
 from pipeline.reward.rules import rule_of
 from tests.jobs.prepared import Rows, contents, prepare, read, write
 
@@ -136,13 +134,6 @@ def test_hellaswag(tmp_path: Path, template: str) -> None:
         assert scores == [int(place == label) for place in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("text", "result"), [("a [step] b", "a b"), ("a [open", "a [open"), ("[" * 100_000, "[" * 100_000)]
-)
-def test_marks_are_taken_out_in_linear_time(text: str, result: str) -> None:
-    assert tidy(text) == result
-
-
 def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
@@ -195,18 +186,6 @@ def test_hh_rlhf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert read(out / "rm_train.parquet")[0]["prompt"] == PROMPTS[0]
 
 
-def test_blank_lines_and_only_the_splits_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train = write(tmp_path / "a" / "train.jsonl", GSM8K)
-    train.write_text("\n" + train.read_text().replace("\n", "\r\n \n"))
-    test = write(tmp_path / "b" / "test.jsonl", GSM8K[:1])
-    assert prepare("gsm8k", train, test, out=tmp_path / "both") == 0
-    assert [row["extra_info"]["index"] for row in read(tmp_path / "both" / "train.parquet")] == [0, 1, 2]
-    assert len(read(tmp_path / "both" / "test.parquet")) == 1
-    assert "train.parquet: 3 problems" in capsys.readouterr().out
-    assert prepare("gsm8k", tmp_path / "b", out=tmp_path / "one") == 0
-    assert list(contents(tmp_path / "one")) == ["test.parquet"]
-
-
 def test_output_in_the_folder_of_the_input_is_not_read_again(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", GSM8K)
     for _ in range(2):
@@ -218,19 +197,15 @@ BAD_LABEL = "'label' must be the index of the right ending, from 0 to 3"
 BAD_ROWS: list[tuple[str, Any, str]] = [
     ("gsm8k", b"{", "line 3: not JSON"),
     ("gsm8k", b"[" * 100_000, "line 3: not JSON"),
-    ("gsm8k", b'{"question": ' + b"9" * 5000 + b"}", "line 3: not JSON"),
     ("gsm8k", b"\xff", "line 3: not UTF-8"),
     ("gsm8k", [], "line 3: must be an object with 'question' and 'answer', not a list"),
     ("gsm8k", {"answer": None}, "line 3: 'answer' must be text, not 'None'"),
     ("gsm8k", {"question": " "}, "line 3: 'question' must be text"),
-    ("gsm8k", {"question": 7}, "line 3: 'question' must be text, not '7'"),
     ("gsm8k", {"question": "\ud800"}, "line 3: 'question' cannot be written as UTF-8"),
     ("gsm8k", {"answer": "It is 1."}, "line 3: 'answer' has no number after ####"),
-    ("gsm8k", {"answer": "#### one"}, "line 3: 'answer' has no number after ####"),
     ("gsm8k", {"answer": "#### 1.2.3"}, "line 3: 'answer' has no number after ####"),
     ("math", {"solution": "It is 1."}, "line 3: 'solution' has no \\boxed{...} with an answer"),
     ("math", {"solution": "\\boxed{}"}, "line 3: 'solution' has no \\boxed{...} with an answer"),
-    ("math", {"solution": "\\boxed{1"}, "line 3: 'solution' has no \\boxed{...} with an answer"),
     ("hellaswag", {"ctx_a": None}, "line 3: 'ctx_a' must be text, not 'None'"),
     ("hellaswag", {"endings": None}, "line 3: 'endings' must be a list of endings, not 'None'"),
     ("hellaswag", {"endings": ["one"]}, "line 3: 'endings' must be a list of endings"),
@@ -274,7 +249,6 @@ def cut(path: Path) -> None:
     [
         (lambda path: None, "train.jsonl", "train.jsonl does not exist; get it with: hf download openai/gsm8k"),
         (lambda path: path.mkdir(), "folder", "folder has no .jsonl, .jsonl.gz, .parquet, .json file with train or"),
-        (lambda path: path.write_bytes(GOOD), "gsm8k.jsonl", "gsm8k.jsonl has no"),
         (lambda path: path.write_bytes(GOOD), "train.csv", "train.csv has no"),
         (lambda path: path.write_bytes(b"\n"), "train.jsonl", "train.jsonl: no problems"),
         (lambda path: path.write_bytes(GOOD), "train.jsonl.gz", "train.jsonl.gz cannot be read after line 0"),
@@ -320,10 +294,3 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "file").write_text("")
     assert prepare("gsm8k", source, out=tmp_path / "file") == 1
     assert "cannot write to" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("data_set", EXAMPLES)
-def test_help_says_where_the_data_comes_from(data_set: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([data_set, "--help"])
-    assert "hf download" in " ".join(capsys.readouterr().out.split())

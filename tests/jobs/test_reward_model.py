@@ -109,17 +109,3 @@ def test_two_workers_learn_a_preference(tmp_path: Path, tiny_model: Path, ray_se
     }.items():
         assert metrics[f"val_{name}"] == pytest.approx(want.item(), rel=1e-3, abs=1e-5), name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.parquet", "val.parquet"]
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_bad_row_is_named_without_a_stack(
-    tmp_path: Path, tiny_model: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = write(tmp_path / "train.parquet", range(20))
-    start = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", f"data.train_files={files}"]
-    assert job.main([*start, "data.train_batch_size=4", "data.max_length=10"]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"{files}, row " in error
-    assert "column 'chosen': the conversation has " in error and "more than data.max_length=10; raise it" in error

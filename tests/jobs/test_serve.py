@@ -22,10 +22,10 @@ import pytest
 import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from openai import AuthenticationError, BadRequestError, OpenAI
+from openai import AuthenticationError, OpenAI
 from transformers import AutoModelForCausalLM
 
-from jobs.serve import main, parse, ready
+from jobs.serve import main, parse
 from pipeline.config import Config
 from pipeline.export.api_key import RequireKey
 from pipeline.export.serve import engine_kwargs, llm_config
@@ -93,20 +93,6 @@ def test_a_model_without_a_run_keeps_its_own_defaults(plain: ServedModel) -> Non
     assert kwargs(plain, "--num-gpus", "1") == {}
     on_cpus = {"max_model_len": 9000, "max_num_batched_tokens": 9000, "enable_chunked_prefill": False}
     assert kwargs(plain, "--engine", "max_model_len=9000") == on_cpus
-
-
-@pytest.mark.parametrize(
-    ("options", "replicas"),
-    [
-        ([], (1, 1)),
-        (["--min-replicas", "2"], (2, 2)),
-        (["--max-replicas", "4"], (1, 4)),
-        (["--min-replicas", "0", "--max-replicas", "2"], (0, 2)),
-        (["--min-replicas", "0"], (0, 1)),
-    ],
-)
-def test_replicas(options: list[str], replicas: tuple[int, int]) -> None:
-    assert parse(["x", *options]).replicas() == replicas
 
 
 @pytest.mark.parametrize(("variable", "space"), [(None, "3"), ("7", "7")])
@@ -196,15 +182,6 @@ def test_malformed_engine_arguments_are_refused(text: str, capsys: pytest.Captur
     assert text in capsys.readouterr().err
 
 
-def test_the_ready_lines_name_no_key() -> None:
-    options = ["x", "--api-key-env", "SERVE_KEY", "--host", "::1", "--port", "81"]
-    nodes = [{"NodeManagerAddress": "192.0.2.1", "MetricsExportPort": 9}]
-    lines = ready("mine", parse(options), nodes)
-    assert "http://[::1]:81/v1/chat/completions" in lines and '"$SERVE_KEY"' in lines
-    assert "http://[::1]:81/metrics (vLLM), http://192.0.2.1:9/metrics (Ray)" in lines
-    assert "/metrics (vLLM)" not in ready("mine", parse([*options, "--max-replicas", "2"]), nodes)
-
-
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -290,32 +267,6 @@ class TestServer:
             assert answer.usage is not None and answer.usage.completion_tokens == len(row["response_ids"])
             if "\ufffd" not in row["response"]:
                 assert answer.choices[0].message.content == row["response"]
-
-    def test_streaming_gives_the_same_answer_in_parts(self, server: Server) -> None:
-        client = server.client()
-        question: Any = {"model": "served", "messages": [{"role": "user", "content": "Numbers: 3, 4. Target: 7."}]}
-        whole = client.chat.completions.create(**question).choices[0].message.content
-        parts = [
-            part.choices[0].delta.content or "" for part in client.chat.completions.create(**question, stream=True)
-        ]
-        assert whole and "".join(parts) == whole and len([part for part in parts if part]) > 1
-
-    def test_completions_take_tokens_and_say_how_to_sample(self, run: Run, server: Server) -> None:
-        row = read_trajectories(str(run.folder), 2, "val").to_pylist()[0]
-        client = server.client()
-
-        def complete(**options: Any) -> Any:
-            extra = {"return_token_ids": True}
-            return client.completions.create(model="served", prompt=row["prompt_ids"], extra_body=extra, **options)
-
-        greedy = complete().choices[0]
-        assert greedy.model_extra["token_ids"] == row["response_ids"]
-        short = complete(max_tokens=2).choices[0]
-        assert short.model_extra["token_ids"] == row["response_ids"][:2] and short.finish_reason == "length"
-        drawn = complete(temperature=1.0, n=8, seed=1).choices
-        assert len(drawn) == 8 and len({tuple(choice.model_extra["token_ids"]) for choice in drawn}) > 1
-        with pytest.raises(BadRequestError):
-            complete(max_tokens=10_000)
 
     def test_other_keys_are_refused(self, server: Server) -> None:
         assert [model.id for model in server.client().models.list()] == ["served"]

@@ -28,7 +28,7 @@ def tokenizer(folder: Path):
     return AutoTokenizer.from_pretrained(folder)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text() | st.binary().map(lambda raw: raw.decode("utf-8", "replace")))
 def test_any_text_survives(tokenizer, text: str) -> None:
     for special in tokenizer.all_special_tokens:
@@ -38,24 +38,11 @@ def test_any_text_survives(tokenizer, text: str) -> None:
     assert not set(ids) & set(tokenizer.all_special_ids)
 
 
-def test_no_unknown_token_and_distinct_padding(tokenizer) -> None:
-    assert tokenizer.unk_token is None
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert len(tokenizer("".join(map(chr, range(0x110000 // 64, 0x110000 // 32))))["input_ids"]) > 0
-
-
 def test_digits_are_single_tokens(tokenizer) -> None:
     ids = tokenizer("Numbers: 1234567890 + 42x7", add_special_tokens=False)["input_ids"]
     for token in ids:
         text = tokenizer.decode([token])
         assert len(text) == 1 or not any(letter.isdigit() for letter in text)
-
-
-def test_template_is_chatml(tokenizer) -> None:
-    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    assert text == turns + "<|im_start|>assistant\n"
 
 
 def test_prompt_and_answer_split_where_generation_begins(tokenizer) -> None:
