@@ -1,9 +1,9 @@
-"""The driver: everything that starts, in order, and what becomes of it.
+"""The driver starts everything, in order, and returns how the run ended.
 
-    check all that can be checked ─► Ray ─► policy store ─► TorchTrainer (train loop + stream) ─► follow ─► summary
+    check all that can be checked ─► Ray ─► policy store ─► TorchTrainer (train loop + stream) ─► RunMonitor ─► summary
 
-Training runs in a thread of its own; the main thread reads the run's messages and Ctrl-C. The first Ctrl-C lets the
-iteration in work end, saves and stops; the second one ends the run at once.
+Training runs in a thread; the main thread reads the run's events and Ctrl-C. The first Ctrl-C lets the current
+iteration end, saves and stops; the second one ends the run at once.
 """
 
 import itertools
@@ -46,7 +46,6 @@ class Outcome:
     """How a run ended: `finished`, `interrupted` or `failed`, and why it failed."""
 
     status: str
-    version: int
     error: str | None = None
 
 
@@ -61,10 +60,10 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
 
     Args:
         config: the resolved configuration; also written to the run's folder.
-        plan: what it amounts to, with the number of iterations.
-        tracker: takes the metrics; started, and finished by the caller.
+        plan: its plan, with the number of iterations.
+        tracker: takes the metrics; the caller starts and finishes it.
         run_dir: the run's folder.
-        checkpoint: folder or URL of the checkpoint to begin with; None begins anew.
+        checkpoint: folder or URL of the checkpoint to begin with; None begins with the model.
     """
     assert plan.iterations is not None
     trainer, deadlines = config.trainer, config.trainer.deadlines
@@ -79,8 +78,8 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     store: Any = (
         ray.remote(PolicyStore)
-        # Many chunks wait inside the store at the same time, each in a call of its own. It sits where the driver does,
-        # whose node the run cannot lose anyway. Calls are not repeated: a new store knows nothing of the old one's.
+        # Many chunks wait inside the store at the same time, each in its own call. It is on the driver's node, which
+        # the run cannot lose anyway. Calls are not repeated: a new store knows nothing of the old one's.
         .options(num_cpus=0, max_concurrency=10_000, max_restarts=-1, max_task_retries=0, scheduling_strategy=here)
         .remote(admission, milliseconds)
     )
@@ -96,12 +95,13 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     options.preserve_order = True
     # Ray Train's own collectives have no deadline otherwise.
     os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(deadlines.collective)
-    filesystem, root = filesystem_of(checkpoints.root(trainer, run_dir))
+    place = checkpoints.root(trainer, run_dir)
+    filesystem, root = filesystem_of(place)
 
     def prepare() -> TorchTrainer:
-        # Ray Train's own list of checkpoints is for restarts by one controller. Else the files themselves say what is
-        # whole; the list may be half written, or name some that are gone.
-        checkpoints.forget_list(checkpoints.root(trainer, run_dir))
+        # Ray Train's own list of checkpoints is for restarts by one controller. For another the files themselves say
+        # what is whole; the list may be incomplete, or name checkpoints that were deleted.
+        checkpoints.forget_list(place)
         return TorchTrainer(
             train_loop,  # type: ignore[arg-type]
             train_loop_config={"settings": LoopSettings(config, schedule, store, str(run_dir), checkpoint)},
@@ -149,13 +149,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     thread.start()
     engines = "the engines and " if uses_engines(config) else ""
     tracker.status(f"starting {engines}the train workers")
-    keeper = CheckpointKeeper(
-        run_dir,
-        trainer.max_ckpt_to_keep,
-        trainer.best_metric,
-        trainer.best_metric_mode,
-        checkpoints.root(trainer, run_dir),
-    )
+    keeper = CheckpointKeeper(run_dir, trainer.max_ckpt_to_keep, trainer.best_metric, trainer.best_metric_mode, place)
     for record in read_history(tracker.metrics_path):
         keeper.record(record["iteration"], record)
     monitor = RunMonitor(
@@ -174,13 +168,13 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         # What is left of the run ends when it calls the store.
         ray.kill(store)
         keeper.close()
-        return Outcome("failed", -1, problem)
+        return Outcome("failed", problem)
     if ends and monitor.ended is None:
         # The event was lost with the store.
         monitor.handle(ends[0])
     keeper.close()
     if failure:
-        return Outcome("failed", -1, sentence(failure[0]))
+        return Outcome("failed", sentence(failure[0]))
     if monitor.ended is None:
-        return Outcome("interrupted" if interrupted else "failed", -1, "the train workers ended without a word")
-    return Outcome("interrupted" if monitor.ended.stopped else "finished", monitor.ended.version)
+        return Outcome("interrupted" if interrupted else "failed", "the train workers ended without a word")
+    return Outcome("interrupted" if monitor.ended.stopped else "finished")

@@ -1,13 +1,14 @@
-"""What becomes of a run whose train workers fail: restarted from the newest checkpoint, or ended with a sentence.
+"""Whether train workers that failed are restarted from the newest checkpoint, or the run ends with a sentence.
 
-an error that would come again (`FinalError`, too many steps without a finite gradient)      the run ends
+an error that a restart would meet again (`FinalError`, too many non-finite steps)           the run ends
 any error but a death, before the first iteration was trained: settings, model, start        the run ends
-whatever else: a dead process or node, a deadline, storage that stayed away                   restart,
-    but not more than `trainer.max_failures` times without a checkpoint in between            the run ends
+any other: a dead process or node, a deadline, storage that stayed away                      restart,
+    but not more than `trainer.max_failures` times without a checkpoint in between           the run ends
 """
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -22,15 +23,15 @@ RAISED = re.compile(r"^(?:\x1b\[\d+m)*((?:\w+\.)*\w+): (.+)$", re.MULTILINE)
 GLOO = re.compile(r"\bgloo/transport/\w+/\w+\.\w+:\d+\]")
 """Where gloo says that it failed; torch raises that as a plain `RuntimeError`."""
 FINAL = {"FinalError", "FloatingPointError"}
-"""Classes of errors that would come again."""
-ECHO = {"StaleAttempt", "PeerDied", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo"}
-"""What the survivors of a death meet."""
-DEATH = ECHO | {
+"""Classes of errors that a restart would meet again."""
+SECONDARY = {"StaleAttempt", "PeerDied", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo"}
+"""What the survivors of a death raise."""
+DEATH = SECONDARY | {
     *("RayActorError", "ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"),
     *("OwnerDiedError", "ObjectLostError", "ObjectReconstructionFailedError", "ObjectFetchTimedOutError"),
     *("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"),
 }
-"""Of a process or a node, as those that dealt with it see it."""
+"""The death of a process or a node, as its peers see it."""
 
 
 class RunEnded(RuntimeError):
@@ -63,27 +64,24 @@ class Restarts(UserCallback):
         Raises:
             RunEnded: they are not to be restarted.
         """
-        errors = dict(sorted(worker_exceptions.items(), key=lambda item: _rank_of_interest(item[1])))
-        reason = next(told(rank, error) for rank, error in errors.items())
-        found = set[str]().union(*(kinds(error) for error in errors.values()))
-        if found & FINAL:
-            raise RunEnded(reason)
+        found = {rank: kinds(error) for rank, error in worker_exceptions.items()}
+        # The rank that says most: one with a final error, else one that did not only meet another's death.
+        rank = min(found, key=lambda rank: (not found[rank] & FINAL, bool(found[rank] & SECONDARY)))
+        reason = describe_failure(rank, worker_exceptions[rank])
+        every = set[str]().union(*found.values())
         self._trained = self._trained or self._has_trained()
-        if not self._trained and not found & DEATH:
+        if every & FINAL or not (self._trained or every & DEATH):
             raise RunEnded(reason)
         self._in_a_row += 1
         if 0 <= self._max_failures < self._in_a_row:
-            again = (
-                f" (after {self._max_failures} restarts without a checkpoint between them, trainer.max_failures)"
-                if self._max_failures
-                else ""
-            )
-            raise RunEnded(f"{reason}{again}")
-        try:
+            if self._max_failures:
+                reason += (
+                    f" (after {self._max_failures} restarts without a checkpoint between them, trainer.max_failures)"
+                )
+            raise RunEnded(reason)
+        # The store's own death is the reason otherwise; the driver sees that itself.
+        with suppress(ray.exceptions.RayActorError, TimeoutError):
             self._store.ask(PolicyStore.report_failure, reason)
-        except (ray.exceptions.RayActorError, TimeoutError):
-            # The store's own death is the reason; the driver sees that itself.
-            return
 
     def _has_trained(self) -> bool:
         """Whether an iteration has been trained since the workers began."""
@@ -105,10 +103,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def kinds(error: BaseException) -> set[str]:
-    """The classes of an error and of those it came from, base classes included, by name.
+    """Names of the classes of an error and of those it came from, base classes included.
 
-    By name, because torch need not be imported here, and because Ray hands errors of other processes on as text: what
-    stands in front of the message in a traceback's last line counts as a class, and nothing else in a message does.
+    Ray passes errors of other processes on as text: what stands in front of the message in a traceback's last line
+    counts as a class, and nothing else in a message does.
     """
     names: set[str] = set()
     for cause in causes(error):
@@ -123,14 +121,7 @@ def kinds(error: BaseException) -> set[str]:
     return names
 
 
-def _rank_of_interest(error: BaseException) -> int:
-    found = kinds(error)
-    if found & FINAL:
-        return 0
-    return 2 if found & ECHO else 1
-
-
-def told(rank: int, error: BaseException) -> str:
+def describe_failure(rank: int, error: BaseException) -> str:
     """What went wrong on a rank."""
     if (death := getattr(error, "health_check_failure", None)) is not None:
         # Ray lists names and numbers of the actor, a line each; the address is what helps.
@@ -142,10 +133,7 @@ def told(rank: int, error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong, without the stacks of the processes it passed through.
-
-    Ray hands exceptions on as text inside others; the last one in it that is not Ray's own is the one that says most.
-    """
+    """What went wrong, without stacks: of the exceptions that Ray nests as text, the last that is not Ray's own."""
     if isinstance(ended := getattr(error, "controller_failure", error), RunEnded):
         return str(ended)
     failures = getattr(error, "worker_failures", None)

@@ -2,12 +2,9 @@
 
     runs/NAME/checkpoints/iteration_000020/   shards of all ranks, progress.json, complete_0 ... complete_{ranks - 1}
 
-With `trainer.storage_path` they lie in `STORAGE_PATH/NAME/checkpoints` instead. Functions here take the place of that
-folder `checkpoints`, `root`, as `run_dir`.
-
-Each rank copies its files and then, as the last one, an empty `complete_RANK`. A checkpoint is whole when all of them
-are there; `progress.json` says how many. One that is not whole, because something ended while it was copied, is never
-read, and goes when the next one is whole.
+With `trainer.storage_path` they are in `STORAGE_PATH/NAME/checkpoints`. Each rank copies its files and then an empty
+`complete_RANK`. A checkpoint is whole when all of these are there (`progress.json` says how many). One that is not
+whole is never read, and is deleted when the next one is whole.
 """
 
 import json
@@ -37,7 +34,6 @@ def root(trainer: "TrainerConfig", run_dir: str | Path) -> str:
 
 
 def folder_name(iteration: int) -> str:
-    """Name of a checkpoint's folder."""
     return f"iteration_{iteration:06d}"
 
 
@@ -52,9 +48,8 @@ class Saved:
 
     iteration: int
     place: str
-    """Folder or URL."""
     progress: dict[str, Any]
-    """Of `train/checkpoint.py`: version, position, kl_coef, world_size, ..."""
+    """As `train/checkpoint.py` writes it: version, cursor, kl_coef, world_size, ..."""
 
 
 def read(place: str) -> Saved | None:
@@ -114,16 +109,13 @@ def find(place: str) -> Saved:
 
 
 def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> list[int]:
-    """Delete old checkpoints, and what is left of broken ones; called when one has become whole.
+    """Delete old and incomplete checkpoints up to iteration `last`; the iterations whose were deleted.
 
     Args:
         run_dir: the run's folder or URL.
-        last: the newest checkpoint that is known to be whole; later ones are left alone.
+        last: the newest checkpoint that is known to be whole.
         keep: newest whole checkpoints that stay.
         spare: iterations whose checkpoints stay whatever their age.
-
-    Returns:
-        the iterations whose checkpoints were deleted.
     """
     filesystem, root = filesystem_of(run_dir)
     found = [number for number in iterations(run_dir) if number <= last]

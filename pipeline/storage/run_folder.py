@@ -1,8 +1,7 @@
-"""Whether a run may write into its folder.
+"""Whether a run may write into its folder, and which checkpoint it begins with.
 
-A run's name is its folder. Started again with the same settings it continues; with other settings it would mix two
-experiments in one curve, so it is refused, except for settings that only say how long to go on, what to report, or how
-the work is laid out on the machine.
+A run that is started again with the same settings continues. With other settings it would mix two experiments in one
+curve, so it is refused, except for settings of length, reporting and layout (`MAY_DIFFER`).
 """
 
 import os
@@ -20,80 +19,29 @@ RESUME = ("auto", "never")
 OF_THE_STATE = ("model.path", "model.dtype", "critic.path")
 """Settings that say what a checkpoint's tensors are."""
 
-MAY_DIFFER = (
-    "data.val_files",
-    "data.val_max_samples",
-    "data.max_bad_rows",
-    "rollout.num_engines",
-    "rollout.min_engines",
-    "rollout.max_engines",
-    "rollout.sleep",
-    "rollout.chunks_in_flight",
-    "rollout.num_cpus",
-    "rollout.num_gpus",
-    "rollout.tensor_parallel_size",
-    "rollout.num_threads",
-    "rollout.gpu_memory_utilization",
-    "rollout.cpu_kvcache_space_gb",
-    "rollout.max_num_seqs",
-    "rollout.max_num_batched_tokens",
-    "rollout.enforce_eager",
-    "reward.num_cpus",
-    "reward.max_error_rate",
-    "reward.timeout_s",
-    "reward.max_processes",
-    "reward.worker_memory_mb",
-    "reward.rate_limit.",
-    *(
-        f"scoring.{pool}.{key}"
-        for pool in ("reward_model", "reference", "value", "policy")
-        for key in ("num_workers", "num_cpus", "num_gpus", "num_threads", "max_token_len")
+_SECTIONS = {
+    "data": "val_files val_max_samples max_bad_rows",
+    "rollout": "num_engines min_engines max_engines sleep chunks_in_flight num_cpus num_gpus tensor_parallel_size "
+    "num_threads gpu_memory_utilization cpu_kvcache_space_gb max_num_seqs max_num_batched_tokens enforce_eager",
+    "reward": "num_cpus max_error_rate timeout_s max_processes worker_memory_mb rate_limit.",
+    **dict.fromkeys(
+        ("scoring.reward_model", "scoring.reference", "scoring.value", "scoring.policy"),
+        "num_workers num_cpus num_gpus num_threads max_token_len",
     ),
-    "trainer.project_name",
-    "trainer.experiment_name",
-    "trainer.default_local_dir",
-    "trainer.total_epochs",
-    "trainer.total_training_steps",
-    "trainer.cpus_per_worker",
-    "trainer.num_threads",
-    "trainer.ray_num_cpus",
-    "trainer.object_store_gb",
-    "trainer.val_before_train",
-    "trainer.test_freq",
-    "trainer.save_freq",
-    "trainer.max_ckpt_to_keep",
-    "trainer.best_metric",
-    "trainer.best_metric_mode",
-    "trainer.num_workers",
-    "trainer.use_gpu",
-    "trainer.gpus_per_worker",
-    "trainer.resume",
-    "trainer.max_failures",
-    "trainer.max_log_prob_gap",
-    "trainer.max_nonfinite_steps",
-    "trainer.logger",
-    "trainer.log_samples",
-    "trainer.stream_gradients",
-    "trainer.weight_bucket_mb",
-    "trainer.weight_transport",
-    "trainer.deadlines.",
-    "trainer.env_vars",
-    "trainer.placement",
-)
+    "trainer": "project_name experiment_name default_local_dir total_epochs total_training_steps cpus_per_worker "
+    "num_threads ray_num_cpus object_store_gb val_before_train test_freq save_freq max_ckpt_to_keep best_metric "
+    "best_metric_mode num_workers use_gpu gpus_per_worker resume max_failures max_log_prob_gap max_nonfinite_steps "
+    "logger log_samples stream_gradients weight_bucket_mb weight_transport deadlines. env_vars placement",
+}
+MAY_DIFFER = tuple(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
 """Settings that a continued run may change; a name that ends in a dot stands for its section."""
 
 
 def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") -> bool:
-    """Whether `run_dir` already holds this run (and may be continued); False where the run is new.
-
-    Args:
-        run_dir: Folder of the run; it need not exist.
-        config: Settings the run is started with.
-        resume: `never` refuses any existing run; anything else lets one of the same settings be continued.
+    """Whether `run_dir`, which need not exist, already holds this run; with `resume="never"` it may hold none.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or holds another run, or any run with `resume="never"`, or
-            files that are no run.
+        ConfigError: the folder cannot be created or written, or holds another run or files that are no run.
     """
     run_dir = Path(run_dir)
     remedies = f"choose another trainer.experiment_name or delete {run_dir}"
@@ -127,8 +75,7 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
 
 
 def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
-    """The checkpoint that a run in `run_dir` begins with: its own newest one, or that of `trainer.resume`; None begins
-    anew.
+    """The checkpoint that a run in `run_dir` begins with: its own newest one, or that of `trainer.resume`, if any.
 
     Raises:
         ConfigError: `trainer.resume` names no whole checkpoint, or one of another model or without the same learners.
@@ -159,20 +106,13 @@ def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
 
 
 def recover(run_dir: Path, saved: Saved | None, config: Config) -> bool:
-    """Take over what a checkpoint knows of its run, whose folder was lost with its disk; whether there was anything.
-
-    Args:
-        run_dir: the run's folder, which holds no settings yet.
-        saved: what the run begins with, `starting_point`'s.
-        config: settings of the run.
-    """
+    """Restore the MLflow run's id from the run's own checkpoint `saved`, if the run's folder was lost with its disk."""
     if saved is None or not saved.place.startswith(f"{root(config.trainer, run_dir)}/"):
         return False
     mlflow_run = saved.progress.get("mlflow_run_id")
-    if mlflow_run is None:
-        return False
-    (run_dir / "mlflow_run_id").write_text(f"{mlflow_run}\n")
-    return True
+    if mlflow_run is not None:
+        (run_dir / "mlflow_run_id").write_text(f"{mlflow_run}\n")
+    return mlflow_run is not None
 
 
 def _check_orphan(saved: Saved, config: Config) -> None:

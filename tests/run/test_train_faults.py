@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.train import ControllerError, WorkerGroupError
 
 from pipeline.errors import FinalError, PeerDied
-from pipeline.run.faults import Restarts, RunEnded, sentence, told
+from pipeline.run.faults import Restarts, RunEnded, describe_failure, sentence
 from pipeline.store import client
 from pipeline.store.client import StoreClient
 from pipeline.store.errors import StaleAttempt, StoreTimeout
@@ -152,9 +152,9 @@ def test_sentences() -> None:
     assert sentence(TimeoutError()) == "TimeoutError: it says no more"
     inner = "ray.exceptions.RayTaskError(X): task\nTraceback\nValueError: the row\nray.data.Bad: outer"
     assert sentence(RuntimeError(inner)) == "ValueError: the row"
-    assert told(3, ValueError("v")) == "ValueError: v"
+    assert describe_failure(3, ValueError("v")) == "ValueError: v"
     listed = "The actor died.\n\tclass_name: Worker\n\tpid: 7\n\tip: 10.0.0.3\nKilled: no memory."
-    ended = told(3, Health(RayActorError(error_msg=listed)))
+    ended = describe_failure(3, Health(RayActorError(error_msg=listed)))
     assert ended == "the process of train rank 3 ended (ip: 10.0.0.3): The actor died. Killed: no memory."
     assert str(pickle.loads(pickle.dumps(RunEnded("kept")))) == "kept"
 

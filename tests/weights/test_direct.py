@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import Config
-from pipeline.run.faults import ECHO, kinds
+from pipeline.run.faults import SECONDARY, kinds
 from pipeline.scoring.replica import StoreWeights
 from pipeline.store.versions import Ticket
 from pipeline.train.setup import build_publishers
@@ -166,7 +166,7 @@ def test_a_train_worker_that_cannot_be_read_counts_as_the_echo_of_its_death(agen
     agent.state = "ERR"
     with pytest.raises(ConnectionError, match="memory of train rank 0 cannot be read") as error:
         arrived([shard])
-    assert kinds(error.value) & ECHO
+    assert kinds(error.value) & SECONDARY
     agent.error = RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
     with pytest.raises(ConnectionError, match="NIXL_ERR_REMOTE_DISCONNECT"):
         arrived([shard])
