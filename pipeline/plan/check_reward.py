@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from pipeline.config import Config, sandbox
+from pipeline.config import Config
 from pipeline.config.bounds import refusals
 from pipeline.config.reward import RewardConfig
 from pipeline.reward.functions import function_config, functions
@@ -26,7 +26,9 @@ def problems(config: Config) -> Iterator[str]:
     yield from _rule_kwargs(reward)
     yield from refusals(config, _shaping(config))
     yield from _rate_limit(config)
-    yield from sandbox.problems(reward.sandbox)
+    url = reward.sandbox.url
+    if url is not None and not url.startswith(("http://", "https://")):
+        yield f"reward.sandbox.url is {url!r}, but must begin with http:// or https://"
 
 
 def _weighs(weight: float) -> bool:

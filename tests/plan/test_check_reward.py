@@ -7,6 +7,7 @@ import pytest
 from pipeline.config import Config
 from pipeline.config.bounds import violations
 from pipeline.config.reward import OverlongBufferConfig, RateLimitConfig, RepetitionPenaltyConfig, RewardConfig
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.plan.check_reward import problems
 
 OWN = {"own": {"path": "my.module"}}
@@ -61,6 +62,7 @@ def test_settings_that_can_be(settings: dict[str, Any]) -> None:
         ({"normalize": {"s": [1.0]}}, "reward.normalize.s=[1.0]"),
         ({"source_scale": {"s": float("nan")}}, "reward.source_scale.s=nan must be a finite number"),
         ({"rate_limit": RateLimitConfig(max_concurrent=4)}, "no function of your own to call"),
+        ({"sandbox": SandboxConfig(url="localhost:8080")}, "reward.sandbox.url is 'localhost:8080', but must begin"),
         (
             {"functions": OWN, "rate_limit": RateLimitConfig(max_per_minute=10)},
             "take 102 minutes at reward.rate_limit.max_per_minute=10, longer than trainer.deadlines.rows",

@@ -4,7 +4,7 @@ The sandbox's own keys are shown with the sandbox. `num_cpus` and `max_error_rat
 """
 
 import dataclasses
-from pathlib import Path
+import json
 from typing import Any
 
 import pyarrow as pa
@@ -71,8 +71,23 @@ ELSEWHERE = {
 """Keys that show in time and place of the work, not in its result."""
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(tmp_path_factory.mktemp("functions"), SOURCE)
+
+
 def scored(config: Config) -> list[Any]:
     """Scores, parts and errors of three rows."""
+    key = json.dumps(dataclasses.asdict(config.reward))
+    if key not in SCORED:
+        SCORED[key] = _scored(config)
+    return SCORED[key]
+
+
+SCORED: dict[str, list[Any]] = {}
+
+
+def _scored(config: Config) -> list[Any]:
     given = table(
         [GOOD, WRONG, "The answer is 42."],
         source=["countdown", "countdown", "gsm8k"],
@@ -99,16 +114,14 @@ def test_every_key_has_an_entry() -> None:
 
 
 @pytest.mark.parametrize("key", SHOWN)
-def test_changing_the_key_changes_what_happens(key: str, tmp_path: Path) -> None:
+def test_changing_the_key_changes_what_happens(key: str, path: str) -> None:
     value, given = SHOWN[key]
-    path = written(tmp_path, SOURCE)
     base = changed(Config(), with_file(given, path))
     assert scored(changed(base, {key: with_file(value, path)})) != scored(base)
 
 
 @pytest.mark.parametrize("key", OF_A_FUNCTION)
-def test_changing_a_functions_key_changes_what_happens(key: str, tmp_path: Path) -> None:
-    path = written(tmp_path, SOURCE)
+def test_changing_a_functions_key_changes_what_happens(key: str, path: str) -> None:
     base: dict[str, Any] = {} if key == "path" else {"path": path}
     if key == "batch":
         base["name"] = "many"

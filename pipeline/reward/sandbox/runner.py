@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.sandbox import SandboxConfig, problems
+from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import isolation, processes
 from pipeline.reward.sandbox.inside import folders
 from pipeline.reward.sandbox.isolation import SandboxError
@@ -109,8 +109,6 @@ def resolve(config: SandboxConfig) -> str:
     Raises:
         SandboxError: it is `auto` and namespaces do not work.
     """
-    if sentences := problems(config):
-        raise ValueError("; ".join(sentences))
     return _namespaces() if config.isolation == "auto" else config.isolation
 
 

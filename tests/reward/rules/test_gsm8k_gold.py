@@ -28,27 +28,14 @@ def problems() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_files_are_there(problems: list[tuple[str, str]]) -> None:
-    assert len(problems) == (200 if FOLDER == SAMPLE else 8792)
-
-
-def test_each_solution_is_right_for_its_problem(problems: list[tuple[str, str]]) -> None:
+def test_each_solution_is_right_for_its_problem_and_wrong_for_others(problems: list[tuple[str, str]]) -> None:
     rule = rule_of("openai/gsm8k")
-    for solution, answer in problems:
+    assert len(problems) == (200 if FOLDER == SAMPLE else 8792)
+    for place, (solution, answer) in enumerate(problems):
         assert rule(solution, answer) == {"score": 1.0, "acc": 1, "format": 1, "pred": answer}, (solution, answer)
         assert compute_score(solution, answer, "strict")["score"] == 1.0
         said = f"{solution.rpartition('####')[0]}The answer is {answer}."
         assert compute_score(said, answer)["score"] == 1.0 and compute_score(said, answer, "strict")["score"] == 0.0
-
-
-def test_each_solution_is_wrong_for_another_answer(problems: list[tuple[str, str]]) -> None:
-    answers = [answer for _, answer in problems]
-    checked = 0
-    for place, (solution, answer) in enumerate(problems):
         for step in (1, 7, 100):
-            other = answers[(place + step) % len(answers)]
-            if float(other) != float(answer):
-                checked += 1
-                assert compute_score(solution, other)["score"] == 0.0, (solution, other)
-                assert compute_score(solution, other, "strict")["score"] == 0.0, (solution, other)
-    assert checked > 2.5 * len(problems)
+            other = problems[(place + step) % len(problems)][1]
+            assert compute_score(solution, other)["score"] == float(float(other) == float(answer)), (solution, other)

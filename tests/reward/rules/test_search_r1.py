@@ -53,10 +53,9 @@ def test_parts() -> None:
 
 
 @pytest.mark.parametrize("truth", [{"target": "Paris"}, {"target": ["Paris"]}, ["Lyon", "Paris"], "Paris"])
-@pytest.mark.parametrize("source", ["searchR1_nq", "searchR1_hotpotqa", "searchR1_bamboogle"])
-def test_data_sources_and_forms_of_truth(source: str, truth: Any) -> None:
-    assert rule_of(source)(tagged("paris"), truth)["score"] == 1.0
-    assert rule_of(source)(tagged("rome"), truth)["score"] == 0.0
+def test_forms_of_truth(truth: Any) -> None:
+    assert rule_of("searchR1_nq")(tagged("paris"), truth)["score"] == 1.0
+    assert rule_of("searchR1_nq")(tagged("rome"), truth)["score"] == 0.0
 
 
 @pytest.mark.parametrize("truth", [None, {}, {"target": None}, {"target": []}, {"target": ["the"]}, [1], 5, "..."])

@@ -14,7 +14,7 @@ from pipeline.reward.sandbox import isolation
 from pipeline.reward.sandbox.inside import limits
 from pipeline.reward.sandbox.isolation import SandboxError
 from pipeline.reward.sandbox.runner import resolve, run
-from tests.reward.sandbox.attempts import LIMIT_S
+from tests.reward.sandbox.programs import LIMIT_S
 
 CONFIG = SandboxConfig(
     timeout_s=LIMIT_S,

@@ -13,8 +13,7 @@ import pytest
 
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox.inside import limits as inner
-from pipeline.reward.sandbox.rule import compute_score
-from tests.reward.sandbox.attempts import SLACK_S, attempt
+from tests.reward.sandbox.programs import SLACK_S, attempt, score
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
 
@@ -111,10 +110,8 @@ for pid in ({os.getpid()}, os.getppid(), 1, -1):
         except OSError: pass
 print("survived")
 """
-    assert attempt(code, limits).stdout == "survived\n"
     tests = {"inputs": ["", ""], "outputs": ["survived", "survived"]}
-    result = compute_score(f"```python\n{code}```", tests, replace(limits, total_timeout_s=60.0))
-    assert result["passed"] == 2  # the supervisor goes on as well
+    assert score(code, tests, replace(limits, total_timeout_s=60.0))["passed"] == 2  # the supervisor goes on as well
 
 
 def test_no_file_sends_signals_to_the_supervisor(limits: SandboxConfig) -> None:
@@ -133,7 +130,7 @@ time.sleep(0.1)
 print("survived")
 """
     tests = {"inputs": ["", ""], "outputs": ["survived", "survived"]}
-    assert compute_score(f"```python\n{code}```", tests, limits)["passed"] == 2
+    assert score(code, tests, limits)["passed"] == 2
 
 
 def test_the_memory_of_other_processes_is_closed(limits: SandboxConfig) -> None:
@@ -205,7 +202,7 @@ def test_nothing_is_left_on_the_disk(
     token = f"sandbox-test-{os.getpid()}"
     monkeypatch.setattr(tempfile, "tempdir", str(work))
     code = LEFTOVERS[name].replace("OUTSIDE", str(outside)).replace("NAME", token)
-    compute_score(f"```python\n{code}\n```", {"inputs": ["", ""], "outputs": ["", ""]}, limits)
+    score(code, {"inputs": ["", ""], "outputs": ["", ""]}, limits)
     deadline = time.monotonic() + SLACK_S
     while list(work.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)  # a large folder may be removed after the score is known

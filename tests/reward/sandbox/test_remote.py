@@ -15,8 +15,8 @@ import pytest
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import remote
 from pipeline.reward.sandbox.isolation import SandboxError
-from pipeline.reward.sandbox.rule import compute_score
 from pipeline.reward.sandbox.runner import run
+from tests.reward.sandbox.programs import score
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -84,16 +84,12 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
 
 
-def fenced(code: str) -> str:
-    return f"```python\n{code}\n```"
-
-
 ECHO = {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "2\n"]}
 
 
 def test_a_program_runs_on_the_server(server: tuple[Server, SandboxConfig]) -> None:
     state, config = server
-    result = compute_score(fenced("x = input()\nprint(x if x == '1' else 3)"), ECHO, config)
+    result = score("x = input()\nprint(x if x == '1' else 3)", ECHO, config)
     assert (result["score"], result["passed"], result["reason"]) == (0.5, 1, "test 2: wrong answer")
     request = state.requests[-1]
     assert (request["language"], request["stdin"], request["run_timeout"]) == ("python", "2\n", 10.0)
@@ -102,24 +98,24 @@ def test_a_program_runs_on_the_server(server: tuple[Server, SandboxConfig]) -> N
 
 def test_what_a_program_does_wrong_is_a_score(server: tuple[Server, SandboxConfig]) -> None:
     _, config = server
-    assert "ValueError: no" in compute_score(fenced("raise ValueError('no')"), ECHO, config)["reason"]
+    assert "ValueError: no" in score("raise ValueError('no')", ECHO, config)["reason"]
     state, _ = server
     state.answers = [lambda _: (200, {"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}})]
-    assert compute_score(fenced("x"), ECHO, config)["reason"] == "test 1: time limit exceeded"
+    assert score("x", ECHO, config)["reason"] == "test 1: time limit exceeded"
     result = {"status": "Finished", "return_code": 0, "stdout": "x" * (2 << 20), "stderr": ""}
     state.answers = [lambda _: (200, {"status": "Success", "run_result": result})]
-    assert compute_score(fenced("x"), ECHO, config)["reason"] == "test 1: output limit exceeded"
+    assert score("x", ECHO, config)["reason"] == "test 1: output limit exceeded"
 
 
 def test_functions_are_judged_beside_the_program(server: tuple[Server, SandboxConfig]) -> None:
     _, config = server
     asserts = ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]
-    result = compute_score(fenced("def add(a, b): return a + b"), asserts, config)
+    result = score("def add(a, b): return a + b", asserts, config)
     assert (result["passed"], result["reason"]) == (1, "test 2: assertion failed")
     calls = {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}
-    assert compute_score(fenced("def add(a, b): return a + b"), calls, config)["score"] == 1.0
+    assert score("def add(a, b): return a + b", calls, config)["score"] == 1.0
     for forgery in ("import os; os._exit(0)", "def add(*x): print('passed'); exit(0)"):
-        assert compute_score(fenced(forgery), asserts, config)["score"] == 0.0
+        assert score(forgery, asserts, config)["score"] == 0.0
 
 
 FAILURES: dict[str, Answer] = {
@@ -142,7 +138,7 @@ def test_a_failure_of_the_server_is_tried_again(name: str, server: tuple[Server,
     config.url_timeout_s = 1.0
     start = time.monotonic()
     with pytest.raises(SandboxError, match=f"within 1 s; the .* attempts at the last one failed with: .*{name}"):
-        compute_score(fenced("x"), ECHO, config)
+        score("x", ECHO, config)
     assert time.monotonic() - start < 10
 
 
@@ -184,6 +180,6 @@ def test_only_the_time_that_programs_run_is_shared(server: tuple[Server, Sandbox
 
     state.answers = [slow]
     tests = {"inputs": ["1"] * 4, "outputs": ["1"] * 4}
-    result = compute_score(fenced("print(input())"), tests, config)
+    result = score("print(input())", tests, config)
     assert (result["passed"], result["reason"]) == (3, "test 4: time limit of all tests exceeded")
     assert state.requests[-1]["run_timeout"] == pytest.approx(0.05) or len(state.requests) == 3

@@ -10,38 +10,28 @@ from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import answer, rule, runner
 from pipeline.reward.sandbox.rule import compute_score
 from pipeline.reward.sandbox.runner import Outcome
+from tests.reward.sandbox.programs import score
 
 DOUBLE = {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2\n", "4\n", "6\n"]}
 
 
-def fenced(code: str) -> str:
-    return f"Here it is.\n```python\n{code}\n```\n"
-
-
 def test_a_right_program(config: SandboxConfig) -> None:
-    result = compute_score(fenced("print(2 * int(input()))"), DOUBLE, config)
+    result = score("print(2 * int(input()))\nexit()", DOUBLE, config)
     assert result == {"score": 1.0, "acc": 1, "format": 1, "passed": 3, "total": 3, "reason": ""}
 
 
 def test_the_share_of_tests_passed_or_all(config: SandboxConfig) -> None:
-    wrong_once = fenced("x = int(input())\nprint(2 * x if x != 2 else 5)")
-    result = compute_score(wrong_once, DOUBLE, config)
+    wrong_once = "x = int(input())\nprint(2 * x if x != 2 else 5)"
+    result = score(wrong_once, DOUBLE, config)
     assert (result["score"], result["passed"], result["reason"]) == (2 / 3, 2, "test 2: wrong answer")
-    result = compute_score(wrong_once, DOUBLE, replace(config, score="all"))
+    result = score(wrong_once, DOUBLE, replace(config, score="all"))
     assert (result["score"], result["passed"], result["total"], result["acc"]) == (0.0, 1, 3, 0)
 
 
 def test_a_test_begins_with_an_empty_folder(config: SandboxConfig) -> None:
     code = "import os\nprint(sorted(os.listdir('.')))\nos.mkdir('sub')\nopen('sub/file', 'w').write('x')"
     tests = {"inputs": ["", ""], "outputs": ["['solution.py']"] * 2}
-    assert compute_score(fenced(code), tests, config)["score"] == 1.0
-
-
-def test_all_tests_share_their_time(config: SandboxConfig) -> None:
-    tests = {"inputs": ["1\n"] * 4, "outputs": ["1\n"] * 4}
-    code = "import time\ntime.sleep(0.2)\nprint(input())"
-    result = compute_score(fenced(code), tests, replace(config, total_timeout_s=0.5))
-    assert result["passed"] < 3 and "time limit" in result["reason"]
+    assert score(code, tests, config)["score"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -55,21 +45,17 @@ def test_all_tests_share_their_time(config: SandboxConfig) -> None:
     ],
 )
 def test_what_a_program_does_wrong_is_a_score(code: str, reason: str, config: SandboxConfig) -> None:
-    result = compute_score(fenced(code), {"inputs": ["1"], "outputs": ["1"]}, config)
+    result = score(code, {"inputs": ["1"], "outputs": ["1"]}, config)
     assert result["score"] == 0.0 and result["format"] == 1
     assert result["reason"].startswith("test 1: ") and reason in result["reason"]
-
-
-def test_exit_ends_a_program_well(config: SandboxConfig) -> None:
-    assert compute_score(fenced("print(1)\nexit()"), {"inputs": [""], "outputs": ["1"]}, config)["score"] == 1.0
 
 
 def test_packages_can_be_had(config: SandboxConfig) -> None:
     pytest.importorskip("numpy")
     tests = {"inputs": [""], "outputs": ["[0 1 2]"]}
-    code = fenced("import numpy\nprint(numpy.arange(3))")
-    assert compute_score(code, tests, replace(config, packages=True))["score"] == 1.0
-    assert "ModuleNotFoundError" in compute_score(code, tests, config)["reason"]
+    code = "import numpy\nprint(numpy.arange(3))"
+    assert score(code, tests, replace(config, packages=True))["score"] == 1.0
+    assert "ModuleNotFoundError" in score(code, tests, config)["reason"]
 
 
 @pytest.mark.parametrize("response", ["", "print(1)", "```cpp\nint main() {}\n```", "```python\n \n```"])
@@ -82,7 +68,7 @@ def test_a_response_without_a_program_runs_nothing(response: str, monkeypatch: p
 
 def test_a_very_long_program_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "run_tests", None)
-    result = compute_score(fenced("#" * (answer.MAX_CODE + 1)), DOUBLE, SandboxConfig())
+    result = score("#" * (answer.MAX_CODE + 1), DOUBLE, SandboxConfig())
     assert result["score"] == 0.0 and "more than 100000" in result["reason"]
 
 
@@ -94,7 +80,7 @@ def test_what_is_wrong_with_the_data_is_an_error_even_without_a_program() -> Non
 def test_a_failing_sandbox_is_an_error(monkeypatch: pytest.MonkeyPatch, config: SandboxConfig) -> None:
     monkeypatch.setattr(runner.isolation, "interpreter", lambda: "/no/such/python")
     with pytest.raises(runner.SandboxError, match="failed: .*no/such/python"):
-        compute_score(fenced("print(1)"), DOUBLE, replace(config, isolation=runner.resolve(config)))
+        score("print(1)", DOUBLE, replace(config, isolation=runner.resolve(config)))
 
 
 def test_tests_after_the_last_outcome_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +88,7 @@ def test_tests_after_the_last_outcome_have_failed(monkeypatch: pytest.MonkeyPatc
         yield Outcome("exit", 0, "2\n")
 
     monkeypatch.setattr(rule.runner, "run_tests", outcomes)
-    result = compute_score(fenced("x"), DOUBLE, SandboxConfig())
+    result = score("x", DOUBLE, SandboxConfig())
     assert (result["passed"], result["acc"]) == (1, 0)
     assert result["reason"] == "test 2: time limit of all tests exceeded"
 
@@ -127,8 +113,6 @@ RESULTS: dict[str, tuple[str, Any, float]] = {
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_of_any_size_are_right_or_wrong(name: str, config: SandboxConfig) -> None:
-    source, expected, score = RESULTS[name]
-    tests = {"fn_name": "f", "inputs": [[], []], "outputs": [expected, expected]}
-    result = compute_score(f"```python\ndef f(): return {source}\n```", tests, replace(config, output_kb=64))
-    assert result["score"] == score
-    result["reason"].encode()
+    source, expected, points = RESULTS[name]
+    tests = {"fn_name": "f", "inputs": [[]], "outputs": [expected]}
+    assert score(f"def f(): return {source}", tests, replace(config, output_kb=64))["score"] == points

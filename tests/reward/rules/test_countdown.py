@@ -1,12 +1,11 @@
 """The Countdown rule: exact arithmetic against random trees, and answers meant to hurt."""
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.reward.rules import countdown
@@ -70,16 +69,6 @@ def test_precedence_and_left_association(tail: list[tuple[str, int]], first: int
     assert evaluate(tokenize(text)) == sum(products)
 
 
-@given(trees, st.integers(-3, 3))
-def test_score_of_a_tree(tree: Tree, error: int) -> None:
-    assume(tree.value is not None and tree.value.denominator == 1 and len(tree.text) <= countdown.MAX_LENGTH)
-    truth = {"target": int(tree.value) + error, "numbers": sorted(tree.numbers)}
-    assert compute_score(f"<answer>{tree.text}</answer>", truth)["score"] == (1.0 if error == 0 else 0.1)
-    truth["target"] -= error
-    truth["numbers"] = [*truth["numbers"], 1]
-    assert compute_score(f"<answer>{tree.text}</answer>", truth)["score"] == 0.1
-
-
 @pytest.mark.parametrize(
     ("response", "score"),
     [
@@ -102,8 +91,6 @@ def test_cases(response: str, score: float) -> None:
 
 def test_division_is_exact_and_each_number_counts() -> None:
     assert compute_score("<answer>1/3*9</answer>", {"target": 3, "numbers": [1, 3, 9]})["score"] == 1.0
-    near = {"target": 1, "numbers": [10**9, 10**9 + 1]}
-    assert compute_score(f"<answer>{10**9}/{10**9 + 1}</answer>", near)["score"] == 0.1
     twice = {"target": 9, "numbers": [3, 3]}
     assert compute_score("<answer> 3 *\n3</answer>", twice) == {"score": 1.0, "acc": 1, "format": 1, "pred": "3*3"}
     assert compute_score("<answer>3*3</answer>", {"target": 9, "numbers": [3]})["score"] == 0.1
@@ -128,20 +115,11 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
-@pytest.mark.parametrize("numbers", [[3, 7, 25], [7, 7, 25]])
-def test_hostile_answers_are_wrong_and_cheap(answer: str, numbers: list[int]) -> None:
+def test_hostile_answers_are_wrong_and_cheap(answer: str) -> None:
     start = time.process_time()
-    score = compute_score(f"<answer>{answer}</answer>", {"target": 54, "numbers": numbers})["score"]
-    assert score == 0.1
+    for numbers in ([3, 7, 25], [7, 7, 25]):
+        assert compute_score(f"<answer>{answer}</answer>", {"target": 54, "numbers": numbers})["score"] == 0.1
     assert time.process_time() - start < 1  # quadratic time would take minutes
-
-
-@given(st.text(alphabet=st.characters(), max_size=60) | st.text("0123456789+-*/() ", max_size=40), st.text(max_size=60))
-def test_no_text_raises(inside: str, around: str) -> None:
-    assert compute_score(f"{around}<answer>{inside}</answer>", TRUTH)["score"] in (0.1, 1.0)
-    assert compute_score(inside, TRUTH)["score"] in (0.0, 0.1, 1.0)
-    with suppress(AnswerError, ZeroDivisionError):
-        assert isinstance(evaluate(tokenize(inside)), Fraction)
 
 
 UNUSABLE = [

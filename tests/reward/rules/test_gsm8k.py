@@ -34,13 +34,6 @@ def test_canonical_forms_are_equal_exactly_if_the_numbers_are(a: str, b: str, mi
     assert [Decimal(form or "nan") for form in forms] == values
 
 
-@given(numbers, st.integers(1, 9))
-def test_needless_zeros_and_commas_change_nothing(number: str, zeros: int) -> None:
-    form = canonical(number, False)
-    assert canonical("0" * zeros + number, False) == canonical(grouped(number), False) == form
-    assert canonical(number + ("" if "." in number else ".") + "0" * zeros, False) == form
-
-
 @given(numbers, st.booleans(), st.sampled_from(["", "$", "\\$"]), st.integers(0, 5), st.booleans(), st.booleans())
 def test_every_way_to_write_a_number(
     number: str, minus: bool, money: str, zeros: int, commas: bool, sign_first: bool
@@ -59,12 +52,6 @@ def test_every_way_to_write_a_number(
         assert compute_score(f"3 + 4 = 7. The answer is {text}{tail}", truth)["acc"] == 1
 
 
-@given(st.integers(-(10**9), 10**9), st.integers(-3, 3))
-def test_only_the_right_number_scores(truth: int, error: int) -> None:
-    for shape in ("#### {:,}", "#### {}.0", "The answer is {}."):
-        assert compute_score(shape.format(truth + error), str(truth))["score"] == float(error == 0)
-
-
 @pytest.mark.parametrize(
     ("response", "strict", "flexible"),
     [
@@ -76,7 +63,9 @@ def test_only_the_right_number_scores(truth: int, error: int) -> None:
         ("#### 42^2", 0, 0), ("#### 42e3", 0, 0), ("#### 42 * 2 = 84", 0, 0), ("#### 42-43", 0, 0),
         ("#### 42 or 43", 0, 0), ("#### 42, 43", 0, 0), ("#### 42x10^3", 0, 0),
         ("#### 42, as I found in 3 ways", 1, 1), ("#### 42 apples and 3 pears", 1, 1), ("It is 3/42", 0, 0),
-        ("It is 2^{42}", 0, 0), ("It is 7e42", 0, 0), (r"It is \frac{3}{42}", 0, 0), ("The answer is 42.", 0, 1),
+        ("It is 2^{42}", 0, 0),
+        ("#### 42\u0664", 0, 0), ("#### 42.\uff14", 0, 0), ("It is 42, or \u096a", 0, 0),
+        ("It is 7e42", 0, 0), (r"It is \frac{3}{42}", 0, 0), ("The answer is 42.", 0, 1),
         ("The answer is...42", 0, 1), ("The answer is,42", 0, 1), ("The answer is 42" + " and so on" * 1000, 0, 1),
         (r"\boxed{42}", 0, 1), ("#### **42**", 0, 1), ("####\n42", 0, 1), ("### 42", 0, 1), ("#### \\boxed{42}", 0, 1),
         ("It lies in 40-42", 0, 1), ("It is x-42", 0, 1), ("It is (50)-42", 0, 1), ("that is--42", 0, 1),
@@ -93,14 +82,11 @@ def test_cases(response: str, strict: int, flexible: int) -> None:
 @pytest.mark.parametrize(
     ("response", "method", "expected"),
     [
-        ("#### 7", "strict", {"format": 1, "pred": "7"}),
         ("#### $-1,007.50 in all", "flexible", {"format": 1, "pred": "-1007.5"}),
-        ("it is 7", "flexible", {"format": 0, "pred": "7"}),
         ("it is 7", "strict", {"format": 0, "pred": ""}),
         ("it is 3,4", "flexible", {"format": 0, "pred": "3,4"}),
         ("it is -.50", "flexible", {"format": 0, "pred": "-0.5"}),
         ("it is -0.0", "flexible", {"format": 0, "pred": "0"}),
-        ("nothing", "flexible", {"format": 0, "pred": ""}),
         ("9" * (MAX_PRED + 1), "flexible", {"format": 0, "pred": "9" * MAX_PRED}),
     ],
 )
@@ -109,25 +95,14 @@ def test_parts(response: str, method: Method, expected: dict[str, Any]) -> None:
     assert {key: result[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("digit", ["\u0664", "\uff14", "\u096a"])
-def test_digits_of_other_scripts_are_refused(digit: str) -> None:
-    # A number counts whole: neither its ASCII part nor an earlier number is taken for it.
-    for text in (digit, f"4{digit}", f"{digit}4", f"4.{digit}"):
-        for response in (f"#### {text}", f"4, or rather {text}"):
-            assert compute_score(response, "4")["acc"] == 0
-
-
-@pytest.mark.parametrize("truth", ["1000", "1,000", " $1,000.00 ", "1000.", 1000, 1000.0, 1e3, "+1000"])
-def test_ground_truth_is_text_or_a_number(truth: str | int | float) -> None:
-    assert compute_score("#### 1,000", truth)["score"] == 1.0
-    assert compute_score("#### 1,001", truth)["score"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("truth", "text"),
-    [(-7, "-7"), (-7.5, "-7.5"), ("-$7", "-7"), ("\u22127", "-7"), (0.1, ".1"), (10**400, f"1{'0' * 400}")],
-)
-def test_ground_truth_keeps_sign_and_digits(truth: str | int | float, text: str) -> None:
+    [
+        ("1000", "1,000"), (" $1,000.00 ", "1,000"), ("1000.", "1000"), (1e3, "1000"), ("+1000", "1000"),
+        (-7.5, "-7.5"), ("-$7", "-7"), ("\u22127", "-7"), (0.1, ".1"), (10**400, f"1{'0' * 400}"),
+    ],
+)  # fmt: skip
+def test_ground_truth_is_text_or_a_number(truth: str | int | float, text: str) -> None:
     assert compute_score(f"#### {text}", truth)["score"] == 1.0
     assert compute_score(f"#### {text}1", truth)["score"] == 0.0
 
