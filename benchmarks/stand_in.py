@@ -23,7 +23,7 @@ from ray.data import Dataset
 from pipeline import rows, stream
 from pipeline.config import Config
 from pipeline.derived import uses_filter
-from pipeline.prompts.chat import load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder

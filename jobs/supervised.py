@@ -19,7 +19,7 @@ from pipeline.config import ConfigError, load
 from pipeline.config.bounds import violations
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
-from pipeline.prompts.chat import load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.run import cluster
 from pipeline.supervised.data import RowGroup, find_row_groups, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop

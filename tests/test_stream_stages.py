@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.advantage.estimators import Estimate, register_adv_est
 from pipeline.config import Config
 from pipeline.models.policy import Policy
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import ValueModel
-from pipeline.prompts.chat import load_tokenizer
 from pipeline.prompts.stage import Schedule
 from pipeline.rows import BASELINE, POLICY, REFERENCE, REWARD_MODEL, SCHEMA, VALUE, flat
 from pipeline.track.trajectories import read_trajectories

@@ -29,7 +29,7 @@ from pipeline.models.checkpoint_reader import CheckpointReader, load_checkpoint
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.policy import Policy
 from pipeline.models.settings import ModelSettings
-from pipeline.prompts.chat import load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 
 
 def export(

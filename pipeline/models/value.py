@@ -15,7 +15,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.models.policy import load_lm
 from pipeline.models.pretrained import float32_head, without_dropout
 from pipeline.models.sharing import hidden_states
-from pipeline.prompts.chat import load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 
 
 class ValueModel(nn.Module):

@@ -18,8 +18,9 @@ from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_filter
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts import files
-from pipeline.prompts.chat import ChatTokenizer, load_tokenizer
+from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.encode import Encoder, stamp, to_table
 from pipeline.prompts.generator import make_generator
 from pipeline.prompts.loader import PromptLoader

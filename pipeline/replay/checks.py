@@ -198,7 +198,7 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
 
 def _check_tokens(config: Config, rows: list[dict]) -> None:
     """Tokens mean the same to the model that is trained as to the one that made them."""
-    from pipeline.prompts.chat import load_tokenizer
+    from pipeline.models.tokenizer import load_tokenizer
 
     texts = load_tokenizer(config.model).batch_decode([row["response_ids"] for row in rows], skip_special_tokens=True)
     for row, text in zip(rows, texts, strict=True):

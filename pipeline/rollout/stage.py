@@ -64,7 +64,7 @@ class Rollout:
     """
 
     def __init__(self, config: Config, policy: PolicySource):
-        from pipeline.prompts.chat import load_tokenizer
+        from pipeline.models.tokenizer import load_tokenizer
 
         self._config = config
         self._policy = policy

@@ -20,7 +20,7 @@ from pipeline.config.scoring import ScorerConfig
 from pipeline.errors import short_reason
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.reward_model import load_reward_model
-from pipeline.prompts.chat import load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import REWARD_MODEL, append
 from pipeline.scoring.replica import Replica, scoring_model
 

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SupervisedDataConfig
-from pipeline.prompts.chat import load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 
 SLICE_ROWS = 2048
 

@@ -25,7 +25,7 @@ from pipeline.config.supervised import SupervisedConfig
 from pipeline.models.fsdp import clip_grad_norm, save_hf, shard
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.pretrained import Pretrained
-from pipeline.prompts.chat import load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.supervised.data import Encoder, RowGroup, held_rows
 from pipeline.threads import compute_threads
 from pipeline.train.feed import TimedIterator

@@ -29,7 +29,7 @@ from pipeline.errors import FinalError
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import save_hf
 from pipeline.models.settings import ModelSettings
-from pipeline.prompts.chat import load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.stats import Stat, Stats, reduce
 from pipeline.storage import checkpoints
 from pipeline.store.client import ANSWER_S, StoreClient

@@ -31,8 +31,8 @@ from pipeline.config.schema import keys
 from pipeline.losses import LossInput, Sums
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan.plan import plan
-from pipeline.prompts.chat import load_tokenizer
 from pipeline.rows import SCHEMA
 from pipeline.store.admission import Admission
 from pipeline.store.policy_store import PolicyStore

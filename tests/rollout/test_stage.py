@@ -94,7 +94,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
     tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(tokens) for tokens in ids])
-    monkeypatch.setattr("pipeline.prompts.chat.load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr("pipeline.models.tokenizer.load_tokenizer", lambda model: tokenizer)
 
     def made(estimator: str, *tickets: Ticket, n: int = 2) -> Rollout:
         config = Config()
