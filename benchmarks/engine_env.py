@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 def child(arguments: list[str]) -> None:
     """One process of one variant: prints its measurements as JSON."""
     from benchmarks import rollout
-    from pipeline.rollout.stage import Rollout
+    from pipeline.rollout.stage import Rollout, sections
 
     args = rollout.parser().parse_args(arguments)
     config = rollout.settings(args.model, args.data, args)
@@ -43,7 +43,7 @@ def child(arguments: list[str]) -> None:
         policy = rollout.OneVersion([rollout.weights(config, lambda buffer: buffer)])
         chunks = rollout.prompt_chunks(config)
         begun = rollout.clocks()
-        stage = Rollout(config, policy)
+        stage = Rollout(*sections(config), policy)
         start = rollout.Generated.since(begun, 0)
         cold = await rollout.staged(stage, policy, chunks)
         warm = [await rollout.staged(stage, policy, chunks) for _ in range(args.repeats)]

@@ -22,6 +22,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -31,7 +32,9 @@ from rich.table import Table
 from benchmarks.prompt_stream import byte_tokenizer, write_prompts
 from benchmarks.stand_in import RANKS, InstantRollout, StandInTrainer, shard
 from pipeline.config import Config, load_config
-from pipeline.rollout.policy_source import PolicySource
+from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.rollout import RolloutConfig
 from pipeline.run.driver import start_ray
 
 CHUNKS, CHUNK_PROMPTS = 8, 2
@@ -73,9 +76,9 @@ CASES = {
 class TimedRollout(InstantRollout):
     """An engine of a fixed speed: every chunk takes the same time, one after the other."""
 
-    def __init__(self, config: Config, policy: PolicySource):
-        super().__init__(config, policy)
-        self._seconds = config.rollout.engine_kwargs[SECONDS]
+    def __init__(self, data: DataConfig, model: ModelConfig, rollout: RolloutConfig, *args: Any):
+        super().__init__(data, model, rollout, *args)
+        self._seconds = rollout.engine_kwargs[SECONDS]
         self._engine = asyncio.Lock()
 
     async def __call__(self, table: pa.Table) -> pa.Table:

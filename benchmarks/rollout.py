@@ -34,12 +34,14 @@ from jobs import tiny
 from jobs.prepare import __main__ as prepare
 from pipeline import rows
 from pipeline.config import Config, load_config
+from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.rollout import RolloutConfig
 from pipeline.models.fsdp import torch_dtype
 from pipeline.prompts.encode import stamp, to_table
 from pipeline.prompts.stage import loaders
 from pipeline.rollout import vllm
-from pipeline.rollout.policy_source import PolicySource
-from pipeline.rollout.stage import Rollout, token_lists
+from pipeline.rollout.stage import Rollout, sections, token_lists
 from pipeline.run.driver import start_ray
 from pipeline.sampling import Sampling, row_limits
 from pipeline.store.client import StoreClient
@@ -95,9 +97,9 @@ class OneVersion:
 class Probe(Rollout):
     """The rollout stage of the stream, whose engine generates each version's requests bare before the stage does."""
 
-    def __init__(self, config: Config, policy: PolicySource):
-        super().__init__(config, policy)
-        self._chunks = config.data.train_batch_size // config.rollout.chunk_prompts
+    def __init__(self, data: DataConfig, model: ModelConfig, rollout: RolloutConfig, *args: Any):
+        super().__init__(data, model, rollout, *args)
+        self._data, self._chunks = data, data.train_batch_size // rollout.chunk_prompts
         self._tables: list[pa.Table] = []
         self._released = asyncio.Event()
 
@@ -108,7 +110,7 @@ class Probe(Rollout):
         self._tables.append(table)
         released = self._released
         if len(self._tables) == self._chunks:
-            found = bare(self, requests(self._config, self._tables, -1 - ticket.version))
+            found = bare(self, requests(self._data, self._rollout, self._seed, self._tables, -1 - ticket.version))
             store: StoreClient = self._policy._store  # type: ignore[attr-defined]
             await store.awaited(PolicyStore.post, PromptsMade(BARE, found._asdict()))
             self._tables, self._released = [], asyncio.Event()
@@ -117,7 +119,9 @@ class Probe(Rollout):
         return await super().__call__(table)
 
 
-def requests(config: Config, chunks: Sequence[pa.Table], version: int, seeds: bool = True) -> list[tuple[Any, Any]]:
+def requests(
+    data: DataConfig, rollout: RolloutConfig, seed: int | None, chunks: Sequence[pa.Table], version: int
+) -> list[tuple[Any, Any]]:
     """Requests for the samples of the stage, as vLLM documents them; `version` salts the prefix cache."""
     made = []
     for table in chunks:
@@ -125,11 +129,11 @@ def requests(config: Config, chunks: Sequence[pa.Table], version: int, seeds: bo
         for prompt, params in vllm.requests(
             prompts,
             table["uid"].to_pylist(),
-            [Sampling.of(config.rollout, config.data.max_response_length, "train")] * len(prompts),
-            config.rollout.n,
+            [Sampling.of(rollout, data.max_response_length, "train")] * len(prompts),
+            rollout.n,
             version=version,
-            seed=config.trainer.seed if seeds and config.rollout.seed_per_request else None,
-            ignore_eos=config.rollout.ignore_eos,
+            seed=seed if rollout.seed_per_request else None,
+            ignore_eos=rollout.ignore_eos,
         ):
             params.skip_clone = False
             made.append(({name: prompt[name] for name in ("prompt_token_ids", "cache_salt")}, params))
@@ -189,7 +193,7 @@ async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
     """Tokens per second and per CPU second of each repeat, without Ray."""
     policy = OneVersion([weights(config, lambda buffer: buffer)])
     chunks = prompt_chunks(config)
-    stage = Rollout(config, policy)
+    stage = Rollout(*sections(config), policy)
     print(lengths(pa.concat_tables(await asyncio.gather(*(stage(chunk) for chunk in chunks)))), flush=True)
     modes = ["bare", "bare without seeds", "stage", "chunk by chunk"]
     rates: dict[str, list[float]] = {name + unit: [] for unit in ("", CPU) for name in modes}
@@ -201,7 +205,9 @@ async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
                 found = await one_by_one(stage, policy, chunks)
             else:
                 seeds = name == "bare"
-                found = bare(stage, requests(config, chunks, -1 - 2 * repeat - seeds, seeds))
+                seed = config.trainer.seed if seeds else None
+                asked = requests(config.data, config.rollout, seed, chunks, -1 - 2 * repeat - seeds)
+                found = bare(stage, asked)
             rates[name].append(found.tokens / found.seconds)
             rates[name + CPU].append(found.tokens / found.cpu_s)
     stage.engine.close()

@@ -22,6 +22,10 @@ from ray.data import Dataset
 
 from pipeline import rows, stream
 from pipeline.config import Config
+from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.rollout import RolloutConfig
+from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_filter
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts.stage import Schedule
@@ -52,10 +56,18 @@ def shard(rank: int = 0) -> Shard:
 class InstantRollout(Rollout):
     """The rollout stage without an engine: random responses of 4 to 32 tokens, at once."""
 
-    def __init__(self, config: Config, policy: PolicySource):
-        self._config, self._policy = config, policy
-        self._tokenizer = load_tokenizer(config.model)
-        self._random = np.random.default_rng(config.trainer.seed)
+    def __init__(
+        self,
+        data: DataConfig,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        trainer: TrainerConfig,
+        greedy: bool,
+        policy: PolicySource,
+    ):
+        self._rollout, self._policy, self._greedy = rollout, policy, greedy
+        self._tokenizer = load_tokenizer(model)
+        self._random = np.random.default_rng(trainer.seed)
         self._order, self._occupancy, self._acknowledged = InOrder(), Occupancy(), None
         self._version = -1
         self.name = f"instant:{os.getpid()}"
@@ -68,16 +80,19 @@ class InstantRollout(Rollout):
             self._version = ticket.version
             self._acknowledge(ticket, 0.0)
         table = table.filter(pc.not_equal(table["split"], "pad"))
-        n = self._config.rollout.n
-        generated = self._rows(table, self._generations(len(table) * n), n, ticket.version, 0.0, 0.0)
+        count = len(table) * (self._rollout.n + self._greedy)
+        generated = self._rows(table, self._generations(count, ticket.version), 0.0, 0.0)
         await self._wait_acknowledged()
         return generated
 
-    def _generations(self, count: int) -> list[Generation]:
+    def _generations(self, count: int, version: int) -> list[Generation]:
         ends = np.cumsum(self._random.integers(SHORTEST, LONGEST, count))
         tokens = np.split(self._random.integers(0, 100, ends[-1], dtype=np.int32), ends[:-1])
         log_probs = np.split(-self._random.random(ends[-1], dtype=np.float32), ends[:-1])
-        return [Generation(*one, "stop") for one in zip(tokens, log_probs, strict=True)]
+        return [
+            Generation(ids, chances, "stop", ((version, len(ids)),))
+            for ids, chances in zip(tokens, log_probs, strict=True)
+        ]
 
 
 class StandInTrainer:

@@ -48,7 +48,7 @@ from pipeline.reward.stage import Reward, SingleReward
 from pipeline.rollout import tensor_parallel
 from pipeline.rollout.elastic import Gate, set_autoscaling
 from pipeline.rollout.policy_source import StorePolicy
-from pipeline.rollout.stage import Rollout
+from pipeline.rollout.stage import Rollout, sections
 from pipeline.sampling import row_limits
 from pipeline.scoring.policy import PolicyScore
 from pipeline.scoring.reference import Reference
@@ -97,7 +97,8 @@ def build(
             stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
         in_flight = rollout.in_flight(schedule.chunks_per_iteration)
         resources = engines(config, rollout.num_engines, in_flight, (rollout.fewest, rollout.most))
-        stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, policy), **resources, **WHOLE)
+        args = (*sections(config), policy)
+        stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **resources, **WHOLE)
     else:
         args = (config.data, uses_baselines(config), schedule, client, deadlines)
         stream = source(schedule.pages, chunk_rows, Replay, args, config)

@@ -19,6 +19,7 @@ import ray
 
 from pipeline import stream
 from pipeline.config import Config
+from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_filter
 from pipeline.prompts.loader import PromptLoader
 from pipeline.prompts.stage import Schedule, loaders
@@ -88,14 +89,14 @@ class StandIn(Rollout):
 
     answers: type[Answers] = Answers
 
-    def __init__(self, config: Config, policy: PolicySource) -> None:
+    def __init__(self, data: Any, model: Any, rollout: Any, trainer: TrainerConfig, greedy: bool, policy: Any) -> None:
         # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
         kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
         modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
         sys.modules.update(modules)
-        self._log = Path(config.trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
+        self._log = Path(trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
         with patch.object(vllm, "build", lambda *args: self.answers()):
-            super().__init__(config, Logged(policy, self._write))
+            super().__init__(data, model, rollout, trainer, greedy, Logged(policy, self._write))
         self._write(event="start")
 
     def _write(self, **event: Any) -> None:

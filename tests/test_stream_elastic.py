@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
+from pipeline.config.trainer import TrainerConfig
 from pipeline.errors import FinalError
 from pipeline.prompts.stage import Schedule
-from pipeline.rollout.policy_source import PolicySource
 from pipeline.store.events import VersionLoaded
 from pipeline.train.feed import RowsTimeout
 from tests.streams import (
@@ -138,46 +138,50 @@ class Dying(Answers):
         return super().step()
 
 
+def folder_of(data: Any, model: Any, rollout: Any, trainer: TrainerConfig, *args: Any) -> Path:
+    return Path(trainer.default_local_dir)
+
+
 class Killed(StandIn):
     """As by the kernel when memory runs out."""
 
     answers = Dying
 
-    def __init__(self, config: Config, policy: PolicySource) -> None:
-        Dying.folder = Path(config.trainer.default_local_dir)
-        super().__init__(config, policy)
+    def __init__(self, *args: Any) -> None:
+        Dying.folder = folder_of(*args)
+        super().__init__(*args)
 
 
 class Failing(Killed):
     """As a GPU that runs out of memory: the process lives, its engine does not."""
 
-    def __init__(self, config: Config, policy: PolicySource) -> None:
+    def __init__(self, *args: Any) -> None:
         Dying.killed = False
-        super().__init__(config, policy)
+        super().__init__(*args)
 
 
 class Hopeless(Failing):
-    def __init__(self, config: Config, policy: PolicySource) -> None:
+    def __init__(self, *args: Any) -> None:
         Dying.times = 1000
-        super().__init__(config, policy)
+        super().__init__(*args)
 
 
 class NeverAgain(Killed):
     """Dies once, and cannot start afterwards."""
 
-    def __init__(self, config: Config, policy: PolicySource) -> None:
-        if (Path(config.trainer.default_local_dir) / "deaths").exists():
+    def __init__(self, *args: Any) -> None:
+        if (folder_of(*args) / "deaths").exists():
             raise OSError("the model's folder is gone")
-        super().__init__(config, policy)
+        super().__init__(*args)
 
 
 class KilledAtStart(Killed):
     """Dies once, and at each start afterwards."""
 
-    def __init__(self, config: Config, policy: PolicySource) -> None:
-        if (Path(config.trainer.default_local_dir) / "deaths").exists():
+    def __init__(self, *args: Any) -> None:
+        if (folder_of(*args) / "deaths").exists():
             os.kill(os.getpid(), signal.SIGKILL)
-        super().__init__(config, policy)
+        super().__init__(*args)
 
 
 def started(stream_config: Config, folder: Path, stage: type[StandIn]) -> Run:

@@ -8,6 +8,7 @@ tokenised ahead of the engines and wait in Ray's object store, as those of a val
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 from ray.data import Dataset
@@ -16,7 +17,7 @@ from pipeline.config import Config
 from pipeline.evaluate.settings import in_flight
 from pipeline.prompts.encode import stamp
 from pipeline.prompts.stage import MAX_PAGES, loaders
-from pipeline.rollout.stage import Rollout
+from pipeline.rollout.stage import Rollout, sections
 from pipeline.rows import PROMPT
 from pipeline.sampling import row_limits
 from pipeline.store.versions import Ticket
@@ -99,13 +100,15 @@ class FixedPolicy:
 class EvaluationRollout(Rollout):
     """One engine of the pool, with the weights of `model.path`.
 
+    `rollout.engine_kwargs.load_format` says how it reads them.
+
     Args:
-        config: the settings; `rollout.engine_kwargs.load_format` says how the engine reads the weights.
+        sections: as of `Rollout`.
         version: number of the policy version that they are.
     """
 
-    def __init__(self, config: Config, version: int) -> None:
-        super().__init__(config, FixedPolicy(version))
+    def __init__(self, *sections: Any, version: int) -> None:
+        super().__init__(*sections, FixedPolicy(version))
         # The engine holds the version of every ticket, so nothing is ever loaded.
         self._version = version
 
@@ -132,5 +135,11 @@ def build(
     args = (config, pages, iteration, out)
     stream = source(pages.count, rollout.chunk_prompts, EvaluationPrompts, args, config)
     resources = engines(config, num_engines, chunks)
-    stream = stream.map_batches(rollout_stage, fn_constructor_args=(config, iteration), **resources, **WHOLE)
+    stream = stream.map_batches(
+        rollout_stage,
+        fn_constructor_args=sections(config),
+        fn_constructor_kwargs={"version": iteration},
+        **resources,
+        **WHOLE,
+    )
     return rewarded(stream, config, chunks * num_engines)

@@ -1,12 +1,10 @@
 """Engines that join during a run (`rollout.min_engines`, `rollout.max_engines`).
 
-Ray Data holds a pool of actors between two sizes and adds one as long as the pool's actors have as many chunks as they
-take. In a strictly on-policy run that would say little: the next iteration's chunks fill every engine while they wait
-for the update. So only admitted chunks reach the engines of an elastic pool (`Gate`), and the pool grows while these
-fill it. It does not shrink: every engine is idle during an update, and starting one again costs more than keeping it.
-
-The rows do not depend on how many engines there are: requests are seeded by prompt and sample, and chunks keep their
-order.
+Ray Data adds an actor to a pool as long as its actors have as many chunks as they take. In a strictly on-policy run the
+next iteration's chunks would fill every engine while they wait for the update. So only admitted chunks reach the
+engines of an elastic pool (`Gate`), and the pool grows while these fill it. It does not shrink: every engine is idle
+during an update, and starting one again costs more than keeping it. Rows do not depend on the number of engines:
+requests are seeded by prompt and sample, and chunks keep their order.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,9 @@
-"""The continuous engine loop: one vLLM engine stepped by one thread, chunks submitted from anywhere.
+"""The engine loop: one vLLM engine stepped by one thread, chunks submitted from anywhere.
 
-The thread owns the engine. Callers hand it commands, which run between steps in the order they came: adding a chunk's
-requests, or loading weights. A command marked `when_idle` waits until no request is running, and the commands behind it
-wait for it; that is how weights change between chunks and never inside one. An `update` changes them inside chunks: it
-waits for those alone that were submitted with `one_version`. Finished
-requests are collected by chunk, and a chunk's future is set when its last request is done, so chunks overlap freely and
-the engine's batch stays full.
+The thread owns the engine. Callers give it commands, which run between two steps in the order they came. A command
+marked `when_idle` waits until no request is running, and the commands behind it wait for it: that is how weights change
+between chunks. An `update` changes them inside chunks; it waits only for those submitted with `one_version`. Finished
+requests are collected by chunk, so chunks overlap freely and the engine's batch stays full.
 """
 
 import queue
@@ -25,21 +23,18 @@ class EngineDead(RuntimeError):
 @dataclass
 class _Command:
     run: Callable[[Any], Any] | None
-    future: Future
+    """None ends the loop."""
     when_idle: bool = False
     updates: bool = False
+    future: Future = field(default_factory=Future)
 
 
 @dataclass
 class _Chunk:
-    future: Future
-    order: list[str]
     one_version: bool
+    future: Future = field(default_factory=Future)
+    order: list[str] = field(default_factory=list)
     outputs: dict[str, Any] = field(default_factory=dict)
-
-
-def _nothing_begun(engine: Any) -> list[Any]:
-    return []
 
 
 class EngineLoop:
@@ -60,7 +55,7 @@ class EngineLoop:
         self,
         build: Callable[[], Any],
         start_timeout: float,
-        drain: Callable[[Any], list[Any]] = _nothing_begun,
+        drain: Callable[[Any], list[Any]] = lambda engine: [],
     ):
         self._drain = drain
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -84,23 +79,21 @@ class EngineLoop:
 
     def call(self, run: Callable[[Any], Any], when_idle: bool = False) -> Future:
         """Run `run(engine)` between two steps; with `when_idle`, once no request is running."""
-        return self._put(_Command(run, Future(), when_idle))
+        return self._put(_Command(run, when_idle))
 
     def update(self, run: Callable[[Any], Any]) -> Future:
         """Run `run(engine)`, which changes the weights, between two steps, with no step half done.
 
-        Where it fails, the chunks that are running fail too, because it is not known which weights the engine has then.
+        If it fails, the running chunks fail too, because it is not known which weights the engine has then.
         """
-        return self._put(_Command(run, Future(), updates=True))
+        return self._put(_Command(run, updates=True))
 
     def submit(self, requests: Sequence[tuple[Any, Any]], one_version: bool = False) -> Future:
-        """Add one chunk: `(prompt, sampling params)` pairs. The future holds their outputs in the same order.
+        """Add one chunk of `(prompt, sampling params)` pairs. The future holds their outputs in the same order.
 
-        Args:
-            requests: the pairs.
-            one_version: let no `update` run before the chunk is done.
+        With `one_version`, no `update` runs before the chunk is done.
         """
-        chunk = _Chunk(Future(), [], one_version)
+        chunk = _Chunk(one_version)
         # A running future cannot be cancelled, so no caller sets its result while the loop is about to.
         chunk.future.set_running_or_notify_cancel()
         if not requests:
@@ -126,7 +119,7 @@ class EngineLoop:
 
     def close(self, timeout: float = 30.0) -> None:
         """Stop the thread; running requests are dropped, and their futures raise `EngineDead`."""
-        self._commands.put(_Command(None, Future()))
+        self._commands.put(_Command(None))
         self._thread.join(timeout)
 
     def _put(self, command: _Command) -> Future:
@@ -138,14 +131,14 @@ class EngineLoop:
     def _main(self, build: Callable[[], Any], started: Future) -> None:
         try:
             engine = build()
-        except BaseException as error:  # noqa: BLE001 (handed to the caller)
+        except BaseException as error:  # noqa: BLE001 (raised in the caller)
             self._error = error
             started.set_exception(error)
             return
         started.set_result(None)
         try:
             self._loop(engine)
-        except BaseException as error:  # noqa: BLE001 (handed to every caller)
+        except BaseException as error:  # noqa: BLE001 (raised in every caller)
             self._error = error
             for command in self._waiting:
                 self._commands.put(command)
@@ -163,7 +156,7 @@ class EngineLoop:
                 outputs = engine.step()
                 self.busy_s += time.perf_counter() - begun
                 self.steps += 1
-                self._take(outputs)
+                self._collect(outputs)
 
     def _must_wait(self, command: _Command) -> bool:
         return bool(command.when_idle and self._chunk_of) or (command.updates and self._one_version > 0)
@@ -175,41 +168,35 @@ class EngineLoop:
             return
         try:
             if command.updates:
-                self._take(self._drain(engine))
+                self._collect(self._drain(engine))
             command.future.set_result(command.run(engine))
-        except BaseException as error:  # noqa: BLE001 (handed to the caller)
-            if command.updates:
-                self._drop_running(engine, error)
+        except BaseException as error:  # noqa: BLE001 (raised in the caller)
+            if command.updates and self._chunk_of:
+                engine.abort_request(self._fail_running(error))
             command.future.set_exception(error)
 
-    def _drop_running(self, engine: Any, error: BaseException) -> None:
+    def _collect(self, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            chunk = self._chunk_of.pop(output.request_id, None) if output.finished else None
+            if chunk is None:
+                continue
+            self._one_version -= chunk.one_version
+            chunk.outputs[output.request_id] = output
+            if len(chunk.outputs) == len(chunk.order) and not chunk.future.done():
+                chunk.future.set_result([chunk.outputs[request_id] for request_id in chunk.order])
+
+    def _fail_running(self, error: BaseException) -> list[str]:
+        """Fail the running chunks; their requests."""
         running, self._chunk_of, self._one_version = self._chunk_of, {}, 0
-        for chunk in {id(c): c for c in running.values()}.values():
+        for chunk in running.values():
             if not chunk.future.done():
                 chunk.future.set_exception(error)
-        if running:
-            engine.abort_request(list(running))
-
-    def _take(self, outputs: Sequence[Any]) -> None:
-        for output in outputs:
-            if output.finished:
-                self._collect(output)
-
-    def _collect(self, output: Any) -> None:
-        chunk = self._chunk_of.pop(output.request_id, None)
-        if chunk is None:
-            return
-        self._one_version -= chunk.one_version
-        chunk.outputs[output.request_id] = output
-        if len(chunk.outputs) == len(chunk.order) and not chunk.future.done():
-            chunk.future.set_result([chunk.outputs[request_id] for request_id in chunk.order])
+        return list(running)
 
     def _fail_everything(self) -> None:
         error = EngineDead(f"the rollout engine died: {type(self._error).__name__}: {self._error}")
         error.__cause__ = self._error
-        for chunk in {id(c): c for c in self._chunk_of.values()}.values():
-            if not chunk.future.done():
-                chunk.future.set_exception(error)
+        self._fail_running(error)
         while True:
             try:
                 command = self._commands.get_nowait()

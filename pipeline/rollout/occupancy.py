@@ -5,11 +5,7 @@ from collections.abc import Callable
 
 
 class Occupancy:
-    """Counts the seconds.
-
-    Args:
-        clock: seconds that pass.
-    """
+    """Counts idle and busy seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._since = clock, clock()
@@ -27,7 +23,7 @@ class Occupancy:
         self._chunks -= 1
 
     def take(self) -> tuple[float, float]:
-        """Idle and busy seconds since the last time they were asked for."""
+        """Idle and busy seconds since the last call."""
         self._count()
         spent = self._idle, self._busy
         self._idle = self._busy = 0.0

@@ -1,7 +1,7 @@
 """Chunks that may start together start in their order.
 
-Answers of the policy store overtake each other, and rows are handed on in the order of their chunks: a first chunk that
-is begun last would hold back all others, and training that starts early would find nothing to start with.
+Answers of the policy store overtake each other, and rows leave in the order of their chunks: a first chunk that starts
+last would hold back all others, and streamed gradients would have nothing to start with.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ class InOrder:
         self._asking: list[tuple[int, asyncio.Future[None]]] = []
 
     async def admitted(self, chunk: int, answer: Awaitable[Answer]) -> Answer:
-        """What `answer` gives, once every chunk before this one that has asked is through.
+        """The result of `answer`, once every earlier chunk that has asked is admitted.
 
-        Where a chunk may start, those before it may, so each wait ends.
+        Earlier chunks are always admissible too, so this wait cannot deadlock.
         """
         own = chunk, asyncio.get_running_loop().create_future()
         self._asking.append(own)

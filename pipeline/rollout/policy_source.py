@@ -22,23 +22,13 @@ class PolicySource(Protocol):
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
-        """The engine has loaded a version.
-
-        Args:
-            engine: its name.
-            version: what it has loaded.
-            crc: checksum of the weights.
-            load_s: seconds that loading took.
-            idle_s, busy_s: seconds since its last call without and with admitted chunks.
-        """
+        """The engine has loaded a version; see `PolicyStore.acknowledge`."""
 
 
 class StorePolicy:
     """The policy store as the engines of one attempt see it.
 
-    Args:
-        store: of the attempt.
-        timeout: seconds without a heartbeat after which a wait for admission fails (`trainer.deadlines.admission`).
+    `timeout` is in seconds without a heartbeat, after which a wait for admission fails (`trainer.deadlines.admission`).
     """
 
     def __init__(self, store: StoreClient, timeout: float):

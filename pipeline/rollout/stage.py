@@ -30,6 +30,10 @@ import ray
 
 from pipeline import rows
 from pipeline.config import Config
+from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.rollout import RolloutConfig
+from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_baselines
 from pipeline.errors import FinalError
 from pipeline.rollout import vllm
@@ -59,40 +63,48 @@ class Rollout:
     """One engine of the pool.
 
     Args:
-        config: the run's configuration.
+        data, model, rollout, trainer: these sections.
+        greedy: whether each training prompt has a greedy response more.
         policy: admits chunks and hands out weights.
     """
 
-    def __init__(self, config: Config, policy: PolicySource):
+    def __init__(
+        self,
+        data: DataConfig,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        trainer: TrainerConfig,
+        greedy: bool,
+        policy: PolicySource,
+    ):
         from pipeline.models.tokenizer import load_tokenizer
 
-        self._config = config
+        self._rollout, self._deadlines, self._seed = rollout, trainer.deadlines, trainer.seed
+        self._max_response_length, self._greedy = data.max_response_length, greedy
         self._policy = policy
-        self._tokenizer = load_tokenizer(config.model)
+        self._tokenizer = load_tokenizer(model)
         self._version = -1
         self._order = InOrder()
         # One change of the engine's memory at a time: loading, waking, going to sleep.
         self._loading = asyncio.Lock()
         self._acknowledged: asyncio.Task[None] | None = None
-        """Done when the store has agreed to every version that was loaded."""
+        """Done when the store has accepted every version that was loaded."""
         self._admitted, self._done, self._asleep = 0, 0, False
         self._occupancy = Occupancy()
         self.name = f"{socket.gethostname()}:{os.getpid()}"
-        length = config.data.max_prompt_length + config.data.max_response_length
+        length = data.max_prompt_length + data.max_response_length
         self.engine = EngineLoop(
-            lambda: vllm.build(config.model, config.rollout, length, config.trainer.seed),
-            config.trainer.deadlines.engine_start,
-            vllm.drain,
+            lambda: vllm.build(model, rollout, length, trainer.seed), self._deadlines.engine_start, vllm.drain
         )
-        if config.rollout.sleep:
-            # An engine that joins or comes again while the trainer computes would else stay awake beside it.
-            self.engine.call(vllm.sleep, when_idle=True).result(timeout=config.trainer.deadlines.publish)
+        if rollout.sleep:
+            # An engine that starts while the trainer computes would otherwise be awake beside it.
+            self.engine.call(vllm.sleep, when_idle=True).result(timeout=self._deadlines.publish)
             self._asleep = True
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        """Rows of one chunk to `n` rows each; with baselines to `n + 1`, the last of split `baseline` and sample `n`.
+        """Rows of one chunk to `n` rows each; with greedy responses to `n + 1`, the last of split `baseline`.
 
-        Rows with split `pad`, which fill up a validation chunk, are left out.
+        Rows with split `pad`, which fill up a validation chunk, are left out. No rows where none are needed any more.
         """
         ticket = await self._admit(table)
         if ticket is None:
@@ -109,12 +121,11 @@ class Rollout:
             self._admitted -= 1
             self._occupancy.leave()
         self._done += 1
-        if self._config.rollout.sleep:
+        if self._rollout.sleep:
             await self._sleep_when_idle()
         return generated
 
     async def _admit(self, table: pa.Table) -> Ticket | None:
-        """The permission to start a chunk; None where its rows are not needed any more."""
         split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
         admitted = self._policy.admit(split, chunk, version)
         return await (self._order.admitted(chunk, admitted) if split == "train" else admitted)
@@ -140,51 +151,43 @@ class Rollout:
         # may be awaited from here until the requests are submitted: they carry the version's number.
         version = await self._bring_to(ticket)
         loaded = time.perf_counter()
-        n, greedy = self._per_prompt(split)
         table = table.filter(pc.not_equal(table["split"], "pad"))
-        deadline = self._config.trainer.deadlines.chunk
-        try:
-            async with asyncio.timeout(deadline):
-                one_version = split != "train"
-                submitted = self.engine.submit(self._requests(table, version), one_version)
-                outputs = await asyncio.wrap_future(submitted)
-        except TimeoutError:
-            raise TimeoutError(
-                f"engine {self.name} did not finish chunk {chunk} ({split}, policy version {version}, "
-                f"{len(table) * (n + greedy)} requests) within {deadline:.0f} s (trainer.deadlines.chunk)"
-            ) from None
+        requests = self._requests(table, version)
+        what = f"finish chunk {chunk} ({split}, policy version {version}, {len(requests)} requests)"
+        submitted = self.engine.submit(requests, one_version=split != "train")
+        outputs = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
         done = time.perf_counter()
-        seconds = done - loaded, loaded - begun
 
         def finish() -> pa.Table:
             generations = [vllm.read(output, version) for output in outputs]
-            return self._rows(table, generations, n, version, *seconds, greedy)
+            return self._rows(table, generations, done - loaded, loaded - begun)
 
         # Other chunks are admitted and added meanwhile.
         generated = await asyncio.to_thread(finish)
         await self._wait_acknowledged()
         return generated
 
-    def _per_prompt(self, split: str) -> tuple[int, bool]:
-        """Samples of a prompt, and whether it has a greedy response more."""
-        if split != "train":
-            return self._config.rollout.val_kwargs.n, False
-        return self._config.rollout.n, uses_baselines(self._config)
+    async def _within(self, seconds: float, future: Future, what: str, keys: str) -> Any:
+        """The result of what the engine was asked for."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+        except TimeoutError:
+            raise TimeoutError(f"engine {self.name} did not {what} within {seconds:.0f} s ({keys})") from None
 
     def _requests(self, table: pa.Table, version: int) -> list[tuple[Any, Any]]:
         """The engine's requests for the prompts of a table."""
-        config, rollout, split = self._config, self._config.rollout, table["split"][0].as_py()
-        n, greedy = self._per_prompt(split)
-        own = Sampling.of(rollout, config.data.max_response_length, split)
+        rollout, split = self._rollout, table["split"][0].as_py()
+        training = split == "train"
+        own = Sampling.of(rollout, self._max_response_length, split)
         return vllm.requests(
             token_lists(table, "prompt_ids"),
             table["uid"].to_pylist(),
             [own.of_row(text or "") for text in table["extra_info"].to_pylist()],
-            n,
+            rollout.n if training else rollout.val_kwargs.n,
             version=version,
-            seed=config.trainer.seed if rollout.seed_per_request else None,
+            seed=self._seed if rollout.seed_per_request else None,
             ignore_eos=rollout.ignore_eos,
-            greedy=greedy,
+            greedy=training and self._greedy,
         )
 
     async def _bring_to(self, ticket: Ticket) -> int:
@@ -196,97 +199,65 @@ class Rollout:
             self._version = -1
             begun = time.perf_counter()
             # Chunks of the old version may have to end first.
-            deadlines = self._config.trainer.deadlines
-            patience = deadlines.chunk + deadlines.publish
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(self._load(ticket, deadlines.publish)), patience)
-            except TimeoutError:
-                raise TimeoutError(
-                    f"engine {self.name} did not load policy version {ticket.version} within {patience:.0f} s "
-                    "(trainer.deadlines.chunk + trainer.deadlines.publish)"
-                ) from None
+            patience = self._deadlines.chunk + self._deadlines.publish
+            keys = "trainer.deadlines.chunk + trainer.deadlines.publish"
+            await self._within(patience, self._load(ticket), f"load policy version {ticket.version}", keys)
             self._acknowledge(ticket, time.perf_counter() - begun)
             self._version, self._asleep = ticket.version, False
             return self._version
 
     def _acknowledge(self, ticket: Ticket, seconds: float) -> None:
-        """Tell the store that the ticket's version is loaded. The engine generates meanwhile, but no rows leave it
+        """Report to the store that the ticket's version is loaded. The engine generates meanwhile, but no rows leave it
         before the store has accepted that version and those before it (`_wait_acknowledged`)."""
         before, spent = self._acknowledged, self._occupancy.take()
 
-        async def tell() -> None:
+        async def report() -> None:
             if before is not None:
                 await before
             await self._policy.acknowledge(self.name, ticket.version, checksum(ticket.shards), seconds, *spent)
 
-        self._acknowledged = asyncio.create_task(tell())
+        self._acknowledged = asyncio.create_task(report())
 
     async def _wait_acknowledged(self) -> None:
-        """Wait until the store has accepted every version that was loaded; usually it has by then."""
         if self._acknowledged is not None:
             # Other chunks wait for it too.
             await asyncio.shield(self._acknowledged)
 
-    def _load(self, ticket: Ticket, timeout: float) -> Future:
+    def _load(self, ticket: Ticket) -> Future:
         """Have the engine take the ticket's weights."""
-        rollout, shards, version = self._config.rollout, ticket.shards, ticket.version
+        rollout, args = self._rollout, (ticket.shards, self._deadlines.publish, ticket.version)
         if self._asleep:
-            return self.engine.call(lambda engine: vllm.wake(engine, shards, timeout, version), when_idle=True)
+            return self.engine.call(lambda engine: vllm.wake(engine, *args), when_idle=True)
         if rollout.update == "in_flight":
             recompute = rollout.update_kv == "recompute"
-            return self.engine.update(lambda engine: vllm.update(engine, shards, timeout, version, recompute))
-        return self.engine.call(lambda engine: vllm.load(engine, shards, timeout, version), when_idle=True)
+            return self.engine.update(lambda engine: vllm.update(engine, *args, recompute))
+        return self.engine.call(lambda engine: vllm.load(engine, *args), when_idle=True)
 
     async def _sleep_when_idle(self) -> None:
-        """Let the engine sleep if no admitted chunk is left."""
         async with self._loading:
             if self._admitted or self._asleep:
                 return
-            patience = self._config.trainer.deadlines.publish
             sleep = self.engine.call(vllm.sleep, when_idle=True)
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(sleep), patience)
-            except TimeoutError:
-                raise TimeoutError(
-                    f"engine {self.name} did not give back its memory within {patience:.0f} s "
-                    "(trainer.deadlines.publish)"
-                ) from None
+            await self._within(self._deadlines.publish, sleep, "give back its memory", "trainer.deadlines.publish")
             self._asleep = True
 
     def _rows(
-        self,
-        table: pa.Table,
-        generations: Sequence[vllm.Generation],
-        n: int,
-        version: int,
-        generate_s: float,
-        load_s: float,
-        greedy: bool = False,
+        self, table: pa.Table, generations: Sequence[vllm.Generation], generate_s: float, load_s: float
     ) -> pa.Table:
-        """The rows of `generations`, which hold `n` for each prompt, or with `greedy` one more, the last one.
-
-        Args:
-            table: the prompts.
-            generations: responses, prompt by prompt.
-            n: samples of a prompt.
-            version: of the policy, for responses that name none.
-            generate_s, load_s: seconds, for the columns of these names.
-            greedy: whether the last response of each prompt is a greedy one.
-        """
-        prompts, per_prompt = len(table), n + greedy
+        """The rows of prompts and their responses, equally many to each prompt, prompt by prompt."""
+        prompts, per_prompt = len(table), len(generations) // len(table)
+        greedy = self._greedy and table["split"][0].as_py() == "train"
         table = table.take(np.repeat(np.arange(prompts), per_prompt))
         sample = np.tile(np.arange(per_prompt, dtype=np.int32), prompts)
         if greedy:
             column = table.column_names.index("split")
-            split = pc.if_else(pa.array(sample == n), "baseline", table["split"])
+            split = pc.if_else(pa.array(sample == per_prompt - 1), "baseline", table["split"])
             table = table.set_column(column, table.schema.field(column), split)
         offsets = np.cumsum([0, *(len(g.token_ids) for g in generations)])
         tokens = np.concatenate([g.token_ids for g in generations])
         log_probs = np.concatenate([g.log_probs for g in generations])
-        runs = [g.version_runs or ((version, len(g.token_ids)),) for g in generations]
-        oldest = [min(number for number, _ in own) for own in runs]
-        lengths = np.array([run for own in runs for run in own], dtype=np.int64).reshape(-1, 2)
-        run_offsets = np.cumsum([0, *map(len, runs)])
+        runs = np.array([run for g in generations for run in g.version_runs], dtype=np.int64).reshape(-1, 2)
+        run_offsets = np.cumsum([0, *(len(g.version_runs) for g in generations)])
         count = len(table)
         return rows.append(
             table,
@@ -298,13 +269,18 @@ class Rollout:
                 "rollout_log_probs": rows.ragged(log_probs, offsets, rows.FLOATS),
                 "response": decoded(self._tokenizer, [g.token_ids.tolist() for g in generations]),
                 "finish_reason": [g.finish_reason for g in generations],
-                "policy_version": oldest,
-                "version_runs": rows.version_runs(lengths[:, 0], lengths[:, 1], run_offsets),
+                "policy_version": [min(version for version, _ in g.version_runs) for g in generations],
+                "version_runs": rows.version_runs(runs[:, 0], runs[:, 1], run_offsets),
                 "engine": pa.repeat(pa.scalar(self.name), count),
                 "generate_s": np.full(count, generate_s, np.float32),
                 "load_s": np.full(count, load_s, np.float32),
             },
         )
+
+
+def sections(config: Config) -> tuple[DataConfig, ModelConfig, RolloutConfig, TrainerConfig, bool]:
+    """The arguments of `Rollout` before the policy."""
+    return config.data, config.model, config.rollout, config.trainer, uses_baselines(config)
 
 
 def token_lists(table: pa.Table, name: str) -> list[list[int]]:

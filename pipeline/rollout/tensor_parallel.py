@@ -1,9 +1,9 @@
 """Engines whose model is split over several GPUs (`rollout.tensor_parallel_size`).
 
-Such an engine is the actor of the rollout stage and, for each GPU, one worker that vLLM starts through Ray. All of them
-sit in a placement group of their own on one node, in which Ray Data starts the actor: the actor holds the CPUs of the
-first bundle and no GPU, each worker the GPU of one bundle. A group ends with the process that executes the stream, so
-that a stream that starts over finds its GPUs free; an engine that is started again comes back into its group.
+Such an engine is the actor of the rollout stage and, for each GPU, one worker that vLLM starts through Ray, all in a
+placement group of their own on one node. The actor holds the CPUs of the first bundle and no GPU, each worker the GPU
+of one bundle. A group ends with the process that executes the stream, so a stream that starts over finds its GPUs free;
+an engine that is started again returns to its group.
 """
 
 from functools import partial

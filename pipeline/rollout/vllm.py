@@ -1,6 +1,7 @@
 """vLLM as the engine: how it is built, asked and read."""
 
 import copy
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ class Generation:
     token_ids: np.ndarray
     log_probs: np.ndarray
     finish_reason: str
-    version_runs: tuple[tuple[int, int], ...] = ()
-    """Policy versions in their order, each with the tokens that it generated; empty where the engine has only one."""
+    version_runs: tuple[tuple[int, int], ...]
+    """Policy versions in their order, each with the number of tokens that it generated."""
 
 
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
@@ -74,10 +75,9 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> 
 
 
 def drain(engine: Any) -> list[Any]:
-    """Outputs of the steps that the engine has begun and not handed out.
+    """Outputs of the steps that the engine has begun and not returned.
 
-    A GPU engine computes one step ahead. Weights that were replaced meanwhile would be named for tokens that the old
-    ones gave.
+    A GPU engine computes one step ahead: without this, tokens of the old weights would be labelled with the new ones.
     """
     core = engine.engine_core.engine_core
     if not core.batch_queue:
@@ -95,34 +95,28 @@ def drain(engine: Any) -> list[Any]:
 
 
 def update(engine: Any, shards: Sequence[Shard], timeout: float, version: int, recompute: bool) -> None:
-    """Replace the engine's weights while requests run, between two of their tokens.
+    """Replace a drained engine's weights while requests run, between two of their tokens.
 
-    Args:
-        engine: drained.
-        shards: the weights.
-        timeout: seconds that they may take to arrive.
-        version: their number.
-        recompute: drop the KV cache, also that of running requests, whose tokens so far are then read anew with the new
-            weights. Otherwise these keep what the old weights computed; requests that are added later have another salt
-            and never read it.
+    With `recompute` the KV cache is dropped and computed again with the new weights, also for running requests.
+    Otherwise these keep what the old weights computed; later requests have another salt and never read it.
     """
     load(engine, shards, timeout, version)
     if recompute:
-        # Plainly asked, vLLM resets nothing while requests run, and only logs it.
+        # By default vLLM resets nothing while requests run, and only logs it.
         engine.reset_prefix_cache(reset_running_requests=True)
 
 
 def sleep(engine: Any) -> None:
     """Give back the GPU memory of weights and KV cache; both are lost. No request may be running."""
-    # Level 2: the next weights replace all of these, so level 1 would copy them to the host for nothing.
+    # Level 1 would copy the weights to the host, and the next ones replace them.
     engine.sleep(level=2)
 
 
 def wake(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:
-    """Take the memory again and load weights into it, without which the engine cannot generate."""
+    """Take the memory again and load weights into it."""
     engine.wake_up(tags=["weights"])
     load(engine, shards, timeout, version)
-    # The KV cache comes last: while weights arrive there is room for them twice.
+    # The KV cache comes last: while weights arrive they need room twice.
     engine.wake_up(tags=["kv_cache"])
 
 
@@ -137,12 +131,10 @@ def requests(
     ignore_eos: bool = False,
     greedy: bool = False,
 ) -> list[tuple[Any, Any]]:
-    """`n` requests for each prompt, samples of one prompt next to each other; with `greedy` one more, the likeliest
-    token each time, behind them.
+    """`n` requests for each prompt, next to each other, and with `greedy` one of greedy decoding behind them.
 
-    Tokens go in and tokens come out: nothing is decoded and encoded again on the way. With a `seed`, every request has
-    its own, made from the run's seed, the prompt's uid and the sample's number, so that the greedy request changes no
-    sample.
+    With a `seed`, every request has its own, made from the run's seed, the prompt's uid and the sample's number, so
+    that the greedy request changes no sample.
 
     Args:
         prompts: token ids; vLLM keeps these lists, so they must not be changed.
@@ -155,34 +147,17 @@ def requests(
         greedy: whether each prompt has a greedy request.
     """
     # Most prompts of a chunk are sampled alike: making and checking parameters costs more than the rest of a request.
-    made: dict[Sampling, Any] = {}
-
-    def params(chosen: Sampling, own_seed: int | None) -> Any:
-        if chosen not in made:
-            made[chosen] = _params(chosen, ignore_eos)
-        own = copy.copy(made[chosen])
-        own.seed = own_seed
-        return own
-
+    params = functools.cache(functools.partial(_params, ignore_eos=ignore_eos))
     pairs = []
-    own_salt = salt(version)
     for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
-        for sample in range(n):
-            own_seed = seed_of(f"{seed}/{uid}/{sample}") if seed is not None and chosen.temperature > 0 else None
-            pairs.append((_prompt(ids, own_salt), params(chosen, own_seed)))
-        if greedy:
-            pairs.append((_prompt(ids, own_salt), params(chosen.greedy(), None)))
+        # What vLLM's renderer makes of token ids. The salt keeps a policy from reading prompt KV of an older one.
+        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": f"v{version}"}
+        for sample, sampling in enumerate([chosen] * n + [chosen.greedy()] * greedy):
+            own = copy.copy(params(sampling))
+            drawn = seed is not None and sampling.temperature > 0
+            own.seed = seed_of(f"{seed}/{uid}/{sample}") if drawn else None
+            pairs.append((dict(prompt), own))
     return pairs
-
-
-def salt(version: int) -> str:
-    """What keeps a newer policy from reading prompt KV that an older one cached."""
-    return f"v{version}"
-
-
-def _prompt(ids: list[int], own_salt: str) -> dict[str, Any]:
-    """What vLLM's renderer makes of token ids, which have nothing to be rendered."""
-    return {"type": "token", "prompt_token_ids": ids, "cache_salt": own_salt}
 
 
 def _params(chosen: Sampling, ignore_eos: bool) -> Any:
@@ -199,21 +174,16 @@ def _params(chosen: Sampling, ignore_eos: bool) -> Any:
         ignore_eos=ignore_eos,
         logprobs=0,
         flat_logprobs=True,
-        # Without stop strings nobody reads text while the engine runs, and it is decoded beside the engine.
+        # Without stop strings, text is decoded beside the engine.
         detokenize=bool(chosen.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # vLLM would copy them deeply for each request; each has a copy of its own already.
+        # vLLM would copy them deeply for each request; each has its own copy already.
         skip_clone=True,
     )
 
 
 def read(output: Any, version: int) -> Generation:
-    """The one completion of a finished request.
-
-    Args:
-        output: of vLLM.
-        version: the policy's when the request was made, for an engine that labels no tokens.
-    """
+    """The one completion of a finished request; `version` is the policy's for an engine that labels no tokens."""
     completion = output.outputs[0]
     # Weights that the engine read from the disk have no number.
     spans = [span for span in completion.weight_versions or () if span.version.isdigit()]
@@ -227,6 +197,6 @@ def read(output: Any, version: int) -> Generation:
 
 
 def seed_of(text: str) -> int:
-    """A request's seed, of what tells it from others."""
+    """A request's seed, from the text that identifies it."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

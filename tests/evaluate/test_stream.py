@@ -34,13 +34,13 @@ VERSION, SAMPLES = 6, 3
 class Instant(EvaluationRollout):
     """The rollout stage with `Answers` for its engine, which notes where it ran."""
 
-    def __init__(self, config: Config, version: int) -> None:
+    def __init__(self, *sections: Any, version: int) -> None:
         # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
         kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
         modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
         sys.modules.update(modules)
         with patch.object(vllm, "build", lambda *args: self.started()):
-            super().__init__(config, version)
+            super().__init__(*sections, version=version)
 
     def started(self) -> Answers:
         return Answers()

@@ -63,10 +63,10 @@ def slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
     def made(*tickets: Ticket, **settings: str) -> Rollout:
         first = make("grpo", *tickets, n=1)
         for name, value in settings.items():
-            setattr(first._config.rollout, name, value)
+            setattr(first._rollout, name, value)
         engine = Slow(threading.Semaphore(0))
         monkeypatch.setattr(vllm, "build", lambda *args: engine)
-        rebuilt = Rollout(first._config, first._policy)
+        rebuilt = Rollout(*first.args)  # type: ignore[attr-defined]
         rebuilt.fake = engine  # type: ignore[attr-defined]
         return rebuilt
 

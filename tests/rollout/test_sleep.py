@@ -63,10 +63,10 @@ def sleepy(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout
 
     def made(*tickets: Ticket, sleep: bool = True) -> Rollout:
         made_stage = make("grpo", *tickets)
-        made_stage._config.rollout.sleep = sleep
+        made_stage._rollout.sleep = sleep
         engine = Recording()
         monkeypatch.setattr(vllm, "build", lambda *args: engine)
-        rebuilt = Rollout(made_stage._config, made_stage._policy)
+        rebuilt = Rollout(*made_stage.args)  # type: ignore[attr-defined]
         rebuilt.fake = engine  # type: ignore[attr-defined]
         return rebuilt
 

@@ -18,7 +18,7 @@ from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline import rows
 from pipeline.config import Config
 from pipeline.rollout import vllm
-from pipeline.rollout.stage import Rollout, decoded
+from pipeline.rollout.stage import Rollout, decoded, sections
 from pipeline.store.versions import Ticket
 
 GREEDY_TOKEN = 7
@@ -106,7 +106,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
         config.rollout.val_kwargs.n, config.rollout.val_kwargs.temperature = 2, 0.3
         engine = FakeEngine()
         monkeypatch.setattr(vllm, "build", lambda *args: engine)
-        stage = Rollout(config, Tickets(*(tickets or [Ticket(0, [])])))
+        stage = Rollout(*sections(config), Tickets(*(tickets or [Ticket(0, [])])))
+        stage.args = (*sections(config), stage._policy)  # type: ignore[attr-defined]
         stage.fake = engine  # type: ignore[attr-defined]
         return stage
 
@@ -206,7 +207,7 @@ def test_a_greedy_row_follows_the_samples_of_its_prompt(make: Make, n: int) -> N
 
 def test_greedy_requests_differ_from_sampled_ones_in_the_sampling_alone(make: Make) -> None:
     stage = make("remax")
-    stage._config.rollout.ignore_eos = True
+    stage._rollout.ignore_eos = True
     generate(stage, chunk())
     for prompt, ids in enumerate(PROMPTS):
         (first, drawn), (second, _), (third, greedy) = stage.fake.asked[3 * prompt : 3 * prompt + 3]
@@ -231,17 +232,6 @@ def test_validation_has_no_baselines(make: Make) -> None:
     assert {params.temperature for _, params in stage.fake.asked} == {0.3}
 
 
-def test_rows_without_baselines(make: Make) -> None:
-    """What stages with engines of their own call."""
-    generations = [vllm.Generation(np.array([i], np.int32), np.array([-1.0], np.float32), "stop") for i in range(6)]
-    table = make("remax")._rows(chunk(), generations, 2, 3, 0.5, 0.25)
-    assert table["policy_version"].to_pylist() == [3] * 6
-    assert table["version_runs"].to_pylist() == [[{"version": 3, "tokens": 1}]] * 6
-    assert table["split"].to_pylist() == ["train"] * 6
-    assert table["sample"].to_pylist() == [0, 1] * 3
-    assert table["response_ids"].to_pylist() == [[i] for i in range(6)]
-
-
 # How responses are sampled.
 
 
@@ -255,7 +245,7 @@ def test_stop_strings_and_the_shortest_response_hold_for_all_rows(make: Make, sp
     plain = make("grpo")
     generate(plain, chunk(split))
     stage = make("grpo")
-    stage._config.rollout.stop, stage._config.rollout.min_tokens = ["</answer>"], 3
+    stage._rollout.stop, stage._rollout.min_tokens = ["</answer>"], 3
     generate(stage, chunk(split))
     # Only the engine can tell when a text has ended a response, so it decodes.
     added = {"stop": ["</answer>"], "min_tokens": 3, "detokenize": True}
@@ -298,7 +288,7 @@ def test_seeds_are_those_of_every_run_before(make: Make) -> None:
     generate(stage, chunk())
     assert [own.seed for _, own in stage.fake.asked][:3] == SEEDS
     stage = make("grpo")
-    stage._config.rollout.seed_per_request = False
+    stage._rollout.seed_per_request = False
     generate(stage, chunk())
     assert {own.seed for _, own in stage.fake.asked} == {None}
 

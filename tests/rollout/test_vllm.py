@@ -58,7 +58,7 @@ class Place:
 
         from jobs.tiny import build_model, build_tokenizer, countdown_texts
         from pipeline.models.policy import load_policy
-        from pipeline.rollout.stage import Rollout
+        from pipeline.rollout.stage import Rollout, sections
 
         torch.set_num_threads(1)
         tokenizer = build_tokenizer(countdown_texts(256, seed=0), vocab_size=320)
@@ -80,7 +80,7 @@ class Place:
         self.policy = load_policy(config.model).eval()
         self.weights: dict[int, dict[str, Any]] = {}
         self.publish()
-        self.rollout = Rollout(config, self.versions)
+        self.rollout = Rollout(*sections(config), self.versions)
 
     def publish(self) -> int:
         """The policy's weights as the next version: two ranks' shards, a handful of buckets, no Ray."""
