@@ -5,7 +5,6 @@ every request needs a token. A state file records what was started. `stop` ends 
 would end every Ray of the user.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -15,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jobs.train import complain
+import httpx
+
+from jobs.command import exit_code, new_parser
 from pipeline.config.paths import local_path
 from pipeline.run.cluster import LOCAL_RAY
 
@@ -69,25 +68,22 @@ class ClusterError(RuntimeError):
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 done, 1 failed)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.cluster", description="Start or stop a Ray head on this machine, to submit jobs to."
-    )
+    parser = new_parser("cluster", "Start or stop a Ray head on this machine, to submit jobs to.")
     cpus, state = max(8, os.cpu_count() or 1), Path(".cluster.json")
     cpus_help = "CPUs that Ray may schedule, more than the machine has since phases of a run alternate (%(default)s)"
     parser.add_argument("action", choices=["start", "stop"])
     parser.add_argument("--cpus", type=int, default=cpus, help=cpus_help)
     parser.add_argument("--state", type=local_path, default=state, help="file that records the head (%(default)s)")
     options = parser.parse_args(arguments)
-    try:
+
+    def run() -> None:
         if options.action == "start":
             head = start(options.state, options.cpus)
             print(COMMANDS.format(address=head.address, folder=head.folder, here=Path.cwd()))
         else:
             print("The head has ended." if stop(options.state) else "No head of this folder was running.")
-    except (ClusterError, OSError) as error:
-        complain(str(error))
-        return 1
-    return 0
+
+    return exit_code(run, failed=(ClusterError, OSError))
 
 
 def start(state: Path, cpus: int) -> Head:
@@ -191,11 +187,9 @@ def free_ports(count: int, first: int) -> list[int]:
 
 def answers(head: Head, token: str) -> bool:
     """Whether the job server takes requests."""
-    request = urllib.request.Request(f"{head.address}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
     try:
-        with urllib.request.urlopen(request, timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return httpx.get(f"{head.address}/api/jobs/", headers={"Authorization": f"Bearer {token}"}).is_success
+    except httpx.TransportError:
         return False
 
 

@@ -1,11 +1,10 @@
 """Compare runs: `python -m jobs.compare runs/a runs/b --labels PPO,GRPO --out compared.png`."""
 
-import argparse
 import sys
 
 from rich.console import Console
 
-from jobs.train import complain
+from jobs.command import complain, exit_code, new_parser
 from pipeline.config.paths import local_path
 from pipeline.track.compare import draw, read_runs, table
 from pipeline.track.plot import save
@@ -13,31 +12,29 @@ from pipeline.track.plot import save
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 drawn, 2 bad arguments or runs, 1 the picture cannot be written)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.compare",
-        description="Draw the validation accuracy and training reward of several runs, and print a table of them.",
-    )
+    about = "Draw the validation accuracy and training reward of several runs, and print a table of them."
+    parser = new_parser("compare", about)
     parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's folder, such as runs/NAME")
     parser.add_argument("--out", type=local_path, required=True, metavar="FILE.png", help="the figure")
     parser.add_argument("--labels", metavar="A,B,...", help="what to call the runs (default: by their folders)")
     options = parser.parse_args(arguments)
-    try:
+
+    def run() -> int:
         if options.out.suffix.lower() != ".png":
             raise ValueError(f"--out {options.out} is not the name of a PNG file; let it end in .png")
         labels = None if options.labels is None else [label.strip() for label in options.labels.split(",")]
         runs = read_runs(options.runs, labels)
-    except (ValueError, OSError) as error:
-        complain(str(error))
-        return 2
-    print("validation (iteration)")
-    Console().print(table(runs))
-    try:
-        save(draw(runs), options.out)
-    except OSError as error:
-        complain(f"the figure cannot be written to {options.out}: {error.strerror or error}")
-        return 1
-    print(f"figure: {options.out}")
-    return 0
+        print("validation (iteration)")
+        Console().print(table(runs))
+        try:
+            save(draw(runs), options.out)
+        except OSError as error:
+            complain(f"the figure cannot be written to {options.out}: {error.strerror or error}")
+            return 1
+        print(f"figure: {options.out}")
+        return 0
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

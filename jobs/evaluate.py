@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.train import complain, name_from_root
+from jobs.command import add_settings, complain, exit_code, new_parser
+from jobs.train import name_from_root
 from pipeline.config import load_config, to_flat
 from pipeline.config.paths import local_path
-from pipeline.run.versions import VersionError, check_versions
+from pipeline.run.versions import check_versions
 
 if TYPE_CHECKING:
     from pipeline.evaluate.prepare import Evaluation
@@ -40,41 +41,30 @@ the same command continues an evaluation that was interrupted.
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.evaluate",
-        description="Score a model on prompt files through the stages of training: pass@k and maj@k per data source.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--run", type=local_path, metavar="DIR", help="take settings and last model of this run (runs/NAME)"
-    )
-    parser.add_argument(
-        "--out", type=local_path, metavar="DIR", help="folder of the result (default: DIR/evaluations/...)"
-    )
-    parser.add_argument("--k", metavar="1,4,8", help="k of pass@k and maj@k (default: powers of two up to n, and n)")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan of the evaluation, without starting Ray")
-    parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see above")
+    about = "Score a model on prompt files through the stages of training: pass@k and maj@k per data source."
+    parser = new_parser("evaluate", about, EPILOG)
+    add = parser.add_argument
+    add("--run", type=local_path, metavar="DIR", help="take settings and last model of this run (runs/NAME)")
+    add("--out", type=local_path, metavar="DIR", help="folder of the result (default: DIR/evaluations/...)")
+    add("--k", metavar="1,4,8", help="k of pass@k and maj@k (default: powers of two up to n, and n)")
+    add_settings(parser, "print the plan of the evaluation")
     # Settings and options may be mixed in any order.
     options = parser.parse_intermixed_args(arguments)
     words = arguments if arguments is not None else sys.argv[1:]
     # Without this, a thread that still reads rows after Ray was shut down would start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    try:
+
+    def run() -> int:
         check_versions()
         evaluation = _prepared(options)
-        if options.dry_run:
-            from pipeline.evaluate.prepare import render
+        if not options.dry_run:
+            return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
+        from pipeline.evaluate.prepare import render
 
-            Console().print(render(evaluation))
-            return 0
-        return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
-    except (ValueError, OSError, ImportError, VersionError) as error:
-        complain(str(error))
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        Console().print(render(evaluation))
+        return 0
+
+    return exit_code(run)
 
 
 def _prepared(options: argparse.Namespace) -> "Evaluation":

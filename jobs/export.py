@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 
-from jobs.train import complain
+from jobs.command import exit_code, new_parser
 from pipeline.config.paths import local_path
 
 EPILOG = """\
@@ -22,13 +22,11 @@ neither a GPU nor Ray is needed; the memory needed is that of the weights in the
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options in `arguments`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.export",
-        description="Write the policy of a checkpoint as a Hugging Face folder with tokenizer, chat template and model "
-        "card, and register it in MLflow.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    about = (
+        "Write the policy of a checkpoint as a Hugging Face folder with tokenizer, chat template and model card, and "
+        "register it in MLflow."
     )
+    parser = new_parser("export", about, EPILOG)
     add = parser.add_argument
     add("run", type=local_path, metavar="RUN_OR_CHECKPOINT", help="folder of a run or of one of its checkpoints")
     add("--out", type=local_path, required=True, metavar="DIR", help="folder for the model; new or empty")
@@ -55,26 +53,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    try:
-        if options.alias and not options.register:
-            raise ValueError("--alias names a version of a registered model; give --register NAME as well")
-        if options.lowest and not options.best:
-            raise ValueError("--lowest says how --best chooses; give --best METRIC as well")
-        run(options)
-    except (ValueError, ImportError) as error:
-        complain(str(error))
-        return 2
-    except OSError as error:
-        complain(str(error))
-        return 1
-    except KeyboardInterrupt:
-        complain("interrupted; no model was written")
-        return 130
-    return 0
+    return exit_code(lambda: run(options), failed=(OSError,), interrupted="interrupted; no model was written")
 
 
 def run(options: argparse.Namespace) -> None:
     """Choose a checkpoint, export it, and register it if asked to."""
+    if options.alias and not options.register:
+        raise ValueError("--alias names a version of a registered model; give --register NAME as well")
+    if options.lowest and not options.best:
+        raise ValueError("--lowest says how --best chooses; give --best METRIC as well")
     from pipeline.export.choose import choose
     from pipeline.export.registry import connect, register
 

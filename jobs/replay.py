@@ -1,15 +1,15 @@
 """Train on recorded rows in the place of engines: `python -m jobs.replay runs/NAME algorithm=rloo`."""
 
-import argparse
 import sys
 from pathlib import Path
 
-from jobs.train import complain, train
+from jobs.command import add_settings, exit_code, new_parser
+from jobs.train import train
 from pipeline.config import Config, ConfigError, load_config
 from pipeline.config.paths import local_path
 from pipeline.replay.checks import recorded_config, replay_of
 from pipeline.replay.recording import whole_iterations
-from pipeline.run.versions import VersionError, check_versions
+from pipeline.run.versions import check_versions
 
 EPILOG = """\
 settings:
@@ -29,29 +29,22 @@ the same command continues a replay that was interrupted.
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.replay",
-        description="Train on the trajectories that a run recorded, without engines.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("replay", "Train on the trajectories that a run recorded, without engines.", EPILOG)
     parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of the run that was recorded")
     parser.add_argument(
         "--iterations", metavar="FIRST-LAST", help="iterations of the recording, 3-10 or 3 (default: all whole ones)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and exit, without starting Ray")
-    parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
+    add_settings(parser)
     # Settings and options may be mixed in any order.
     options = parser.parse_intermixed_args(arguments)
-    try:
+    given = sys.argv[1:] if arguments is None else arguments
+
+    def run() -> int:
         check_versions()
         config = replay_config(options.run_dir, options.iterations, options.settings, options.config_dir)
-        given = arguments if arguments is not None else sys.argv[1:]
         return train(config, options.dry_run, ["python", "-m", "jobs.replay", *given])
-    except (ValueError, OSError, ImportError, VersionError) as error:
-        complain(str(error))
-        return 2
+
+    return exit_code(run)
 
 
 def replay_config(run_dir: Path, iterations: str | None, settings: list[str], config_dir: str | None = None) -> Config:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from jobs.command import exit_code, new_parser
 from jobs.export import add_choice
-from jobs.train import complain
 from pipeline.export.serve import ServeOptions
 
 if TYPE_CHECKING:
@@ -55,12 +55,8 @@ class Options(ServeOptions):
 
 def parse(arguments: list[str] | None = None) -> Options:
     """The options in `arguments`; the defaults are those of `Options`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.serve",
-        description="Serve a language model with Ray Serve and vLLM behind the OpenAI chat and completions API.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Serve a language model with Ray Serve and vLLM behind the OpenAI chat and completions API."
+    parser = new_parser("serve", about, EPILOG)
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="a run's folder or one of its checkpoints, a Hugging "
         "Face folder or Hub name, or models:/NAME@ALIAS of MLflow")  # fmt: skip
     add_choice(parser)
@@ -105,7 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name in ("transformers", "ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    try:
+
+    def start() -> int:
         key = api_key(options.api_key_env)
         if not os.environ.get("RAY_ADDRESS"):
             if options.detach:
@@ -119,15 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
         if key is None and options.host not in LOOPBACK:
             print(f"everybody who can reach {options.host} can use the model; --api-key-env asks for a key")
         return run(model, options, key)
-    except (ValueError, ImportError) as error:
-        complain(str(error))
-        return 2
-    except (OSError, RuntimeError) as error:
-        complain(str(error))
-        return 1
-    except KeyboardInterrupt:
-        complain("interrupted before the model was ready")
-        return 130
+
+    return exit_code(start, failed=(OSError, RuntimeError), interrupted="interrupted before the model was ready")
 
 
 def api_key(variable: str | None) -> str | None:

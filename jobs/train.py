@@ -1,6 +1,5 @@
 """Train a policy: `python -m jobs.train experiment=countdown_cpu actor.optim.lr=1e-5`."""
 
-import argparse
 import itertools
 import logging
 import os
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
+from jobs.command import add_settings, complain, exit_code, new_parser
 from pipeline.config import Config, ConfigError, load_config, to_flat
 from pipeline.run.submitted import check_cluster
-from pipeline.run.versions import VersionError, check_versions
+from pipeline.run.versions import check_versions
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,30 +41,18 @@ CHECKED_PROMPTS = 256
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.train",
-        description="Train a language model by reinforcement learning.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and exit, without starting Ray")
-    parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
+    parser = new_parser("train", "Train a language model by reinforcement learning.", EPILOG)
+    add_settings(parser)
     # Settings and options may be mixed in any order.
     options = parser.parse_intermixed_args(arguments)
-    try:
+    given = sys.argv[1:] if arguments is None else arguments
+
+    def run() -> int:
         check_versions()
         config = load_config(options.settings, config_dir=options.config_dir)
-        given = arguments if arguments is not None else sys.argv[1:]
         return train(config, options.dry_run, ["python", "-m", "jobs.train", *given])
-    except (ValueError, OSError, ImportError, VersionError) as error:
-        complain(str(error))
-        return 2
 
-
-def complain(error: str) -> None:
-    """Print an error on stderr; brackets in it are text, not markup."""
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
+    return exit_code(run)
 
 
 def name_from_root(config: Config) -> None:

@@ -1,21 +1,22 @@
 """Prepares prompts as parquet in verl's format: `python -m jobs.prepare DATASET --out DIR ...`.
 
-Each data set is a module with `HELP`, `add_arguments(parser)` and `prepare(args)`; a new one is a line in `DATASETS`.
+A data set has `help`, `add_arguments(parser)` and `prepare(args)`: a `HubData`, or a module. A new one is a line in
+`DATASETS`.
 """
 
 import argparse
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jobs.prepare import convert, countdown, gsm8k, hellaswag, hh_rlhf, math
 
-DATASETS = {
+DATASETS: dict[str, Any] = {
     "countdown": countdown,
-    "gsm8k": gsm8k,
-    "hellaswag": hellaswag,
-    "hh_rlhf": hh_rlhf,
+    "gsm8k": gsm8k.DATA,
+    "hellaswag": hellaswag.DATA,
+    "hh_rlhf": hh_rlhf.DATA,
     "json": convert,
-    "math": math,
+    "math": math.DATA,
 }
 
 
@@ -30,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit code (0 done, 2 bad option or input, 1 not writable, 130 interrupted)."""
     parser = Parser(prog="python -m jobs.prepare", description="Prepare a data set of prompts as parquet.")
     datasets = parser.add_subparsers(dest="dataset", required=True, metavar="DATASET")
-    for name, module in DATASETS.items():
-        module.add_arguments(datasets.add_parser(name, help=module.HELP, description=f"{name}: {module.HELP}"))
+    for name, data in DATASETS.items():
+        data.add_arguments(datasets.add_parser(name, help=data.help, description=f"{name}: {data.help}"))
     args = parser.parse_args(argv)
     try:
         DATASETS[args.dataset].prepare(args)

@@ -17,10 +17,8 @@ from jobs.prepare import parquet
 from jobs.prepare.hub import placed_rows
 from pipeline.config.paths import local_path
 
-HELP = "JSON lines, JSON lists or folders saved by datasets, with rows in verl's form, to parquet"
+help = "JSON lines, JSON lists or folders saved by datasets, with rows in verl's form, to parquet"
 ENDINGS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz", ".arrow")
-
-
 DESCRIPTIONS = ("dataset_info.json", "state.json", "dataset_dict.json")
 """Files that `datasets` writes beside its data."""
 

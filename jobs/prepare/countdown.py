@@ -24,7 +24,7 @@ from jobs.prepare import parquet
 from jobs.prepare.puzzles import COUNTS, Puzzle, Ranges, puzzles
 from pipeline.config.paths import local_path
 
-HELP = "arithmetic puzzles: reach a target from given numbers"
+help = "arithmetic puzzles: reach a target from given numbers"
 
 TASK = (
     "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "

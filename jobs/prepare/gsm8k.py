@@ -45,4 +45,3 @@ DATA = HubData(
     keys=("question", "answer"),
     outputs={"": (SCHEMA, rows)},
 )
-HELP, add_arguments, prepare = DATA.help, DATA.add_arguments, DATA.prepare

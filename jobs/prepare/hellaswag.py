@@ -18,17 +18,9 @@ from jobs.prepare import parquet
 from jobs.prepare.hub import HubData, Placed, check_text
 from pipeline.reward.rules.multiple_choice import LETTERS
 
-TEMPLATES = ("letters", "verl")
 QUESTION = "Which ending fits best? Answer with its letter."
 TRUTH = [("eval", pa.string()), ("ground_truth", pa.int64()), ("choices", pa.list_(pa.string()))]
 SCHEMA = parquet.prompt_schema(TRUTH, [])
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m jobs.prepare hellaswag`."""
-    DATA.add_arguments(parser)
-    meaning = "letters: the story and its endings with letters; verl: the story alone (default: %(default)s)"
-    parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=meaning)
 
 
 def rows(stories: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -86,5 +78,9 @@ DATA = HubData(
     noun="stories",
     splits=(("train", "train"), ("val", "validation"), ("validation", "validation")),
     blanks=True,
+    option=(
+        "--template",
+        ("letters", "verl"),
+        "letters: the story with its endings; verl: the story alone",
+    ),
 )
-HELP, prepare = DATA.help, DATA.prepare

@@ -24,7 +24,6 @@ import pyarrow as pa
 from jobs.prepare import parquet
 from jobs.prepare.hub import HubData, Placed
 
-TEMPLATES = ("chat", "verl")
 ROLES = {"Human": "user", "Assistant": "assistant"}
 SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [])
 PAIRS = pa.schema([("prompt", parquet.MESSAGES), ("chosen", parquet.MESSAGES), ("rejected", parquet.MESSAGES)])
@@ -39,13 +38,6 @@ class Pair(NamedTuple):
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m jobs.prepare hh_rlhf`."""
-    DATA.add_arguments(parser)
-    meaning = "chat: a message for each turn; verl: the dialogue as the text of one message (default: %(default)s)"
-    parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=meaning)
 
 
 def prompts(dialogues: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
@@ -128,5 +120,5 @@ DATA = HubData(
     outputs={"": (SCHEMA, prompts), "sft_": (parquet.SFT, conversations), "rm_": (PAIRS, preferences)},
     noun="dialogues",
     many_folders=True,
+    option=("--template", ("chat", "verl"), "chat: a message for each turn; verl: the dialogue as text of one message"),
 )
-HELP, prepare = DATA.help, DATA.prepare

@@ -43,6 +43,7 @@ class HubData:
         outputs: Schema and rows of the output files, by the beginning of their names, which end in `SPLIT.parquet`.
         noun: What the rows are.
         splits: Names of the splits, by the word for each in names of input files and folders.
+        option: Name, choices (the first is the default) and help of one more option.
         many_folders: Whether the files of a split may lie in several folders.
     """
 
@@ -54,13 +55,17 @@ class HubData:
     splits: tuple[tuple[str, str], ...] = (("train", "train"), ("test", "test"))
     many_folders: bool = False
     blanks: bool = False
+    option: tuple[str, tuple[str, ...], str] | None = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add `--input` and `--out`."""
+        """Add `--input`, `--out` and the data set's own option."""
         text = f"the data set's files, or a folder that holds them; it comes from: {DOWNLOAD.format(self.origin)}"
         parser.add_argument("--input", type=local_path, nargs="+", required=True, metavar="PATH", help=text)
         text = "folder for SPLIT.parquet and the like (replaced)"
         parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help=text)
+        if self.option:
+            name, choices, meaning = self.option
+            parser.add_argument(name, choices=choices, default=choices[0], help=f"{meaning} (default: %(default)s)")
 
     def prepare(self, args: argparse.Namespace) -> None:
         """Write the parquet files of each split that the input has.

@@ -20,13 +20,6 @@ EXTRA = [(name, pa.string()) for name in ("problem", "solution", "level", "type"
 SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], EXTRA)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m jobs.prepare math`."""
-    DATA.add_arguments(parser)
-    text = f"column data_source of the rows: {', '.join(DATA_SOURCES)} (default: %(default)s)"
-    parser.add_argument("--data-source", choices=DATA_SOURCES, default=DATA_SOURCES[0], metavar="NAME", help=text)
-
-
 def rows(problems: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows in verl's format.
 
@@ -64,5 +57,5 @@ DATA = HubData(
     keys=("problem", "solution"),
     outputs={"": (SCHEMA, rows)},
     many_folders=True,
+    option=("--data-source", DATA_SOURCES, "column data_source of the rows"),
 )
-HELP, prepare = DATA.help, DATA.prepare

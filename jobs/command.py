@@ -1,0 +1,54 @@
+"""What the command lines of the jobs share: options for settings, errors as one sentence, exit codes."""
+
+import argparse
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.markup import escape
+
+from pipeline.run.versions import VersionError
+
+
+def new_parser(job: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of `python -m jobs.JOB`."""
+    return argparse.ArgumentParser(
+        prog=f"python -m jobs.{job}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser, plan: str = "print the resolved plan and exit") -> None:
+    """Add `--dry-run`, `--config-dir` and settings, for `parse_intermixed_args`."""
+    parser.add_argument("--dry-run", action="store_true", help=f"{plan}, without starting Ray")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
+
+
+def complain(error: str) -> None:
+    """Print an error on stderr; brackets in it are text, not markup."""
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(error)}", highlight=False, soft_wrap=True)
+
+
+def exit_code(
+    run: Callable[[], int | None], failed: tuple[type[Exception], ...] = (), interrupted: str | None = None
+) -> int:
+    """Run a job, and print what it raises as a sentence.
+
+    Returns:
+        what `run` returns (None is 0); 1 after an error of the kinds `failed`, 2 after any other error in settings or
+        input, 130 after Ctrl-C, for which `interrupted` is printed.
+    """
+    try:
+        return run() or 0
+    except failed as error:
+        complain(str(error))
+        return 1
+    except (ValueError, OSError, ImportError, VersionError) as error:
+        complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        if interrupted:
+            complain(interrupted)
+        return 130
