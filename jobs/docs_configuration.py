@@ -99,22 +99,20 @@ def type_name(kind: Any) -> str:
 
 def page() -> str:
     """The whole page as Markdown, one table per section; sections of one dataclass share a table."""
-    sections: dict[str, list[Key]] = {}
+    alike: dict[type, dict[str, list[Key]]] = {}
     for key in keys(Config).values():
-        sections.setdefault(key.name.rpartition(".")[0], []).append(key)
-    alike: dict[type, list[str]] = {}
-    for section, members in sections.items():
-        alike.setdefault(members[0].owner, []).append(section)
+        section = key.name.rpartition(".")[0]
+        alike.setdefault(key.owner, {}).setdefault(section, []).append(key)
     lines = [HEAD]
-    for owner, names in alike.items():
-        title = ", ".join(f"`{name}`" for name in names)
+    for owner, sections in alike.items():
+        title = ", ".join(f"`{name}`" for name in sections)
         lines += [
             f"\n## {title}\n",
             f"{inspect.getdoc(owner)}\n",
             "| key | default | meaning |",
             "|---|---|---|",
         ]
-        for rows in zip(*(sections[name] for name in names), strict=True):
+        for rows in zip(*sections.values(), strict=True):
             lines.append(_row(rows))
     return "\n".join(lines) + "\n"
 

@@ -9,7 +9,7 @@ from pipeline.config.learner import KL_ESTIMATES
 
 @dataclass
 class KLControlConfig:
-    """The coefficient of the KL penalty in the reward (`algorithm.kl_ctrl.*`)."""
+    """The coefficient of the KL penalty in the reward."""
 
     type: str = setting("fixed", choices=("fixed", "adaptive"))
     """`fixed`, or `adaptive`: raised while the KL is above `target_kl`, lowered while below."""
@@ -26,36 +26,28 @@ class KLControlConfig:
 
 @dataclass
 class RolloutCorrectionConfig:
-    """Correction of the gap between the engine's policy and the trainer's (`algorithm.rollout_correction.*`).
-
-    With `actor.old_log_probs=recompute` three policies are told apart (decoupled mode): the correction is the one from
-    the engine's policy to the recomputed old one, once per iteration. With `engine` there are two (bypass mode): the
-    correction is from the engine's policy to the current one, in every step.
-    """
+    """Correction of the gap between the engine's policy and the trainer's."""
 
     rollout_is: str | None = None
     """Importance weights: `token`, `sequence` (one per response) or `none`. Null takes `token` if
     `algorithm.max_staleness` is above 0 and the loss does not weigh by that ratio already."""
 
     rollout_is_threshold: str = "2.0"
-    """One number caps the weights (truncated importance sampling); `low_high`, such as `"0.5_2.0"`, sets weights
-    outside to 0 (IcePop)."""
+    """One number caps the weights; `low_high`, such as `"0.5_2.0"`, sets weights outside to 0."""
 
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the iteration."""
 
     rollout_rs: str | None = None
-    """Rejection rules, comma separated: `token_k1`, `token_k2`, `token_k3`, `seq_sum_k1` to `seq_sum_k3`,
-    `seq_mean_k1` to `seq_mean_k3`, `seq_max_k2`, `seq_max_k3`; null rejects nothing."""
+    """Rejection [rules](algorithms.md#off-policy-correction), comma separated; null rejects nothing."""
 
     rollout_rs_threshold: str | None = None
-    """One bound per rule, comma separated. k1: `low_high` on the probability ratio trainer / engine (one number `b`
-    means `1/b_b`); k2 and k3: the largest value kept."""
+    """One bound per rule, comma separated."""
 
 
 @dataclass
 class FilterGroupsConfig:
-    """Dynamic sampling (`algorithm.filter_groups.*`): groups whose rewards all agree teach nothing, and others are
+    """Dynamic sampling: groups whose rewards all agree teach nothing, and others are
     generated in their place."""
 
     enable: bool = False
@@ -109,7 +101,7 @@ class AlgorithmConfig:
     """Subtract `kl_ctrl.kl_coef` times the KL to the reference from each token's reward."""
 
     kl_penalty: str = setting("kl", choices=KL_ESTIMATES)
-    """Estimate of the KL in the reward: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3)."""
+    """[Estimate](algorithms.md#kl-to-the-reference-policy) of the KL in the reward."""
 
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
 

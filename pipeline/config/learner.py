@@ -14,7 +14,7 @@ KL_LOSSES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule (`actor.optim.*`, `critic.optim.*`)."""
+    """AdamW and its schedule."""
 
     lr: float = setting(1e-6, at_least=0)
     """Peak learning rate."""
@@ -43,7 +43,7 @@ class OptimConfig:
 
 @dataclass
 class FSDPConfig:
-    """How FSDP2 shards the model (`actor.fsdp.*`, `critic.fsdp.*`)."""
+    """How FSDP2 shards the model."""
 
     reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
@@ -57,7 +57,7 @@ class FSDPConfig:
 
 @dataclass
 class PolicyLossConfig:
-    """Which policy loss, and the options of those that have some (`actor.policy_loss.*`)."""
+    """Which policy loss, and the options of those that have some."""
 
     loss_mode: str = "vanilla"
     """Name of the policy loss, or an import path `package.module:function`."""
@@ -113,7 +113,7 @@ class ActorConfig:
     """Dual clip: bound of the ratio, above 1, for negative advantages."""
 
     loss_agg_mode: str = setting("token-mean", choices=AGG_MODES)
-    """How token losses become one number, over the global mini-batch ([algorithms.md](algorithms.md#aggregation))."""
+    """How token losses become one number ([algorithms.md](algorithms.md#aggregation))."""
 
     loss_scale_factor: float | None = setting(None, above=0)
     """Divisor of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
@@ -128,8 +128,7 @@ class ActorConfig:
     """Weight of that KL."""
 
     kl_loss_type: str = setting("low_var_kl", choices=KL_LOSSES)
-    """Estimate of that KL: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3); with `+`, its value with the gradient of
-    k2."""
+    """[Estimate](algorithms.md#kl-to-the-reference-policy) of that KL."""
 
     grad_clip: float = setting(1.0, above=0, infinite=True)
     """Gradients with a larger norm are scaled down to this one."""

@@ -9,7 +9,7 @@ from pipeline.config.sandbox import SandboxConfig
 
 @dataclass
 class CustomRewardConfig:
-    """A reward function of your own (`reward.custom_reward_function.*`)."""
+    """A reward function of your own."""
 
     path: str | None = None
     """Python file (`/code/my_reward.py`) or module (`package.module`); null uses the rule of the row's
@@ -49,7 +49,7 @@ class FunctionConfig:
 
 @dataclass
 class OverlongBufferConfig:
-    """DAPO's soft penalty on responses that come close to the longest one allowed (`reward.overlong_buffer.*`)."""
+    """DAPO's soft penalty on responses that come close to the longest one allowed."""
 
     enable: bool = False
     """Add `min(0, -(L - (data.max_response_length - len)) / len * penalty_factor)` to the score of a response of L
@@ -64,7 +64,7 @@ class OverlongBufferConfig:
 
 @dataclass
 class RepetitionPenaltyConfig:
-    """A penalty on responses that repeat themselves (`reward.repetition_penalty.*`)."""
+    """A penalty on responses that repeat themselves."""
 
     factor: float = setting(0.0, at_least=0)
     """The score loses `factor` times the share of repeated n-grams."""
@@ -75,7 +75,7 @@ class RepetitionPenaltyConfig:
 
 @dataclass
 class RateLimitConfig:
-    """How often your own functions may be called in the whole run (`reward.rate_limit.*`); rules are not counted. With
+    """How often your own functions may be called in the whole run; rules are not counted. With
     a limit, the reward stage is a single actor."""
 
     max_concurrent: int | None = setting(None, at_least=1)
@@ -92,7 +92,7 @@ class RateLimitConfig:
 
 @dataclass
 class RewardModelConfig:
-    """A model that scores responses (`reward.model.*`); `scoring.reward_model` says where it runs."""
+    """A model that scores responses; `scoring.reward_model` says where it runs."""
 
     path: str | None = None
     """Hugging Face sequence-classification model with one label. Its number is the score; functions of

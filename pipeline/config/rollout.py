@@ -8,7 +8,7 @@ from pipeline.config.bounds import setting
 
 @dataclass
 class SamplingConfig:
-    """How validation responses are sampled (`rollout.val_kwargs.*`)."""
+    """How validation responses are sampled."""
 
     n: int = setting(1, at_least=1)
     """Responses per validation prompt."""

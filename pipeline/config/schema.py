@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -35,7 +36,8 @@ def _keys(section: Any, prefix: str) -> Iterator[Key]:
         if dataclasses.is_dataclass(value):
             yield from _keys(value, name + ".")
         else:
-            yield Key(name, types_of[item.name], value, type(section))
+            declares = (owner for owner in type(section).__mro__ if item.name in inspect.get_annotations(owner))
+            yield Key(name, types_of[item.name], value, next(declares))
 
 
 def value_of(tree: Any, name: str) -> Any:

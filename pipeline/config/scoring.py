@@ -30,7 +30,7 @@ class ScorerConfig:
 
 @dataclass
 class ReferenceConfig(ScorerConfig):
-    """The frozen reference policy (`scoring.reference.*`)."""
+    """The frozen reference policy."""
 
     path: str | None = None
     """Hugging Face model, a folder or hub name; null takes `model.path`."""

@@ -14,7 +14,7 @@ def _optim() -> OptimConfig:
 
 @dataclass
 class SupervisedDataConfig:
-    """The rows to learn from (`data.*`)."""
+    """The rows to learn from."""
 
     train_files: Any = None
     """Parquet files: one path, folder, glob or URL that pyarrow opens, or a list of them."""
@@ -40,7 +40,7 @@ class SupervisedDataConfig:
 
 @dataclass
 class SupervisedTrainerConfig:
-    """Length and resources of the run (`trainer.*`)."""
+    """Length and resources of the run."""
 
     total_epochs: int = setting(1, at_least=1)
     """Passes over the training data."""
@@ -104,7 +104,7 @@ class SupervisedConfig:
 
 @dataclass
 class SFTDataConfig(SupervisedDataConfig):
-    """The conversations to learn from (`data.*`)."""
+    """The conversations to learn from."""
 
     messages_key: str = "messages"
     """Column that holds the conversation as chat messages; the assistant's messages are learnt."""
@@ -115,7 +115,7 @@ class SFTDataConfig(SupervisedDataConfig):
 
 @dataclass
 class SFTTrainerConfig(SupervisedTrainerConfig):
-    """Length and resources of the run (`trainer.*`)."""
+    """Length and resources of the run."""
 
     logits_chunk_tokens: int = setting(1024, at_least=1)
     """Tokens whose logits are held at a time; bounds the memory of large vocabularies."""
@@ -132,7 +132,7 @@ class SFTConfig(SupervisedConfig):
 
 @dataclass
 class PreferenceDataConfig(SupervisedDataConfig):
-    """The preference pairs to learn from (`data.*`)."""
+    """The preference pairs to learn from."""
 
     prompt_key: str | None = "prompt"
     """Column that holds the prompt, as chat messages or as the user's text. Without such a column, or with null, the

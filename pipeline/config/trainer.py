@@ -9,7 +9,7 @@ from pipeline.config.bounds import setting
 
 @dataclass
 class DeadlineConfig:
-    """Longest waits in seconds (`trainer.deadlines.*`); a wait beyond them ends the run with a sentence."""
+    """Longest waits in seconds; a wait beyond them ends the run with a sentence."""
 
     engine_start: float = setting(900.0, above=0)
     """Until an engine has loaded its model."""
