@@ -12,6 +12,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pipeline.config import Config
+    from tests.runs import Training
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -128,3 +129,13 @@ def stream_context(ray_session: None) -> Iterator[None]:
     before = copy.deepcopy(DataContext.get_current())
     yield
     DataContext._set_current(before)
+
+
+@pytest.fixture(scope="session")
+def training(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_files: PromptFiles, ray_session: None
+) -> "Training":
+    """One whole run for all tests that read or use what a run leaves; they leave it as it is."""
+    from tests.runs import train
+
+    return train(tmp_path_factory.mktemp("training"), tiny_model, prompt_files)

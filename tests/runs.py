@@ -3,6 +3,12 @@
 import contextlib
 import io
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +88,63 @@ def starter(settings: list[str]) -> Start:
         return Run.of(folder_of(settings, name), out.getvalue())
 
     return run
+
+
+COEF, TARGET_KL, HORIZON, LOSS_COEF = 0.1, 0.01, 64, 0.5
+PPO = (
+    *("algorithm=ppo", "critic.warmup=1", "critic.optim.lr=1e-2", "actor.ppo_epochs=2"),
+    *("actor.use_kl_loss=true", f"actor.kl_loss_coef={LOSS_COEF}"),
+    *("algorithm.kl_ctrl.type=adaptive", f"algorithm.kl_ctrl.kl_coef={COEF}"),
+    *(f"algorithm.kl_ctrl.target_kl={TARGET_KL}", f"algorithm.kl_ctrl.horizon={HORIZON}"),
+)
+INTERRUPTED_AFTER, START_S = 2, 300.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """One PPO run: a process of its own until Ctrl-C, and one more iteration by the same command in this process.
+
+    `first` is the run as Ctrl-C left it, after iteration `last`; `before` is a copy of its folder of that time.
+    """
+
+    settings: list[str]
+    exit_code: int
+    first: Run
+    last: int
+    before: Path
+    continued: Run
+
+
+def train(folder: Path, model: Path, prompt_files: Any) -> Training:
+    """The run whose results all end-to-end tests read."""
+    settings = [*tiny_settings(folder, model, prompt_files), *PPO, *TWO]
+    name, total = "trainer.experiment_name=trained", "trainer.total_training_steps="
+    command = [sys.executable, "-m", "jobs.train", *settings, name, f"{total}1000"]
+    run_folder = folder_of(settings, "trained")
+    metrics, deadline = run_folder / "metrics.jsonl", time.monotonic() + START_S
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        while not metrics.is_file() or f'"iteration": {INTERRUPTED_AFTER}' not in metrics.read_text():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "no iteration within the deadline"
+            time.sleep(0.1)
+        # A terminal sends the signal to all processes of the command, Ray's own included.
+        os.killpg(process.pid, signal.SIGINT)
+        printed, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    first = Run.of(run_folder, printed)
+    last = max(first.records)
+    before = shutil.copytree(run_folder, folder / "before")
+    # As a broken-off try of the next iteration would have left it: chunks are numbered anew in a continued run.
+    stale = run_folder / "trajectories" / f"iteration={last + 1:06d}" / "chunk-000099.parquet"
+    stale.parent.mkdir(exist_ok=True)
+    shutil.copyfile(next(run_folder.glob(f"trajectories/iteration={last:06d}/*.parquet")), stale)
+    continued = starter(settings)("trained", f"{total}{last + 1}")
+    return Training(settings, process.returncode, first, last, before, continued)
 
 
 def replayed(recorded: Path, name: str, *more: str) -> Run:

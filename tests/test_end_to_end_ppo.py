@@ -1,7 +1,6 @@
-"""Whole runs of what `test_end_to_end.py` leaves out: critic, reference, KL, greedy baselines and policy scores.
+"""Critic, reference and KL of the session's PPO run, whose first iteration trains the critic alone.
 
-Four runs: PPO for two iterations, of which the first trains the critic alone, and for a third one by the same command;
-ReMax for one; the optimal token baseline with GSPO's loss for two.
+The long tests run what it leaves out: greedy baselines (ReMax), and the optimal token baseline with GSPO's loss.
 """
 
 import json
@@ -20,7 +19,21 @@ from pipeline.models.policy import Policy
 from pipeline.models.value import ValueModel
 from pipeline.rows import flat
 from pipeline.track.trajectories import read_trajectories
-from tests.runs import BATCH, REWARD, SAMPLES, TWO, Run, Start, score, starter, tiny_settings
+from tests.runs import (
+    BATCH,
+    COEF,
+    HORIZON,
+    LOSS_COEF,
+    REWARD,
+    SAMPLES,
+    TARGET_KL,
+    Run,
+    Start,
+    Training,
+    score,
+    starter,
+    tiny_settings,
+)
 from tests.scoring.generated import assert_near
 from tests.scoring.test_policy import sums
 from tests.scoring.test_reference import chosen
@@ -28,41 +41,98 @@ from tests.scoring.test_value import expected as values_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-QUIET = ("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=3")
-COEF, TARGET, HORIZON, LOSS_COEF = 0.1, 0.01, 64, 0.5
-PPO = (
-    *("algorithm=ppo", "critic.warmup=1", "critic.optim.lr=1e-2", "actor.ppo_epochs=2"),
-    *("actor.use_kl_loss=true", f"actor.kl_loss_coef={LOSS_COEF}"),
-    *("algorithm.kl_ctrl.type=adaptive", f"algorithm.kl_ctrl.kl_coef={COEF}"),
-    *(f"algorithm.kl_ctrl.target_kl={TARGET}", f"algorithm.kl_ctrl.horizon={HORIZON}"),
-)
-STEP = 0.2 * BATCH * SAMPLES / HORIZON
-"""Largest relative step of the KL's coefficient in an iteration."""
 GSPO = (
     *("actor.policy_loss.loss_mode=gspo", "actor.clip_ratio_low=3e-4", "actor.clip_ratio_high=4e-4"),
     "actor.loss_agg_mode=seq-mean-token-mean",
 )
 
 
+def rows_of(run: Run, iteration: int) -> pa.Table:
+    return read_trajectories(str(run.folder), iteration)
+
+
+def saved(folder: Path, version: int, name: str, module: Any) -> Any:
+    """`module` with the weights of a checkpoint."""
+    state = module.state_dict()
+    dcp.load({name: {"model": state}}, checkpoint_id=folder / "checkpoints" / f"iteration_{version:06d}")
+    module.load_state_dict(state)
+    return module
+
+
+def test_the_warm_up_leaves_the_policy_as_it_is(training: Training, tiny_model: Path) -> None:
+    initial = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert [score(initial, rows_of(training.continued, iteration)) < 1e-4 for iteration in (1, 2, 3)] == [1, 1, 0]
+    assert ["actor/grad_norm" in training.continued.records[iteration] for iteration in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_the_critic_moves_and_goes_on_from_the_checkpoint(training: Training, tiny_model: Path) -> None:
+    run, last = training.continued, training.last
+    assert set(flat(rows_of(run, 1), "values")[0]) == {0.0}
+    for iteration in range(1, last + 2):
+        rows = rows_of(run, iteration)
+        assert set(rows["value_version"].to_pylist()) == {iteration - 1}
+        assert iteration == 1 or np.abs(flat(rows, "values")[0]).max() > 1e-2
+    # The last rows belong to the continued run: their values come from what was restored.
+    critic = ValueModel(AutoModelForCausalLM.from_pretrained(tiny_model))
+    assert_near(rows["values"], values_of(saved(training.before, last, "critic", critic), rows), 1e-4)
+
+
+def test_the_reference_stays_the_model_before_training(training: Training, tiny_model: Path) -> None:
+    for iteration in (1, 2, training.last + 1):
+        rows = rows_of(training.continued, iteration)
+        gap = np.abs(flat(rows, "ref_log_probs")[0] - flat(rows, "rollout_log_probs")[0]).max()
+        assert gap < 1e-4 if iteration < 3 else gap > 1e-2
+        assert_near(rows["ref_log_probs"], chosen(tiny_model, rows, 1.0))
+
+
+def test_the_coefficient_follows_the_kl_and_goes_on_from_the_checkpoint(training: Training) -> None:
+    run, coef = training.continued, COEF
+    for iteration in range(1, training.last + 2):
+        rows = rows_of(run, iteration)
+        (carried,) = set(rows["kl_coef"].to_pylist())
+        assert carried == pytest.approx(coef, rel=1e-6)
+        assert run.records[iteration]["actor/reward_kl_penalty_coeff"] == pytest.approx(coef, rel=1e-6)
+        kl = rows["kl"].to_numpy().mean()
+        assert run.records[iteration]["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
+        # Far below or far above the target, where the step is bounded: the policy moves in the second iteration.
+        assert abs(kl / TARGET_KL - 1) > 0.2 and (kl > TARGET_KL) == (iteration > 2)
+        coef *= 1 + math.copysign(0.2, kl - TARGET_KL) * BATCH * SAMPLES / HORIZON
+    progress = run.folder / "checkpoints" / f"iteration_{training.last + 1:06d}" / "progress.json"
+    assert json.loads(progress.read_text())["kl_coef"] == pytest.approx(coef, rel=1e-6)
+
+
+def test_rewards_pay_the_kl(training: Training) -> None:
+    rows = rows_of(training.continued, training.last + 1).to_pylist()
+    for row in rows:
+        kl = np.array(row["rollout_log_probs"]) - row["ref_log_probs"]
+        assert row["reward"] == pytest.approx(row["score"] - row["kl_coef"] * kl.sum(), rel=1e-4, abs=1e-5)
+    assert max(abs(row["reward"] - row["score"]) for row in rows) > 1e-3
+
+
+def test_metrics_of_critic_and_kl(training: Training) -> None:
+    for iteration in range(1, training.last + 2):
+        record = training.continued.records[iteration]
+        for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "values/mean", "returns/mean", "rewards/mean"):
+            assert math.isfinite(record[f"critic/{name}"]), name
+        assert record["critic/grad_norm"] > 0 and record["critic/skipped_steps"] == 0
+        assert record["critic/lr"] == 1e-2 and record["timing_s/update_critic"] > 0
+        assert record["training/value_staleness/max"] == 0
+        values, returns = (flat(rows_of(training.continued, iteration), name)[0] for name in ("values", "returns"))
+        explained = 1 - (returns - values).var() / returns.var()
+        assert record["critic/vf_explained_var"] == pytest.approx(explained, rel=1e-4, abs=1e-5)
+        assert record["critic/values/mean"] == pytest.approx(values.mean(), rel=1e-4, abs=1e-6)
+        assert ("actor/kl_loss" in record) == (iteration > 1)
+        if iteration > 1:
+            assert math.isfinite(record["actor/kl_loss"]) and record["actor/kl_loss"] > 1e-5
+            loss = record["actor/pg_loss"] + LOSS_COEF * record["actor/kl_loss"]
+            assert record["actor/loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_files: Any, ray_session: None) -> Start:
-    return starter([*tiny_settings(tmp_path_factory.mktemp("ppo"), tiny_model, prompt_files), *QUIET])
-
-
-@pytest.fixture(scope="module")
-def ppo(start: Start) -> Run:
-    return start("ppo", *PPO, *TWO, "trainer.total_training_steps=2")
-
-
-@pytest.fixture(scope="module")
-def moved(ppo: Run) -> Any:
-    """The policy after two iterations."""
-    return AutoModelForCausalLM.from_pretrained(ppo.folder / "model")
-
-
-@pytest.fixture(scope="module")
-def continued(start: Start, ppo: Run, moved: Any) -> Run:
-    return start("ppo", *PPO, *TWO, "trainer.total_training_steps=3")
+    quiet = ("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=1")
+    settings = tiny_settings(tmp_path_factory.mktemp("baselines"), tiny_model, prompt_files)
+    return starter([*settings, *quiet, "trainer.max_ckpt_to_keep=3"])
 
 
 @pytest.fixture(scope="module")
@@ -73,98 +143,6 @@ def remax(start: Start) -> Run:
 @pytest.fixture(scope="module")
 def otb(start: Start) -> Run:
     return start("otb", "algorithm=otb", *GSPO, "trainer.total_training_steps=2")
-
-
-def rows_of(run: Run, iteration: int) -> pa.Table:
-    return read_trajectories(str(run.folder), iteration)
-
-
-def saved(run: Run, version: int, name: str, module: Any) -> Any:
-    """`module` with the weights of a checkpoint."""
-    state = module.state_dict()
-    dcp.load({name: {"model": state}}, checkpoint_id=run.folder / "checkpoints" / f"iteration_{version:06d}")
-    module.load_state_dict(state)
-    return module
-
-
-def saved_critic(run: Run, version: int, model: Path) -> ValueModel:
-    return saved(run, version, "critic", ValueModel(AutoModelForCausalLM.from_pretrained(model)))
-
-
-def test_the_warm_up_leaves_the_policy_as_it_is(continued: Run, moved: Any, tiny_model: Path) -> None:
-    initial = AutoModelForCausalLM.from_pretrained(tiny_model)
-    for iteration in (1, 2):
-        rows = rows_of(continued, iteration)
-        assert set(rows["policy_version"].to_pylist()) == {iteration - 1}
-        assert score(initial, rows) < 1e-4
-    assert score(initial, rows_of(continued, 3)) > 1e-2 > 1e-4 > score(moved, rows_of(continued, 3))
-    assert ["actor/grad_norm" in continued.records[iteration] for iteration in (1, 2, 3)] == [False, True, True]
-
-
-def test_the_critic_moves_and_goes_on_from_the_checkpoint(continued: Run, tiny_model: Path) -> None:
-    """Iteration 3 belongs to the continued run: its values come from what was restored."""
-    assert set(flat(rows_of(continued, 1), "values")[0]) == {0.0}
-    for iteration in (1, 2, 3):
-        rows = rows_of(continued, iteration)
-        assert set(rows["value_version"].to_pylist()) == {iteration - 1}
-        if iteration > 1:
-            assert np.abs(flat(rows, "values")[0]).max() > 1e-2
-            assert_near(rows["values"], values_of(saved_critic(continued, iteration - 1, tiny_model), rows), 1e-4)
-
-
-def test_the_reference_stays_the_model_before_training(continued: Run, tiny_model: Path) -> None:
-    for iteration in (1, 2, 3):
-        rows = rows_of(continued, iteration)
-        gap = np.abs(flat(rows, "ref_log_probs")[0] - flat(rows, "rollout_log_probs")[0]).max()
-        assert gap < 1e-4 if iteration < 3 else gap > 1e-2
-        assert_near(rows["ref_log_probs"], chosen(tiny_model, rows, 1.0))
-
-
-def test_the_coefficient_follows_the_kl_and_goes_on_from_the_checkpoint(continued: Run) -> None:
-    # The KL is 0 until the policy moves, and far above the target then.
-    published = [COEF, COEF * (1 - STEP), COEF * (1 - STEP) ** 2]
-    for iteration, coef in enumerate(published, start=1):
-        (carried,) = set(rows_of(continued, iteration)["kl_coef"].to_pylist())
-        assert carried == pytest.approx(coef, rel=1e-6)
-        assert continued.records[iteration]["actor/reward_kl_penalty_coeff"] == pytest.approx(coef, rel=1e-6)
-    kl = rows_of(continued, 3)["kl"].to_numpy().mean()
-    assert continued.records[3]["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-4)
-    assert kl > 1.2 * TARGET
-    progress = json.loads((continued.folder / "checkpoints" / "iteration_000003" / "progress.json").read_text())
-    assert progress["kl_coef"] == pytest.approx(published[-1] * (1 + STEP), rel=1e-6)
-
-
-def test_rewards_pay_the_kl(continued: Run) -> None:
-    rows = rows_of(continued, 3).to_pylist()
-    for row in rows:
-        kl = np.array(row["rollout_log_probs"]) - row["ref_log_probs"]
-        assert row["reward"] == pytest.approx(row["score"] - row["kl_coef"] * kl.sum(), rel=1e-4, abs=1e-5)
-    assert max(abs(row["reward"] - row["score"]) for row in rows) > 1e-3
-
-
-def test_metrics_of_critic_and_kl(continued: Run) -> None:
-    for iteration, record in continued.records.items():
-        for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "values/mean", "returns/mean", "rewards/mean"):
-            assert math.isfinite(record[f"critic/{name}"]), name
-        assert record["critic/grad_norm"] > 0 and record["critic/skipped_steps"] == 0
-        assert record["critic/lr"] == 1e-2 and record["timing_s/update_critic"] > 0
-        assert record["training/value_staleness/max"] == 0
-        values, returns = (flat(rows_of(continued, iteration), name)[0] for name in ("values", "returns"))
-        explained = 1 - (returns - values).var() / returns.var()
-        assert record["critic/vf_explained_var"] == pytest.approx(explained, rel=1e-4, abs=1e-5)
-        assert record["critic/values/mean"] == pytest.approx(values.mean(), rel=1e-4, abs=1e-6)
-        assert ("actor/kl_loss" in record) == (iteration > 1)
-        if iteration > 1:
-            assert math.isfinite(record["actor/kl_loss"]) and record["actor/kl_loss"] > 1e-5
-            loss = record["actor/pg_loss"] + LOSS_COEF * record["actor/kl_loss"]
-            assert record["actor/loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
-    assert continued.records[1]["critic/vf_explained_var"] == pytest.approx(0, abs=1e-6)
-
-
-def test_the_same_command_continues(ppo: Run, continued: Run) -> None:
-    assert sorted(continued.records) == [1, 2, 3]
-    assert {iteration: continued.records[iteration] for iteration in (1, 2)} == ppo.records
-    assert continued.records[3]["training/policy_version"] == 2
 
 
 @torch.no_grad()
@@ -194,7 +172,7 @@ def test_remax_compares_each_response_with_the_greedy_one(remax: Run, tiny_model
 
 @pytest.mark.long
 def test_sums_follow_the_policy(otb: Run, tiny_model: Path, tmp_path: Path) -> None:
-    policy = saved(otb, 1, "actor", Policy(AutoModelForCausalLM.from_pretrained(tiny_model)))
+    policy = saved(otb.folder, 1, "actor", Policy(AutoModelForCausalLM.from_pretrained(tiny_model)))
     policy.lm.save_pretrained(tmp_path)
     for iteration, folder in ((1, tiny_model), (2, tmp_path)):
         rows = rows_of(otb, iteration)

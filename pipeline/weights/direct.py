@@ -33,26 +33,17 @@ SLICE = 2**20
 
 
 @dataclass(frozen=True)
-class NixlMemory:
-    """Memory that NIXL has registered."""
-
-    agent: str
-    metadata: bytes
-    """What another agent needs to know of this one."""
-    address: int
-    kind: str
-    device: int
-
-
-@dataclass(frozen=True)
 class RemoteBuffer:
-    """Bytes `offset:offset + nbytes` of a train worker's memory."""
+    """Bytes of a train worker's memory that NIXL has registered; a buffer of no bytes has no address."""
 
     rank: int
-    memory: NixlMemory | None
-    """None where there are no bytes."""
-    offset: int
     nbytes: int
+    address: int = 0
+    kind: str = ""
+    device: int = 0
+    agent: str = ""
+    metadata: bytes = b""
+    """What another agent needs to know of this one."""
 
 
 def digest(data: "torch.Tensor") -> int:
@@ -117,7 +108,7 @@ class PublishedMemory:
     def __init__(self, rank: int, versions: int, device: "torch.device") -> None:
         self._rank, self._versions, self._device = rank, versions, device
         self._bytes: torch.Tensor | None = None
-        self._memory: NixlMemory | None = None
+        self._metadata = b""
         self._next = 0
         nixl_agent()
 
@@ -128,7 +119,7 @@ class PublishedMemory:
         if self._bytes is None:
             self._bytes = torch.empty(self._versions * nbytes, dtype=torch.uint8, device=self._device)
             if nbytes:
-                self._memory = self._register(self._bytes)
+                self._metadata = self._register(self._bytes)
         self._next = version % self._versions * nbytes
 
     def empty(self, nbytes: int) -> "torch.Tensor":
@@ -140,20 +131,20 @@ class PublishedMemory:
 
     def put(self, bucket: "torch.Tensor") -> RemoteBuffer:
         """Where engines find a bucket from `empty` whose bytes are written."""
-        memory = self._memory if len(bucket) else None
-        return RemoteBuffer(self._rank, memory, int(bucket.storage_offset()), len(bucket))
+        if not len(bucket):
+            return RemoteBuffer(self._rank, 0)
+        kind, device = MEMORY[bucket.device.type], max(bucket.get_device(), 0)
+        return RemoteBuffer(self._rank, len(bucket), bucket.data_ptr(), kind, device, nixl_agent().name, self._metadata)
 
-    def _register(self, data: "torch.Tensor") -> NixlMemory:
-        agent = nixl_agent()
+    def _register(self, data: "torch.Tensor") -> bytes:
         try:
-            agent.register_memory(data)
+            nixl_agent().register_memory(data)
+            return bytes(nixl_agent().get_agent_metadata())
         except Exception as error:
             raise RuntimeError(
                 f"train rank {self._rank}: NIXL cannot register {data.nbytes} bytes of {data.device} for "
                 f"trainer.weight_transport=nixl ({error!r}); UCX_LOG_LEVEL=debug in trainer.env_vars says more"
             ) from error
-        kind, device = MEMORY[data.device.type], max(data.get_device(), 0)
-        return NixlMemory(agent.name, agent.get_agent_metadata(), data.data_ptr(), kind, device)
 
 
 def read(remotes: Sequence[RemoteBuffer], device: Any, timeout: float) -> list["torch.Tensor"]:
@@ -173,9 +164,9 @@ def read(remotes: Sequence[RemoteBuffer], device: Any, timeout: float) -> list["
     deadline = time.monotonic() + timeout
     running = []
     for remote, buffer in zip(remotes, buffers, strict=True):
-        if remote.memory is not None:
+        if remote.nbytes:
             with _reading(remote):
-                running.append((remote, *_begin(remote, remote.memory, buffer)))
+                running.append((remote, *_begin(remote, buffer)))
     # A read that fails ends the engine, and its process releases what is registered by then.
     for remote, transfer, registered in running:
         while not _is_done(remote, transfer):
@@ -189,18 +180,18 @@ def read(remotes: Sequence[RemoteBuffer], device: Any, timeout: float) -> list["
     return buffers
 
 
-def _begin(remote: RemoteBuffer, memory: NixlMemory, buffer: "torch.Tensor") -> tuple[Any, Any]:
+def _begin(remote: RemoteBuffer, buffer: "torch.Tensor") -> tuple[Any, Any]:
     """A running transfer, and the registration of the buffer it fills."""
     agent = nixl_agent()
-    _introduce(memory.agent, memory.metadata)
+    _introduce(remote.agent, remote.metadata)
     registered = agent.register_memory(buffer)
     here = (buffer.data_ptr(), remote.nbytes, max(buffer.get_device(), 0))
-    there = (memory.address + remote.offset, remote.nbytes, memory.device)
+    there = (remote.address, remote.nbytes, remote.device)
     transfer = agent.initialize_xfer(
         "READ",
         agent.get_xfer_descs([here], mem_type=MEMORY[buffer.device.type]),
-        agent.get_xfer_descs([there], mem_type=memory.kind),
-        memory.agent,
+        agent.get_xfer_descs([there], mem_type=remote.kind),
+        remote.agent,
         b"",
     )
     agent.transfer(transfer)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from jobs.evaluate import main
 from pipeline.track.trajectories import read_trajectories
-from tests.runs import Run, score, starter, tiny_settings
+from tests.runs import Training, score
 
 Refused = Callable[..., str]
 
@@ -113,32 +113,27 @@ def with_engine(test: Any) -> Any:
     return pytest.mark.usefixtures("stream_context")(test)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_files: Any, ray_session: None) -> Run:
-    start = starter(tiny_settings(tmp_path_factory.mktemp("evaluated"), tiny_model, prompt_files))
-    return start("trained", "trainer.total_training_steps=1", "trainer.val_before_train=false")
-
-
 def read(out: Path) -> pa.Table:
     return pa.concat_tables([pq.read_table(path) for path in sorted((out / "responses").glob("*.parquet"))])
 
 
 @with_engine
 def test_agrees_with_the_last_validation_of_the_run(
-    trained: Run, capsys: pytest.CaptureFixture[str], prompt_files: Any
+    training: Training, capsys: pytest.CaptureFixture[str], prompt_files: Any
 ) -> None:
+    trained, last = training.continued, training.last + 1
     assert main(["--run", str(trained.folder)]) == 0
     printed = capsys.readouterr().out
     (out,) = (trained.folder / "evaluations").iterdir()
-    ours, theirs = read(out), read_trajectories(str(trained.folder), 1, "val").sort_by("offset")
+    ours, theirs = read(out), read_trajectories(str(trained.folder), last, "val").sort_by("offset")
     assert ours["uid"].to_pylist() == theirs["uid"].to_pylist() and len(ours) == prompt_files.val_rows
     for column in ("prompt_ids", "response_ids", "response", "score", "reward_parts", "finish_reason"):
         assert ours[column].to_pylist() == theirs[column].to_pylist(), column
     result = json.loads((out / "metrics.json").read_text())
-    validated = trained.records[1]["val-core/countdown/reward/mean@1"]
+    validated = trained.records[last]["val-core/countdown/reward/mean@1"]
     assert 0 < validated < 1
     assert result["all"]["mean"] == result["sources"]["countdown"]["pass@1"] == pytest.approx(validated, abs=1e-9)
-    assert (result["complete"], result["iteration"], result["left_out"]) == (True, 1, 0)
+    assert (result["complete"], result["iteration"], result["left_out"]) == (True, last, 0)
     assert result["tokens_per_s"] > 0
     with (out / "table.csv").open() as file:
         assert [row["mean"] for row in csv.DictReader(file)] == [str(result["all"]["mean"])]
@@ -159,7 +154,7 @@ def test_agrees_with_the_last_validation_of_the_run(
 @with_engine
 @pytest.mark.long
 def test_samples_are_those_of_training_prompts_that_are_validated(
-    trained: Run, prompt_files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    training: Training, prompt_files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Several responses, another file, failing rewards: 8 of 40 prompts cannot be scored."""
     (tmp_path / "reward.py").write_text(
@@ -175,7 +170,8 @@ def test_samples_are_those_of_training_prompts_that_are_validated(
         f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
         "trainer.logger=[console]",
     ]
-    code = main(["--run", str(trained.folder), "--out", str(tmp_path / "out"), "--k", "1,3", *changes])
+    command = ["--run", str(training.continued.folder), "--out", str(tmp_path / "out"), *changes]
+    code = main([*command, "--k", "1,3"])
     printed = capsys.readouterr()
     assert code == 1 and "the reward failed for 20.0% of the responses" in printed.err, printed
     assert "ArithmeticError: no score" in printed.err
@@ -188,7 +184,7 @@ def test_samples_are_those_of_training_prompts_that_are_validated(
     assert source["mean"] == pytest.approx(sum(right) / 128) and source["mean"] < source["pass@3"] < 1
     assert {"maj@1", "maj@3"} <= source.keys() and "pass@2" not in source
     assert not (tmp_path / "out" / "mlflow_run_id").exists()
-    code = main(["--run", str(trained.folder), "--out", str(tmp_path / "out"), *changes, "rollout.val_kwargs.n=3"])
+    code = main([*command, "rollout.val_kwargs.n=3"])
     assert code == 2 and "rollout.val_kwargs.n (4 there, 3 now)" in capsys.readouterr().err
 
 
