@@ -2,9 +2,6 @@
 
 import json
 import math
-import stat
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -203,36 +200,3 @@ def test_runs_of_other_settings_are_not_mixed(command: Any, capsys: pytest.Captu
     assert command(*options)[0] == 0
     assert command(*options, "--", "actor.optim.lr=1e-3") == (2, [])
     assert "runs with other settings (actor.optim.lr=1e-3)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("options", [["--staleness", "1", "2"], ["--iterations", "3"], ["--model", "m"]])
-def test_what_cannot_be_compared_is_refused(options: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        staleness.main(["--out", "nowhere", *options])
-
-
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Path:
-    """Makes `body` what runs in place of `jobs.train`; returns a log's place."""
-    script = tmp_path / "python"
-    script.write_text(f"#!/bin/sh\n{body}\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(sys, "executable", str(script))
-    return tmp_path / "logs" / "run.log"
-
-
-def test_a_run_that_fails_tells_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = program(tmp_path, monkeypatch, 'echo "the reason: $3"; exit 3')
-    write_run(tmp_path / "run", {"iteration": 0})
-    with pytest.raises(RuntimeError, match=r"run failed with exit code 3; see .*\nthe reason: a=1"):
-        staleness.run(["a=1"], tmp_path / "run", log, 20)
-    # What an interrupted run left has gone.
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = program(tmp_path, monkeypatch, "echo $$; exec sleep 100")
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError, match="took longer than 1 s"):
-        staleness.run([], tmp_path / "run", log, 1)
-    assert time.monotonic() - begun < 20
-    assert not Path(f"/proc/{log.read_text().strip()}").exists()

@@ -136,18 +136,6 @@ def test_responses_of_another_length_are_no_fair_comparison() -> None:
     assert "ours, synchronous have 11.5 tokens" in warning and "TRL's 10.0" in warning
 
 
-def test_only_an_environment_with_the_same_torch_and_this_trl_will_do(tmp_path: Path) -> None:
-    here = {name: trl_env.metadata.version(name) for name in trl_env.SAME}
-    good = {"trl": "1.16.0", **here}
-    assert trl_env.complaint(good) is None
-    assert trl_env.complaint(good | {"torch": f"{trl_env.release(here['torch'])}+another"}) is None
-    assert "TRL 1.1.0, not 1.16" in str(trl_env.complaint(good | {"trl": "1.1.0"}))
-    assert "torch 1.0" in str(trl_env.complaint(good | {"torch": "1.0"}))
-    assert trl_env.versions(tmp_path / "python") == {}
-    with pytest.raises(ValueError, match="lacks one of trl"):
-        trl_env.check(tmp_path / "python")
-
-
 def test_a_run_that_fails_or_hangs_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     with pytest.raises(RuntimeError, match="(?s)exit code 3; see .*log.*the reason"):
