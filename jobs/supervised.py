@@ -21,7 +21,7 @@ from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.run import cluster
-from pipeline.supervised.data import RowGroup, find_row_groups, train_dataset
+from pipeline.supervised.data import RowGroup, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
 
 LINE_S = 10.0
@@ -153,8 +153,9 @@ class Job(Generic[C]):
         config.model.tokenizer_path = cluster.absolute(config.model.tokenizer_path)
         data.train_files = cluster.absolute_files(data.train_files)
         data.val_files = cluster.absolute_files(data.val_files)
-        train_groups = self._row_groups(config, "train_files")
-        val_groups = self._row_groups(config, "val_files") if data.val_files else []
+        encoder = self.loop.encoder
+        train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
+        val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
         steps, epochs = plan(config, train_groups)
         load_tokenizer(config.model)
         _start_ray(config)
@@ -163,7 +164,7 @@ class Job(Generic[C]):
         progress: Any = ray.remote(num_cpus=0)(Progress)
         progress = progress.remote()
         block_rows = data.train_batch_size // trainer.num_workers
-        stream = train_dataset(train_groups, self.loop.encoder, config.model, data, trainer.seed, epochs, block_rows)
+        stream = train_dataset(train_groups, encoder, config.model, data, trainer.seed, epochs, block_rows)
         stream.context.enable_progress_bars = False
         storage = f".{out.name}.ray-train"
         resources = {"CPU": trainer.cpus_per_worker}
@@ -197,12 +198,6 @@ class Job(Generic[C]):
             lines.join(timeout=ANSWER_S)
             shutil.rmtree(out.parent / storage, ignore_errors=True)
         return dict(ray.get(progress.read.remote(), timeout=ANSWER_S))
-
-    def _row_groups(self, config: C, name: str) -> list[RowGroup]:
-        data = config.data
-        return find_row_groups(
-            getattr(data, name), f"data.{name}", lambda schema: self.loop.encoder.problem(schema, data)
-        )
 
     def _print(self, progress: Any, steps: int, done: threading.Event) -> None:
         """Print the metrics every few seconds until `done` is set."""

@@ -6,17 +6,18 @@ footer of each is read once, in threads.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 import pyarrow.fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.errors import short_reason
-from pipeline.prompts.parquet import PromptFile, nearest, open_parquet
+from pipeline.prompts.parquet import PromptFile, check_prompts, nearest, open_parquet
 
 # Opened by pyarrow itself, so that no further package is needed; fsspec opens all others.
 ARROW_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
@@ -29,17 +30,17 @@ File = tuple[str, pyarrow.fs.FileSystem, str]
 """Name, filesystem and path."""
 
 
-def resolve(paths: Any, key: str, prompt_key: str = "prompt") -> list[PromptFile]:
+def resolve(paths: Any, key: str, check: Callable[[pa.Schema, str], None] = check_prompts) -> list[PromptFile]:
     """Files that `paths` names, in order: entries as given, the files of a folder or glob by name.
 
     Args:
         paths: a path, folder, glob or URL, or a list of them.
         key: config key they come from, for messages.
-        prompt_key: column of the chat messages (`data.prompt_key`).
+        check: raises ValueError where a file lacks a column; its second argument begins the sentence.
 
     Raises:
         FileNotFoundError: nothing is at a path, or a glob matches nothing.
-        ValueError: a file is not of its format, has no rows, or lacks a column.
+        ValueError: a file is not parquet, has no rows, or lacks a column.
     """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
@@ -49,16 +50,16 @@ def resolve(paths: Any, key: str, prompt_key: str = "prompt") -> list[PromptFile
     if not found:
         raise ValueError(f"{key} is an empty list; give it at least one file")
     with ThreadPoolExecutor(min(FOOTER_THREADS, len(found))) as threads:
-        return list(threads.map(lambda file: _opened(file, key, prompt_key), found))
+        return list(threads.map(lambda file: _opened(file, key, check), found))
 
 
-def _opened(file: File, key: str, prompt_key: str) -> PromptFile:
+def _opened(file: File, key: str, check: Callable[[pa.Schema, str], None]) -> PromptFile:
     name, filesystem, path = file
     if path.endswith(CONVERTIBLE):
         raise ValueError(
             f"{key}: {name} is not parquet; convert it once: python -m jobs.prepare json --input {name} --out DIR"
         )
-    return open_parquet(name, filesystem, path, key, prompt_key)
+    return open_parquet(name, filesystem, path, key, check)
 
 
 def _find(path: str, key: str) -> list[File]:

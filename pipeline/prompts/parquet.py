@@ -1,9 +1,12 @@
-"""A parquet file of prompts: checked by its footer, read a batch at a time, every row with its place."""
+"""A parquet file of prompts: checked by its footer, read a batch at a time, every row with its place.
+
+`pipeline/supervised` reads its files in the same way.
+"""
 
 import difflib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -119,7 +122,9 @@ class PromptFile:
         return [0, *itertools.accumulate(self.row_groups)]
 
 
-def open_parquet(name: str, filesystem: pyarrow.fs.FileSystem, path: str, key: str, prompt_key: str) -> PromptFile:
+def open_parquet(
+    name: str, filesystem: pyarrow.fs.FileSystem, path: str, key: str, check: Callable[[pa.Schema, str], None]
+) -> PromptFile:
     """The parquet file at `path`, after a check of its footer.
 
     Raises:
@@ -136,7 +141,9 @@ def open_parquet(name: str, filesystem: pyarrow.fs.FileSystem, path: str, key: s
         raise ValueError(
             f"{key}: {name} cannot be read as parquet: {short_reason(error)}. Write the file again, or leave it out."
         ) from error
-    _check(schema, sum(row_groups), f"{key}: {name}", prompt_key)
+    if not sum(row_groups):
+        raise ValueError(f"{key}: {name} has no rows; write some into it, or leave it out")
+    check(schema, f"{key}: {name}")
     return PromptFile(name, key, filesystem, path, row_groups, tuple(schema.names))
 
 
@@ -172,9 +179,12 @@ def _row_groups(file: pq.ParquetFile) -> tuple[int, ...]:
     return tuple(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
 
 
-def _check(schema: pa.Schema, rows: int, where: str, prompt_key: str) -> None:
-    if not rows:
-        raise ValueError(f"{where} has no rows; write prompts into it, or leave it out")
+def check_prompts(schema: pa.Schema, where: str, prompt_key: str = "prompt") -> None:
+    """Refuse a file without the columns of a prompt file; `prompt_key` is `data.prompt_key`.
+
+    Raises:
+        ValueError: a column is missing or of another type; the sentence begins with `where`.
+    """
     for column, remedy in (
         (prompt_key, "name the column of chat messages with data.prompt_key"),
         ("data_source", "add it: it chooses the reward rule"),

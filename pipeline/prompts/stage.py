@@ -7,6 +7,7 @@ prompts never run ahead of the run, however large the data. The cursor behind ev
 restarted actor and a resumed run go on from there.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.encode import Encoder, stamp, to_table
 from pipeline.prompts.generator import make_generator
 from pipeline.prompts.loader import PromptLoader
+from pipeline.prompts.parquet import check_prompts
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.prompts.sampler import STATELESS_SAMPLERS, make_sampler
 from pipeline.rows import PROMPT
@@ -146,8 +148,9 @@ def loaders(
     Raises:
         ValueError, FileNotFoundError, OSError: a file, the tokenizer, the sampler or the generator cannot be used.
     """
-    train = files.resolve(data.train_files, "data.train_files", data.prompt_key) if data.train_files else []
-    val = files.resolve(data.val_files, "data.val_files", data.prompt_key) if data.val_files else None
+    check = functools.partial(check_prompts, prompt_key=data.prompt_key)
+    train = files.resolve(data.train_files, "data.train_files", check) if data.train_files else []
+    val = files.resolve(data.val_files, "data.val_files", check) if data.val_files else None
     # A wrong file is refused before the seconds that importing transformers takes.
     chat = ChatTokenizer(load_tokenizer(model), data)
     quarantine = Quarantine(data.max_bad_rows, run_dir)

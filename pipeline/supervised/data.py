@@ -6,15 +6,12 @@
    anything to learn stays in, and nothing is learnt from it.
 """
 
-import glob
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset
 import ray.data
 import torch
 from torch import Tensor
@@ -23,6 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SupervisedDataConfig
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.prompts.files import resolve
+from pipeline.prompts.parquet import PromptFile, Slice
 
 SLICE_ROWS = 2048
 
@@ -30,59 +29,15 @@ D = TypeVar("D", bound=SupervisedDataConfig)
 Messages = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """One row group of one file."""
 
-    fragment: Any
-    """`pyarrow.dataset.ParquetFileFragment` of this row group alone."""
-    file: str
-    first_row: int
-    """Number of its first row in the file."""
-    rows: int
+    file: PromptFile
+    number: int
 
-
-def find_row_groups(paths: Any, config_key: str, problem: Callable[[pa.Schema], str | None]) -> list[RowGroup]:
-    """The row groups of all files that `paths` names, in order.
-
-    Args:
-        paths: value of the setting: a path, glob or URL, or a list of them.
-        config_key: its name, for errors.
-        problem: says what is wrong with the columns of a file, to follow the file's name; None if nothing is.
-
-    Raises:
-        ValueError: a path names nothing, or a file is not parquet, has no rows, or has a problem.
-    """
-    if not paths:
-        raise ValueError(f"{config_key} is not set; give parquet files.")
-    groups: list[RowGroup] = []
-    for path in [paths] if isinstance(paths, str) else list(paths):
-        matches = sorted(glob.glob(path)) if "://" not in path and glob.has_magic(path) else [path]
-        if not matches:
-            raise ValueError(f"{config_key}: no file matches {path}; check the pattern.")
-        for match in matches:
-            groups += _row_groups(match, config_key, problem)
-    return groups
-
-
-def _row_groups(path: str, config_key: str, problem: Callable[[pa.Schema], str | None]) -> list[RowGroup]:
-    groups: list[RowGroup] = []
-    try:
-        for fragment in pa.dataset.dataset(path, format="parquet").get_fragments():
-            first_row = 0
-            for part in fragment.split_by_row_group():
-                rows = part.row_groups[0].num_rows
-                groups.append(RowGroup(part, fragment.path, first_row, rows))
-                first_row += rows
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{config_key}: {path} cannot be read as parquet: {error}") from error
-    for group in groups:
-        if sentence := problem(group.fragment.physical_schema):
-            raise ValueError(f"{config_key}: {group.file} {sentence}")
-    groups = [group for group in groups if group.rows]
-    if not groups:
-        raise ValueError(f"{config_key}: {path} has no rows.")
-    return groups
+    @property
+    def rows(self) -> int:
+        return self.file.row_groups[self.number]
 
 
 class Encoder(ABC, Generic[D]):
@@ -92,10 +47,28 @@ class Encoder(ABC, Generic[D]):
         self.tokenizer = tokenizer
         self.data = data
 
+    @classmethod
+    def find_row_groups(cls, paths: Any, key: str, data: D) -> list[RowGroup]:
+        """The row groups of all files that `paths`, the value of the setting `key`, names, in order.
+
+        Raises:
+            ValueError: there is no such file, or one is not parquet, has no rows, or lacks a column.
+        """
+        try:
+            files = resolve(paths, key, lambda schema, where: cls.check(schema, where, data))
+        except FileNotFoundError as error:
+            raise ValueError(str(error)) from error
+        groups = [RowGroup(file, number) for file in files for number in range(len(file.row_groups))]
+        return [group for group in groups if group.rows]
+
     @staticmethod
     @abstractmethod
-    def problem(schema: pa.Schema, data: Any) -> str | None:
-        """What is wrong with the columns of a file, to follow the file's name; None if nothing is."""
+    def check(schema: pa.Schema, where: str, data: Any) -> None:
+        """Refuse a file that lacks a column.
+
+        Raises:
+            ValueError: the sentence begins with `where`.
+        """
 
     @abstractmethod
     def columns(self) -> list[str | None]:
@@ -160,12 +133,13 @@ def checked_messages(value: Any, place: str) -> Messages:
 
 def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
     """Encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
-    columns = [name for name in encoder.columns() if name in group.fragment.physical_schema.names]
-    rows = group.fragment.to_table(columns=columns)
+    columns = [name for name in encoder.columns() if name]
+    batches = [batch for _, batch in group.file.read([Slice(group.number, 0, group.rows)], columns)]
+    rows = pa.Table.from_batches(batches)
     order = np.arange(group.rows) if random is None else random.permutation(group.rows)
     for start in range(0, group.rows, SLICE_ROWS):
         part = order[start : start + SLICE_ROWS]
-        places = [f"{group.file}, row {group.first_row + int(row)}" for row in part]
+        places = [str(group.file.place(group.number, int(row))) for row in part]
         yield encoder.encode(rows.take(pa.array(part)), places)
 
 

@@ -29,31 +29,28 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
     """Turns pairs into rows of `SCHEMA`."""
 
     @staticmethod
-    def problem(schema: pa.Schema, data: PreferenceDataConfig) -> str | None:
+    def check(schema: pa.Schema, where: str, data: PreferenceDataConfig) -> None:
         names = ", ".join(schema.names)
         has_prompt = data.prompt_key in schema.names
-        keys = {"chosen_key": data.chosen_key, "rejected_key": data.rejected_key}
-        if has_prompt:
-            keys["prompt_key"] = str(data.prompt_key)
-        if data.margin_key:
-            keys["margin_key"] = data.margin_key
-        for setting, key in keys.items():
-            if key not in schema.names:
-                return f"has no column {key!r}, but {names}; name it with data.{setting}."
-            kind = schema.field(key).type
-            if setting == "margin_key":
-                if not pa.types.is_integer(kind) and not pa.types.is_floating(kind):
-                    return f"has a column {key!r} of type {kind} where numbers are needed."
+        for setting in ("chosen_key", "rejected_key", "prompt_key", "margin_key"):
+            key = getattr(data, setting)
+            if not key or (setting == "prompt_key" and not has_prompt):
                 continue
+            if key not in schema.names:
+                raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")
+            kind = schema.field(key).type
             is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-            if not is_text and not is_list(kind):
-                return f"has a column {key!r} of type {kind} where a list of {{role, content}} or text is needed."
+            if setting == "margin_key":
+                needed = None if pa.types.is_integer(kind) or pa.types.is_floating(kind) else "numbers are"
+            else:
+                needed = None if is_text or is_list(kind) else "a list of {role, content} or text is"
+            if needed:
+                raise ValueError(f"{where} has a column {key!r} of type {kind} where {needed} needed.")
             if is_text and not has_prompt:
-                return (
-                    f"has a column {key!r} of text and none for the prompt, but {names}; name it with data.prompt_key, "
-                    "or give whole conversations as lists of {role, content}."
+                raise ValueError(
+                    f"{where} has a column {key!r} of text and none for the prompt, but {names}; name it with "
+                    "data.prompt_key, or give whole conversations as lists of {role, content}."
                 )
-        return None
 
     def columns(self) -> list[str | None]:
         return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key, self.data.margin_key]

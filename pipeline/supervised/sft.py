@@ -23,17 +23,18 @@ class SFTEncoder(Encoder[SFTDataConfig]):
     """Turns conversations into rows of `SCHEMA`."""
 
     @staticmethod
-    def problem(schema: pa.Schema, data: SFTDataConfig) -> str | None:
+    def check(schema: pa.Schema, where: str, data: SFTDataConfig) -> None:
         key = data.messages_key
         if key not in schema.names:
-            return (
-                f"has no column {key!r}, but {', '.join(schema.names)}; name the column of chat messages with "
+            raise ValueError(
+                f"{where} has no column {key!r}, but {', '.join(schema.names)}; name the column of chat messages with "
                 "data.messages_key."
             )
         kind = schema.field(key).type
         if not is_list(kind):
-            return f"has a column {key!r} of type {kind} where a list of {{role, content}} is needed."
-        return None
+            raise ValueError(
+                f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} is needed."
+            )
 
     def columns(self) -> list[str | None]:
         return [self.data.messages_key]

@@ -1,4 +1,5 @@
 import pickle
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -6,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.prompts.files import resolve
-from pipeline.prompts.parquet import Slice, data_sources
+from pipeline.prompts.parquet import Slice, check_prompts, data_sources
 
 KEY = "data.train_files"
 
@@ -129,9 +130,9 @@ def test_missing_column(write, column, prompt_row):
 
 def test_prompt_key(write, prompt_row):
     path = write([{**prompt_row(0), "chat": prompt_row(0)["prompt"]}])
-    assert len(resolve(path, KEY, "chat")) == 1
+    assert len(resolve(path, KEY, partial(check_prompts, prompt_key="chat"))) == 1
     with pytest.raises(ValueError, match=r"no column 'prompts' \(the nearest is 'prompt'\); .*data\.prompt_key"):
-        resolve(path, KEY, "prompts")
+        resolve(path, KEY, partial(check_prompts, prompt_key="prompts"))
 
 
 @pytest.mark.parametrize(

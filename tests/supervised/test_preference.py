@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from jobs.prepare import hh_rlhf
 from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
 from pipeline.models.micro_batches import split_micro_batches
-from pipeline.supervised.data import find_row_groups, held_rows, read
+from pipeline.supervised.data import held_rows, read
 from pipeline.supervised.loop import Settings
 from pipeline.supervised.preference import MEASURED, SCHEMA, PreferenceEncoder, PreferenceLoop, bradley_terry, collate
 from tests.models.test_reward_model import build, ragged, theirs
@@ -40,7 +40,7 @@ def tokenizer(tiny_model: Path) -> Any:
 def encode(tokenizer: Any, rows: list[dict[str, Any]], **data: Any) -> list[dict[str, Any]]:
     encoder = PreferenceEncoder(tokenizer, PreferenceDataConfig(**data))
     table = pa.Table.from_pylist(rows)
-    assert encoder.problem(table.schema, encoder.data) is None
+    encoder.check(table.schema, "f.parquet", encoder.data)
     return encoder.encode(table, [f"f.parquet, row {row}" for row in range(len(rows))]).to_pylist()
 
 
@@ -135,7 +135,7 @@ def test_files_that_lack_a_column_are_named(tmp_path: Path, columns: dict[str, A
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     data = PreferenceDataConfig(margin_key="by")
     with pytest.raises(ValueError, match=f"data.val_files: .*a.parquet {sentence}"):
-        find_row_groups(str(tmp_path), "data.val_files", lambda schema: PreferenceEncoder.problem(schema, data))
+        PreferenceEncoder.find_row_groups(str(tmp_path), "data.val_files", data)
 
 
 def test_files_of_hh_rlhf_are_read_and_dealt_to_the_ranks(tmp_path: Path, tokenizer: Any) -> None:
@@ -143,8 +143,8 @@ def test_files_of_hh_rlhf_are_read_and_dealt_to_the_ranks(tmp_path: Path, tokeni
     file = tmp_path / "rm_train.parquet"
     pq.write_table(pa.Table.from_pylist(pairs, schema=hh_rlhf.PAIRS), file, row_group_size=3)
     encoder = PreferenceEncoder(tokenizer, PreferenceDataConfig())
-    groups = find_row_groups(str(file), "data.train_files", lambda schema: encoder.problem(schema, encoder.data))
-    assert [(group.first_row, group.rows) for group in groups] == [(0, 3), (3, 3), (6, 1)]
+    groups = encoder.find_row_groups(str(file), "data.train_files", encoder.data)
+    assert [(group.number, group.rows) for group in groups] == [(0, 3), (1, 3), (2, 1)]
     whole = pa.concat_tables(table for group in groups for table in read(group, encoder, None)).to_pylist()
     assert [len(row["rejected_ids"]) for row in whole] == sorted(len(row["rejected_ids"]) for row in whole)
     shares = [held_rows(groups, encoder, 5, rank, 2) for rank in range(2)]

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jobs import sft as job
 from pipeline.config import load
 from pipeline.config.supervised import SFTConfig, SFTDataConfig
-from pipeline.supervised.data import find_row_groups
 from pipeline.supervised.sft import SFTEncoder, collate
 
 
@@ -86,21 +85,18 @@ def test_row_groups_and_their_errors(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", 3)
 
     def row_groups(name: str) -> list[Any]:
-        data = SFTDataConfig()
-        path = [str(tmp_path / name)]
-        return find_row_groups(path, "data.train_files", lambda schema: SFTEncoder.problem(schema, data))
+        return SFTEncoder.find_row_groups([str(tmp_path / name)], "data.train_files", SFTDataConfig())
 
     groups = row_groups("*.parquet")
-    expected = [("a.parquet", 0, 16), ("a.parquet", 16, 16), ("a.parquet", 32, 8), ("b.parquet", 0, 3)]
-    assert [(Path(group.file).name, group.first_row, group.rows) for group in groups] == expected
-    assert groups[1].fragment.to_table()["messages"][0].as_py() == conversation(16)
+    expected = [("a.parquet", 0, 16), ("a.parquet", 1, 16), ("a.parquet", 2, 8), ("b.parquet", 0, 3)]
+    assert [(Path(group.file.name).name, group.number, group.rows) for group in groups] == expected
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "c.parquet")
     (tmp_path / "d.parquet").write_text("no")
     for path, sentence in {
         "c.parquet": "c.parquet has no column 'messages', but text",
         "d.parquet": "d.parquet cannot be read as parquet",
-        "e.parquet": "e.parquet cannot be read as parquet",
-        "*.arrow": "no file matches",
+        "e.parquet": "e.parquet does not exist",
+        "*.arrow": "matches no file",
     }.items():
         with pytest.raises(ValueError, match=sentence.replace("*", r"\*")):
             row_groups(path)
