@@ -138,15 +138,19 @@ def weighs_itself(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """How an iteration's rows are divided into steps and passes; values that the critic leaves open are the actor's."""
+    """Settings of the update in force; where the critic's are null they are the actor's."""
 
     epochs: int
     mini_batches: int
     """Mini-batches of one iteration."""
     max_tokens: int
-    """Largest number of tokens in one forward pass of one rank."""
+    """Most tokens in one forward pass of one rank."""
+    agg_mode: str
+    """How token losses become one number, one of `losses.AGG_MODES`."""
+    scale_factor: float
+    """Divisor of `seq-mean-token-sum-norm`."""
     max_nonfinite_steps: int
-    """Optimiser steps in a row that may have a gradient that is not finite."""
+    """Consecutive optimiser steps that may have a gradient that is not finite."""
 
     @classmethod
     def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
@@ -156,6 +160,8 @@ class UpdateShape:
             epochs=part.ppo_epochs or actor.ppo_epochs,
             mini_batches=config.data.train_batch_size // size,
             max_tokens=part.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+            agg_mode=part.loss_agg_mode or actor.loss_agg_mode,
+            scale_factor=actor.loss_scale_factor or float(config.data.max_response_length),
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
         )
 

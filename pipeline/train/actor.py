@@ -2,11 +2,9 @@
 
     [recompute old log-probs ─► correct for the engine's] ─► per mini-batch: [choose tokens] ─► loss ─► step
 
-Rows whose advantages are all 0 (groups whose rewards agree) add nothing to most losses, but they count in what the loss
-is normalised by. Where that is certain they are left out of the forward and backward passes: the step is the same.
+Rows whose advantages are all 0 (groups of equal rewards) add nothing to most losses, but count in their normalisation.
+They skip forward and backward passes if the loss allows it; the step is the same.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +15,14 @@ from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
-from pipeline.losses import Candidates, LossInput, agg_loss, checked, get_policy_loss
-from pipeline.losses.kl import kl_loss
+from pipeline.losses import Candidates, LossInput, checked, get_policy_loss, kl_loss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.packing import MicroBatch
 from pipeline.models.policy import Policy, load_policy
 from pipeline.stats import Stat, Stats, mean, merge
 from pipeline.track.metrics import log_prob_gap
 from pipeline.train.correction import AllSum, Corrected, correct, parse
-from pipeline.train.learner import Learner
+from pipeline.train.learner import Learner, all_gather
 
 
 class Actor(Learner):
@@ -34,12 +31,11 @@ class Actor(Learner):
     Args:
         config: the actor's settings.
         model: the model's settings.
-        shape: how an iteration's rows are divided into steps.
+        shape: settings of the update.
         device: this rank's device.
         iterations: iterations in which the policy is updated, for the schedule.
         correction: the off-policy correction in force.
-        temperature: temperature that responses are sampled with.
-        max_response_length: tokens; the divisor of `seq-mean-token-sum-norm` where `loss_scale_factor` is null.
+        temperature: sampling temperature of the responses.
         seed: seed of the run, for losses that choose tokens at random.
         guards_gap: whether the run has a `trainer.max_log_prob_gap`.
     """
@@ -56,16 +52,13 @@ class Actor(Learner):
         *,
         correction: RolloutCorrectionConfig,
         temperature: float,
-        max_response_length: int,
         seed: int,
         guards_gap: bool = False,
     ):
-        module = load_policy(model)
-        super().__init__("actor", module, config, shape, config.loss_agg_mode, device, iterations, model.share_prompts)
+        super().__init__("actor", load_policy(model), config, shape, device, iterations, model.share_prompts)
         self.config = config
         self.seed = seed
         self.temperature = temperature
-        self.scale_factor = config.loss_scale_factor or float(max_response_length)
         self.loss = get_policy_loss(config.policy_loss.loss_mode)
         self.correction = parse(correction)
         self.guards_gap = guards_gap
@@ -75,21 +68,26 @@ class Actor(Learner):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the trainer recomputes them, which it does before the first step."""
+        """Whether the trainer recomputes them."""
         return self.config.old_log_probs == "recompute"
 
+    @torch.no_grad()
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
-        """Write the trainer's own log-probs into `rows`, and what the off-policy correction makes of them."""
+        """Write the trainer's own log-probs, and the result of the off-policy correction, into `rows`."""
         if not self.needs_old_log_probs:
             return {}
-        stats = self._recompute(rows)
+        entropies = []
+        for batch in self.micro_batches(rows, list(range(len(rows)))):
+            log_probs, entropy = self._forward(batch)
+            rows.old_log_probs[batch.token_index] = log_probs.cpu().numpy()
+            entropies.append(_entropy_stats(entropy, batch))
         if self.correction.active:
             # Normalised weights need all ranks' rows of the whole iteration, which are never streamed.
             corrected = self._correct(rows, self.all_reduce if self.correction.normalize else None)
             if corrected.weights is not None:
                 rows.weights = corrected.weights.astype(np.float32)
             rows.loss_mask = corrected.keep.astype(np.float32)
-        return stats
+        return merge([log_prob_gap(rows.rollout_log_probs, rows.old_log_probs, rows.mask), *entropies])
 
     def iteration_metrics(self, rows: TrainBatch) -> Stats:
         """Metrics of the off-policy correction, some of which need all ranks' rows at once."""
@@ -97,9 +95,67 @@ class Actor(Learner):
             return {}
         return self._correct(rows, self.all_reduce).stats
 
-    def _fresh(self, number: int) -> bool:
-        # Engine log-probs can be compared until the first step has changed the weights.
-        return self.config.old_log_probs == "engine" and number == 0
+    def rows_to_train(self, rows: TrainBatch, index: list[int], number: int) -> list[int]:
+        """Leave out rows without advantage if they add nothing to the loss."""
+        # A guard on the gap between engine and trainer needs tokens even if no group has an advantage.
+        skips = self.skips_without_advantage and not (self._shows_gap(number) and self.guards_gap)
+        return rows.with_advantages(index) if skips else index
+
+    @torch.no_grad()
+    def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
+        """Let the loss choose among all tokens of the global mini-batch, before its first backward pass."""
+        if self.loss.token_mask_fn is None:
+            return
+        log_probs = np.zeros(len(rows.mask))
+        for batch in self.micro_batches(rows, index):
+            log_probs[batch.token_index] = self._forward(batch)[0].double().cpu().numpy()
+        tokens = rows.trained_tokens(index)
+        keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
+        own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
+        parts = all_gather(own.astype(np.float64))
+        chosen = self.loss.token_mask_fn(Candidates(*np.concatenate(parts, axis=1)), self.config)
+        before = sum(part.shape[1] for part in parts[: dist.get_rank()])
+        rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
+        rows.token_mask[tokens] = chosen[before : before + len(tokens)]
+
+    def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
+        """See `Learner.backward`."""
+        config = self.config
+        log_probs, entropy = self._forward(batch)
+        mask, weights, stats = batch.loss_mask, batch.weights, Stats()
+        if not self.needs_old_log_probs and self.correction.active:
+            corrected = self._correct_batch(batch, log_probs)
+            stats |= corrected.stats
+            mask = torch.from_numpy(corrected.keep).to(mask)
+            if corrected.weights is not None:
+                weights = torch.from_numpy(corrected.weights).to(mask)
+        data = LossInput(
+            log_probs, batch.old_log_probs, batch.advantages, mask, batch.row_index, batch.sequences, batch.token_mask
+        )
+        per_token, sums = checked(self.loss, data, self.loss.function(data, config))
+        if weights is not None:
+            per_token = per_token * weights
+        weight = 1.0 / self.shape.steps
+        pg_loss = self.aggregate(per_token, mask, batch)
+        loss = pg_loss
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * self.aggregate(entropy, mask, batch)
+        if config.use_kl_loss:
+            assert batch.ref_log_probs is not None
+            per_token_kl = kl_loss(log_probs, batch.ref_log_probs, mask, config.kl_loss_type)
+            kl = self.aggregate(per_token_kl, mask, batch)
+            loss = loss + config.kl_loss_coef * kl
+            stats["actor/kl_loss"] = Stat("sum", (kl.item() * weight,))
+            stats["actor/kl_coef"] = Stat("max", (config.kl_loss_coef,))
+        loss.backward()
+        stats["actor/pg_loss"] = Stat("sum", (pg_loss.item() * weight,))
+        stats["actor/loss"] = Stat("sum", (loss.item() * weight,))
+        stats |= {f"actor/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()}
+        if not self.needs_old_log_probs:
+            stats |= _entropy_stats(entropy, batch)
+        if self._shows_gap(number):
+            stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.loss_mask.cpu())
+        return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return self.module(
@@ -113,119 +169,24 @@ class Actor(Learner):
             segment_ids=batch.segment_ids,
         )
 
-    @torch.no_grad()
-    def _recompute(self, rows: TrainBatch) -> Stats:
-        """Write the trainer's own log-probs into `rows.old_log_probs`."""
-        stats = []
-        for batch in self.micro_batches(rows, list(range(len(rows)))):
-            log_probs, entropy = self._forward(batch)
-            rows.old_log_probs[batch.token_index] = log_probs.cpu().numpy()
-            stats.append(entropy_of(entropy, batch.loss_mask))
-        return merge([log_prob_gap(rows.rollout_log_probs, rows.old_log_probs, rows.mask), *stats])
+    def _shows_gap(self, number: int) -> bool:
+        """Whether step `number` compares the engine's log-probs: no step has changed the weights before the first."""
+        return not self.needs_old_log_probs and number == 0
 
     def _correct(self, rows: TrainBatch, all_sum: AllSum | None) -> Corrected:
         """Decoupled mode: weights and rejection between the engine's and the old policy, once for all steps."""
         old, engine = rows.old_log_probs, rows.rollout_log_probs
         return correct(self.correction, old, engine, rows.mask, rows.response_offsets, all_sum)
 
-    def rows_to_train(self, rows: TrainBatch, index: list[int], number: int) -> list[int]:
-        """Leave out rows without advantage where they add nothing to the loss."""
-        # A guard on the gap between engine and trainer has to see tokens even where no group has an advantage.
-        skips = self.skips_without_advantage and not (self._fresh(number) and self.guards_gap)
-        return rows.with_advantages(index) if skips else index
-
-    @torch.no_grad()
-    def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
-        """Let the loss choose among all tokens of the global mini-batch, before any of them moves the policy."""
-        if self.loss.token_mask_fn is None:
-            return
-        log_probs = np.zeros(len(rows.mask))
-        for batch in self.micro_batches(rows, index):
-            log_probs[batch.token_index] = self._forward(batch)[0].double().cpu().numpy()
-        tokens = rows.trained_tokens(index)
-        candidates = np.stack(
-            [
-                log_probs[tokens],
-                rows.old_log_probs[tokens],
-                rows.advantages[tokens],
-                rows.random_keys(index, self.seed, self.scheduler.last_epoch),
-            ]
-        ).astype(np.float64)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, candidates)
-        chosen = self.loss.token_mask_fn(Candidates(*np.concatenate(parts, axis=1)), self.config)
-        before = sum(part.shape[1] for part in parts[: dist.get_rank()])
-        rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
-        rows.token_mask[tokens] = chosen[before : before + len(tokens)]
-
-    def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
-        """See `Learner.backward`."""
-        config = self.config
-        log_probs, entropy = self._forward(batch)
-        mask, weights, stats = batch.loss_mask, batch.weights, Stats()
-        if config.old_log_probs == "engine" and self.correction.active:
-            corrected = self._correct_current(batch, log_probs)
-            stats |= corrected.stats
-            mask = torch.from_numpy(corrected.keep).to(mask)
-            if corrected.weights is not None:
-                weights = torch.from_numpy(corrected.weights).to(mask)
-        data = LossInput(
-            log_probs, batch.old_log_probs, batch.advantages, mask, batch.row_index, batch.sequences, batch.token_mask
-        )
-        per_token, sums = checked(self.loss, data, self.loss.function(data, config))
-        if weights is not None:
-            per_token = per_token * weights
-
-        def aggregate(values: Tensor) -> Tensor:
-            return agg_loss(
-                values,
-                mask,
-                config.loss_agg_mode,
-                global_tokens=1.0,
-                global_sequences=1.0,
-                row_index=batch.row_index,
-                sequences=batch.sequences,
-                scale_factor=self.scale_factor,
-            )
-
-        weight = 1.0 / self.shape.steps
-        pg_loss = aggregate(per_token)
-        loss = pg_loss
-        if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * aggregate(entropy)
-        if config.use_kl_loss:
-            assert batch.ref_log_probs is not None
-            kl = aggregate(kl_loss(log_probs, batch.ref_log_probs, mask, config.kl_loss_type))
-            loss = loss + config.kl_loss_coef * kl
-            stats |= {
-                "actor/kl_loss": Stat("sum", (kl.item() * weight,)),
-                "actor/kl_coef": Stat("max", (config.kl_loss_coef,)),
-            }
-        loss.backward()
-        stats |= {
-            "actor/pg_loss": Stat("sum", (pg_loss.item() * weight,)),
-            "actor/loss": Stat("sum", (loss.item() * weight,)),
-            **{f"actor/{name}": mean(total.item(), count.item()) for name, (total, count) in sums.items()},
-        }
-        if config.old_log_probs == "engine":
-            stats |= entropy_of(entropy, batch.loss_mask)
-        if self._fresh(number):
-            stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.loss_mask.cpu())
-        return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
-
-    def _correct_current(self, batch: MicroBatch, log_probs: Tensor) -> Corrected:
+    def _correct_batch(self, batch: MicroBatch, log_probs: Tensor) -> Corrected:
         """Bypass mode: weights and rejection between the engine's and the current policy."""
         lengths = torch.bincount(batch.row_index, minlength=batch.sequences).cpu().numpy()
-        return correct(
-            self.correction,
-            log_probs.detach().double().cpu().numpy(),
-            batch.rollout_log_probs.cpu().numpy(),
-            batch.loss_mask.cpu().numpy(),
-            np.concatenate([[0], np.cumsum(lengths)]),
-        )
+        current = log_probs.detach().double().cpu().numpy()
+        engine, mask = batch.rollout_log_probs.cpu().numpy(), batch.loss_mask.cpu().numpy()
+        return correct(self.correction, current, engine, mask, np.concatenate([[0], np.cumsum(lengths)]))
 
 
-def entropy_of(entropy: Tensor, mask: Tensor) -> Stats:
+def _entropy_stats(entropy: Tensor, batch: MicroBatch) -> Stats:
     """Mean entropy of the tokens that train."""
-    keep = mask > 0
+    keep = batch.loss_mask > 0
     return {"actor/entropy": mean(torch.where(keep, entropy.detach(), 0.0).sum().item(), keep.sum().item())}

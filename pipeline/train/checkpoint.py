@@ -1,10 +1,10 @@
-"""Checkpoints: the whole state of a rank's training, sharded, through `torch.distributed.checkpoint` and Ray Train.
+"""Sharded checkpoints of the training state, through `torch.distributed.checkpoint` and Ray Train.
 
     all ranks     write their shards to a local folder     collective; training waits
-    each rank     copies it to the run's storage           during the next iteration; retried while storage is away
-    each rank     puts `complete_RANK` beside it           the last file; with all of them the checkpoint is complete
+    each rank     copies it to the run's storage           during the next iteration, with retries
+    each rank     writes `complete_RANK` beside it         the last file; with all of them the checkpoint is complete
 
-Nothing that comes from outside is unpickled: a checkpoint holds tensors, plain numbers and settings.
+A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from pipeline.models.checkpoint_reader import load_checkpoint
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.store.cursor import PromptCursor
+from pipeline.store.status import TrainerState
 from pipeline.train.learner import Learner
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -39,11 +40,11 @@ class Saver:
     """Saves checkpoints, one at a time, and copies them to the run's storage while training continues.
 
     Args:
-        run_dir: the run's folder or URL, which all ranks reach.
+        run_dir: the run's folder or URL.
         root: folder or URL that holds the folder of checkpoints.
         deadline: seconds that copying a checkpoint may take (`trainer.deadlines.checkpoint`).
-        save_settings: writes the run's settings to a file, for each checkpoint.
-        copied: called in the copying thread with the version, when this rank's part is in place.
+        save_settings: writes the run's settings to a file.
+        copied: called in the copying thread with the version, when this rank's part is copied.
     """
 
     def __init__(
@@ -64,22 +65,14 @@ class Saver:
         self._idle.set()
         self._version = -1
 
-    def save(
-        self,
-        learners: Sequence[Learner],
-        kl: KLController,
-        version: int,
-        cursor: PromptCursor | None,
-        validated: bool,
-    ) -> None:
-        """Write a checkpoint and begin to copy it; a collective. Waits until the one before has been copied.
+    def save(self, learners: Sequence[Learner], kl: KLController, version: int, state: TrainerState | None) -> None:
+        """Write a checkpoint and begin to copy it; a collective. It waits until the previous one has been copied.
 
         Args:
             learners: actor and critic: models, optimisers and schedules to save.
             kl: its coefficient is saved.
-            version: the policy version they are at.
-            cursor: where the prompts of the next iteration begin; rank 0 has it.
-            validated: whether the version's validation is recorded.
+            version: their policy version.
+            state: version, prompt cursor and validation; on rank 0.
 
         Raises:
             TimeoutError: copying took longer than `trainer.deadlines.checkpoint`.
@@ -87,17 +80,17 @@ class Saver:
         """
         self.wait()
         if self._rank == 0:
-            # Files of an abandoned attempt would count as parts of this checkpoint.
+            # Files of an earlier attempt would count as parts of this checkpoint.
             retry(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written")
         folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-"))
         # A collective: no rank copies before rank 0 has cleared the folder.
         dcp.save(_state(learners), checkpoint_id=folder)
         if self._rank == 0:
-            assert cursor is not None
+            assert state is not None
             progress = {
                 "version": version,
-                "cursor": cursor.to_json(),
-                "validated": validated,
+                "cursor": state.cursor.to_json(),
+                "validated": state.validated,
                 "kl_coef": kl.coef,
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
                 "world_size": dist.get_world_size(),
@@ -117,11 +110,7 @@ class Saver:
         )
 
     def wait(self) -> None:
-        """Until the last checkpoint has been copied.
-
-        Raises:
-            TimeoutError: it takes longer than `trainer.deadlines.checkpoint`.
-        """
+        """Wait until the last checkpoint has been copied. Raises TimeoutError after `trainer.deadlines.checkpoint`."""
         if not self._idle.wait(self._deadline):
             raise TimeoutError(
                 f"checkpoint: rank {self._rank} did not copy version {self._version} to {self._root}/{FOLDER} "
@@ -157,10 +146,10 @@ class Saver:
 
 
 def retry(action: Callable[[], Any], patience: float, place: str, done: str) -> Any:
-    """The result of `action`, which is retried for `patience` seconds while the storage does not answer.
+    """The result of `action`, which is retried for `patience` seconds while it raises OSError.
 
     Raises:
-        OSError: it did not in time; the message names `place`, which could not be `done` ("written").
+        OSError: it still does then; the message says that `place` could not be `done` ("written").
     """
     deadline, pause = time.monotonic() + patience, FIRST_PAUSE_S
     while True:
@@ -179,21 +168,20 @@ def retry(action: Callable[[], Any], patience: float, place: str, done: str) -> 
 
 def restore(
     learners: Sequence[Learner], kl: KLController, root: str, begin: str | None = None, patience: float = 0.0
-) -> tuple[int, PromptCursor, bool]:
-    """Load the newest whole checkpoint of the run into `learners` and `kl`; a collective.
+) -> TrainerState:
+    """Load the newest complete checkpoint of the run into `learners` and `kl`; a collective.
 
-    The files say what is whole, after a failure as between two runs: Ray Train's own list lags behind them.
+    The files decide which one is complete, because Ray Train's own list lags behind them.
 
     Args:
         learners: actor and critic, sharded over any number of ranks.
         kl: the controller of the KL's coefficient.
         root: folder or URL that holds the run's folder of checkpoints.
         begin: folder or URL of the checkpoint that a run without one of its own begins with.
-        patience: seconds a storage that does not answer is tried again.
+        patience: seconds of retries while the storage does not answer.
 
     Returns:
-        the policy version reached, where the prompts of the next iteration begin, and whether the version has been
-        validated; version 0 for a new run.
+        the restored state; version 0 for a new run.
 
     Raises:
         OSError: the storage did not answer.
@@ -203,10 +191,10 @@ def restore(
     if dist.get_rank() == 0:
         own = retry(lambda: newest(root), patience, root, "read")
         chosen = [own.place if own else begin]
-    # One rank looks: the others might see another one.
+    # One rank decides: others might find another checkpoint.
     dist.broadcast_object_list(chosen)
     if chosen[0] is None:
-        return 0, PromptCursor(), False
+        return TrainerState(0, PromptCursor(), False)
     place = chosen[0]
     filesystem, path = filesystem_of(place)
     checkpoint = Checkpoint(path, filesystem)
@@ -216,12 +204,8 @@ def restore(
         load_checkpoint(state, folder)
         for learner in learners:
             part = state[learner.name]
-            set_state_dict(
-                learner.module,
-                learner.optimizer,
-                model_state_dict=part["model"],
-                optim_state_dict=part["optimizer"],
-            )
+            model, optimizer = part["model"], part["optimizer"]
+            set_state_dict(learner.module, learner.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         progress = json.loads((Path(folder) / PROGRESS).read_text())
         rng = Path(folder) / f"rng_{dist.get_rank()}.pt"
         if rng.is_file():
@@ -229,7 +213,7 @@ def restore(
     kl.coef = progress["kl_coef"]
     for learner in learners:
         learner.restore_schedule(progress["scheduler_steps"][learner.name])
-    return progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"]
+    return TrainerState(progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"])
 
 
 def _rng() -> dict[str, torch.Tensor]:
@@ -250,7 +234,7 @@ def _state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
         unused = not learner.optimizer.state
         model, optimizer = get_state_dict(learner.module, learner.optimizer)
         if unused:
-            # torch fills the state with a step of no length, which AdamW would count when it corrects its moments.
+            # torch creates the state by a step with learning rate 0, which AdamW would count in its bias correction.
             for moments in learner.optimizer.state.values():
                 moments["step"].zero_()
         state[learner.name] = {"model": model, "optimizer": optimizer}

@@ -1,36 +1,27 @@
-"""Off-policy correction: the engine sampled with one policy and the trainer differentiates another.
+"""Off-policy correction: the engine sampled with one policy, and the trainer differentiates another.
 
-With r = trainer's probability / engine's probability of a token (of a response: the product over its trained tokens),
-the correction weighs a token or response by r (importance sampling), or rejects it where r is too far from 1. The two
-policies differ by arithmetic and by weights that have moved on; the correction treats both alike.
+r is the trainer's probability of a token divided by the engine's; of a response, the product over its trained tokens.
 
-1. Decoupled mode (`actor.old_log_probs=recompute`): the correction is from the engine's policy to the old one.
-   `correct` runs on all rows of an iteration, with the recomputed old log-probs. Rejected tokens leave the loss mask,
-   and so the counts that the loss is normalised by.
-2. Bypass mode (`actor.old_log_probs=engine`): the correction is from the engine's policy to the current one. `correct`
-   runs on each micro-batch, with detached current log-probs. The counts stay those of the loss mask, since they are
-   needed before the forward pass. A loss whose ratio is taken against the engine's log-probs already contains r, so
-   the weights are for losses without a ratio.
+- Decoupled mode (`actor.old_log_probs=recompute`): from the engine's policy to the old one. `correct` runs on all rows
+  of an iteration. Rejected tokens leave the loss mask, and so the counts that normalise the loss.
+- Bypass mode (`actor.old_log_probs=engine`): from the engine's policy to the current one. `correct` runs on each
+  micro-batch, with detached log-probs. The counts are those of the loss mask, since they are needed before the forward
+  pass. Weights are for losses without a ratio: the ratio of others, taken against the engine's log-probs, contains r.
 
-Importance weights (`rollout_is`), one per token or one per response:
+Importance weights (`rollout_is`), one per token or one per response: `c` gives min(r, c) (truncated importance
+sampling; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"); `low_high` gives r
+if low <= r <= high, else 0 (IcePop; Ring-1T report, 2025).
 
-3. One threshold c: min(r, c), truncated importance sampling (TIS; Yao et al. 2025, "Your efficient RL framework
-   secretly brings you off-policy RL training").
-4. `low_high`: r where low <= r <= high, else 0 (IcePop; Ring-1T report, 2025).
+Rejection (`rollout_rs`; MIS and, with `seq_mean_k1`, Geo-RS: Liu et al. 2025, "When speed kills stability"): with
+x = log r of each trained token, k1 = x, k2 = x^2 / 2 and k3 = exp(x) - 1 - x are compared with bounds, inclusively, for
+each token (`token_`), or as their sum, mean or maximum over the response (`seq_sum_`, `seq_mean_`, `seq_max_`). A token
+rule rejects the token, a response rule the whole response. Every rule sees all trained tokens, and a token stays if no
+rule rejects it. Bounds of k1 are on the ratio: r of the token, of the response (`seq_sum_k1`), or its geometric mean
+(`seq_mean_k1`). `0.5_4.0` keeps 0.5 <= r <= 4; verl documents the same but tests -log r, and so keeps 0.25 <= r <= 2.
 
-Rejection (`rollout_rs`; MIS and, with `seq_mean_k1`, Geo-RS: Liu et al. 2025, "When speed kills stability"). With
-x = log r of each trained token:
-
-5. k1 = x, k2 = x^2 / 2 and k3 = exp(x) - 1 - x are judged for each token (`token_`), or as their sum, mean or maximum
-   over the response (`seq_sum_`, `seq_mean_`, `seq_max_`). A token rule rejects the token, a response rule the whole
-   response. Every rule judges all trained tokens; a token stays if no rule rejects it. Bounds are inclusive.
-6. Bounds of k1 are on the ratio: r of the token, of the response (`seq_sum_k1`), or its geometric mean over the
-   response (`seq_mean_k1`). `0.5_4.0` keeps 0.5 <= r <= 4. verl documents the same but tests -log r, and so keeps
-   0.25 <= r <= 2.
-
-A log ratio that is NaN has weight 0, as has its response; it passes no rule and is left out of metrics. Rules see log
-ratios as they are. For weights and metrics log ratios, and their sums over a response, are clamped to plus or minus 20,
-so that `exp` stays finite.
+A log ratio that is NaN passes no rule, gives its token (or response) weight 0, and is left out of metrics. For weights
+and metrics, log ratios and their sums are clamped to plus or minus 20, so that `exp` stays finite; rules see them
+unclamped.
 """
 
 import math
@@ -49,7 +40,7 @@ _KINDS = {
     "token": ("k1", "k2", "k3"),
     "seq_sum": ("k1", "k2", "k3"),
     "seq_mean": ("k1", "k2", "k3"),
-    # The largest k1 of a response says nothing about a lower bound.
+    # The largest k1 of a response has no meaningful lower bound.
     "seq_max": ("k2", "k3"),
 }
 RULES = tuple(f"{level}_{kind}" for level, kinds in _KINDS.items() for kind in kinds)
@@ -107,7 +98,7 @@ class Corrected:
     """The correction of N tokens."""
 
     weights: np.ndarray | None
-    """[N] float64, 0 where the mask is 0; None without importance weights. A rejected token keeps its weight here."""
+    """[N] float64, 0 where the mask is 0; None without importance weights. Rejected tokens have weights too."""
     keep: np.ndarray
     """[N] bool, tokens of the mask that no rule rejects."""
     stats: Stats
@@ -115,11 +106,11 @@ class Corrected:
 
 
 def parse(config: RolloutCorrectionConfig) -> Correction:
-    """The correction that the settings ask for; those in force are `derived.rollout_correction(config)`.
+    """The correction of the settings; those in force are `derived.rollout_correction(config)`.
 
     Raises:
-        ValueError: an unknown level or rule, a rule named twice, a threshold that is malformed, not positive or upside
-            down, as many thresholds as rules not given, or normalisation without weights.
+        ValueError: an unknown level or rule, a rule named twice, a malformed threshold, another number of thresholds
+            than rules, or normalisation without weights.
     """
     level = None if config.rollout_is == "none" else config.rollout_is
     if level not in (None, "token", "sequence"):
@@ -129,14 +120,9 @@ def parse(config: RolloutCorrectionConfig) -> Correction:
             f"{_KEY}.rollout_is_batch_normalize=true has no weights to normalise; set {_KEY}.rollout_is to token or "
             "sequence"
         )
-    *lows, high = _numbers("rollout_is_threshold", config.rollout_is_threshold)
-    return Correction(
-        level=level,
-        low=lows[0] if lows else None,
-        high=high,
-        normalize=config.rollout_is_batch_normalize,
-        rules=tuple(_rules(config.rollout_rs, config.rollout_rs_threshold)),
-    )
+    low, high = _bounds("rollout_is_threshold", config.rollout_is_threshold)
+    rules = tuple(_rules(config.rollout_rs, config.rollout_rs_threshold))
+    return Correction(level, low, high, config.rollout_is_batch_normalize, rules)
 
 
 def _rules(names: str | None, thresholds: str | None) -> list[Rule]:
@@ -154,30 +140,29 @@ def _rules(names: str | None, thresholds: str | None) -> list[Rule]:
     bounds = [] if thresholds is None else [bound.strip() for bound in thresholds.split(",")]
     if len(bounds) != len(listed):
         raise ValueError(
-            f"{_KEY}.rollout_rs_threshold={_shown(thresholds)} gives {len(bounds)} bounds for the {len(listed)} rules "
-            f"of {_KEY}.rollout_rs={_shown(names)}; give one bound per rule, in the rules' order, comma separated"
+            f"{_KEY}.rollout_rs_threshold={thresholds or 'null'} gives {len(bounds)} bounds for the {len(listed)} "
+            f"rules of {_KEY}.rollout_rs={names or 'null'}; give one bound per rule, comma separated"
         )
     return [_rule(name, bound) for name, bound in zip(listed, bounds, strict=True)]
 
 
 def _rule(name: str, bound: str) -> Rule:
-    *lows, high = _numbers("rollout_rs_threshold", bound)
+    key = f"{_KEY}.rollout_rs_threshold"
+    low, high = _bounds("rollout_rs_threshold", bound)
     if not name.endswith("k1"):
-        if lows:
-            raise ValueError(
-                f"{_KEY}.rollout_rs_threshold: {name} takes one number, the largest value that is kept, not {bound!r}"
-            )
+        if low is not None:
+            raise ValueError(f"{key}: {name} takes one number, the largest value that is kept, not {bound!r}")
         return Rule(name, 0.0, high)
-    if not lows and high <= 1.0:
+    if low is None and high <= 1.0:
         raise ValueError(
-            f"{_KEY}.rollout_rs_threshold: {name} reads the single number {bound} as the bounds 1/{bound} to {bound}, "
-            "which leave no ratio between them; give a number above 1, or both bounds as low_high"
+            f"{key}: {name} reads the single number {bound} as the bounds 1/{bound} to {bound}, which leave no ratio "
+            "between them; give a number above 1, or both bounds as low_high"
         )
-    return Rule(name, lows[0] if lows else 1.0 / high, high)
+    return Rule(name, 1.0 / high if low is None else low, high)
 
 
-def _numbers(key: str, text: str) -> list[float]:
-    """One or two numbers, joined by `_`, positive and ascending."""
+def _bounds(key: str, text: str) -> tuple[float | None, float]:
+    """`high`, or `low_high`: positive and ascending."""
     try:
         numbers = [float(part) for part in text.split("_")]
     except ValueError:
@@ -186,19 +171,18 @@ def _numbers(key: str, text: str) -> list[float]:
         raise ValueError(f"{_KEY}.{key}: {text!r} is neither a number, such as 2.0, nor two of them, such as 0.5_2.0")
     if min(numbers) <= 0:
         raise ValueError(f"{_KEY}.{key}: {text!r} must be above 0")
-    if len(numbers) == 2 and numbers[0] >= numbers[1]:
+    if len(numbers) == 1:
+        return None, numbers[0]
+    if numbers[0] >= numbers[1]:
         raise ValueError(f"{_KEY}.{key}: the bounds of {text!r} are upside down; the lower one comes first")
-    return numbers
+    return numbers[0], numbers[1]
 
 
-def _shown(text: str | None) -> str:
-    return "null" if text is None else text
+class _Tokens:
+    """N log ratios of R responses, with sums over responses. Masked values must be 0."""
 
-
-class _Responses:
-    """Sums and maxima over the R responses of flat tokens; values behind the mask must be 0."""
-
-    def __init__(self, trained: np.ndarray, offsets: np.ndarray):
+    def __init__(self, log_ratio: np.ndarray, trained: np.ndarray, offsets: np.ndarray):
+        self.log_ratio, self.trained = log_ratio, trained
         self.rows = len(offsets) - 1
         self.row_index = np.repeat(np.arange(self.rows), np.diff(offsets))
         self.count = self.sum(trained)
@@ -207,13 +191,8 @@ class _Responses:
         """[R] sum of the values [N]."""
         return np.bincount(self.row_index, weights=values, minlength=self.rows)
 
-    def any(self, flags: np.ndarray) -> np.ndarray:
-        """[R] whether a flag of [N] is set."""
-        return self.sum(flags) > 0
-
     def aggregate(self, level: str, values: np.ndarray) -> np.ndarray:
-        """[R] sum, mean or maximum of the values [N] over trained tokens; for the level `token` the values themselves.
-        The maximum is that of values >= 0."""
+        """[R] sum, mean or maximum (of values >= 0) of the values [N]; for the level `token` the values themselves."""
         if level == "token":
             return values
         if level == "seq_max":
@@ -238,14 +217,14 @@ def correct(
         correction: what to do; one that is not active gives metrics alone.
         log_probs: [N] of the trainer: the old policy's in decoupled mode, the current one's in bypass mode.
         rollout_log_probs: [N] of the engine.
-        mask: [N] 1 where the token trains. What stands behind the mask has no influence.
+        mask: [N] 1 where the token trains; masked values have no influence.
         offsets: [R + 1] where each response begins; a response may be empty.
-        all_sum: sums numbers over all ranks, which must all call `correct` alike; `list` for a single process. None
-            where the call sees only a part of the batch, as in bypass mode: what needs all of it, normalised weights
-            and `rollout_is_eff_sample_size`, cannot be had then.
+        all_sum: sums numbers over all ranks, which must all call `correct` alike; `list` for a single process. None if
+            the call sees a part of the batch only: then there are no normalised weights and no
+            `rollout_is_eff_sample_size`.
 
-    Weights are divided by their mean over kept tokens (or over responses with a kept token, one weight each) of all
-    ranks, where the settings ask for it and that mean is not 0.
+    With `normalize`, weights are divided by their mean over the kept tokens (or responses with a kept token) of all
+    ranks, unless that mean is 0.
 
     Raises:
         ValueError: weights are to be normalised, without `all_sum`.
@@ -258,63 +237,50 @@ def correct(
     trained = np.asarray(mask) > 0
     trainer = np.where(trained, np.asarray(log_probs, dtype=np.float64), 0.0)
     engine = np.where(trained, np.asarray(rollout_log_probs, dtype=np.float64), 0.0)
-    responses = _Responses(trained, np.asarray(offsets))
-    # Infinite and undefined log ratios are meant to travel through the arithmetic.
+    # Infinite and undefined log ratios are handled below.
     with np.errstate(all="ignore"):
-        log_ratio = trainer - engine
-        stats = _gap(trainer, engine, log_ratio, trained, responses)
-        keep, rejections = _reject(correction.rules, log_ratio, trained, responses)
+        tokens = _Tokens(trainer - engine, trained, np.asarray(offsets))
+        stats = _gap(trainer, engine, tokens)
+        keep, rejections = _reject(correction.rules, tokens)
         stats |= rejections
         weights = None
         if correction.level is not None:
-            weights, of_weights = _weigh(correction, log_ratio, trained, keep, responses, all_sum)
-            stats |= of_weights
+            weights, weight_stats = _weigh(correction, tokens, keep, all_sum)
+            stats |= weight_stats
     return Corrected(weights, keep, {f"rollout_corr/{name}": stat for name, stat in stats.items()})
 
 
-def _reject(
-    rules: tuple[Rule, ...], log_ratio: np.ndarray, trained: np.ndarray, responses: _Responses
-) -> tuple[np.ndarray, Stats]:
-    """[N] tokens that pass all rules, and the share of what each rule judges that it rejects."""
+def _reject(rules: tuple[Rule, ...], tokens: _Tokens) -> tuple[np.ndarray, Stats]:
+    """[N] tokens that pass all rules, and the share of tokens or responses that each rule rejects."""
+    trained, log_ratio = tokens.trained, tokens.log_ratio
+    # Not `kl_estimate.estimate`, which clamps k3 to 10: a bound above that would reject nothing.
+    distances = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": np.expm1(log_ratio) - log_ratio}
     keep = trained
     stats: Stats = {}
     for rule in rules:
-        judged = responses.aggregate(rule.level, _distance(rule.kind, log_ratio))
+        values = tokens.aggregate(rule.level, distances[rule.kind])
         if rule.kind == "k1":
-            passed = (judged >= math.log(rule.low)) & (judged <= math.log(rule.high))
+            passed = (values >= math.log(rule.low)) & (values <= math.log(rule.high))
         else:
-            passed = judged <= rule.high
-        units = trained if rule.level == "token" else responses.count > 0
+            passed = values <= rule.high
+        units = trained if rule.level == "token" else tokens.count > 0
         stats[f"rollout_rs_{rule.name}_fraction"] = mean((units & ~passed).sum(), units.sum())
-        keep = keep & (passed if rule.level == "token" else passed[responses.row_index])
+        keep = keep & (passed if rule.level == "token" else passed[tokens.row_index])
     if rules:
         lost = trained & ~keep
         stats["rollout_rs_masked_fraction"] = mean(lost.sum(), trained.sum())
-        stats["rollout_rs_seq_masked_fraction"] = mean(responses.any(lost).sum(), (responses.count > 0).sum())
+        stats["rollout_rs_seq_masked_fraction"] = mean((tokens.sum(lost) > 0).sum(), (tokens.count > 0).sum())
     return keep, stats
 
 
-def _distance(kind: str, log_ratio: np.ndarray) -> np.ndarray:
-    # Not `kl.estimate`, which holds k3 to 10: a bound above that would then reject nothing.
-    if kind == "k1":
-        return log_ratio
-    return log_ratio**2 / 2 if kind == "k2" else np.expm1(log_ratio) - log_ratio
-
-
 def _weigh(
-    correction: Correction,
-    log_ratio: np.ndarray,
-    trained: np.ndarray,
-    keep: np.ndarray,
-    responses: _Responses,
-    all_sum: AllSum | None,
+    correction: Correction, tokens: _Tokens, keep: np.ndarray, all_sum: AllSum | None
 ) -> tuple[np.ndarray, Stats]:
     """[N] importance weights, and their metrics: `mean`, `max`, `min`, `std` and the fractions are of the ratios before
     truncation, the effective sample size of the weights that train."""
-    if correction.level == "token":
-        units, kept, log_ratios = trained, keep, log_ratio
-    else:
-        units, kept, log_ratios = responses.count > 0, responses.any(keep), responses.sum(log_ratio)
+    units, kept, log_ratios = tokens.trained, keep, tokens.log_ratio
+    if correction.level == "sequence":
+        units, kept, log_ratios = tokens.count > 0, tokens.sum(keep) > 0, tokens.sum(log_ratios)
     ratios = np.exp(_clamped(log_ratios))
     low, high = correction.low, correction.high
     if low is None:
@@ -332,44 +298,36 @@ def _weigh(
         trains = weights[kept]
         count, total, squares = all_sum([float(len(trains)), float(trains.sum()), float((trains**2).sum())])
         if count:
-            # Equal on all ranks, so the largest is the value. Where all weights are 0 no sample has an effect.
+            # Equal on all ranks, so the maximum is the value. If all weights are 0, no sample has an effect.
             size = total**2 / (count * squares) if squares else 0.0
             stats["rollout_is_eff_sample_size"] = Stat("max", (size,))
         if correction.normalize and total > 0:
             weights = weights * (count / total)
             stats["rollout_is_batch_norm_factor"] = Stat("max", (total / count,))
     if correction.level == "sequence":
-        weights = weights[responses.row_index]
-    return np.where(trained, weights, 0.0), stats
+        weights = weights[tokens.row_index]
+    return np.where(tokens.trained, weights, 0.0), stats
 
 
-def _gap(
-    trainer: np.ndarray, engine: np.ndarray, log_ratio: np.ndarray, trained: np.ndarray, responses: _Responses
-) -> Stats:
+def _gap(trainer: np.ndarray, engine: np.ndarray, tokens: _Tokens) -> Stats:
     """How far apart the policies are: per token KL(engine || trainer) (k1 and k3) and chi squared(trainer || engine),
     which is the variance of the weights; per response the perplexities and chi squared."""
-    tokens = trained & ~np.isnan(log_ratio)
-    x = _clamped(log_ratio[tokens])
-    sums = responses.sum(log_ratio)
-    rows = (responses.count > 0) & ~np.isnan(sums)
-    length = responses.count[rows]
-    training_log_ppl = _clamped(-responses.sum(trainer)[rows] / length)
-    rollout_log_ppl = _clamped(-responses.sum(engine)[rows] / length)
+    x = _clamped(tokens.log_ratio[tokens.trained & ~np.isnan(tokens.log_ratio)])
+    sums = tokens.sum(tokens.log_ratio)
+    rows = (tokens.count > 0) & ~np.isnan(sums)
+    length = tokens.count[rows]
     log_ppl_diff = _clamped(-sums[rows] / length)
-
-    def average(values: np.ndarray) -> Stat:
-        return mean(values.sum(), len(values))
-
-    return {
-        "kl": average(-x),
-        "k3_kl": average(np.expm1(x) - x),
-        "chi2_token": average(np.expm1(2 * x)),
-        "chi2_seq": average(np.expm1(2 * _clamped(sums[rows]))),
-        "training_ppl": average(np.exp(training_log_ppl)),
-        "rollout_ppl": average(np.exp(rollout_log_ppl)),
-        "log_ppl_diff": average(log_ppl_diff),
-        "ppl_ratio": average(np.exp(log_ppl_diff)),
+    values = {
+        "kl": -x,
+        "k3_kl": np.expm1(x) - x,
+        "chi2_token": np.expm1(2 * x),
+        "chi2_seq": np.expm1(2 * _clamped(sums[rows])),
+        "training_ppl": np.exp(_clamped(-tokens.sum(trainer)[rows] / length)),
+        "rollout_ppl": np.exp(_clamped(-tokens.sum(engine)[rows] / length)),
+        "log_ppl_diff": log_ppl_diff,
+        "ppl_ratio": np.exp(log_ppl_diff),
     }
+    return {name: mean(numbers.sum(), len(numbers)) for name, numbers in values.items()}
 
 
 def _clamped(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the driver hands to Ray Train. Its controller reads this too, and has no use for what the loop imports."""
+"""Entry point of Ray Train. Its controller imports this module too, so the loop's imports wait until it runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,18 +10,18 @@ from pipeline.store.events import TrainingEnded
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What the driver gives every train worker."""
+    """Arguments of every train worker."""
 
     config: Config
     schedule: Schedule
     store: Any
     run_dir: str
     checkpoint: str | None = None
-    """Folder or URL of the checkpoint that the run begins with; null begins anew."""
+    """Folder or URL of the checkpoint that the run begins with; None begins with `model.path`."""
 
 
 def train_loop(settings: dict[str, LoopSettings]) -> TrainingEnded:
-    """Entry point of a Ray Train worker; how training ended."""
+    """Run the train loop in a Ray Train worker; returns how training ended."""
     from pipeline.train.loop import Loop
 
     return Loop(settings["settings"]).run()

@@ -1,4 +1,4 @@
-"""The trainer's end of a stream: blocks with a deadline on every wait, and one iteration's rows made of them."""
+"""The trainer's end of the stream: blocks with a deadline on every wait, and the rows of each iteration."""
 
 import queue
 import threading
@@ -13,14 +13,12 @@ class RowsTimeout(TimeoutError):
 
 
 class TimedIterator:
-    """Blocks from an iterator, with a deadline on every wait; empty ones are left out.
-
-    The iterator is drained by a thread of its own, so that a stream that never answers cannot hold the trainer.
+    """Blocks from an iterator, read by a thread of its own, with a deadline on every wait; empty ones are skipped.
 
     Args:
         blocks: Arrow tables.
-        timeout: seconds one block may take.
-        hint: says what the run is waiting for, or which setting to look at, for the error.
+        timeout: seconds that one block may take.
+        hint: what the run is waiting for, or which setting to change, for the error.
     """
 
     def __init__(self, blocks: Iterator[pa.Table], timeout: float, hint: Callable[[], str]):
@@ -30,11 +28,11 @@ class TimedIterator:
         threading.Thread(target=self._fetch, args=(blocks,), name="rows", daemon=True).start()
 
     def next(self, what: str) -> pa.Table | None:
-        """The next block; None when the stream has ended, however often it is asked.
+        """The next block; None after the last one.
 
         Raises:
             RowsTimeout: it did not come in time; the message names `what`.
-            Exception: whatever the iterator raised.
+            Exception: the iterator raised it.
         """
         if self._ended:
             return None
@@ -58,7 +56,7 @@ class TimedIterator:
 
 
 class RowsFeed:
-    """Hands out the rows of iterations, in equal parts.
+    """The rows of iterations, in equal parts.
 
     Args:
         blocks: chunks in the order of the stream.
@@ -81,30 +79,20 @@ class RowsFeed:
         first = part * self._chunks_per_part
         tables: list[pa.Table] = []
         for number in range(first, first + self._chunks_per_part):
-            table = self._chunk(iteration, number)
-            if table is None:
+            rows = self._blocks.next(f"rows for iteration {iteration}")
+            if rows is None and number == 0:
                 return None
-            tables.append(table)
+            if rows is None:
+                raise RuntimeError(f"the stream ended inside iteration {iteration}, after {number} chunks")
+            iterations = set(rows["iteration"].to_pylist())
+            if iterations != {iteration}:
+                raise RuntimeError(
+                    f"rows of iterations {sorted(iterations)} arrived where iteration {iteration} was expected"
+                )
+            tables.append(rows)
         return pa.concat_tables(tables)
 
-    def _chunk(self, iteration: int, number: int) -> pa.Table | None:
-        rows = self._blocks.next(f"rows for iteration {iteration}")
-        if rows is None:
-            if number:
-                raise RuntimeError(f"the stream ended inside iteration {iteration}, after {number} chunks")
-            return None
-        iterations = set(rows["iteration"].to_pylist())
-        if iterations != {iteration}:
-            raise RuntimeError(
-                f"rows of iterations {sorted(iterations)} arrived where iteration {iteration} was expected"
-            )
-        return rows
-
     def drain(self) -> None:
-        """Read on to the end of the stream, which must hold no more rows.
-
-        Raises:
-            RuntimeError: there were rows.
-        """
+        """Wait for the end of the stream. Raises RuntimeError if there are more rows."""
         if (table := self._blocks.next("end of the stream")) is not None:
             raise RuntimeError(f"{len(table)} rows came after the last iteration")

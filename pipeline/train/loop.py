@@ -3,10 +3,9 @@
     wait for rows ─► update critic and actor ─► publish the next version ─► report
 
 Version v of the policy has been trained in v iterations. Iteration k trains on rows of version k - 1, or of up to
-`algorithm.max_staleness` versions before it, and publishes version k. The stream continues as the loop reads rows and
-publishes versions; it needs no other signal.
-
-With `trainer.stream_gradients` the loop takes the rows of an iteration chunk by chunk, while others are generated.
+`algorithm.max_staleness` versions before it, and publishes version k. Reading rows and publishing versions drives the
+stream; it needs no other signal. With `trainer.stream_gradients` rows are read chunk by chunk, while others are
+generated.
 """
 
 import time
@@ -71,17 +70,14 @@ class Loop:
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
         root = checkpoints.root(trainer, self.run_dir)
-        self.version, cursor, validated = restore(
-            self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint
-        )
+        state = restore(self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint)
+        self.version = self.saved = state.version
         self.record = Record(self.run_dir)
-        self.saved = self.version
         save_settings = partial(save_yaml, self.config)
         self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved)
         if self.rank == 0:
-            # An interrupted attempt may have recorded later iterations, whose files would stand beside the new ones.
+            # An interrupted attempt may have recorded later iterations.
             discard_trajectories(self.run_dir, self.version + 1)
-            state = TrainerState(self.version, cursor, validated)
             self._store.call(PolicyStore.register_trainer, state, self.world_size)
         dist.barrier()
         blocks = ray.train.get_dataset_shard("rollouts").iter_batches(
@@ -96,9 +92,6 @@ class Loop:
 
     def run(self) -> TrainingEnded:
         """Iterate until the last iteration, the end of the data, or a request to stop; then save.
-
-        Returns:
-            the last version, and whether it was asked to stop.
 
         Raises:
             CollectiveTimeout: another train worker did not come to a collective operation.
@@ -153,17 +146,13 @@ class Loop:
         return [*([self.critic] if self.critic else []), *policy]
 
     def _update(self, timings: Stats) -> tuple[pa.Table, list[Stats]] | None:
-        """Train on the rows of the next iteration, part by part.
-
-        Returns:
-            this rank's rows, and metrics of each update; None where the stream has ended.
-        """
+        """Train on the next iteration. Returns this rank's rows and metrics; None if the stream has ended."""
         updates = [StreamedUpdate(learner, self.feed.parts) for learner in self._trained()]
         tables: list[pa.Table] = []
         for part in range(self.feed.parts):
             with timed(timings, "gen"):
                 table = self.feed.next(self.version + 1, part)
-                # A rank that has its rows waits for the others here, and not uncounted in its first collective.
+                # Ranks wait for each other here, so that the time counts as waiting for rows.
                 dist.barrier()
             if table is None:
                 return None
@@ -193,35 +182,33 @@ class Loop:
         if self.critic:
             shards[CRITIC] = self.publishers[CRITIC].pack(self.critic.module, self.version)
         if self.config.rollout.sleep and self.device.type == "cuda":
-            # An engine that wakes needs the memory that the update has freed and torch still holds.
+            # A waking engine needs the memory that torch keeps after the update.
             torch.cuda.empty_cache()
         validates = self.schedule.validates(self.version, False)
         self._store.call(PolicyStore.publish, self.version, shards, stepped_at, self.kl.coef, validates)
 
     def _save(self, stopping: bool) -> None:
         """Save a checkpoint. A version that is to be validated is validated first, unless the run is stopping."""
-        cursor, validated = None, False
+        state = None
         if self.rank == 0:
-            # What a restart cut off of earlier versions' validations would not be made again.
+            # A restart would not repeat validations of earlier versions.
             wait = PolicyStore.wait_version if stopping else PolicyStore.wait_validated
             self._store.wait(wait, self.version, self.config.trainer.deadlines.rows)
             validated = self._store.call(PolicyStore.is_validated, self.version)
             self._store.wait(PolicyStore.flush_events, self.version, ANSWER_S)
             cursor = self._store.call(PolicyStore.end_of_iteration, self.version)
-        self.saver.save(self.learners, self.kl, self.version, cursor, validated)
+            state = TrainerState(self.version, cursor, validated)
+        self.saver.save(self.learners, self.kl, self.version, state)
         self.saved = self.version
 
     def _post_saved(self, version: int) -> None:
         self._store.call(PolicyStore.post, CheckpointSaved(version, self.rank, self.world_size))
 
     def _report(self, table: pa.Table, stats: list[Stats]) -> bool:
-        """Merge and post all ranks' metrics; a collective.
-
-        Returns:
-            whether the run was asked to stop.
+        """Merge and post all ranks' metrics; a collective. Returns whether the run was asked to stop.
 
         Raises:
-            FinalError: the metrics say that the run must not go on.
+            FinalError: the metrics are a reason to end the run.
         """
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})

@@ -1,4 +1,4 @@
-"""What the train loop says about an iteration: timings, and why a run must not go on."""
+"""Timings of the train loop, and reasons to stop a run."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from pipeline.config import Config
 from pipeline.stats import Stat, Stats
 
 TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-"""How torch words that a collective operation took too long."""
+"""Words of torch's errors for a collective operation that took too long."""
 
 
 class CollectiveTimeout(TimeoutError):
@@ -27,7 +27,7 @@ def is_collective_timeout(error: RuntimeError) -> bool:
 
 @contextmanager
 def timed(timings: Stats, name: str) -> Iterator[None]:
-    """Add the wall-clock seconds of the block to `timing_s/{name}`; of all ranks the slowest counts."""
+    """Add the wall-clock seconds of the block to `timing_s/{name}`; the slowest rank counts."""
     begun = time.perf_counter()
     yield
     key = f"timing_s/{name}"
@@ -36,13 +36,10 @@ def timed(timings: Stats, name: str) -> Iterator[None]:
 
 
 def stop_reason(metrics: Mapping[str, float], table: pa.Table, iteration: int, config: Config) -> str | None:
-    """The sentence with which an iteration's metrics end the run; None where it may go on.
+    """Why an iteration's metrics, of all ranks, end the run; None if it may continue.
 
-    Args:
-        metrics: of all ranks.
-        table: this rank's rows of the iteration, for an example of an error.
-        iteration: its number.
-        config: gives `reward.max_error_rate` and `trainer.max_log_prob_gap`.
+    `table` are this rank's rows, for an example of an error. The limits are `reward.max_error_rate` and
+    `trainer.max_log_prob_gap`.
     """
     limit = config.reward.max_error_rate
     if metrics["reward/error_rate"] > limit:

@@ -1,4 +1,4 @@
-"""Builds what the train loop needs from the run's configuration."""
+"""Builds actor, critic and weight publishers from the run's configuration."""
 
 import ray
 import torch
@@ -14,7 +14,7 @@ from pipeline.weights.publish import WeightPublisher
 
 
 def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
-    """The actor of a run with so many iterations that update it, sharded over all ranks."""
+    """The actor, sharded over all ranks; `iterations` of the run update it."""
     return Actor(
         config.actor,
         config.model,
@@ -23,29 +23,20 @@ def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
         iterations,
         correction=rollout_correction(config),
         temperature=config.rollout.temperature,
-        max_response_length=config.data.max_response_length,
         seed=config.trainer.seed,
         guards_gap=config.trainer.max_log_prob_gap is not None,
     )
 
 
 def build_critic(config: Config, device: torch.device, iterations: int) -> Critic:
-    """The critic of a run with so many iterations, sharded over all ranks."""
-    return Critic(
-        config.critic,
-        config.model,
-        UpdateShape.of(config, config.critic),
-        device,
-        iterations,
-        agg_mode=config.critic.loss_agg_mode or config.actor.loss_agg_mode,
-        scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),
-    )
+    """The critic, sharded over all ranks; `iterations` of the run update it."""
+    return Critic(config.critic, config.model, UpdateShape.of(config, config.critic), device, iterations)
 
 
 def build_publishers(
     config: Config, actor: Actor, critic: Critic | None, rank: int, device: torch.device
 ) -> dict[str, WeightPublisher]:
-    """What publishes this rank's part of each trained model's weights, by the model's name in the store."""
+    """Publishers of this rank's part of the trained models' weights, by the model's name in the store."""
     limit = config.trainer.weight_bucket_mb * 2**20
     transport = config.trainer.weight_transport
     memory = PublishedMemory(rank, config.algorithm.max_staleness + 2, device) if transport == "nixl" else None

@@ -1,22 +1,21 @@
-"""One learner's update in one iteration: gradients are added up part by part, and steps are taken as soon as possible.
+"""One learner's update in one iteration: gradients are accumulated part by part, and steps taken as early as possible.
 
     part comes ─► recompute old log-probs ─► forward and backward, not normalised      while other parts are generated
     mini-batch complete ─► divide the gradient by the counts of the mini-batch ─► step
 
-A part is a chunk of rows with `trainer.stream_gradients`, else the whole iteration. Both give the same numbers:
+A part is a chunk of rows with `trainer.stream_gradients`, else the whole iteration. Both give the same numbers up to
+rounding:
 
-1. A loss is a sum over tokens or sequences, divided by a count of the whole mini-batch, such as its trained tokens.
-   That count is known when the mini-batch is complete. Division is linear, so undivided gradients are added up and
-   divided once. Parts differ from the whole by rounding only, since their micro-batches differ.
+1. A loss is a sum divided by a count of the whole mini-batch, such as its trained tokens, which is known when the
+   mini-batch is complete. Division is linear, so gradients are accumulated undivided and divided once.
 2. Only rows of the current mini-batch add to the gradient, because a step changes the weights for all later ones.
-3. Recomputed old log-probs are those of the weights before the first step, which therefore waits for all parts. Later
-   mini-batches, and all epochs after the first, train when the iteration is complete.
+3. Recomputed old log-probs are those before the first step, which therefore waits for all parts. Later mini-batches
+   and epochs train when the iteration is complete.
 
 `pipeline.derived.why_not_streamed` lists the settings that need the whole iteration at once.
 """
 
 import copy
-import time
 
 import numpy as np
 import torch
@@ -26,13 +25,14 @@ from pipeline.models.batch import TrainBatch
 from pipeline.models.packing import MicroBatch, collate
 from pipeline.stats import Stat, Stats, merge
 from pipeline.train.learner import Learner
+from pipeline.train.report import timed
 
 
 class GradAccumulator:
     """The gradient of one optimiser step.
 
     Args:
-        learner: whose gradients are set to None here and accumulated until `step`.
+        learner: its gradients are cleared here and accumulated until `step`.
         number: number of the step in the iteration, from 0.
     """
 
@@ -52,13 +52,13 @@ class GradAccumulator:
         self._counts += rows.mask_counts(index)
 
     def step(self, rows: TrainBatch) -> Stats:
-        """Normalise the gradient and take the step; a collective. `rows` are any rows, for their optional columns."""
+        """Normalise the gradient and take the step; a collective. `rows` may be any rows of the iteration."""
         learner = self._learner
         if not self._stats:
-            # AdamW skips a parameter without a gradient, but moves one with a gradient of zeros by its momentum.
+            # AdamW skips a parameter without a gradient, but moves one with a gradient of 0 by its momentum.
             self._backward(collate(rows, []).to(learner.device))
         tokens, sequences = learner.all_reduce(self._counts.tolist())
-        factor = 1.0 / agg_divisor(learner.agg_mode, tokens, sequences)
+        factor = 1.0 / agg_divisor(learner.shape.agg_mode, tokens, sequences)
         with torch.no_grad():
             for parameter in learner.module.parameters():
                 if parameter.grad is not None:
@@ -80,8 +80,7 @@ class StreamedUpdate:
 
     Args:
         learner: actor or critic.
-        parts: number of times that `add` will be called; the same on every rank. It is 1, or a multiple of the number
-            of mini-batches.
+        parts: how often `add` will be called; equal on every rank, and 1 or a multiple of the number of mini-batches.
     """
 
     def __init__(self, learner: Learner, parts: int):
@@ -94,48 +93,40 @@ class StreamedUpdate:
         """All rows of the iteration, set by `finish`."""
         self._steps = 0
         self._open: GradAccumulator | None = None
-        self._preparing_s = self._training_s = 0.0
+        self._timings: Stats = {}
 
     def add(self, rows: TrainBatch) -> None:
         """Train on the next part as far as possible; a collective."""
         # The actor's correction changes the loss mask, which must not reach the critic.
         rows = copy.copy(rows)
-        learner, begun = self.learner, time.perf_counter()
-        self._stats.append(learner.compute_old_log_probs(rows))
-        self._preparing_s += time.perf_counter() - begun
-        begun = time.perf_counter()
-        position = len(self._parts)
+        learner, position = self.learner, len(self._parts)
         self._parts.append(rows)
-        if self._parts_per_step and position // self._parts_per_step == self._steps:
-            self._open = self._open or GradAccumulator(learner, self._steps)
-            self._open.add(rows, list(range(len(rows))))
-            if len(self._parts) == (self._steps + 1) * self._parts_per_step and not learner.needs_old_log_probs:
-                self._step()
-        self._training_s += time.perf_counter() - begun
+        with timed(self._timings, "old_log_prob"):
+            self._stats.append(learner.compute_old_log_probs(rows))
+        with timed(self._timings, f"update_{learner.name}"):
+            if self._parts_per_step and position // self._parts_per_step == self._steps:
+                self._open = self._open or GradAccumulator(learner, self._steps)
+                self._open.add(rows, list(range(len(rows))))
+                if len(self._parts) == (self._steps + 1) * self._parts_per_step and not learner.needs_old_log_probs:
+                    self._step()
 
     def finish(self) -> Stats:
-        """Take the remaining steps, now that all parts are there; a collective.
-
-        Returns:
-            metrics of this rank, to be merged over ranks.
-        """
-        learner, begun = self.learner, time.perf_counter()
-        rows = self.rows = TrainBatch.concat(self._parts)
-        self._stats.append(learner.iteration_metrics(rows))
-        self._preparing_s += time.perf_counter() - begun
-        begun = time.perf_counter()
-        if self._open:
-            self._step()
-        for number, index in learner.mini_batches(rows):
-            if number == self._steps:
-                self._open = GradAccumulator(learner, number)
-                self._open.add(rows, index)
+        """Take the remaining steps, when all parts were added; a collective. Returns this rank's metrics."""
+        learner = self.learner
+        with timed(self._timings, "old_log_prob"):
+            rows = self.rows = TrainBatch.concat(self._parts)
+            self._stats.append(learner.iteration_metrics(rows))
+        with timed(self._timings, f"update_{learner.name}"):
+            if self._open:
                 self._step()
-        self._training_s += time.perf_counter() - begun
-        timings = {f"timing_s/update_{learner.name}": Stat("max", (self._training_s,))}
-        if learner.needs_old_log_probs:
-            timings["timing_s/old_log_prob"] = Stat("max", (self._preparing_s,))
-        return merge([*self._stats, timings])
+            for number, index in learner.mini_batches(rows):
+                if number == self._steps:
+                    self._open = GradAccumulator(learner, number)
+                    self._open.add(rows, index)
+                    self._step()
+        if not learner.needs_old_log_probs:
+            del self._timings["timing_s/old_log_prob"]
+        return merge([*self._stats, self._timings])
 
     def _step(self) -> None:
         assert self._open is not None

@@ -175,7 +175,7 @@ def logits(config: Config) -> int:
     """The most positions for which logits exist at a time."""
     trained, whole = learner(Actor, config), rows(0)
     with LargestLogits() as mode, torch.no_grad():
-        trained._recompute(whole)
+        trained.compute_old_log_probs(whole)
     return mode.positions
 
 

@@ -29,6 +29,7 @@ from pipeline.models.fsdp import full_state_dict
 from pipeline.models.settings import FILE, load_settings
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.store.cursor import PromptCursor
+from pipeline.store.status import TrainerState
 from pipeline.train import checkpoint
 from pipeline.train.setup import build_actor, build_critic
 from tests.train.updates import CPU, make_config
@@ -84,7 +85,8 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 for module in (actor.module, critic.module):
                     for number, parameter in enumerate(module.parameters()):
                         parameter.add_(torch.full_like(parameter, 0.01 * (iteration + number % 7)))
-            saver.save([actor, critic], FixedKL(0.0), iteration, PromptCursor(0, iteration), True)
+            state = TrainerState(iteration, PromptCursor(0, iteration), True)
+            saver.save([actor, critic], FixedKL(0.0), iteration, state)
             made.actor[iteration] = full_state_dict(actor.module)
             made.critic[iteration] = full_state_dict(critic.module)
     yield made

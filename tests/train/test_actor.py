@@ -1,4 +1,4 @@
-"""The actor's update: against a formula written out on padded tensors, and over one and two real gloo ranks."""
+"""The actor's update against a formula written out on padded tensors."""
 
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from tests.train.updates import (
     with_column,
 )
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 @pytest.fixture
 def initial(tiny_model: Path, one_rank: None) -> dict[str, Tensor]:
@@ -37,7 +39,6 @@ def initial(tiny_model: Path, one_rank: None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
-@pytest.mark.usefixtures("one_rank")
 def test_loss_and_gradient_are_those_of_the_written_out_formula(tiny_model: Path, mode: str) -> None:
     rows = table().to_pylist()
     lm, log_probs, entropy = plain_log_probs(tiny_model, rows)
@@ -72,7 +73,6 @@ def test_the_update_follows_the_gradient(tiny_model: Path, initial: dict[str, Te
     assert moved(initial, trained(frozen, rows)[1]) == 0
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_the_temperature_is_the_samplers(tiny_model: Path) -> None:
     rows = table().to_pylist()
     with torch.no_grad():
@@ -92,11 +92,10 @@ def test_the_temperature_is_the_samplers(tiny_model: Path) -> None:
 # where old log-probs come from
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_engine_and_recomputed_log_probs_agree_when_the_engine_is_exact(tiny_model: Path) -> None:
-    actor = build_actor(make_config(tiny_model), CPU, 1)
+    actor = build_actor(make_config(tiny_model, old_log_probs="recompute"), CPU, 1)
     rows = TrainBatch.from_table(table())
-    actor._recompute(rows)
+    actor.compute_old_log_probs(rows)
     exact = with_column(table(), "rollout_log_probs", rows.old_log_probs)
     options = {"ppo_epochs": 2, "ppo_mini_batch_size": 4}
     _, by_engine = trained(make_config(tiny_model, old_log_probs="engine", **options), exact)
@@ -110,7 +109,6 @@ def test_engine_and_recomputed_log_probs_agree_when_the_engine_is_exact(tiny_mod
     assert moved(trained(make_config(tiny_model, old_log_probs="engine", **options), table())[1], by_engine) > 1e-4
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_recomputed_log_probs_stay_those_of_before_the_update(tiny_model: Path) -> None:
     metrics, _ = trained(make_config(tiny_model, old_log_probs="recompute"), table())
     assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)  # one step: the policy has not moved yet
@@ -121,7 +119,6 @@ def test_recomputed_log_probs_stay_those_of_before_the_update(tiny_model: Path) 
 # batches and steps
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_the_token_budget_changes_nothing(tiny_model: Path) -> None:
     whole = trained(make_config(tiny_model, loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01), table())
     for budget in (17, 40):
@@ -142,7 +139,6 @@ def test_the_token_budget_changes_nothing(tiny_model: Path) -> None:
         trained(make_config(tiny_model, ppo_max_token_len_per_gpu=5), table())
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_mini_batch_is_a_step_of_its_own(tiny_model: Path) -> None:
     _, split = trained(make_config(tiny_model, ppo_mini_batch_size=4), table())
     half = make_config(tiny_model)
@@ -153,7 +149,6 @@ def test_a_mini_batch_is_a_step_of_its_own(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(("epochs", "mini_batch", "steps"), [(1, None, 1), (3, None, 3), (1, 2, 4), (2, 4, 4)])
-@pytest.mark.usefixtures("one_rank")
 def test_number_of_optimiser_steps(tiny_model: Path, epochs: int, mini_batch: int | None, steps: int) -> None:
     config = make_config(tiny_model, ppo_epochs=epochs, ppo_mini_batch_size=mini_batch)
     config.actor.optim.lr_warmup_steps = 100
@@ -165,7 +160,6 @@ def test_number_of_optimiser_steps(tiny_model: Path, epochs: int, mini_batch: in
     assert metrics["actor/skipped_steps"] == 0
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_losses_are_shown_as_the_mean_over_the_steps(tiny_model: Path) -> None:
     shown = []
     for epochs, mini_batch in ((1, None), (3, None), (2, 4)):

@@ -24,22 +24,20 @@ from tests.train import updates
 from tests.train.plain import aggregate, gradient_norm, padded, plain_log_probs
 from tests.train.updates import (
     CPU,
-    N,
     assert_same,
-    assert_same_update,
     moved,
-    save_update,
-    spawn,
     table,
     trained,
     update,
     with_column,
-    worlds,
+    with_reference,
+    without_advantage,
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 LOSSES = sorted(batches.registered())
+SEQUENCES = "seq-mean-token-mean"
 # Where the bounds are not on the ratio: small enough for the rows' tokens to lie on both sides.
 BOUNDS = {
     "dppo_tv": {"clip_ratio_low": 1e-3, "clip_ratio_high": 5e-4, "clip_ratio_c": 1.3},
@@ -55,18 +53,6 @@ def make_config(model: Path | str, loss: str, correction: dict[str, Any] | None 
     config = updates.make_config(model, policy_loss=settings.policy_loss, **options)
     config.algorithm.rollout_correction = RolloutCorrectionConfig(**correction or {})
     return config
-
-
-def without_advantage(rows: pa.Table, every: int = 2) -> pa.Table:
-    """`rows` with advantages of 0 in one group of `every`."""
-    advantages, offsets = flat(rows, "advantages")
-    group = np.repeat(np.arange(len(rows)) // N, np.diff(offsets))
-    return with_column(rows, "advantages", np.where(group % every == 0, 0.0, advantages))
-
-
-def with_reference(rows: pa.Table) -> pa.Table:
-    rng = np.random.default_rng(7)
-    return with_column(rows, "ref_log_probs", rng.normal(-5.7, 0.5, len(flat(rows, "response_ids")[0])))
 
 
 # against plain formulas
@@ -144,36 +130,30 @@ def plain_correction(model: Path, level: str | None, cap: float, low: float, hig
     return lm, log_probs, mask, keep, weights
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-@pytest.mark.parametrize("level", ["token", "sequence", None])
-def test_decoupled_mode_weighs_tokens_and_counts_what_is_kept(tiny_model: Path, level: str | None, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("old", "level", "mode"),
+    [
+        *[("recompute", level, mode) for level in ("token", "sequence", None) for mode in ("token-mean", SEQUENCES)],
+        *[("engine", "token", "token-mean"), ("engine", "sequence", "token-mean")],
+    ],
+)
+def test_correction_weighs_and_rejects(tiny_model: Path, old: str, level: str | None, mode: str) -> None:
+    """Decoupled mode counts the tokens that are kept; bypass mode, with a loss without a ratio, those of the mask."""
     lm, log_probs, mask, keep, weights = plain_correction(tiny_model, level, 1.1, 0.8, 1.4)
     advantages = padded(table().to_pylist(), "advantages")
-    # The old policy is the current one in the first step: PPO's ratio is 1, and has a gradient.
-    ratio = (log_probs - log_probs.detach()).exp()
-    loss = aggregate(-advantages * ratio * weights, keep, mode, 1.0)
+    if old == "recompute":
+        # The old policy is the current one in the first step: PPO's ratio is 1, and has a gradient.
+        ratio = (log_probs - log_probs.detach()).exp()
+        loss = aggregate(-advantages * ratio * weights, keep, mode, 1.0)
+    else:
+        loss = aggregate(-advantages * log_probs * weights * keep, mask, mode, 1.0)
     loss.backward()
 
     correction = {"rollout_is": level, "rollout_is_threshold": "1.1"}
     correction |= {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.4"}
-    changes = {"old_log_probs": "recompute", "loss_agg_mode": mode, "ppo_max_token_len_per_gpu": 40}
-    metrics, _ = trained(make_config(tiny_model, "vanilla", correction, **changes), table())
-    assert metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert metrics["actor/grad_norm"] == pytest.approx(gradient_norm(lm), rel=1e-4)
-    lost = 1 - (keep.sum() / mask.sum()).item()
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(lost, rel=1e-5)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_bypass_mode_weighs_by_the_current_policy_and_counts_the_mask(tiny_model: Path, level: str) -> None:
-    lm, log_probs, mask, keep, weights = plain_correction(tiny_model, level, 1.1, 0.8, 1.4)
-    loss = aggregate(-padded(table().to_pylist(), "advantages") * log_probs * weights * keep, mask, "token-mean", 1.0)
-    loss.backward()
-
-    correction = {"rollout_is": level, "rollout_is_threshold": "1.1"}
-    correction |= {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.4"}
-    config = make_config(tiny_model, "reinforce", correction, ppo_max_token_len_per_gpu=40)
-    metrics, _ = trained(config, table())
+    changes = {"old_log_probs": old, "loss_agg_mode": mode, "ppo_max_token_len_per_gpu": 40}
+    name = "vanilla" if old == "recompute" else "reinforce"
+    metrics, _ = trained(make_config(tiny_model, name, correction, **changes), table())
     assert metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["actor/grad_norm"] == pytest.approx(gradient_norm(lm), rel=1e-4)
     lost = 1 - (keep.sum() / mask.sum()).item()
@@ -318,64 +298,3 @@ def test_a_mini_batch_without_any_advantage_is_a_step_without_a_gradient(tiny_mo
         assert ours[1]["actor/pg_loss"] == pytest.approx(theirs[1]["actor/pg_loss"], rel=1e-5)
         assert ours[1]["actor/skipped_steps"] == 0
     assert ours[0] == 0 and theirs[0] == len(table())
-
-
-# ranks and token budgets
-
-SPLIT: dict[str, dict[str, Any]] = {loss: {"loss": loss} for loss in LOSSES} | {
-    "kl loss": {"loss": "vanilla", "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl+"},
-    "decoupled": {
-        "loss": "vanilla",
-        "old_log_probs": "recompute",
-        "ppo_epochs": 2,
-        "correction": {
-            "rollout_is": "token",
-            "rollout_is_threshold": "1.2",
-            "rollout_is_batch_normalize": True,
-            "rollout_rs": "token_k1,seq_max_k2",
-            "rollout_rs_threshold": "0.7_1.6,0.1",
-        },
-    },
-    # Not KL-Cov: its penalty |log r| has a gradient of either sign, by rounding, where the policy has not moved yet.
-    "decoupled, sequences": {
-        "loss": "clip_cov",
-        "old_log_probs": "recompute",
-        "correction": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
-    },
-    "bypass": {
-        "loss": "reinforce",
-        "correction": {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.3"},
-    },
-}
-BUDGETS = {1: (16384, 17), 2: (40,)}
-"""Token budgets that are tried with so many ranks."""
-
-
-def split_rows() -> pa.Table:
-    return with_reference(without_advantage(table(), every=3))
-
-
-def work(rank: int, folder: str, model: str) -> None:
-    for world in worlds(rank, folder):
-        for name, changes in SPLIT.items():
-            for budget in BUDGETS[world]:
-                options = {"ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"} | changes
-                config = make_config(model, **options, ppo_max_token_len_per_gpu=budget)
-                save_update(build_actor(config, CPU, 100), split_rows(), f"{folder}/{name}-{world}-{budget}.pt")
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    folder = tmp_path_factory.mktemp("losses")
-    spawn(work, str(folder), str(tiny_model))
-    return folder
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_neither_ranks_nor_token_budget_change_anything(results: Path, name: str) -> None:
-    first = results / f"{name}-1-16384.pt"
-    for other in ("1-17", "2-40"):
-        metrics = assert_same_update(first, results / f"{name}-{other}.pt")
-        assert metrics["actor/grad_norm"] > 0
-        assert name not in ("clip_cov", "kl_cov") or metrics["actor/cov_frac"] > 0.1
-        assert not name.startswith("decoupled") or metrics["rollout_corr/rollout_is_batch_norm_factor"] != 1

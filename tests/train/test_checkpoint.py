@@ -20,6 +20,7 @@ from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.storage import checkpoints
 from pipeline.storage.checkpoints import newest
 from pipeline.store.cursor import PromptCursor
+from pipeline.store.status import TrainerState
 from pipeline.train import checkpoint
 from pipeline.train.checkpoint import Saver
 from pipeline.train.setup import build_actor, build_critic
@@ -87,6 +88,16 @@ class Learners:
         self.actor, self.critic = build_actor(config(model), CPU, 100), build_critic(config(model), CPU, 100)
         self.both, self.kl = [self.actor, self.critic], AdaptiveKL(0.3, 0.1, 1000)
 
+    def save(self, with_saver: Saver, version: int, wait: bool = True) -> TrainerState:
+        state = TrainerState(version, PromptCursor(0, 4 * version), True)
+        with_saver.save(self.both, self.kl, version, state)
+        if wait:
+            with_saver.wait()
+        return state
+
+    def restore(self, root: Path | str, *args: Any) -> TrainerState:
+        return checkpoint.restore(self.both, self.kl, str(root), *args)
+
     def distance(self, other: "Learners") -> float:
         pairs = zip(self.both, other.both, strict=True)
         return max(moved(full_state_dict(a.module), full_state_dict(b.module)) for a, b in pairs)
@@ -103,13 +114,9 @@ def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Storage, wa
             if version >= warmup:
                 update(learners.actor, rows(version))
     done: list[int] = []
-    one = saver(storage, done)
-    one.save(saved.both, saved.kl, 2, PromptCursor(1, 7), True)
-    one.wait()
+    state = saved.save(saver(storage, done), 2)
     assert done == [2]
-    found = newest(str(storage.run_dir))
-    assert found is not None and found.iteration == 2
-    assert checkpoint.restore(restored.both, restored.kl, str(storage.run_dir)) == (2, PromptCursor(1, 7), True)
+    assert restored.restore(storage.run_dir) == state
     assert restored.kl.coef == whole.kl.coef != 0.3
     for learners in (whole, saved, restored):
         update(learners.actor, rows(2))
@@ -123,10 +130,10 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage
     learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
     (storage.run_dir / "mlflow_run_id").write_text("abc\n")
     storage.held.clear()
-    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
+    learners.save(one, 1, wait=False)
     assert newest(str(storage.run_dir)) is None
     with pytest.raises(TimeoutError, match=r"rank 0 did not copy version 1 to .*trainer\.deadlines\.checkpoint"):
-        one.save(learners.both, learners.kl, 2, PromptCursor(0, 8), True)
+        learners.save(one, 2)
     storage.held.set()
     one.wait()
     found = newest(str(storage.run_dir))
@@ -135,47 +142,28 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage
 
 
 def test_a_storage_that_is_away_is_tried_again(tiny_model: Path, storage: Storage) -> None:
-    learners, one = Learners(tiny_model), saver(storage)
     storage.refuses = 3
-    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
-    one.wait()
+    Learners(tiny_model).save(saver(storage), 1)
     assert storage.refuses == 0 and newest(str(storage.run_dir)) is not None
 
 
-def test_what_an_abandoned_try_left_is_no_part_of_the_next(tiny_model: Path, storage: Storage) -> None:
-    """Marks of other ranks, above all, which would make a checkpoint whole that is not."""
-    learners, one = Learners(tiny_model), saver(storage)
-    left = storage.run_dir / "checkpoints" / "iteration_000001"
-    left.mkdir(parents=True)
-    (left / "complete_1").touch()
-    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
-    one.wait()
-    assert not (left / "complete_1").exists() and (left / "complete_0").exists()
-
-
-def test_a_run_without_a_checkpoint_starts_anew(tiny_model: Path, storage: Storage) -> None:
-    learners, untouched = Learners(tiny_model), Learners(tiny_model)
-    assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir)) == (0, PromptCursor(), False)
-    assert learners.distance(untouched) == 0 and learners.kl.coef == 0.3
-
-
 def test_a_run_begins_with_a_given_checkpoint_until_it_has_its_own(tiny_model: Path, storage: Storage) -> None:
-    learners, one = Learners(tiny_model), saver(storage)
-    one.save(learners.both, learners.kl, 3, PromptCursor(0, 12), True)
-    one.wait()
+    learners, untouched = Learners(tiny_model), Learners(tiny_model)
+    own = storage.run_dir / "own"
+    assert learners.restore(own) == TrainerState(0, PromptCursor(), False)
+    assert learners.distance(untouched) == 0 and learners.kl.coef == 0.3
+    state = learners.save(saver(storage), 3)
     given = newest(str(storage.run_dir))
     assert given is not None
-    own = storage.run_dir / "own"
-    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, PromptCursor(0, 12), True)
-    later = Storage(own)
-    shutil.copytree(given.place, own / "checkpoints" / "iteration_000005")
-    progress = own / "checkpoints" / "iteration_000005" / "progress.json"
+    assert learners.restore(own, given.place) == state
+    later = own / "checkpoints" / "iteration_000005"
+    shutil.copytree(given.place, later)
+    progress = later / "progress.json"
     progress.write_text(progress.read_text().replace('"version": 3', '"version": 5'))
-    assert later.run_dir == own
-    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (5, PromptCursor(0, 12), True)
-    # What is not whole is not read, whatever Ray Train was told of it.
-    (own / "checkpoints" / "iteration_000005" / "complete_0").unlink()
-    assert checkpoint.restore(learners.both, learners.kl, str(own), given.place) == (3, PromptCursor(0, 12), True)
+    assert learners.restore(own, given.place).version == 5
+    # An incomplete checkpoint is not read.
+    (later / "complete_0").unlink()
+    assert learners.restore(own, given.place) == state
 
 
 def test_checkpoints_may_lie_behind_a_url(
@@ -189,15 +177,15 @@ def test_checkpoints_may_lie_behind_a_url(
     storage.run_dir = tmp_path / "far" / "mine"
     saved, restored, done = Learners(tiny_model), Learners(tiny_model), []
     update(saved.actor, rows(0))
-    (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002").mkdir(parents=True)
-    (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002" / "complete_9").touch()
+    # Files of an earlier attempt would make a checkpoint complete that is not.
+    left = storage.run_dir / "checkpoints" / "iteration_000002" / "complete_9"
+    left.parent.mkdir(parents=True)
+    left.touch()
     one = Saver(str(run_dir), root, 30.0, partial(save_yaml, settings), done.append)
-    for version in (2, 4):
-        one.save(saved.both, saved.kl, version, PromptCursor(0, version), True)
-        one.wait()
-    assert done == [2, 4] and not run_dir.exists()
-    assert not (tmp_path / "far" / "mine" / "checkpoints" / "iteration_000002" / "complete_9").exists()
-    assert checkpoint.restore(restored.both, restored.kl, root) == (4, PromptCursor(0, 4), True)
+    saved.save(one, 2)
+    state = saved.save(one, 4)
+    assert done == [2, 4] and not run_dir.exists() and not left.exists()
+    assert restored.restore(root) == state
     assert saved.distance(restored) == 0
     keeper = CheckpointKeeper(run_dir, 1, None, "max", root)
     keeper.saved(4, 0, 1)
@@ -209,9 +197,8 @@ def test_checkpoints_may_lie_behind_a_url(
 def test_reading_waits_for_a_storage_that_is_away(
     tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    learners, one = Learners(tiny_model), saver(storage)
-    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
-    one.wait()
+    learners = Learners(tiny_model)
+    state = learners.save(saver(storage), 1)
     tries, real = [0], checkpoint.newest
 
     def away(root: str) -> Any:
@@ -222,20 +209,16 @@ def test_reading_waits_for_a_storage_that_is_away(
 
     monkeypatch.setattr(checkpoint, "newest", away)
     if after == 2:
-        assert checkpoint.restore(learners.both, learners.kl, str(storage.run_dir), None, 30.0) == (
-            1,
-            PromptCursor(0, 4),
-            True,
-        )
+        assert learners.restore(storage.run_dir, None, 30.0) == state
     else:
         with pytest.raises(OSError, match=r"could not be read for 0 s \(trainer.deadlines.checkpoint\): the"):
-            checkpoint.restore(learners.both, learners.kl, str(storage.run_dir), None, 0.2)
+            learners.restore(storage.run_dir, None, 0.2)
 
 
 def test_a_full_disk_is_named_when_it_stays_full(
     tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed: list[BaseException] = []
+    failed: list[OSError] = []
 
     def report(metrics: Any, *, checkpoint: Any, checkpoint_dir_name: str, **how: Any) -> None:
         with pytest.raises(OSError) as error:
@@ -247,9 +230,8 @@ def test_a_full_disk_is_named_when_it_stays_full(
 
     monkeypatch.setattr(storage, "persist_current_checkpoint", full)
     monkeypatch.setattr(checkpoint.ray.train, "report", report)
-    learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
-    one.save(learners.both, learners.kl, 1, PromptCursor(0, 4), True)
-    assert failed[0].errno == 28  # type: ignore[attr-defined]
+    Learners(tiny_model).save(saver(storage, deadline=0.3), 1, wait=False)
+    assert failed[0].errno == 28
     for part in (f"{storage.run_dir}/checkpoints", "No space left on device", "trainer.deadlines.checkpoint"):
         assert part in str(failed[0])
     assert newest(str(storage.run_dir)) is None

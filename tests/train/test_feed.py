@@ -31,18 +31,17 @@ def test_whole_iterations_in_chunk_order_then_none() -> None:
     assert made.next(3) is None
 
 
-def test_rows_of_another_iteration_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"rows of iterations \[3\] arrived where iteration 2 was expected"):
-        feed(iter([block(3, 0), block(3, 1)])).next(2)
-    with pytest.raises(RuntimeError, match=r"rows of iterations \[3\] arrived where iteration 2 was expected"):
-        feed(iter([block(2, 0), block(3, 1)])).next(2)
-
-
-def test_a_stream_that_ends_inside_an_iteration() -> None:
-    made = feed(iter([block(1, 0), block(1, 1), block(2, 2)]))
-    made.next(1)
-    with pytest.raises(RuntimeError, match="the stream ended inside iteration 2, after 1 chunks"):
-        made.next(2)
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ([block(3, 0), block(3, 1)], r"rows of iterations \[3\] arrived where iteration 2 was expected"),
+        ([block(2, 0), block(3, 1)], r"rows of iterations \[3\] arrived where iteration 2 was expected"),
+        ([block(2, 0)], "the stream ended inside iteration 2, after 1 chunks"),
+    ],
+)
+def test_rows_of_another_iteration_and_missing_ones_are_refused(blocks: list[pa.Table], words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        feed(iter(blocks)).next(2)
 
 
 def test_the_deadline_says_what_is_waited_for() -> None:
@@ -60,15 +59,6 @@ def test_the_deadline_says_what_is_waited_for() -> None:
     with pytest.raises(RowsTimeout, match="no end of the stream within"):
         made.drain()
     release.set()
-
-
-def test_the_deadline_is_for_one_chunk_and_not_for_all() -> None:
-    def slow() -> Iterator[pa.Table]:
-        for row in range(5):
-            time.sleep(0.25)
-            yield block(1, row)
-
-    assert len(feed(slow(), chunks=5, timeout=1.0).next(1)) == 5
 
 
 def test_an_error_of_the_stream_reaches_the_trainer_as_it_is() -> None:
@@ -101,9 +91,3 @@ def test_drain_reads_to_the_end_and_refuses_rows() -> None:
     made.drain()
     with pytest.raises(RuntimeError, match="2 rows came after the last iteration"):
         feed(iter([EMPTY, block(2, 0, 1)])).drain()
-
-
-def test_blocks_leave_empty_ones_out_and_end_for_good() -> None:
-    made = TimedIterator(iter([EMPTY, block(1, 0), EMPTY, block(1, 1), EMPTY]), WAIT, lambda: "nothing")
-    assert [made.next("block")["row"].to_pylist() for _ in range(2)] == [[0], [1]]
-    assert [made.next("block") for _ in range(3)] == [None] * 3

@@ -44,28 +44,17 @@ def test_frozen_parameters_are_left_out_and_settings_arrive() -> None:
     assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.8, 0.9), 1e-4)
 
 
-def test_constant_with_warmup() -> None:
+def test_schedules_by_hand() -> None:
     assert rates(6, lr_warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
     assert rates(3) == [1, 1, 1]
-
-
-def test_cosine_and_linear_end_at_the_floor() -> None:
     cosine = rates(5, lr_scheduler_type="cosine", min_lr_ratio=0.1)
     assert cosine == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(5)])
     assert rates(5, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_warmup_ratio_counts_when_steps_are_negative() -> None:
+    # The ratio counts if the steps are negative.
     assert rates(10, lr_warmup_steps_ratio=0.2)[:3] == pytest.approx([0.5, 1, 1])
     assert rates(10, lr_warmup_steps_ratio=0.5, lr_warmup_steps=0)[0] == 1
 
 
-def test_errors_name_key_and_choice() -> None:
-    with pytest.raises(ValueError, match="lr_scheduler_type=sine is unknown; use one of constant, cosine, linear"):
-        rates(1, lr_scheduler_type="sine")
-    with pytest.raises(ValueError, match="optim.min_lr_ratio=2 must lie between 0 and 1"):
-        rates(1, min_lr_ratio=2)
+def test_betas_are_two() -> None:
     with pytest.raises(ValueError, match="optim.betas="):
-        build_optimizer(nn.Linear(1, 1), OptimConfig(betas=(0.9, 1.5)))
-    with pytest.raises(ValueError, match="optim.lr=-1"):
-        build_optimizer(nn.Linear(1, 1), OptimConfig(lr=-1))
+        build_optimizer(nn.Linear(1, 1), OptimConfig(betas=(0.9,)))  # type: ignore[arg-type]

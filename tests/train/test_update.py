@@ -24,28 +24,24 @@ from tests.train import test_critic
 from tests.train.updates import (
     CPU,
     assert_same,
-    assert_same_update,
+    assert_same_metrics,
     in_chunks,
     make_config,
     masked,
     moved,
-    save_update,
-    spawn,
     table,
-    uneven,
     update,
     with_column,
-    worlds,
+    with_reference,
+    without_advantage,
 )
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def referenced(seed: int = 0) -> pa.Table:
-    """Rows with log-probs of a reference; a few responses are without advantage, and an engine that is not exact."""
-    rows = table(seed)
-    rng, (advantages, offsets) = np.random.default_rng(seed + 50), flat(rows, "advantages")
-    rows = with_column(rows, "ref_log_probs", rng.normal(-5.7, 0.4, len(advantages)))
-    still = np.repeat(np.isin(np.arange(len(rows)), (0, 1, 2, 3, 8)), np.diff(offsets))
-    return with_column(rows, "advantages", np.where(still, 0.0, advantages))
+    """Rows with log-probs of a reference, some of them without advantage."""
+    return with_reference(without_advantage(table(seed), every=3))
 
 
 def gradients(learner: Learner) -> list[list[Tensor]]:
@@ -69,10 +65,7 @@ def assert_equal(build: Callable[..., Learner], config: Config, *tables: pa.Tabl
     metrics: list[dict[str, float]] = []
     for rows in tables:
         metrics = [reduce([update(learners[0], rows)]), reduce([update(learners[1], *in_chunks(rows))])]
-        assert metrics[0].keys() == metrics[1].keys()
-        for name, value in metrics[0].items():
-            if not name.startswith("timing_s/"):
-                assert metrics[1][name] == pytest.approx(value, rel=1e-4, abs=2e-6), name
+        assert_same_metrics(*metrics)
     assert len(steps[0]) == len(steps[1]) == len(tables) * learners[0].shape.steps
     for whole, early in zip(*steps, strict=True):
         largest = max(float(gradient.abs().max()) for gradient in whole)
@@ -87,7 +80,6 @@ OWN_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.05}
 
 @pytest.mark.parametrize("mode", AGG_MODES)
 @pytest.mark.parametrize("changes", [{}, OWN_LOSS], ids=["plain", "KL and entropy"])
-@pytest.mark.usefixtures("one_rank")
 def test_loss_and_gradient_in_every_aggregation_mode(tiny_model: Path, mode: str, changes: dict[str, Any]) -> None:
     config = make_config(tiny_model, loss_agg_mode=mode, ppo_max_token_len_per_gpu=40, **changes)
     metrics = assert_equal(build_actor, config, referenced(), referenced(1))
@@ -116,20 +108,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 def configured(model: Path | str, case: dict[str, Any]) -> Config:
     case = dict(case)
-    correction, mode, gap = (
-        case.pop("correction", {}),
-        case.pop("loss_mode", "vanilla"),
-        case.pop("max_log_prob_gap", None),
-    )
+    correction = case.pop("correction", {})
+    mode = case.pop("loss_mode", "vanilla")
+    gap = case.pop("max_log_prob_gap", None)
     config = make_config(model, **case)
-    config.actor.policy_loss.loss_mode, config.trainer.max_log_prob_gap = mode, gap
+    config.actor.policy_loss.loss_mode = mode
+    config.trainer.max_log_prob_gap = gap
     for name, value in correction.items():
         setattr(config.algorithm.rollout_correction, name, value)
     return config
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.usefixtures("one_rank")
 def test_every_kind_of_update(tiny_model: Path, case: dict[str, Any]) -> None:
     metrics = assert_equal(build_actor, configured(tiny_model, case), referenced(), referenced(1))
     if "correction" in case and case.get("old_log_probs") == "recompute":
@@ -140,14 +130,12 @@ def test_every_kind_of_update(tiny_model: Path, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"loss_agg_mode": mode} for mode in AGG_MODES] + [{"ppo_mini_batch_size": 4}])
-@pytest.mark.usefixtures("one_rank")
 def test_the_critic(tiny_model: Path, changes: dict[str, Any]) -> None:
     config = test_critic.make_config(tiny_model, ppo_max_token_len_per_gpu=40, **changes)
     metrics = assert_equal(build_critic, config, test_critic.table(), test_critic.table(1))
     assert metrics["critic/vf_loss"] > 0 and "critic/vf_explained_var" in metrics
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_an_iteration_with_nothing_to_train_takes_no_step_and_leaves_no_trace(tiny_model: Path) -> None:
     for still in (
         masked(referenced()),
@@ -159,7 +147,6 @@ def test_an_iteration_with_nothing_to_train_takes_no_step_and_leaves_no_trace(ti
     assert metrics["actor/skipped_steps"] == 1
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_training_begins_with_the_first_chunk_and_steps_as_soon_as_it_may(tiny_model: Path) -> None:
     taken = {}
     for old in ("engine", "recompute"):
@@ -178,7 +165,6 @@ def test_training_begins_with_the_first_chunk_and_steps_as_soon_as_it_may(tiny_m
     assert taken == {"engine": [0, 1, 1, 2], "recompute": [0, 0, 0, 0]}
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_tokens_that_the_actor_rejects_train_the_critic(tiny_model: Path) -> None:
     config = configured(tiny_model, CASES["rejection"])
     config.critic.ppo_mini_batch_size = 4
@@ -197,45 +183,8 @@ def test_tokens_that_the_actor_rejects_train_the_critic(tiny_model: Path) -> Non
         assert metrics[0][name] == metrics[1][name]
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_joined_rows_are_those_of_the_whole(tiny_model: Path) -> None:
+def test_joined_rows_are_those_of_the_whole() -> None:
     whole = TrainBatch.from_table(referenced())
     parts = [TrainBatch.from_table(chunk) for chunk in in_chunks(referenced())]
     for name, value in vars(TrainBatch.concat(parts)).items():
         np.testing.assert_array_equal(value, getattr(whole, name), err_msg=name)
-
-
-# ranks
-
-RANKED: dict[str, dict[str, Any]] = {
-    "one step": {"ppo_max_token_len_per_gpu": 20, **OWN_LOSS},
-    "sequences": {"loss_agg_mode": "seq-mean-token-sum", **CASES["recomputed"]},
-    "weights": CASES["weights"],
-    "mini-batches": CASES["mini-batches, recomputed"],
-    # Rank 1 has only rows that train nothing.
-    "uneven": {"loss_agg_mode": "seq-mean-token-mean", "ppo_max_token_len_per_gpu": 20},
-}
-
-
-def work(rank: int, folder: str, model: str) -> None:
-    for world in worlds(rank, folder):
-        for name, case in RANKED.items():
-            rows = uneven(referenced()) if name == "uneven" else referenced()
-            config = configured(model, case)
-            if world == 1:
-                save_update(build_actor(config, CPU, 100), rows, f"{folder}/{name}-whole.pt")
-            save_update(build_actor(config, CPU, 100), rows, f"{folder}/{name}-{world}.pt", streamed=True)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    folder = tmp_path_factory.mktemp("early")
-    spawn(work, str(folder), str(tiny_model))
-    return folder
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", RANKED)
-def test_any_number_of_ranks_trains_as_one_that_has_all_rows(results: Path, name: str, world: int) -> None:
-    metrics = assert_same_update(results / f"{name}-whole.pt", results / f"{name}-{world}.pt")
-    assert metrics["actor/grad_norm"] > 0

@@ -20,9 +20,7 @@ from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import SCHEMA, flat, ragged
 from pipeline.stats import Stats, reduce
-from pipeline.train.actor import Actor
-from pipeline.train.critic import Critic
-from pipeline.train.learner import Learner
+from pipeline.train.learner import Learner, all_gather
 from pipeline.train.setup import build_actor
 from pipeline.train.update import StreamedUpdate
 
@@ -67,6 +65,25 @@ def masked(rows: pa.Table) -> pa.Table:
     return with_column(rows, "response_mask", np.zeros(len(flat(rows, "response_mask")[0]), np.int8))
 
 
+def with_reference(rows: pa.Table) -> pa.Table:
+    rng = np.random.default_rng(7)
+    return with_column(rows, "ref_log_probs", rng.normal(-5.7, 0.5, len(flat(rows, "response_ids")[0])))
+
+
+def with_values(rows: pa.Table, seed: int = 0) -> pa.Table:
+    """Rows of a run with a critic: random values, and returns around them."""
+    rng, count = np.random.default_rng(seed + 100), len(flat(rows, "response_ids")[0])
+    values = rng.normal(0, 1, count)
+    return with_column(with_column(rows, "values", values), "returns", values + rng.normal(0.5, 0.7, count))
+
+
+def without_advantage(rows: pa.Table, every: int = 2) -> pa.Table:
+    """`rows` with advantages of 0 in one group of `every`."""
+    advantages, offsets = flat(rows, "advantages")
+    group = np.repeat(np.arange(len(rows)) // N, np.diff(offsets))
+    return with_column(rows, "advantages", np.where(group % every == 0, 0.0, advantages))
+
+
 def make_config(model: Path | str, **changes: Any) -> Config:
     """A run of 8 prompts an iteration; `changes` are settings of the actor."""
     config = Config()
@@ -75,7 +92,8 @@ def make_config(model: Path | str, **changes: Any) -> Config:
     config.data.max_response_length = 12
     config.rollout.n = N
     # A large eps keeps AdamW from blowing rounding noise of tiny gradients up to whole steps.
-    config.actor.optim.lr, config.actor.optim.eps = 1e-2, 1e-2
+    for part in (config.actor, config.critic):
+        part.optim.lr, part.optim.eps = 1e-2, 1e-2
     config.actor.old_log_probs = "engine"
     for name, value in changes.items():
         setattr(config.actor, name, value)
@@ -94,13 +112,13 @@ def in_chunks(rows: pa.Table) -> list[pa.Table]:
     return [rows.slice(start, CHUNK_ROWS) for start in range(0, len(rows), CHUNK_ROWS)]
 
 
-def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[str, Tensor]]:
+def trained(config: Config, *tables: pa.Table, build: Callable = build_actor) -> tuple[dict[str, float], dict]:
     """Metrics of the last update and the weights after updates with these rows."""
-    actor = build_actor(config, CPU, iterations=100)
+    learner = build(config, CPU, 100)
     stats: Stats = {}
     for rows in tables:
-        stats = update(actor, rows)
-    return reduce([stats]), full_state_dict(actor.module)
+        stats = update(learner, rows)
+    return reduce([stats]), full_state_dict(learner.module)
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -109,19 +127,15 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1
         torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance * 1e-2)
 
 
+def assert_same_metrics(a: dict[str, float], b: dict[str, float]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if not name.startswith("timing_s/"):
+            assert b[name] == pytest.approx(value, rel=1e-4, abs=2e-6), name
+
+
 def moved(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
-def uneven(rows: pa.Table) -> pa.Table:
-    """`rows` with nothing to train on in every second chunk: of two ranks, one has none."""
-    chunks = enumerate(in_chunks(rows))
-    return pa.concat_tables([chunk if number % 2 == 0 else masked(chunk) for number, chunk in chunks])
-
-
-def share(rows: pa.Table, rank: int, world: int) -> pa.Table:
-    """The chunks of one rank, dealt in turn."""
-    return pa.concat_tables(in_chunks(rows)[rank::world])
 
 
 def worlds(rank: int, folder: str) -> Iterator[int]:
@@ -135,19 +149,13 @@ def worlds(rank: int, folder: str) -> Iterator[int]:
             dist.destroy_process_group()
 
 
-def save_update(
-    learner: Actor | Critic, rows: pa.Table, path: str, part: Callable[[], Any] = dict, streamed: bool = False
-) -> None:
-    """Train on this rank's share of `rows`; all ranks' metrics, the new weights and each rank's `part` go to `path`."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = share(rows, rank, world)
-    stats = update(learner, *(in_chunks(own) if streamed else [own]))
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, (stats, part()))
+def save_update(learner: Learner, rows: pa.Table, path: str, streamed: bool = False) -> None:
+    """Train on this rank's share of `rows`; all ranks' metrics and the new weights are written to `path`."""
+    chunks = in_chunks(rows)[dist.get_rank() :: dist.get_world_size()]
+    metrics = reduce(all_gather(update(learner, *(chunks if streamed else [pa.concat_tables(chunks)]))))
     state = full_state_dict(learner.module)
-    if rank == 0:
-        metrics = reduce(stats for stats, _ in gathered)
-        torch.save({"metrics": metrics, "state": state, "parts": [own for _, own in gathered]}, path)
+    if dist.get_rank() == 0:
+        torch.save({"metrics": metrics, "state": state}, path)
 
 
 def _run(rank: int, work: Callable[..., None], args: tuple[str, ...]) -> None:
@@ -163,14 +171,3 @@ def spawn(work: Callable[..., None], *args: str) -> None:
     deadline = time.monotonic() + 180
     while not context.join(timeout=1):
         assert time.monotonic() < deadline, "2 ranks did not finish within 180 s"
-
-
-def assert_same_update(one: Path, other: Path) -> dict[str, float]:
-    """Both files of `save_update` hold the same metrics and weights; the metrics."""
-    a, b = (torch.load(path, weights_only=True) for path in (one, other))
-    assert a["metrics"].keys() == b["metrics"].keys()
-    for metric, value in a["metrics"].items():
-        if not metric.startswith("timing_s/"):
-            assert b["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=2e-6), metric
-    assert_same(a["state"], b["state"], tolerance=1e-4)
-    return a["metrics"]

@@ -1,0 +1,110 @@
+"""One rank with all rows at once, and two ranks with small micro-batches or streamed chunks, give the same update."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.train.setup import build_actor
+from tests.train import test_actor_losses, test_critic
+from tests.train.test_actor_losses import LOSSES
+from tests.train.test_update import CASES as STREAMED
+from tests.train.test_update import OWN_LOSS, configured
+from tests.train.updates import (
+    CPU,
+    assert_same,
+    assert_same_metrics,
+    in_chunks,
+    masked,
+    save_update,
+    spawn,
+    table,
+    with_reference,
+    with_values,
+    without_advantage,
+    worlds,
+)
+
+# Mini-batches, sequences and a small token budget in each; the losses' own settings reach each of their branches.
+SPLIT: dict[str, dict[str, Any]] = {loss: {"loss": loss} for loss in LOSSES} | {
+    "kl loss": {"loss": "vanilla", "use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl+"},
+    "decoupled": {
+        "loss": "vanilla",
+        "old_log_probs": "recompute",
+        "ppo_epochs": 2,
+        "correction": {
+            "rollout_is": "token",
+            "rollout_is_threshold": "1.2",
+            "rollout_is_batch_normalize": True,
+            "rollout_rs": "token_k1,seq_max_k2",
+            "rollout_rs_threshold": "0.7_1.6,0.1",
+        },
+    },
+    # Not KL-Cov: its penalty |log r| has a gradient of either sign, by rounding, where the policy has not moved yet.
+    "decoupled, sequences": {
+        "loss": "clip_cov",
+        "old_log_probs": "recompute",
+        "correction": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+    },
+    "bypass": {
+        "loss": "reinforce",
+        "correction": {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.3"},
+    },
+}
+CHUNKED: dict[str, dict[str, Any]] = {
+    "one step": {"ppo_max_token_len_per_gpu": 20, **OWN_LOSS},
+    "sequences": {"loss_agg_mode": "seq-mean-token-sum", **STREAMED["recomputed"]},
+    "weights": STREAMED["weights"],
+    "mini-batches": STREAMED["mini-batches, recomputed"],
+    "uneven": {"loss_agg_mode": "seq-mean-token-mean", "ppo_max_token_len_per_gpu": 20},
+}
+CRITIC: dict[str, dict[str, Any]] = {
+    "critic, one step": {"ppo_max_token_len_per_gpu": 40},
+    "critic, four steps": {"ppo_epochs": 2, "ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"},
+    "critic, uneven": {"loss_agg_mode": "seq-mean-token-sum", "ppo_max_token_len_per_gpu": 20},
+}
+
+
+def rows_of(name: str) -> pa.Table:
+    rows = with_values(with_reference(without_advantage(table(), every=3)))
+    if "uneven" in name:
+        # Nothing to train on in every second chunk: of two ranks, one has none.
+        chunks = enumerate(in_chunks(rows))
+        return pa.concat_tables([chunk if number % 2 == 0 else masked(chunk) for number, chunk in chunks])
+    return rows
+
+
+def work(rank: int, folder: str, model: str) -> None:
+    for world in worlds(rank, folder):
+        for name, case in SPLIT.items():
+            budget = 16384 if world == 1 else 40
+            options = {"ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"} | case
+            config = test_actor_losses.make_config(model, **options, ppo_max_token_len_per_gpu=budget)
+            save_update(build_actor(config, CPU, 100), rows_of(name), f"{folder}/{name}-{world}.pt")
+        for name, case in CHUNKED.items():
+            actor = build_actor(configured(model, case), CPU, 100)
+            save_update(actor, rows_of(name), f"{folder}/{name}-{world}.pt", streamed=world == 2)
+        for name, case in CRITIC.items():
+            critic = test_critic.make_critic(test_critic.make_config(model, **case))
+            save_update(critic, rows_of(name), f"{folder}/{name}-{world}.pt")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    spawn(work, str(folder), str(tiny_model))
+    return folder
+
+
+@pytest.mark.parametrize("name", [*SPLIT, *CHUNKED, *CRITIC])
+def test_two_ranks_train_as_one(results: Path, name: str) -> None:
+    one, two = (torch.load(results / f"{name}-{world}.pt", weights_only=True) for world in (1, 2))
+    metrics = one["metrics"]
+    assert_same_metrics(metrics, two["metrics"])
+    assert_same(one["state"], two["state"], tolerance=1e-4)
+    assert metrics["critic/grad_norm" if name in CRITIC else "actor/grad_norm"] > 0
+    assert name not in CRITIC or metrics["critic/vf_explained_var"] > 0
+    assert name not in ("clip_cov", "kl_cov") or metrics["actor/cov_frac"] > 0.1
+    assert not name.startswith("decoupled") or metrics["rollout_corr/rollout_is_batch_norm_factor"] != 1
