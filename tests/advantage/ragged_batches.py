@@ -7,22 +7,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipeline.advantage.estimators import EstimatorInput, get_adv_estimator
+from pipeline.advantage.registry import _ESTIMATORS
 from pipeline.config.algorithm import AlgorithmConfig
 
-NAMES = (
-    "gae",
-    "gdpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "tir_optimal_token_baseline",
-)
+NAMES = sorted(name for name, known in _ESTIMATORS.items() if known.function.__module__.startswith("pipeline."))
+"""The built-in estimators."""
 KEYS = ["score", "format"]
 
 

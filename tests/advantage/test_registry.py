@@ -20,9 +20,3 @@ def test_import_path():
     assert get_adv_estimator("pipeline.advantage.outcome:grpo").function is grpo
     assert get_adv_estimator("pipeline.advantage.outcome:gpg").scope == "batch"
     assert get_adv_estimator("pipeline.advantage.returns:gae").needs == ("values",)
-    with pytest.raises(ValueError, match="module 'no.such' cannot be imported"):
-        get_adv_estimator("no.such:f")
-    with pytest.raises(ValueError, match="has no function 'nothing'"):
-        get_adv_estimator("pipeline.advantage.outcome:nothing")
-    with pytest.raises(ValueError, match="has no function 'STD_EPS'"):
-        get_adv_estimator("pipeline.advantage.outcome:STD_EPS")

@@ -17,13 +17,6 @@ def test_by_hand():
     assert trained_offsets(np.array([True, False, True, False, True]), OFFSETS).tolist() == [0, 2, 2, 3]
 
 
-def test_nothing_and_empty_rows():
-    for offsets in (np.array([0]), np.array([0, 0, 0])):
-        assert discounted(np.zeros(0), offsets, 0.9).tolist() == []
-        assert cumulative(np.zeros(0), offsets).tolist() == []
-        assert trained_offsets(np.zeros(0, bool), offsets).tolist() == offsets.tolist()
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=5), max_size=6), st.floats(0, 1))
 def test_like_a_loop_over_each_row(rows, factor):

@@ -91,13 +91,9 @@ def test_a_failed_row_keeps_its_place_and_takes_no_part():
     assert got["advantages"] == [without[0], [0, 0], without[1], without[2]]
     assert got["advantages"][0] == pytest.approx([2 / 3] * 2)
     assert got["drop_reason"] == [None, "reward_error", None, None]
-
-
-def test_one_or_none_left_gives_zero():
-    failed = {"uid": "a", "score": 0.0, "reward_error": "x"}
-    got = run(table({"uid": "a", "score": 1.0}, failed, {**failed, "uid": "b"}, {**failed, "uid": "b", "mask": []}))
+    # One or none left.
+    got = run(table(good[0], failed, {**failed, "uid": "b"}, {**failed, "uid": "b", "mask": []}))
     assert got["advantages"] == [[0, 0], [0, 0], [0, 0], []]
-    assert got["drop_reason"] == [None, *["reward_error"] * 3]
 
 
 def test_validation_rows_pass_untouched():
@@ -124,15 +120,6 @@ def test_empty_sliced_and_chunked_tables():
     whole = run(rows)
     assert run(pa.concat_tables([rows.slice(0, 1), rows.slice(1)])) == whole
     assert run(pa.concat_tables([rows.slice(1), rows.slice(0, 1)]))["advantages"][-1] == whole["advantages"][0]
-
-
-def test_same_result_group_by_group_and_all_at_once():
-    rng = np.random.default_rng(0)
-    rows = [
-        {"uid": f"g{i // 4}", "score": float(rng.random()), "mask": [1] * int(rng.integers(0, 5))} for i in range(32)
-    ]
-    whole = run(table(*rows))["advantages"]
-    assert whole == [a for i in range(0, 32, 4) for a in run(table(*rows[i : i + 4]))["advantages"]]
 
 
 def test_a_score_without_error_must_be_a_number():
@@ -200,18 +187,6 @@ def test_kl_in_the_reward_worked_by_hand(kind, tokens, b):
     assert got["reward"] == pytest.approx([1 - 0.5 * (first + last), -0.5 * b, 3, 2])
     assert got["returns"][0] == pytest.approx([got["reward"][0], 0, got["reward"][0], 0])
     assert got["kl"] == [pytest.approx((first + last) / 2), pytest.approx(b), None, None]
-
-
-def test_without_kl_in_the_reward_nothing_is_paid():
-    got = run(penalised(A, B, EMPTY), adv_estimator="test_reads_rewards")
-    assert got["advantages"] == [[0, 0, 1, 0], [0], []]
-    assert got["reward"] == [1, 0, 3] and got["kl"] == [None] * 3
-
-
-def test_each_row_pays_by_the_coefficient_of_its_version():
-    got = run(penalised(*({**B, "kl_coef": c} for c in (0.0, 1.0, 4.0))), use_kl_in_reward=True)
-    assert got["reward"] == [0, -0.25, -1] and got["kl"] == [0.25] * 3
-    assert got["advantages"][0][0] > got["advantages"][1][0] > got["advantages"][2][0]
 
 
 def test_the_coefficient_is_looked_up_by_the_version_once(monkeypatch):
@@ -300,17 +275,6 @@ def test_everything_reaches_an_estimator_that_needs_it():
     assert got["returns"] == [[1, 2], [0, 0], [3]] and got["drop_reason"] == [None, "reward_error", None]
 
 
-def test_the_parts_hold_the_score_before_the_penalty():
-    data = seen(
-        penalised({**B, "reward_parts": "{}"})
-        .append_column("values", pa.array([[0.0]]))
-        .append_column("baseline", pa.array([0.0]))
-        .append_column("sum_pi_squared", pa.array([[0.5]])),
-        use_kl_in_reward=True,
-    )
-    assert data.parts["score"].tolist() == [0] and data.rewards.tolist() == [-0.125]
-
-
 def test_what_nobody_needs_is_not_parsed_and_not_missed():
     data = seen(table({"uid": "a", "score": 1.0, "reward_parts": "no json"}), adv_estimator="test_reads_rewards")
     assert data.values is data.baselines is data.sum_pi_squared is data.parts is None
@@ -349,9 +313,3 @@ def test_columns_must_fit_the_response():
         run(table({"uid": "a", "score": 1.0}, {"uid": "b", "score": 1.0, "rollout_log_probs": [-1.0]}))
     with pytest.raises(ValueError, match="row of uid a has baseline None and no reward_error"):
         run(table({"uid": "a", "score": 1.0}, schema=pa.schema([*BEFORE, *BASELINE])), adv_estimator="remax")
-
-
-def test_it_says_what_it_must_be_given():
-    stage = Advantage(AlgorithmConfig(adv_estimator="gae"))
-    assert (stage.scope, stage.needs) == ("batch", ("values",))
-    assert Advantage(AlgorithmConfig()).needs == ()

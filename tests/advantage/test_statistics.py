@@ -39,14 +39,3 @@ def test_whiten_by_hand():
     assert whiten(np.array([1e-4, -1e-4]), np.ones(2, bool)).tolist() == pytest.approx(
         [1 / math.sqrt(3), -1 / math.sqrt(3)]
     )
-
-
-def test_whiten_of_fewer_than_two():
-    assert whiten(np.array([5.0, 7.0]), np.array([False, True])).tolist() == [0, 0]
-    assert whiten(np.array([5.0, 7.0]), np.zeros(2, bool)).tolist() == [0, 0]
-    assert whiten(np.zeros(0), np.zeros(0, bool)).tolist() == []
-
-
-def test_no_rows():
-    nothing = np.zeros(0, np.int64)
-    assert normalised(np.zeros(0), nothing, by_std=True).tolist() == []

@@ -12,26 +12,9 @@ from pipeline.config.learner import ActorConfig, PolicyLossConfig
 from pipeline.losses import AGG_MODES, Candidates, LossInput, agg_loss, get_policy_loss
 from pipeline.losses.registry import _POLICY_LOSSES
 
-NAMES = (
-    "vanilla",
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "cispo",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "reinforce",
-)
+NAMES = sorted(name for name, loss in _POLICY_LOSSES.items() if loss.function.__module__.startswith("pipeline."))
+"""The built-in losses."""
 SCALE_FACTOR = 5.0
-
-
-def registered() -> set[str]:
-    """Names of the built-in losses, those that tests and users' files added left out."""
-    return {name for name, loss in _POLICY_LOSSES.items() if loss.function.__module__.startswith("pipeline.")}
 
 
 def actor(**changes: Any) -> ActorConfig:

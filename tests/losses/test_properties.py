@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.losses import AGG_MODES, get_policy_loss
-from tests.losses.batches import NAMES, Row, actor, choose, counts, evaluate, random_row, registered
+from tests.losses.batches import NAMES, Row, actor, choose, counts, evaluate, random_row
 
 CONFIG = actor()
 PULLING = {"dro", "kl_cov"}
@@ -25,22 +25,15 @@ def batches(draw, least_rows=1):
     return [random_row(rng, length) for length in lengths]
 
 
-def assert_same_metrics(got, expected):
-    assert got.keys() == expected.keys()
-    for name, (total, count) in expected.items():
-        assert got[name] == (pytest.approx(total, rel=1e-9, abs=1e-12), count)
-
-
 def assert_same(got, expected):
-    """Losses and gradients of two evaluations agree in every mode; gradients are lists of arrays."""
+    """Metrics, and losses and gradients in every mode, of two evaluations agree; gradients are lists of arrays."""
     for mode in AGG_MODES:
         assert got.losses[mode] == pytest.approx(expected.losses[mode], rel=1e-9, abs=1e-12), mode
         for one, other in zip(got.gradients[mode], expected.gradients[mode], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=mode)
-
-
-def test_these_are_all_losses():
-    assert registered() == set(NAMES)
+    assert got.sums.keys() == expected.sums.keys()
+    for name, (total, count) in expected.sums.items():
+        assert got.sums[name] == (pytest.approx(total, rel=1e-9, abs=1e-12), count)
 
 
 @every_loss
@@ -60,21 +53,7 @@ def test_any_split_into_micro_batches_gives_the_same(name, data):
             for place, gradient in zip(places, share.gradients[mode], strict=True) if places else ():
                 gradients[mode][place] = gradient
         sums = {key: (a + share.sums[key][0], b + share.sums[key][1]) for key, (a, b) in sums.items()}
-    assert_same(replace(whole, losses=losses, gradients=gradients), whole)
-    assert_same_metrics(sums, whole.sums)
-
-
-@every_loss
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_the_order_of_sequences_does_not_matter(name, data):
-    rows = data.draw(batches())
-    order = data.draw(st.permutations(range(len(rows))))
-    expected = evaluate(name, choose(name, rows, CONFIG), CONFIG)
-    got = evaluate(name, choose(name, [rows[i] for i in order], CONFIG), CONFIG)
-    back = {mode: [got.gradients[mode][order.index(i)] for i in range(len(rows))] for mode in AGG_MODES}
-    assert_same(replace(got, gradients=back), expected)
-    assert_same_metrics(got.sums, expected.sums)
+    assert_same(replace(whole, losses=losses, gradients=gradients, sums=sums), whole)
 
 
 @every_loss
@@ -103,7 +82,6 @@ def test_masked_tokens_are_as_good_as_absent_whatever_stands_there(name, data):
         assert all(not gradient[~kept].any() for gradient, kept in zip(got.gradients[mode], places, strict=True))
         got.gradients[mode] = [g[kept] for g, kept in zip(got.gradients[mode], places, strict=True)]
     assert_same(got, expected)
-    assert_same_metrics(got.sums, expected.sums)
     assert not got.per_token[~np.concatenate(places)].any()
 
 
@@ -129,7 +107,7 @@ def test_rows_without_advantage_may_be_left_out(name, rows):
     for mode in AGG_MODES:
         assert not any(gradient.any() for gradient in whole.gradients[mode][::2])
         whole.gradients[mode] = whole.gradients[mode][1::2]
-    assert_same(kept, whole)
+    assert_same(kept, replace(whole, sums=kept.sums))
 
 
 @pytest.mark.parametrize("name", sorted(PULLING))
@@ -150,15 +128,3 @@ def test_the_farthest_policies_stay_finite(name, advantage, log_prob, old_log_pr
     assert np.isfinite([*got.losses.values(), *got.gradient]).all()
     assert all(np.isfinite(total) for total, _ in got.sums.values())
     assert got.sums["ppo_kl"][0] == pytest.approx(np.clip(old_log_prob - log_prob, -20, 20))
-
-
-@every_loss
-def test_on_policy_the_gradient_is_the_policy_gradient(name):
-    """With r = 1 every loss has the gradient -A, but for what it selects, and GMPO's mean advantage."""
-    row = random_row(np.random.default_rng(1), 6)
-    row = replace(row, log_probs=row.old_log_probs)
-    got = evaluate(name, [row], CONFIG)
-    expected = np.full(6, row.advantages.mean()) if name == "geo_mean" else row.advantages
-    np.testing.assert_allclose(got.gradient, -expected, rtol=1e-12)
-    assert got.sums["ppo_kl"] == (0.0, 6)
-    assert all(total == 0.0 for total, _ in got.sums.values())

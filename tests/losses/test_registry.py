@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.losses import get_policy_loss, register_policy_loss
-from tests.losses.batches import actor, choose, evaluate, random_row, ratios
+from tests.losses.batches import actor, evaluate, random_row, ratios
 
 PPO_LIKE = ("vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
 
@@ -15,35 +15,6 @@ PPO_LIKE = ("vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_
 @pytest.fixture(autouse=True)
 def _own_losses_on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [(name, key, value) for name in PPO_LIKE for key, value in (("clip_ratio_low", 0.02), ("clip_ratio_high", 0.03))]
-    + [(name, "clip_ratio_c", 1.2) for name in ("vanilla", "dppo_tv", "dppo_kl")]
-    + [
-        ("sapo", "tau_pos", 2.0),
-        ("sapo", "tau_neg", 2.0),
-        ("dro", "dro_beta", 0.4),
-        ("clip_cov", "clip_cov_ratio", 0.6),
-        ("clip_cov", "clip_cov_lb", 0.2),
-        ("clip_cov", "clip_cov_ub", 0.1),
-        ("kl_cov", "kl_cov_ratio", 0.6),
-        ("kl_cov", "ppo_kl_coef", 0.2),
-    ],
-)
-def test_each_option_does_something(name, key, value):
-    rng = np.random.default_rng(0)
-    rows = [random_row(rng, 12) for _ in range(6)]
-
-    def result(**changes):
-        got = evaluate(name, choose(name, rows, actor(**changes)), actor(**changes))
-        return got.losses["token-mean"], got.gradient
-
-    loss, gradient = result()
-    changed, changed_gradient = result(**{key: value})
-    assert changed != pytest.approx(loss, rel=1e-6)
-    assert changed_gradient != pytest.approx(gradient, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PPO_LIKE)

@@ -36,7 +36,7 @@ from tests.train.updates import (
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-LOSSES = sorted(batches.registered())
+LOSSES = batches.NAMES
 SEQUENCES = "seq-mean-token-mean"
 # Where the bounds are not on the ratio: small enough for the rows' tokens to lie on both sides.
 BOUNDS = {

@@ -36,6 +36,16 @@ def run(settings: Correction, rows: list[list[float]], masks: list[list[int]] | 
     return correct(settings, log_ratios, np.zeros(len(log_ratios)), mask, offsets_of(rows), all_sum)
 
 
+def with_weights(level: str, threshold: str, normalize: bool, names: list[str]) -> Correction:
+    return correction(
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+        rollout_is_batch_normalize=normalize,
+        rollout_rs=",".join(names) or None,
+        rollout_rs_threshold=",".join("2.0" for _ in names) or None,
+    )
+
+
 def logs(ratios: list[float]) -> list[float]:
     return [math.log(r) for r in ratios]
 
@@ -83,26 +93,17 @@ def test_parsed_settings():
     [
         ({"rollout_is": "tokens"}, "rollout_is=tokens .*must be one of null, none, token, sequence"),
         ({"rollout_is": "token", "rollout_is_threshold": "two"}, "rollout_is_threshold: 'two' is neither a number"),
-        ({"rollout_is": "token", "rollout_is_threshold": "nan"}, "'nan' is neither a number"),
         ({"rollout_is": "token", "rollout_is_threshold": "0.5_inf"}, "'0.5_inf' is neither a number"),
         ({"rollout_is": "token", "rollout_is_threshold": "-1_2"}, "'-1_2' must be above 0"),
         ({"rollout_is": "token", "rollout_is_threshold": "2_2"}, "bounds of '2_2' are upside down"),
         ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=true has no weights to normalise"),
-        (
-            {"rollout_rs": "token_k4", "rollout_rs_threshold": "1"},
-            "names 'token_k4', which is no rejection rule. Did you mean 'token_k",
-        ),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "names 'seq_max_k1', which is no rejection rule"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": "1"}, "is no rejection rule. Did you mean 'token_k"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "is no rejection rule"),
         ({"rollout_rs": "token_k2,token_k2", "rollout_rs_threshold": "1,2"}, "names 'token_k2' twice"),
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=null gives 0 bounds for the 1 rules"),
-        (
-            {"rollout_rs": "token_k1,seq_sum_k1", "rollout_rs_threshold": "2"},
-            "rollout_rs_threshold=2 gives 1 bounds for the 2 rules of .*rollout_rs=token_k1,seq_sum_k1",
-        ),
+        ({"rollout_rs": "token_k1,seq_sum_k1", "rollout_rs_threshold": "2"}, "gives 1 bounds for the 2 rules"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1.0"}, "token_k1 reads .* as the bounds 1/1.0 to 1.0"),
-        ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5"}, "seq_sum_k1 reads .* give a number above 1"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "token_k2 takes one number"),
-        ({"rollout_rs": "token_k3", "rollout_rs_threshold": "x"}, "rollout_rs_threshold: 'x' is neither a number"),
     ],
 )
 def test_malformed_settings_are_refused(keys, sentence):
@@ -121,12 +122,9 @@ def test_weights_of_a_part_cannot_be_normalised():
 @pytest.mark.parametrize(
     ("level", "threshold", "weights"),
     [
-        ("token", "2.0", [2, 0.5, 2, 0.25]),  # truncated: the cap itself passes unchanged, nothing is raised
-        ("token", "3.0", [2, 0.5, 3, 0.25]),
+        ("token", "2.0", [2, 0.5, 2, 0.25]),  # truncated
         ("token", "0.5_2.0", [2, 0.5, 0, 0]),  # IcePop: both bounds are inside
-        ("token", "0.6_4.0", [2, 0, 4, 0]),
         ("sequence", "2.0", [2, 2, 2, 0.25]),  # products 4 and 1/4
-        ("sequence", "5.0", [4, 4, 4, 0.25]),
         ("sequence", "0.25_3.0", [0, 0, 0, 0.25]),
         ("sequence", "0.3_4.0", [4, 4, 4, 0]),
     ],
@@ -171,16 +169,13 @@ def test_rejected_tokens_do_not_count_in_the_mean_of_the_weights():
 @pytest.mark.parametrize(
     ("rule", "bound", "keep"),
     [
-        ("token_k1", "0.5_2.0", [1, 1, 0]),
+        ("token_k1", "0.5_2.0", [1, 1, 0]),  # bounds are inclusive
         ("token_k1", "2.0", [1, 1, 0]),
         ("token_k1", "0.6_4.0", [1, 0, 1]),
         ("token_k2", "0.2403", [1, 1, 0]),
         ("token_k2", "0.2402", [0, 0, 0]),
-        ("token_k2", "0.961", [1, 1, 1]),
-        ("token_k3", "0.1932", [0, 1, 0]),
         ("token_k3", "0.3069", [1, 1, 0]),
         ("token_k3", "0.3068", [0, 1, 0]),
-        ("token_k3", "1.6138", [1, 1, 1]),
     ],
 )
 def test_token_rules_by_hand(rule, bound, keep):
@@ -217,14 +212,6 @@ def test_bounds_of_k1_are_on_the_ratio_of_trainer_to_engine():
     assert got.keep.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
-def test_bounds_are_inclusive(name):
-    for ratio in (0.5, 3.0):
-        assert run(rules(name, "0.5_3.0"), [[math.log(ratio)]]).keep.all()
-        assert not run(rules(name, "0.5_3.0"), [[math.log(ratio) * 1.000001]]).keep.any()
-    assert run(rules("token_k2", "2.0"), [[2.0]]).keep.all()
-
-
 def test_every_rule_must_pass():
     rows = [logs([3.0, 1.0]), logs([1.1, 1.0]), logs([0.2, 5.0])]
     got = run(rules("token_k1,seq_sum_k1,seq_max_k2", "2,4,1"), rows)
@@ -240,12 +227,6 @@ def test_every_rule_must_pass():
             "rollout_rs_seq_masked_fraction": 2 / 3,
         }
     )
-
-
-def test_a_rule_judges_what_another_one_rejects():
-    """Ratios 8 and 1/8 have the product 1; without the 8, which the token rule rejects, it would be 1/8."""
-    got = run(rules("seq_sum_k1,token_k1", "2,0.1_4"), [logs([8.0, 0.125])])
-    assert got.keep.tolist() == [False, True]
 
 
 # Metrics
@@ -317,13 +298,6 @@ def test_metrics_of_weights_by_hand(level, threshold, expected):
     assert got == pytest.approx(expected)
 
 
-def test_effective_sample_size_is_of_what_trains():
-    settings = correction(
-        rollout_is="token", rollout_is_threshold="10", rollout_rs="token_k1", rollout_rs_threshold="3"
-    )
-    assert metrics(settings)["rollout_is_eff_sample_size"] == pytest.approx(2.5**2 / (2 * 4.25))
-
-
 def test_a_part_of_the_batch_has_no_effective_sample_size():
     settings = correction(rollout_is="token")
     whole, part = run(settings, [logs(ROW)]), run(settings, [logs(ROW)], all_sum=None)
@@ -333,31 +307,15 @@ def test_a_part_of_the_batch_has_no_effective_sample_size():
 
 # Batches that are empty, rejected or not numbers
 
-FULL = correction(
-    rollout_is="token",
-    rollout_is_threshold="0.1_10",
-    rollout_is_batch_normalize=True,
-    rollout_rs=",".join(RULES),
-    rollout_rs_threshold=",".join("10" for _ in RULES),
-)
-
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_all_rejected(level):
-    settings = correction(
-        rollout_is=level, rollout_is_batch_normalize=True, rollout_rs="seq_sum_k2", rollout_rs_threshold="0.01"
-    )
-    got = run(settings, [logs(ROW), logs([3.0])])
-    assert not got.keep.any()
-    assert np.isfinite(got.weights).all()
+def test_all_rejected_and_all_weights_zero(level):
+    normalized = {"rollout_is": level, "rollout_is_batch_normalize": True}
+    got = run(correction(**normalized, rollout_rs="seq_sum_k2", rollout_rs_threshold="0.01"), [logs(ROW), logs([3.0])])
+    assert not got.keep.any() and np.isfinite(got.weights).all()
     assert shown(got)["rollout_rs_masked_fraction"] == shown(got)["rollout_rs_seq_masked_fraction"] == 1.0
     assert "rollout_is_eff_sample_size" not in shown(got)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_all_weights_zero(level):
-    settings = correction(rollout_is=level, rollout_is_threshold="0.9_1.1", rollout_is_batch_normalize=True)
-    got = run(settings, [logs(ROW), logs([3.0])])
+    got = run(correction(**normalized, rollout_is_threshold="0.9_1.1"), [logs(ROW), logs([3.0])])
     assert got.keep.all() and not got.weights.any()
     assert shown(got)["rollout_is_eff_sample_size"] == 0.0
 
@@ -365,19 +323,13 @@ def test_all_weights_zero(level):
 @pytest.mark.parametrize("rows", [[], [[]], [[], []]])
 def test_nothing_to_correct(rows):
     calls = []
-    got = run(FULL, rows, all_sum=lambda values: calls.append(values) or values)
+    got = run(
+        with_weights("token", "0.1_10", True, list(RULES)), rows, all_sum=lambda values: calls.append(values) or values
+    )
     assert len(got.keep) == len(got.weights) == 0
     assert shown(got) == {}
     # The other ranks wait for this one's part of the sums.
     assert calls == [[0.0, 0.0, 0.0]]
-
-
-def test_rows_without_trained_tokens_are_no_rows():
-    settings = correction(rollout_is="sequence", rollout_rs="seq_sum_k1,token_k2", rollout_rs_threshold="5,5")
-    bare = run(settings, [logs(ROW), logs([1.5])])
-    padded = run(settings, [[], logs(ROW), [3.0, NAN], logs([1.5]), []], [[], [1, 1, 1], [0, 0], [1], []])
-    assert shown(padded) == pytest.approx(shown(bare))
-    assert padded.weights == pytest.approx([*bare.weights[:3], 0, 0, bare.weights[3]])
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -423,17 +375,6 @@ threshold = st.sampled_from(["1.5", "2.0", "0.5_2.0", "0.8_1.2"])
 some_rules = st.sets(st.sampled_from(RULES), max_size=3).map(sorted)
 
 
-def with_weights(level: str, threshold: str, normalize: bool, names: list[str]) -> Correction:
-    return correction(
-        rollout_is=level,
-        rollout_is_threshold=threshold,
-        rollout_is_batch_normalize=normalize,
-        rollout_rs=",".join(names) or None,
-        rollout_rs_threshold=",".join("2.0" for _ in names) or None,
-    )
-
-
-plain_settings = st.builds(with_weights, level, threshold, st.just(False), some_rules)
 any_settings = st.builds(with_weights, level, threshold, st.booleans(), some_rules)
 
 
@@ -465,30 +406,3 @@ def test_masked_tokens_have_no_influence(chosen, rows, data):
     assert got.keep[trained].tolist() == expected.keep.tolist()
     assert got.weights[trained] == pytest.approx(expected.weights)
     assert shown(got) == pytest.approx(shown(expected), abs=1e-9)
-
-
-@settings(max_examples=100, deadline=None)
-@given(plain_settings, batch)
-def test_weights_lie_below_the_cap_and_the_kept_are_a_subset(chosen, rows):
-    got = run(chosen, rows)
-    assert ((got.weights >= 0) & (got.weights <= chosen.high * (1 + 1e-12))).all()
-    if chosen.low is not None:
-        assert ((got.weights == 0) | (got.weights >= chosen.low * (1 - 1e-12))).all()
-    free = run(correction(rollout_is=chosen.level), rows)
-    assert free.keep.all()
-    for rule in chosen.rules:
-        # Each rule more can only reject more.
-        assert not (got.keep & ~run(rules(rule.name, "2.0"), rows).keep).any()
-
-
-@settings(max_examples=100, deadline=None)
-@given(any_settings, batch)
-def test_identical_policies_are_left_alone(chosen, rows):
-    log_probs = np.array(list(itertools.chain(*rows))) - 3.0
-    got = correct(chosen, log_probs, log_probs.copy(), np.ones(len(log_probs)), offsets_of(rows), list)
-    assert (got.weights == 1.0).all()
-    assert got.keep.all()
-    if len(log_probs):
-        values = shown(got)
-        assert values["rollout_is_eff_sample_size"] == values["rollout_is_mean"] == values["ppl_ratio"] == 1.0
-        assert values["kl"] == values["k3_kl"] == values["chi2_seq"] == values["rollout_is_std"] == 0.0
