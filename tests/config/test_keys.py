@@ -175,7 +175,8 @@ def logits(config: Config) -> int:
     """The most positions for which logits exist at a time."""
     trained, whole = learner(Actor, config), rows(0)
     with LargestLogits() as mode, torch.no_grad():
-        trained.compute_old_log_probs(whole)
+        for batch in trained.micro_batches(whole, list(range(len(whole)))):
+            trained._forward(batch)
     return mode.positions
 
 
@@ -199,7 +200,7 @@ class DryLoop(loop.Loop):
         self.coefficients: list[float] = []
         self.actor, self.critic = self._learner("actor"), self._learner("critic")
         self.kl, self.world_size = loop.kl_controller(config.algorithm.kl_ctrl), 1
-        self.senders = dict.fromkeys(("policy", "critic"), SimpleNamespace(pack=lambda module, version: None))
+        self.publishers = dict.fromkeys(("policy", "critic"), SimpleNamespace(pack=lambda module, version: None))
 
     def _rows(self, version: int, part: int) -> pa.Table:
         rows = table()

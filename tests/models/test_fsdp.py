@@ -1,15 +1,11 @@
 """Sharding over real gloo process groups: ranks change neither loss nor gradients nor what is saved."""
 
-import os
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipeline.config.learner import FSDPConfig, OptimConfig
@@ -17,6 +13,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.models.fsdp import clip_grad_norm, full_state_dict, save_hf, shard, transformer_blocks
 from pipeline.models.policy import Policy, load_policy
 from pipeline.train.optim import build_optimizer
+from tests.train.updates import spawn, worlds
 
 
 class NoTokenizer:
@@ -39,13 +36,19 @@ def tiny(tie: bool) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> None:
-    """One rank: two optimiser steps on its share of four rows; rank 0 leaves losses, norms and weights behind."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    policy = load_policy(ModelConfig(path=f"{folder}/initial", enable_gradient_checkpointing=options["checkpointing"]))
-    shard(policy, FSDPConfig(reshard_after_forward=options["reshard"]), "cpu")
+def train(rank: int, folder: str) -> None:
+    """Tied and untied models on one rank and on two."""
+    for world in worlds(rank, folder):
+        for tie in (True, False):
+            train_one(Path(folder) / f"{tie}", world, tie)
+
+
+def train_one(folder: Path, world: int, tie: bool) -> None:
+    """Two optimiser steps on this rank's share of four rows; rank 0 leaves losses, norms and weights behind."""
+    rank = dist.get_rank()
+    checkpointing, reshard = (tie, not tie) if world == 2 else (False, True)
+    policy = load_policy(ModelConfig(path=str(folder / "initial"), enable_gradient_checkpointing=checkpointing))
+    shard(policy, FSDPConfig(reshard_after_forward=reshard), "cpu")
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-2))
     ids = torch.randint(1, 40, (4, 7), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(6)
@@ -64,35 +67,31 @@ def train(rank: int, world: int, folder: str, options: dict[str, Any]) -> None:
         optimizer.zero_grad()
     state = full_state_dict(policy)
     assert bool(state) == (rank == 0)
-    save_hf(policy, NoTokenizer(), f"{folder}/saved")
+    save_hf(policy, NoTokenizer(), folder / f"saved{world}")
     if rank == 0:
-        torch.save({**result, "state": state}, f"{folder}/result.pt")
-    dist.destroy_process_group()
+        torch.save({**result, "state": state}, folder / f"{world}.pt")
 
 
-def run(folder: Path, world: int, tie: bool, reshard: bool = True, checkpointing: bool = False) -> dict[str, Any]:
-    folder.mkdir()
-    tiny(tie).save_pretrained(folder / "initial")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = {"reshard": reshard, "checkpointing": checkpointing}
-    context = mp.spawn(train, args=(world, str(folder), options), nprocs=world, join=False)
-    deadline = time.monotonic() + 120
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, f"{world} ranks did not finish within 120 s"
-    return torch.load(folder / "result.pt", weights_only=True)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp")
+    for tie in (True, False):
+        tiny(tie).save_pretrained(folder / f"{tie}" / "initial")
+    spawn(train, str(folder))
+    return folder
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_one_and_two_ranks_agree(tmp_path: Path, tie: bool) -> None:
-    one = run(tmp_path / "1", 1, tie)
-    two = run(tmp_path / "2", 2, tie, reshard=not tie, checkpointing=tie)
+def test_one_and_two_ranks_agree(results: Path, tie: bool) -> None:
+    folder = results / f"{tie}"
+    one, two = (torch.load(folder / f"{world}.pt", weights_only=True) for world in (1, 2))
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
     assert one["norm"] == pytest.approx(two["norm"], rel=1e-5)
     assert one["loss"][1] < one["loss"][0]
     for name, tensor in one["state"].items():
         torch.testing.assert_close(tensor, two["state"][name], atol=1e-5, rtol=1e-4)
 
-    # The same without FSDP at all: the sum convention is the plain gradient.
+    # The same without FSDP: gradients are plain sums.
     policy = Policy(tiny(tie))
     ids = torch.randint(1, 40, (4, 7), generator=torch.Generator().manual_seed(5))
     loss = policy.lm(input_ids=ids, labels=ids).loss
@@ -100,12 +99,12 @@ def test_one_and_two_ranks_agree(tmp_path: Path, tie: bool) -> None:
     assert loss.item() == pytest.approx(two["loss"][0], rel=1e-5)
     assert clip_grad_norm(policy.parameters(), 1e9) == pytest.approx(two["norm"][0], rel=1e-5)
 
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "2" / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(folder / "saved2")
     assert saved.config.tie_word_embeddings == tie
     assert {n for n, _ in saved.named_parameters()} == {Policy.hf_name(n) for n in two["state"]}
     for name, tensor in two["state"].items():
         torch.testing.assert_close(dict(saved.named_parameters())[Policy.hf_name(name)].detach(), tensor)
-    assert sorted(p.name for p in (tmp_path / "2").iterdir()) == ["initial", "result.pt", "saved", "store"]
+    assert sorted(p.name for p in folder.iterdir()) == ["1.pt", "2.pt", "initial", "saved1", "saved2"]
 
 
 def test_blocks_are_the_decoder_layers() -> None:

@@ -96,33 +96,6 @@ def test_empty_responses_and_the_dummy():
     assert layer.weight.grad.abs().sum() == 0
 
 
-def test_chunked_and_sliced_tables_read_the_same():
-    whole = table(ROWS)
-    pieces = pa.concat_tables([whole.slice(0, 1), whole.slice(1, 2)])
-    for index in ([0], [1, 2], [2, 1, 0]):
-        a, b = (collate(TrainBatch.from_table(t), [[i] for i in index]) for t in (whole, pieces))
-        assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.advantages, b.advantages)
-    tail = TrainBatch.from_table(whole.slice(2))
-    assert collate(tail, [[0]]).targets.tolist() == [4]
-    assert len(tail) == 1 and tail.lengths == [4]
-
-
-def test_old_log_probs_are_the_engines_until_written():
-    rows = TrainBatch.from_table(table(ROWS))
-    batch = collate(rows, [[2], [0]])
-    assert torch.equal(batch.old_log_probs, batch.rollout_log_probs)
-    rows.old_log_probs[batch.token_index] = [4.0, 1.0, 2.0, 3.0]
-    assert collate(rows, [[0], [1], [2]]).old_log_probs.tolist() == [1, 2, 3, 4]
-    assert collate(rows, [[0], [2]]).rollout_log_probs.tolist() == pytest.approx([0, -0.01, -0.02, -2])
-
-
-def test_mask_counts():
-    rows = TrainBatch.from_table(table([*ROWS, ([1], [2, 2])], response_mask=[[1, 0, 1], [], [0], [1, 1]]))
-    assert rows.mask_counts([0, 1, 2, 3]) == (4, 2)
-    assert rows.mask_counts([1, 2]) == (0, 0)
-    assert rows.mask_counts([]) == (0, 0)
-
-
 ragged_rows = st.lists(
     st.tuples(st.lists(st.integers(0, 50), min_size=1, max_size=5), st.lists(st.integers(0, 50), max_size=8)),
     min_size=1,

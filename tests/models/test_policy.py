@@ -127,17 +127,6 @@ def test_padding_order_and_chunks_change_nothing(lengths, padding, pad, chunk, d
         torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=0)
 
 
-def test_logits_exist_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = build("qwen2-tied")
-    seen: list[int] = []
-    whole = Policy._logits
-    monkeypatch.setattr(Policy, "_logits", lambda self, h: (seen.append(len(h)), whole(self, h))[1])
-    log_probs, entropy = policy(*pack(ROWS), chunk_tokens=4)
-    assert entropy is None and max(seen) == 4 and sum(seen) == len(log_probs)
-    log_probs.sum().backward()
-    assert sum(seen) == 2 * len(log_probs)  # recomputed, not kept
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.05])
 def test_sum_of_squared_probabilities(family: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:

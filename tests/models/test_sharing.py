@@ -84,12 +84,7 @@ def test_layout_by_hand() -> None:
     assert batch.input_ids.tolist() == [[7, 8, a, b, c], [9, d, 5, 5, 5]]
     assert batch.positions is not None and batch.positions.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0]]
     assert batch.segment_ids is not None and batch.segment_ids.tolist() == [[0, 0, 1, 1, 3], [0, 1, -1, -1, -1]]
-    assert batch.logit_index.tolist() == [
-        1,
-        2,
-        1,
-        5,
-    ]
+    assert batch.logit_index.tolist() == [1, 2, 1, 5]
     assert batch.row_index.tolist() == [0, 0, 2, 3] and batch.sequences == 4
     assert batch.lengths.tolist() == [5, 2] and batch.token_index.tolist() == [0, 1, 2, 3]
     visible = attention_inputs(batch.positions, batch.segment_ids)["attention_mask"]

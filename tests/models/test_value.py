@@ -13,7 +13,7 @@ from pipeline.config import Config
 from pipeline.config.learner import FSDPConfig
 from pipeline.models.fsdp import shard
 from pipeline.models.value import ValueModel, load_value_model
-from tests.models.test_policy import FAMILIES, ROWS, SIZES, VOCAB, pack
+from tests.models.test_policy import FAMILIES, ROWS, SIZES, pack
 
 WIDTH = SIZES["hidden_size"]
 
@@ -29,10 +29,17 @@ def build(family: str, dtype: torch.dtype = torch.float32, head: bool = True) ->
     return model
 
 
-def plain(family: str, head: torch.nn.Linear) -> Tensor:
-    """Values the direct way: one row at a time, the language model's last hidden states times the head."""
+def plain_parts(family: str) -> tuple[Any, torch.nn.Linear]:
+    """The language model of the family, and the head of `build`."""
     torch.manual_seed(7)
-    lm, values = FAMILIES[family](), []
+    lm, head = FAMILIES[family](), torch.nn.Linear(WIDTH, 1)
+    head.load_state_dict(build(family).head.state_dict())
+    return lm, head
+
+
+def plain(lm: Any, head: torch.nn.Linear) -> Tensor:
+    """Values the direct way: one row at a time, the language model's last hidden states times the head."""
+    values = []
     for ids, prompt in ROWS:
         hidden = lm(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
         values += [hidden[t - 1] @ head.weight[0] + head.bias[0] for t in range(prompt, len(ids))]
@@ -44,27 +51,19 @@ def inputs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_last_hidden_state_times_the_head(family: str) -> None:
-    model = build(family)
-    got = model(*inputs(ROWS, padding=3, pad=5))
+def test_equals_the_last_hidden_state_times_the_head_with_gradients(family: str) -> None:
+    model, (lm, head) = build(family), plain_parts(family)
+    got, want = model(*inputs(ROWS, padding=3, pad=5)), plain(lm, head)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, plain(family, model.head), atol=1e-5, rtol=0)
-
-
-def test_gradients_are_those_of_the_plain_computation() -> None:
-    model, target = build("qwen3-untied"), torch.arange(float(sum(len(ids) - p for ids, p in ROWS)))
-    (model(*inputs(ROWS)) - target).square().sum().backward()
-    torch.manual_seed(7)
-    lm = FAMILIES["qwen3-untied"]()
-    head = torch.nn.Linear(WIDTH, 1)
-    head.load_state_dict(model.head.state_dict())
-    input_ids, select = inputs(ROWS)
-    hidden = lm.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).last_hidden_state
-    (head(hidden.flatten(0, 1)[select])[:, 0] - target).square().sum().backward()
-    wanted = {**dict(lm.model.named_parameters(prefix="decoder")), **dict(head.named_parameters(prefix="head"))}
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    target = torch.arange(float(len(got)))
+    for values in (got, want):
+        (values - target).square().mean().backward()
+    decoder = lm.get_decoder()
+    wanted = {**dict(decoder.named_parameters(prefix="decoder")), **dict(head.named_parameters(prefix="head"))}
     assert {name for name, _ in model.named_parameters()} == wanted.keys()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name].grad, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, atol=1e-4, rtol=1e-4)
 
 
 def test_starts_at_zero_and_the_first_step_moves_the_head_alone() -> None:
@@ -74,23 +73,6 @@ def test_starts_at_zero_and_the_first_step_moves_the_head_alone() -> None:
     (values - 1).square().mean().backward()
     assert model.head.weight.grad.any() and model.head.bias.grad.item() == pytest.approx(-2)
     assert not any(p.grad.any() for p in model.decoder.parameters())
-
-
-def test_the_value_stands_before_the_token() -> None:
-    model, (ids, prompt) = build("qwen3-untied"), ROWS[0]
-    base = model(*inputs([(ids, prompt)]))
-    changed = list(ids)
-    changed[prompt + 2] = (ids[prompt + 2] + 1) % VOCAB
-    other = model(*inputs([(changed, prompt)]))
-    assert torch.equal(base[:3], other[:3]) and (base[3:] != other[3:]).all()
-
-
-def test_no_wanted_token_still_reaches_every_parameter() -> None:
-    model = build("qwen2-tied")
-    values = model(torch.zeros(1, 3, dtype=torch.long), torch.zeros(0, dtype=torch.long))
-    assert values.shape == (0,)
-    values.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 def test_the_head_computes_in_float32() -> None:
@@ -119,22 +101,6 @@ def test_sharding_keeps_values_and_gradients() -> None:
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name, parameter in sharded.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), grads[name], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_shard_that_computes_in_bfloat16_gives_what_a_bfloat16_model_does(tmp_path: Path) -> None:
-    config = config_for(saved(tmp_path / "policy", FAMILIES["qwen3-untied"]()))
-    sharded = load_critic(config)
-    config.model.dtype = "bfloat16"
-    replica = load_critic(config)
-    for model in (sharded, replica):
-        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
-    shard(sharded, FSDPConfig(param_dtype="bfloat16"), "cpu")
-    values = sharded(*inputs(ROWS))
-    assert values.dtype == torch.float32 and values.any()
-    assert torch.equal(values, replica(*inputs(ROWS)))
-    values.sum().backward()
-    assert sharded.head.weight.grad.dtype == torch.float32
 
 
 # loading
