@@ -21,7 +21,7 @@ NOT_COMPARED = (
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
 NOISE = 3.0
 """Standard errors by which two validations of equally good policies may differ."""
-COLUMNS = ("uid", "sample", "policy_version", "prompt_ids", "response_ids", "score")
+COLUMNS = ("uid", "sample", "policy_version", "response_ids", "score")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Recorded:
 def check(run: Recorded, twin: Recorded | None, iterations: int, rows_per_iteration: int, n: int) -> list[Check]:
     """All checks of a run that should have `iterations` iterations of `rows_per_iteration` rows, `n` to a prompt."""
     checks = [
-        every_iteration_once([record["iteration"] for record in run.history], iterations),
+        # Number 0 is the validation before training.
+        every_iteration_once([record["iteration"] for record in run.history if record["iteration"]], iterations),
         whole_iterations(run.rows, iterations, rows_per_iteration, n),
         no_prompt_twice(run.rows),
         versions(run.rows),
@@ -96,7 +97,7 @@ def whole_iterations(rows: Mapping[int, pa.Table], iterations: int, count: int, 
 
 
 def no_prompt_twice(rows: Mapping[int, pa.Table]) -> Check:
-    """A prompt's visit (`uid`) belongs to one iteration, and the visits have no gap."""
+    """A prompt's visit (`uid`) belongs to one iteration."""
     home: dict[str, int] = {}
     twice = []
     for k, table in rows.items():

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +64,15 @@ def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
 @pytest.mark.parametrize(
     ("title", "kind"),
     [
-        ("ray::MapWorker(MapBatches(Rollout))", "engine"),
         ("ray::MapWorker(MapBatches(Rollout)).submit", "engine"),
         ("ray::MapWorker(ReadRange->MapBatches(Prompts)).submit", "prompts"),
-        ("ray::MapWorker(MapBatches(Reference))", "reference"),
         ("ray::MapWorker(MapBatches(Value)).submit", "value"),
         ("ray::RayTrainWorker.execute", "train worker"),
         ("ray::PolicyStore", "store"),
-        ("ray::TrainController.run", "controller"),
-        ("ray::SplitCoordinator", "coordinator"),
         ("ray::MapBatches(Advantage)->MapBatches(Record)", "light task"),
         ("ray::MapBatches(Reward)->MapBatches(Validation)", None),
         ("ray::_StatsActor", "service"),
         ("ray::IDLE", None),
-        ("ray::DashboardAgent", None),
         ("python -m tests.store.test_policy_store", None),
         ("python -c from pipeline.reward.program import main; main(4, 5)", "reward worker"),
     ],
@@ -149,49 +144,51 @@ def test_a_sound_run_passes() -> None:
     }
 
 
-def test_a_missing_iteration_is_found() -> None:
-    run = recorded()
+def lose_iteration(run: Recorded) -> None:
     del run.history[2]
-    assert failed(run) == {"iterations": "metrics.jsonl lacks iteration 3"}
 
 
-def test_a_repeated_iteration_is_found() -> None:
-    run = recorded()
+def repeat_iteration(run: Recorded) -> None:
     run.history.append(run.history[1])
-    assert failed(run) == {"iterations": "metrics.jsonl repeats iteration 2"}
 
 
-def test_a_lost_row_is_found() -> None:
-    run = recorded()
+def lose_row(run: Recorded) -> None:
     run.rows[3] = run.rows[3].slice(1)
-    assert failed(run).keys() == {"rows", "prompts"}
-    assert failed(run)["rows"] == "of 6 rows each: iteration 3 has 5"
 
 
-def test_a_lost_iteration_of_rows_is_found() -> None:
-    run = recorded()
+def lose_rows(run: Recorded) -> None:
     del run.rows[3]
-    assert failed(run)["rows"] == "of 6 rows each: iteration 3 has 0"
-    assert failed(run)["prompts"] == "other prompts than without kills in iteration 3: 3 lost, 0 more"
 
 
-def test_a_sample_that_stands_in_for_another_is_found() -> None:
-    run = recorded()
+def repeat_sample(run: Recorded) -> None:
     run.rows[2] = run.rows[2].take([0, 1, 2, 3, 4, 4])
-    assert failed(run)["rows"] == "of 6 rows each: iteration 2 holds a sample twice"
 
 
-def test_a_prompt_that_is_trained_twice_is_found() -> None:
-    run = recorded()
+def repeat_prompts(run: Recorded) -> None:
     run.rows[3] = rows(2, version=2)
-    assert failed(run)["prompts once"].startswith("trained twice: 0-")
-    assert failed(run)["prompts"] == "other prompts than without kills in iteration 3: 3 lost, 3 more"
 
 
-def test_rows_of_another_version_are_found() -> None:
-    run = recorded()
+def use_old_version(run: Recorded) -> None:
     run.rows[3] = rows(3, version=1)
-    assert failed(run) == {"versions": "other versions generated rows of iteration 3"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lose_iteration, {"iterations": "lacks iteration 3"}),
+        (repeat_iteration, {"iterations": "repeats iteration 2"}),
+        (lose_row, {"rows": "iteration 3 has 5", "prompts": "in iteration 3"}),
+        (lose_rows, {"rows": "iteration 3 has 0", "prompts": "in iteration 3: 3 lost, 0 more"}),
+        (repeat_sample, {"rows": "iteration 2 holds a sample twice"}),
+        (repeat_prompts, {"prompts once": "trained twice: 0-", "prompts": "in iteration 3: 3 lost, 3 more"}),
+        (use_old_version, {"versions": "iteration 3"}),
+    ],
+)
+def test_damage_is_found(damage: Callable[[Recorded], None], found: dict[str, str]) -> None:
+    run = recorded()
+    damage(run)
+    problems = failed(run)
+    assert problems.keys() == found.keys() and all(text in problems[name] for name, text in found.items())
 
 
 def test_a_validation_beyond_the_noise_is_found() -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.track.history import read_history
-from tests.hosts.account import account, rows_of
+from pipeline.track.trajectories import read_trajectories
+from tests.hosts.account import account
 from tests.hosts.cluster import HOSTS, Cluster
 from tests.hosts.driver import WORKERS, Driver, Stuck
 from tests.hosts.network import Network
@@ -121,6 +122,7 @@ def play(scenario: Scenario, work: Work, folder: Path, seed: int) -> Outcome:
                 outcome.problems.append(str(error))
             if not outcome.problems:
                 outcome.problems += account(driver.run_dir, work.iterations, work.prompts, work.batch, work.samples)
+            if not outcome.problems:
                 outcome.problems += _strangers(driver.run_dir, work.iterations)
     finally:
         for host in HOSTS:
@@ -178,6 +180,7 @@ def _misplaced(network: Network, folder: Path) -> list[str]:
 
 def _strangers(run_dir: Path, iterations: int) -> list[str]:
     """What was not generated on host b, by the rows."""
-    engines = {engine for table in rows_of(run_dir, iterations).values() for engine in set(table["engine"].to_pylist())}
+    tables = [read_trajectories(str(run_dir), iteration, columns=["engine"]) for iteration in range(1, iterations + 1)]
+    engines = {engine for table in tables for engine in table["engine"].to_pylist()}
     strange = sorted(engine for engine in engines if not engine.startswith("host-b:"))
     return [f"rows came from {', '.join(strange)}, which are not on host b"] if strange else []

@@ -61,38 +61,26 @@ def test_a_pulled_cable_is_silence_until_it_is_back(namespaces: None) -> None:
     assert name not in left
 
 
-def test_what_is_missing_or_twice_is_found(tmp_path: Path) -> None:
-    def record(iteration: int, chunk: int, prompts: list[int], samples: int = 2, version: int | None = None) -> None:
-        version = iteration - 1 if version is None else version
-        rows: list[dict[str, Any]] = [
-            {
-                **{"split": "train", "iteration": iteration, "chunk": chunk, "uid": f"{iteration}-{prompt}"},
-                **{"sample": sample, "epoch": (iteration - 1) // 2, "prompt_index": prompt},
-                **{"policy_version": version, "engine": "host-b:1"},
-            }
-            for prompt in prompts
-            for sample in range(samples)
-        ]
+def test_a_prompt_that_an_epoch_lacks_is_found(tmp_path: Path) -> None:
+    """What else can be missing or twice is tested in `tests/chaos`."""
+
+    def record(iteration: int, prompts: list[str]) -> None:
+        common = {"split": "train", "iteration": iteration, "chunk": iteration, "policy_version": iteration - 1}
+        own = {"response_ids": [1], "score": 0.0}
+        rows = [common | own | {"uid": prompt, "sample": sample} for prompt in prompts for sample in range(2)]
         Record(str(tmp_path))(pa.Table.from_pylist(rows))
 
-    def found(iterations: int) -> list[str]:
-        lines = [json.dumps({"iteration": iteration + 1}) for iteration in range(iterations)]
-        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        return account(tmp_path, iterations, prompts=4, batch=2, samples=2)
+    def found() -> list[str]:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"iteration": k}) + "\n" for k in range(3)))
+        return account(tmp_path, 2, prompts=4, batch=2, samples=2)
 
-    record(1, 0, [0, 3])
-    record(2, 1, [1, 2])
-    record(3, 2, [2, 3])
-    assert found(3) == []
-    assert found(4) == ["iteration 4 has no rows", "epoch 1 has 2 prompts, not 4"]
-    record(4, 3, [0, 3], version=2)
-    assert found(4) == ["iteration 4 has rows of policy version [2]", "epoch 1 has 3 prompts, not 4"]
-    record(4, 3, [0, 1], samples=1)
-    assert found(4) == ["iteration 4 has 2 rows, not 2 x 2"]
-    record(4, 3, [0, 1, 1])
-    assert found(4) == ["iteration 4 has 6 rows, not 2 x 2", "iteration 4 has rows twice"]
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 2}) + "\n")
-    assert account(tmp_path, 1, prompts=4, batch=2, samples=2) == ["the record has the iterations [2], not 1 to 1"]
+    record(1, ["0-0", "0-3"])
+    record(2, ["0-1", "0-2"])
+    assert found() == []
+    record(2, ["0-1", "1-2"])
+    assert found() == ["epoch 0 has 3 prompts, not 4"]
+    record(2, ["0-1"])
+    assert len(found()) == 2
 
 
 @pytest.mark.vllm
