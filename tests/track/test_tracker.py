@@ -21,6 +21,7 @@ CONFIG: dict[str, Any] = {
     "actor": {"optim": {"lr": 1e-6}},
     "model": {"path": "m" * 7000},
     "trainer": {"env_vars": {"HF_TOKEN": "secret-value"}, "total_training_steps": 2},
+    "data.train_files": ["train.parquet", "s3://bucket/train"],
     "many": {f"key{number}": number for number in range(150)},
 }
 VALIDATION = "val-core/countdown/reward/mean@1"
@@ -76,6 +77,8 @@ def test_mlflow_on_sqlite_and_resumed(tmp_path: Path) -> None:
     (run,) = client.search_runs([run.info.experiment_id])
     assert run.info.run_id == run_id and run.info.status == "FINISHED"
     assert run.data.metrics["critic/score/mean"] == 0.8
+    assert {each.dataset.name for each in run.inputs.dataset_inputs} == {"train.parquet", "train"}
+    assert len(run.inputs.dataset_inputs) == 2, "each is an input once"
     assert run.data.params["trainer.total_training_steps"] == "2"
     assert run.data.tags["resumed.trainer.total_training_steps"] == "3"
 
@@ -152,11 +155,6 @@ def test_check_loggers_names_the_nearest_and_the_missing(monkeypatch: pytest.Mon
     )
     with pytest.raises(ImportError, match=r"pip install 'slipstream-rl\[wandb\]'"):
         check_loggers(["wandb"])
-
-
-def test_metric_names_for_mlflow() -> None:
-    assert mlflow_name("val-core/openai/gsm8k/acc/mean@8") == "val-core/openai/gsm8k/acc/mean_at_8"
-    assert mlflow_name("a//b") == "a/b"
 
 
 @given(st.text(alphabet=string.printable + "äπ@/.", max_size=300))
