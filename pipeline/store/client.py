@@ -22,8 +22,8 @@ T = TypeVar("T")
 class StoreClient:
     """Calls methods of `PolicyStore` for one attempt: `client.call(PolicyStore.post, event)`.
 
-    `call` is for what the store answers at once. `wait` and `awaited` are for what waits in the store, whose deadline a
-    living run extends; where that takes longer than `ANSWER_S`, they ask whether the store still answers.
+    `call` is for what the store answers at once, `wait` and `awaited` for what waits in the store. After `ANSWER_S`
+    these ask whether the store still answers.
 
     All of them raise `StaleAttempt` where the train workers have restarted, `StoreTimeout` where the store does not
     answer or a deadline passes, and `ray.exceptions.RayActorError` where the store has died or restarts.
@@ -37,25 +37,21 @@ class StoreClient:
         self._store, self.attempt = store, attempt
 
     def ask(
-        self,
-        method: Callable[Concatenate[PolicyStore, P], Awaitable[T]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, method: Callable[Concatenate[PolicyStore, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What a method answers at once that belongs to no attempt."""
+        """The answer of a method that belongs to no attempt and answers at once."""
         return self._answer(method, self._send(method, *args, **kwargs), ANSWER_S)
 
     def call(
         self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What a method answers at once."""
+        """The answer of a method that answers at once."""
         return self._answer(method, self._send(method, self.attempt, *args, **kwargs), ANSWER_S)
 
     def wait(
         self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What a method answers when its own wait ends."""
+        """The answer of a method that waits."""
         answer = self._send(method, self.attempt, *args, **kwargs)
         while True:
             try:
@@ -119,7 +115,7 @@ def _frozen(method: Callable[..., Any], seconds: float) -> StoreTimeout:
 
 
 def store_lost(seconds: float, error: BaseException) -> str:
-    """The sentence on a store that does not come back."""
+    """The sentence on a store that does not return."""
     last = " ".join(str(error).split("\n")[0].split())
     return (
         f"the policy store is gone: it has not answered for {seconds:.0f} s (trainer.deadlines.store); {last}. "

@@ -11,19 +11,20 @@ tensors and never rows. The protocol, for version v of one attempt (`StoreClient
     advantage     `kl_coef(v)`                                the coefficient that belongs to the rows of version v
     value replica `weights("critic", v)` -> version, shards   the critic that belongs to the rows of version v
 
-A version is all models that are trained, policy and critic, as they stand after the same iteration. One that is to be
-validated stays current until its validation has been recorded, however far ahead the trainer is (`versions.py`).
+A version is all trained models, policy and critic, after the same iteration. One that is to be validated stays current
+until its validation has been recorded, however far ahead the trainer is (`versions.py`).
 
-Every (re)start of the train workers is a new **attempt**: the stream starts over, `register_trainer` says from which
-version, and whatever still waits for an older attempt fails at once. The store itself may die: Ray starts it again,
-empty and with other numbers, so all callers of the old one fail, the train workers restart, and an attempt begins.
+Every (re)start of the train workers is a new **attempt**: the stream starts over, `register_trainer` gives the version,
+and waits of older attempts fail at once. If the store itself dies, Ray starts it again, empty and with other numbers:
+all callers of the old one fail, the train workers restart, and an attempt begins.
 
-A wait's deadline counts from the last heartbeat (a publication, an acknowledgement, the start of an attempt), so that a
-slow but living run never trips it, and a dead one always does, naming phase and party.
+A wait's deadline counts from the last heartbeat (a publication, an acknowledgement, the start of an attempt), so a slow
+but living run never trips it, and a dead one always does, naming phase and party.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from pipeline.errors import FinalError
 from pipeline.store.admission import Admission
@@ -48,13 +49,12 @@ from pipeline.weights.load import Shard
 
 
 def milliseconds() -> int:
-    """Since 1970: a number that no store of a run has used before, since none hands out a thousand a second."""
+    """Since 1970: a number that no store of the run has used, because none counts a thousand a second."""
     return time.time_ns() // 1_000_000
 
 
 class PolicyStore:
-    """The state behind the actor; plain asyncio, usable without Ray. Every call of an attempt that has ended raises
-    `StaleAttempt`.
+    """The state behind the actor; plain asyncio, usable without Ray. Calls of an ended attempt raise `StaleAttempt`.
 
     Args:
         admission: chunk and batch sizes and the staleness bound.
@@ -88,7 +88,7 @@ class PolicyStore:
     # attempts
 
     async def new_attempt(self) -> int:
-        """Start over: called when the stream is (re)built. Waits of older attempts fail at once."""
+        """Start over: called when the stream is (re)built."""
         async with self._changed:
             self.attempt += 1
             self._reset()
@@ -106,9 +106,8 @@ class PolicyStore:
         return self.attempt
 
     async def register_trainer(self, attempt: int, state: TrainerState, world_size: int) -> None:
-        """The restored train loop says which version it holds and from which prompts to go on."""
-        async with self._changed:
-            self._check(attempt)
+        """The restored train loop reports its version and the prompts that come next."""
+        async with self._changing(attempt):
             self.base = state.version
             self._versions.world_size = world_size
             self._trainer = state
@@ -117,7 +116,7 @@ class PolicyStore:
             self._waits.heartbeat("the train loop")
 
     async def trainer_state(self, attempt: int, timeout: float) -> TrainerState:
-        """What `register_trainer` was given; waits for it."""
+        """Wait for what `register_trainer` was given."""
         await self._waits.until(attempt, lambda: self._trainer is not None, timeout, "start", "the train loop")
         assert self._trainer is not None
         return self._trainer
@@ -137,21 +136,20 @@ class PolicyStore:
 
         Args:
             attempt: of the train workers.
-            version: the number of the version.
+            version: its number.
             shards: the rank's shard of each trained model, the policy (`POLICY`) always among them.
             stepped_at: wall-clock time at which the rank's last optimiser step ended.
             kl_coef: coefficient of the KL in the reward for the rows of this version.
-            validates: whether the version is to be validated, and stays current until it has been.
+            validates: whether the version is to be validated.
         """
-        async with self._changed:
-            self._check(attempt)
+        async with self._changing(attempt):
             self._versions.publish(version, shards, stepped_at, kl_coef, validates)
             self._waits.heartbeat(f"train rank {shards[POLICY].rank} (publishing version {version})")
 
     async def acknowledge(
         self, attempt: int, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
-    ) -> float:
-        """An engine has loaded a policy version. Returns the seconds since the optimiser step that made it.
+    ) -> None:
+        """An engine has loaded a policy version.
 
         Args:
             attempt: of the stream.
@@ -159,14 +157,13 @@ class PolicyStore:
             version: what it has loaded.
             crc: checksum of the weights it got.
             load_s: seconds that loading took.
-            idle_s, busy_s: seconds since its last acknowledgement in which it had no admitted chunk, and had some.
+            idle_s, busy_s: seconds since its last acknowledgement without and with admitted chunks.
 
         Raises:
             FinalError: the engine's checksum is not the published one.
             ValueError: the version is not known, or not current yet.
         """
-        async with self._changed:
-            self._check(attempt)
+        async with self._changing(attempt):
             entry = self._versions.get(version)
             if entry is None or version > self.version:
                 raise ValueError(
@@ -177,12 +174,10 @@ class PolicyStore:
                     f"engine {engine} loaded version {version} with checksum {crc:08x}, "
                     f"published was {entry.checksum:08x}"
                 )
-            elapsed = time.time() - entry.stepped_at
             # The first version of an attempt waited for the engines to start.
-            update_s = elapsed if version > self.base else None
+            update_s = time.time() - entry.stepped_at if version > self.base else None
             self._events.append(VersionLoaded(version, engine, load_s, update_s, idle_s, busy_s))
             self._waits.heartbeat(f"engine {engine}")
-            return elapsed
 
     async def weights(self, attempt: int, model: str, version: int, timeout: float) -> Ticket:
         """The current weights of `model`, which are those of `version` or, in an asynchronous run, newer ones."""
@@ -197,10 +192,9 @@ class PolicyStore:
     # admission
 
     async def admit(self, attempt: int, chunk: int, timeout: float) -> Ticket | None:
-        """Wait until chunk `chunk` of this attempt may start.
+        """Wait until a chunk may start, and return the current weights.
 
-        Returns:
-            the current weights; None where dynamic sampling has all groups of the run, so the chunk never starts.
+        None where dynamic sampling has all groups of the run, so that the chunk never starts.
         """
 
         def ready() -> bool:
@@ -209,9 +203,8 @@ class PolicyStore:
             if self._filled():
                 # Not only when the last iteration is trained: that may wait for a validation behind this chunk.
                 return True
-            return self.version >= self._needed(chunk) and not self.admission.needless(
-                self.base, chunk, self.dropped_groups
-            )
+            needless = self.admission.needless(self.base, chunk, self.dropped_groups)
+            return self.version >= self._needed(chunk) and not needless
 
         await self._waits.until(attempt, ready, timeout, "admission", lambda: self._versions.needs(self._needed(chunk)))
         return None if self._filled() else self._versions.ticket(POLICY)
@@ -229,17 +222,15 @@ class PolicyStore:
 
     async def report_groups(self, attempt: int, kept: int, dropped: int) -> None:
         """Dynamic sampling: groups of this attempt that are trained, and that are not, so far."""
-        async with self._changed:
-            self._check(attempt)
+        async with self._changing(attempt):
             self.kept_groups, self.dropped_groups = kept, dropped
             self._changed.notify_all()
 
     # validation
 
     async def announce_validation(self, attempt: int, version: int, prompts: int) -> None:
-        """`prompts` prompts validate `version`; with 0 it is not validated (again)."""
-        async with self._changed:
-            self._check(attempt)
+        """`prompts` prompts validate `version`; 0 if it is not validated (again)."""
+        async with self._changing(attempt):
             if prompts:
                 self._events.append(ValidationAnnounced(version, prompts))
             self._versions.announce(version, prompts)
@@ -247,8 +238,7 @@ class PolicyStore:
 
     async def record_validation(self, attempt: int, scored: ValidationScored) -> None:
         """Some prompts of a validation are scored, and their rows are on disk."""
-        async with self._changed:
-            self._check(attempt)
+        async with self._changing(attempt):
             self._events.append(scored)
             self._versions.record(scored.version, [prompt.uid for prompt in scored.prompts])
             self._waits.heartbeat(f"the validation of version {scored.version}")
@@ -271,32 +261,20 @@ class PolicyStore:
 
     async def wait_prompts_due(self, attempt: int, chunk: int, lookahead: int, timeout: float) -> None:
         """Hold the prompt source until chunk `chunk` is at most `lookahead` versions from admission."""
-
-        def ready() -> bool:
-            return self.base >= 0 and self.version + lookahead >= self._needed(chunk)
-
-        await self._waits.until(
-            attempt, ready, timeout, "prompts", lambda: self._versions.needs(self._needed(chunk) - lookahead)
-        )
+        await self._until_due(attempt, chunk, lookahead, timeout, lambda: False)
 
     async def grant_page(self, attempt: int, page: int, chunk: int, lookahead: int, timeout: float) -> PageGrant:
         """Dynamic sampling: as `wait_prompts_due`, for a page that has chunk `chunk`; at once when the run is over."""
 
-        def ready() -> bool:
-            if self.base < 0 or self.version < self.base:
-                return False
-            known = self._prompts.granted(page) or self.admission.over(self.version)
-            return known or self.version + lookahead >= self._needed(chunk)
+        def known() -> bool:
+            return self.version >= self.base and (self._prompts.granted(page) or self.admission.over(self.version))
 
-        await self._waits.until(
-            attempt, ready, timeout, "prompts", lambda: self._versions.needs(self._needed(chunk) - lookahead)
-        )
+        await self._until_due(attempt, chunk, lookahead, timeout, known)
         return self._prompts.grant(page, self.version, self.admission.over(self.version))
 
     async def report_prompts(self, attempt: int, batches: Sequence[PromptBatch]) -> None:
         """Batches of prompts whose beginnings are known."""
-        async with self._changed:
-            self._check(attempt)
+        async with self._changing(attempt):
             self._prompts.add(batches)
             for batch in batches:
                 if batch.iteration is not None:
@@ -307,8 +285,7 @@ class PolicyStore:
         self, attempt: int, iteration: int, batch: int, used: int, metrics: dict[str, float]
     ) -> None:
         """Dynamic sampling: `iteration` has all its groups with the first `used` prompts of a batch."""
-        async with self._changed:
-            self._check(attempt)
+        async with self._changing(attempt):
             self._events.append(PromptsMade(iteration, self._prompts.end(iteration, batch, used) | metrics))
 
     async def begin_of_batch(self, attempt: int, batch: int) -> PromptCursor:
@@ -331,8 +308,7 @@ class PolicyStore:
 
     async def end_prompts(self, attempt: int, version: int) -> None:
         """No prompt follows those that `version` generates."""
-        async with self._changed:
-            self._check(attempt)
+        async with self._changing(attempt):
             self._last_version = version
 
     async def last_version(self, attempt: int) -> int | None:
@@ -344,16 +320,15 @@ class PolicyStore:
 
     async def post(self, attempt: int, event: Event) -> None:
         """Leave an event for the driver (`read_events`)."""
-        async with self._changed:
-            self._check(attempt)
+        async with self._changing(attempt):
             self._events.append(event)
 
     async def report_failure(self, reason: str) -> None:
-        """Tell the driver why the train workers are about to be restarted; of whatever attempt."""
+        """Tell the driver why the train workers are about to be restarted; for any attempt."""
         self._events.append(AttemptFailed(reason))
 
     async def flush_events(self, attempt: int, version: int, timeout: float) -> None:
-        """Wait until the driver has recorded everything up to `version`: what a checkpoint covers is never told again.
+        """Wait until the driver has recorded everything up to `version`; after a resume it would not be sent again.
 
         Raises:
             StoreTimeout: it did not within `timeout` seconds.
@@ -369,7 +344,7 @@ class PolicyStore:
         return await self._events.read(after, timeout)
 
     async def status(self) -> StoreStatus:
-        """What the run is doing: version, who waits for what, the last heartbeat."""
+        """What the run is doing."""
         return StoreStatus(
             self.attempt,
             self.base,
@@ -388,8 +363,25 @@ class PolicyStore:
         """Version that chunk `chunk` of this attempt needs; -1 before `register_trainer`."""
         return -1 if self.base < 0 else self.base + self.admission.version_needed(chunk, self.dropped_groups)
 
+    async def _until_due(
+        self, attempt: int, chunk: int, lookahead: int, timeout: float, known: Callable[[], bool]
+    ) -> None:
+        def ready() -> bool:
+            return self.base >= 0 and (known() or self.version + lookahead >= self._needed(chunk))
+
+        await self._waits.until(
+            attempt, ready, timeout, "prompts", lambda: self._versions.needs(self._needed(chunk) - lookahead)
+        )
+
     def _filled(self) -> bool:
         return self.admission.filled(self.base, self.kept_groups)
+
+    @asynccontextmanager
+    async def _changing(self, attempt: int) -> AsyncIterator[None]:
+        """Change the state for an attempt that has not ended."""
+        async with self._changed:
+            self._check(attempt)
+            yield
 
     def _check(self, attempt: int) -> None:
         if attempt != self.attempt:

@@ -1,4 +1,4 @@
-"""Where the prompts of each batch begin and of each iteration end: from there a restarted source or a run goes on."""
+"""Where the prompts of each batch begin and of each iteration end; a restarted source or run continues there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -90,7 +90,7 @@ class PromptLedger:
         return page in self._grants
 
     def forget(self, version: int, filtered: bool) -> None:
-        """Leave out what no part of a run at `version` can ask for."""
+        """Remove what no part of a run at `version` can ask for."""
         oldest = version - 1 - self._base
         if filtered:
             trained = [iteration for iteration in self._ends if iteration < version]

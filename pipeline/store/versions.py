@@ -1,9 +1,8 @@
 """What the train workers have published: the weights of each version, and which version is the current one.
 
 Versions become current in their order, each when all ranks have published it. One that is to be validated stays current
-until its validation has been recorded, however far ahead the trainer is; those after it wait their turn. So a
-validation is of one version, and of the one it names. Strictly on-policy none ever waits: the rows that the next
-version is made from come after the validation.
+until its validation has been recorded, so a validation is of the version that it names. Strictly on-policy none ever
+waits: the rows that the next version is made from come after the validation.
 """
 
 from collections import defaultdict
@@ -15,7 +14,7 @@ from pipeline.weights.load import Shard, checksum
 POLICY = "policy"
 CRITIC = "critic"
 KL_COEFS_KEPT = 1000
-"""Versions whose coefficients are known: no response is as many versions old when it is scored."""
+"""Versions whose coefficients are known; no response is as old when it is scored."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,6 @@ class Versions:
         self._published: dict[int, Published] = {}
         self._validations: dict[int, _Validation] = defaultdict(_Validation)
         self._kl_coefs: dict[int, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._published)
 
     def get(self, version: int) -> Published | None:
         """What is known of a version; None where nothing is, or nothing any more."""

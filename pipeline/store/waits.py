@@ -11,8 +11,7 @@ from pipeline.store.errors import StoreTimeout
 class Waits:
     """The waits of one store.
 
-    Args:
-        check: raises where the attempt that it is given has ended.
+    `check` raises if the attempt that it is given has ended.
     """
 
     def __init__(self, check: Callable[[int], None]):
@@ -37,17 +36,10 @@ class Waits:
     async def until(
         self, attempt: int, ready: Callable[[], bool], timeout: float, phase: str, what: str | Callable[[], str]
     ) -> None:
-        """Wait until `ready`.
-
-        Args:
-            attempt: of the caller.
-            ready: whether the wait is over.
-            timeout: seconds without a heartbeat after which it fails.
-            phase: of the run, for `waiting` and the error.
-            what: is waited for, in words.
+        """Wait until `ready`. `phase` and `what` say in `waiting` and in the error what is waited for.
 
         Raises:
-            StoreTimeout: nothing has been heard for `timeout` seconds.
+            StoreTimeout: there was no heartbeat for `timeout` seconds.
         """
         begun = time.monotonic()
         self.waiting[phase] += 1
