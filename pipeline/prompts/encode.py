@@ -38,12 +38,7 @@ class Encoder:
     """Makes rows of the stream, and counts what it leaves out."""
 
     def __init__(self, chat: ChatTokenizer, quarantine: Quarantine, limits: RowLimits | None = None) -> None:
-        """
-        Args:
-            chat: makes tokens of messages.
-            quarantine: takes the rows that cannot be used.
-            limits: how rows may ask to be sampled; None does not check it.
-        """
+        """`limits`: how rows may ask to be sampled; None does not check it."""
         self.chat = chat
         self.limits = limits
         self.prompt_key = chat.data.prompt_key
@@ -102,11 +97,7 @@ class Encoder:
 
 
 def check_text_only(values: dict[str, Any], prompt_key: str) -> None:
-    """Refuse a row with images, videos or sound: training on them is not supported.
-
-    Args:
-        values: the row as read.
-        prompt_key: name of the column with the messages.
+    """Refuse a row, as read, with images, videos or sound: training on them is not supported.
 
     Raises:
         ValueError: a media column has content, or the prompt holds a placeholder such as `<image>`.

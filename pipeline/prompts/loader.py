@@ -22,7 +22,7 @@ from pipeline.prompts.generator import Generator
 from pipeline.prompts.parquet import Place, PromptFile, nearest
 from pipeline.prompts.plugin import Plugin, learns, state_of
 from pipeline.prompts.sampler import Sampler
-from pipeline.prompts.shuffle import Row, ShuffledDataset, Unit, uniform_at, units
+from pipeline.prompts.shuffle import Row, ShuffledDataset, uniform_at, units
 from pipeline.store.cursor import PromptCursor
 
 MAX_CALLS = 100
@@ -51,9 +51,9 @@ class PromptLoader:
             data: order and limits.
             encoder: makes rows of the stream of what is read.
             seed: seed of the order, together with the epoch.
-            split: `train` (`data.shuffle`, `data.train_max_samples`) or `val` (file order, `data.val_max_samples`).
-            sampler: decides which prompts are taken; None takes them all in order.
-            generator: makes prompts; None without.
+            split: `train`, or `val` for file order.
+            sampler: None takes all prompts in order.
+            generator: None without.
             epochs: passes over the files after which the prompts end; None never.
             run_dir: where trajectories are recorded, for samplers and generators that learn.
             lag: iterations between one that has been recorded and the first that may depend on it.
@@ -72,12 +72,9 @@ class PromptLoader:
         self.epoch_rows = rows if self._limit < 0 else min(rows, self._limit)
         """Prompts per epoch by the files' row counts: exact, unless prompts are left out."""
         self._epochs, self._run_dir, self._lag = epochs, run_dir, lag
-        self._plugins: dict[str, Plugin] = {}
-        if sampler is not None:
-            self._plugins["sampler"] = sampler
-        if generator is not None:
-            self._plugins["generator"] = generator
-        self.orders = self._one_order() if self._shares(1) is None else self._order_per_source()
+        plugins: dict[str, Plugin | None] = {"sampler": sampler, "generator": generator}
+        self._plugins = {name: plugin for name, plugin in plugins.items() if plugin is not None}
+        self.orders = self._make_orders()
         """By data source; a single one named "" for all together."""
         self._learnt = 0
         self._seek(PromptCursor())
@@ -112,7 +109,11 @@ class PromptLoader:
             ValueError: a prompt is not usable, a whole epoch has none, or the generator gives what it must not.
             OSError: a file or the trajectories of an earlier iteration cannot be read.
         """
-        self._learn(number - self._lag)
+        while self.learns and self._learnt < number - self._lag:
+            self._learnt += 1
+            known = outcomes(self._run_dir, self._learnt)
+            for plugin in self._plugins.values():
+                plugin.update(self._learnt, known)
         rows = self.generate(number, count)
         self.generated = len(rows)
         return rows + self._draw(count - len(rows), number, self._epochs)
@@ -120,7 +121,7 @@ class PromptLoader:
     def epoch(self, size: int) -> Iterator[pa.Table]:
         """One pass over the files from the beginning, in tables of `size` rows; the last may be smaller.
 
-        Raises as `iteration`. Iterations need `load` afterwards.
+        Raises as `iteration`, which needs `load` afterwards.
         """
         self._seek(PromptCursor())
         while rows := self._draw(size, 1, epochs=1):
@@ -135,10 +136,13 @@ class PromptLoader:
         rows: list[dict[str, Any]] = []
         if self.generator is None:
             return rows
-        made = 0
+        made, name = 0, f"data.generator: {type(self.generator).__name__}.generate()"
         for _ in range(MAX_CALLS):
-            given = self.generator.generate(number, count - len(rows))
-            self._check_generated(given, count - len(rows))
+            given: Any = self.generator.generate(number, count - len(rows))
+            if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
+                raise ValueError(f"{name} returned {given!r:.80}; give a list of rows, each a dict as in a prompt file")
+            if len(given) > count - len(rows):
+                raise ValueError(f"{name} returned {len(given)} rows where at most {count - len(rows)} were asked for")
             prompts = []
             for i, row in enumerate(given, made):
                 prompts.append(Prompt(f"g{number}-{i}", self._epoch, -1, Place("data.generator", number, i), -1, row))
@@ -147,8 +151,8 @@ class PromptLoader:
             if self.files or not given or len(rows) == count:
                 return rows
         raise ValueError(
-            f"data.generator: asked {MAX_CALLS} times for the prompts of iteration {number}, it gave {made} rows, too "
-            "few of which can be used (data.max_prompt_length, data.filter_overlong_prompts)"
+            f"{name} was called {MAX_CALLS} times for the prompts of iteration {number} and gave {made} rows, too few "
+            "of which can be used (data.max_prompt_length, data.filter_overlong_prompts)"
         )
 
     def counts(self) -> dict[str, int]:
@@ -167,21 +171,6 @@ class PromptLoader:
     def _seek(self, cursor: PromptCursor) -> None:
         self._epoch, self._offset, self._places = cursor.epoch, cursor.offset, cursor.orders
         self._walks: dict[str, Iterator[tuple[Row, dict[str, Any]]]] = {}
-
-    def _learn(self, last: int) -> None:
-        """Show the sampler and the generator the outcomes of all iterations up to `last`."""
-        while self.learns and self._learnt < last:
-            self._learnt += 1
-            known = outcomes(self._run_dir, self._learnt)
-            for plugin in self._plugins.values():
-                plugin.update(self._learnt, known)
-
-    def _check_generated(self, given: Any, count: int) -> None:
-        name = f"data.generator: {type(self.generator).__name__}.generate()"
-        if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
-            raise ValueError(f"{name} returned {given!r:.80}; give a list of rows, each a dict as in a prompt file")
-        if len(given) > count:
-            raise ValueError(f"{name} returned {len(given)} rows where at most {count} were asked for")
 
     def _draw(self, count: int, iteration: int, epochs: int | None) -> list[dict[str, Any]]:
         """The next `count` prompts of the files; fewer only where epoch `epochs` begins."""
@@ -288,16 +277,35 @@ class PromptLoader:
             )
         return {name: given[name] / total for name in sorted(given)}
 
-    def _one_order(self) -> dict[str, ShuffledDataset]:
-        window = self.data.shuffle_window_rows
+    def _make_orders(self) -> dict[str, ShuffledDataset]:
+        sources = None if self._shares(1) is None else self._sources()
+        names = [""] if sources is None else self._check_shares(sources)
+        # One window is held of each order.
+        window = max(1, self.data.shuffle_window_rows // len(names))
         parts = units(self.files, window, self._limit)
-        return {"": self._order(parts, window, self.seed)} if parts else {}
+        columns = [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info", *MEDIA]
+        shuffle = self.data.shuffle and self.split == "train"
+        orders = {}
+        for name in names:
+            seed, own = [self.seed], parts
+            if sources is not None:
+                seed.append(zlib.crc32(name.encode()))
+                # A row without a data source belongs to none; it is found, and set aside, in any order.
+                own = [unit for unit in parts if sources[unit.file][unit.part.row_group] & {name, None}]
+            if own:
+                orders[name] = ShuffledDataset(self.files, own, window, seed, shuffle, columns)
+        return orders
 
-    def _order_per_source(self) -> dict[str, ShuffledDataset]:
+    def _sources(self) -> list[list[set[str | None]]]:
+        """The data sources in each row group of each file."""
         sources: list[list[set[str | None]]] = [[set() for _ in file.row_groups] for file in self.files]
         for file, by_row_group in zip(self.files, sources, strict=True):
             for part, column in file.data_sources():
                 by_row_group[part.row_group].update(column.unique().to_pylist())
+        return sources
+
+    def _check_shares(self, sources: list[list[set[str | None]]]) -> list[str]:
+        """The names of the data sources, each of which has a share."""
         found = {name for by_row_group in sources for group in by_row_group for name in group}
         names = sorted(name for name in found if name is not None)
         given = self._shares(1) or {}
@@ -309,37 +317,18 @@ class PromptLoader:
                 )
         if missing := [name for name in names if name not in given]:
             raise ValueError(
-                f"{self._sampler_key()} gives no share to {', '.join(missing)}, which stand in the training files; "
+                f"{self._sampler_key()} gives no share to {', '.join(missing)}, which the training files contain; "
                 "give 0 to a data_source that is to be left out"
             )
-        # One window is held of each.
-        window = max(1, self.data.shuffle_window_rows // len(names))
-        parts = units(self.files, window, self._limit)
-        orders = {}
-        for name in names:
-            # A row without a data source belongs to none; it is found, and set aside, in any order.
-            own = [unit for unit in parts if sources[unit.file][unit.part.row_group] & {name, None}]
-            if own:
-                orders[name] = self._order(own, window, (self.seed, zlib.crc32(name.encode())))
-        return orders
-
-    def _order(self, parts: list[Unit], window: int, seed: int | tuple[int, int]) -> ShuffledDataset:
-        columns = [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info", *MEDIA]
-        shuffle = self.data.shuffle and self.split == "train"
-        return ShuffledDataset(self.files, parts, window, seed, shuffle, columns)
+        return names
 
     def _sampler_key(self) -> str:
         return "data.source_weights" if self.data.sampler == "weighted" else f"data.sampler={self.data.sampler}"
 
     def _nothing_left(self) -> str:
-        where, rows = self.files[0].key, self.epoch_rows
-        if self.encoder.filtered_overlong >= rows:
-            return (
-                f"{where}: all {rows} prompts are longer than data.max_prompt_length={self.data.max_prompt_length} and "
-                "data.filter_overlong_prompts leaves them out; raise data.max_prompt_length"
-            )
+        overlong, unusable = self.encoder.filtered_overlong, self.encoder.quarantine.count
         return (
-            f"{where}: a whole epoch of {rows} prompts gave none: {self.encoder.filtered_overlong} are too long, "
-            f"{self.encoder.quarantine.count} cannot be used, and {self._sampler_key()} passed over "
-            f"{self.passed_over} so far"
+            f"{self.files[0].key}: a whole epoch of {self.epoch_rows} prompts gave none: {overlong} are longer than "
+            f"data.max_prompt_length={self.data.max_prompt_length} and data.filter_overlong_prompts leaves them out, "
+            f"{unusable} cannot be used, and {self._sampler_key()} passed over {self.passed_over} so far"
         )

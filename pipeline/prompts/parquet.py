@@ -43,6 +43,10 @@ class Slice(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class PromptFile:
@@ -72,9 +76,7 @@ class PromptFile:
 
         A slice inside a row group costs decoding the row group up to it.
 
-        Args:
-            slices: which rows.
-            columns: `name` or `name.field`; those that the file lacks are left out.
+        Of `columns` (`name` or `name.field`), those that the file lacks are left out.
 
         Raises:
             OSError: the file is missing or damaged, or is not the one that was opened at the start.
@@ -150,13 +152,9 @@ def open_parquet(
 def data_sources(files: list[PromptFile], allow_missing: bool = False) -> list[str]:
     """Distinct `data_source` values of all rows, sorted. Reads that column alone, a batch at a time.
 
-    Args:
-        files: the prompt files.
-        allow_missing: rows without a `data_source` are passed over.
-
     Raises:
         OSError: a file cannot be read.
-        ValueError: a row has no `data_source`.
+        ValueError: a row has no `data_source`, and `allow_missing` is False.
     """
     seen: set[str] = set()
     for file in files:
@@ -195,30 +193,29 @@ def check_prompts(schema: pa.Schema, where: str, prompt_key: str = "prompt") -> 
                 f"{where} has no column {column!r}{nearest(column, schema.names)}; {remedy}. "
                 f"Its columns are {', '.join(schema.names) or 'none'}."
             )
-    prompt = schema.field(prompt_key).type
+    prompt, source = schema.field(prompt_key).type, schema.field("data_source").type
     message = prompt.value_type if hasattr(prompt, "value_type") and not pa.types.is_dictionary(prompt) else None
-    if message is None or not pa.types.is_struct(message) or not {"role", "content"} <= {f.name for f in message}:
+    fields = {field.name: field.type for field in message} if message and pa.types.is_struct(message) else {}
+    if not _is_text(fields.get("role")) or not _is_text(fields.get("content")):
         raise ValueError(
             f"{where}: column {prompt_key!r} (data.prompt_key) is of type {prompt} where chat messages are needed: a "
-            'list of structs {role, content}, as in [{"role": "user", "content": "..."}]. Wrap plain text like this.'
+            'list of structs {role, content} of text, as in [{"role": "user", "content": "..."}]. Wrap plain text like '
+            "this."
         )
-    for what, field in (
-        (f"`role` in column {prompt_key!r} (data.prompt_key)", message.field("role")),
-        (f"`content` in column {prompt_key!r} (data.prompt_key)", message.field("content")),
-        ("column 'data_source'", schema.field("data_source")),
-    ):
-        if not _is_text(field.type):
-            raise ValueError(f"{where}: {what} is of type {field.type} where text is needed; write it as a string")
+    if not _is_text(source):
+        raise ValueError(
+            f"{where}: column 'data_source' is of type {source} where text is needed; write it as a string"
+        )
     reward_model = schema.field("reward_model").type
-    fields = [f.name for f in reward_model] if pa.types.is_struct(reward_model) else []
-    if "ground_truth" not in fields:
+    names = [field.name for field in reward_model] if pa.types.is_struct(reward_model) else []
+    if "ground_truth" not in names:
         raise ValueError(
             f"{where}: column 'reward_model' is of type {reward_model} where a struct with the field `ground_truth` "
-            f"is needed{nearest('ground_truth', fields)}; write the answer there"
+            f"is needed{nearest('ground_truth', names)}; write the answer there"
         )
 
 
-def _is_text(type: pa.DataType) -> bool:
-    if pa.types.is_dictionary(type):
-        type = type.value_type
-    return bool(pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_string_view(type))
+def _is_text(kind: pa.DataType | None) -> bool:
+    if kind is not None and pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind in (pa.string(), pa.large_string(), pa.string_view())

@@ -22,11 +22,9 @@ class Quarantine:
     def __init__(self, limit: int, run_dir: str | None = None) -> None:
         """
         Args:
-            limit: most bad rows there may be; with 0 the first one ends the run.
-            run_dir: the run's folder or URL, whose earlier bad rows count too; without one, rows are only counted.
-
-        Raises:
-            OSError: the folder cannot be read.
+            limit: most bad rows; with 0 the first one ends the run.
+            run_dir: folder or URL, whose earlier bad rows count too; None only counts rows. Raises OSError where it
+                cannot be read.
         """
         self.limit = limit
         self._folder: str | None = None
@@ -43,12 +41,7 @@ class Quarantine:
         return len(self._names)
 
     def add(self, place: Place, row: Any, error: ValueError) -> None:
-        """Set a row aside.
-
-        Args:
-            place: where it is.
-            row: it, as read.
-            error: what is wrong with it.
+        """Set aside a row, as read, because of `error`.
 
         Raises:
             ValueError: it is one too many.

@@ -62,8 +62,7 @@ class SolveRate(Sampler):
     def __init__(self, data: DataConfig, seed: int, least: float = 0.1, decay: float = 0.5) -> None:
         """
         Args:
-            data: the section `data`.
-            seed: `trainer.seed`.
+            data, seed: as of `Sampler`.
             least: smallest chance, above 0 and at most 1, so that a row can come back.
             decay: weight of the older mean when a row was tried again, from 0 (only the last try counts) to below 1.
         """

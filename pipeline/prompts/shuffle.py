@@ -22,11 +22,8 @@ class Unit(NamedTuple):
     """Rows that are drawn together: a row group, or a slice of a large one."""
 
     file: int
+    """Number of the file."""
     part: Slice
-
-    @property
-    def rows(self) -> int:
-        return self.part.stop - self.part.start
 
 
 class Window(NamedTuple):
@@ -39,7 +36,7 @@ class Window(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return sum(unit.rows for unit in self.units)
+        return sum(unit.part.rows for unit in self.units)
 
 
 class Row(NamedTuple):
@@ -82,23 +79,23 @@ class ShuffledDataset:
         files: list[PromptFile],
         units: list[Unit],
         window_rows: int,
-        seed: int | Sequence[int],
+        seed: Sequence[int],
         shuffle: bool,
         columns: list[str],
     ) -> None:
         """
         Args:
-            files: they are not opened before a window is read.
+            files: not opened before a window is read.
             units: the rows that are in the order.
-            window_rows: most rows that are held in memory.
-            seed: of the order, together with the epoch.
+            window_rows: most rows in memory.
+            seed: the order follows from it and the epoch.
             shuffle: False keeps the order of the files.
             columns: what is read of each row.
         """
         self.files, self.units, self.window_rows = files, units, window_rows
         self.shuffle, self.columns = shuffle, columns
-        self.rows = sum(unit.rows for unit in units)
-        self._seed = [part % 2**64 for part in ([seed] if isinstance(seed, int) else seed)]
+        self.rows = sum(unit.part.rows for unit in units)
+        self._seed = [part % 2**64 for part in seed]
         self._first_index = [0, *itertools.accumulate(file.rows for file in files)]
 
     def walk(self, epoch: int, offset: int, epochs: int | None) -> Iterator[Row]:
@@ -121,17 +118,16 @@ class ShuffledDataset:
         held: list[Unit] = []
         start, rows = 0, 0
         for unit in units:
-            if held and rows + unit.rows > self.window_rows:
+            if held and rows + unit.part.rows > self.window_rows:
                 windows.append(Window(len(windows), start, held))
                 start, rows, held = start + rows, 0, []
             held.append(unit)
-            rows += unit.rows
+            rows += unit.part.rows
         return [*windows, Window(len(windows), start, held)]
 
     def _random(self, *place: int) -> np.random.Generator:
-        seed = self._seed[0] if len(self._seed) == 1 else self._seed
         # `spawn_key` keeps (epoch,) and (epoch, 0) apart; plain entropy lists are padded with zeros and do not.
-        return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=place))
+        return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=place))
 
     def _rows(self, epoch: int, window: Window, skip: int) -> Iterator[Row]:
         """The rows of a window but the first `skip`. The window is in memory while they are taken."""

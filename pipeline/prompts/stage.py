@@ -39,8 +39,8 @@ from pipeline.store.status import TrainerState
 MAX_PAGES = 256
 """Pages of a run: each of them is a block from the start."""
 PAGE_PROMPTS = 256
-"""Prompts of a page, where an iteration has fewer and its prompts do not depend on what became of others: a page costs
-as much as the way of a chunk."""
+"""Prompts of a page, where an iteration has fewer and does not depend on what became of earlier prompts: a page costs
+as much time as a chunk."""
 LOOKAHEAD = 1
 """Iterations whose prompts are made before they are admitted."""
 
@@ -138,12 +138,11 @@ def loaders(
 
     Args:
         data: the files, and how they are read.
-        model: whose tokenizer it is.
-        limits: by split, how rows may ask to be sampled (`sampling.row_limits`).
+        model: its tokenizer is used.
+        limits: what `sampling.row_limits` returned.
         seed: `trainer.seed`.
         run_dir: where unusable rows are set aside and trajectories are recorded; None only counts unusable rows.
-        epochs: passes over the training files after which the prompts end; None never.
-        lag: `Schedule.feedback_lag`.
+        epochs, lag: as of `PromptLoader`.
 
     Raises:
         ValueError, FileNotFoundError, OSError: a file, the tokenizer, the sampler or the generator cannot be used.
@@ -155,18 +154,9 @@ def loaders(
     chat = ChatTokenizer(load_tokenizer(model), data)
     quarantine = Quarantine(data.max_bad_rows, run_dir)
     encoders = {split: Encoder(chat, quarantine, limits[split]) for split in ("train", "val")}
-    training = PromptLoader(
-        train,
-        data,
-        encoders["train"],
-        seed,
-        sampler=make_sampler(data, seed),
-        generator=make_generator(data, seed),
-        epochs=epochs,
-        run_dir=run_dir or "",
-        lag=lag,
-    )
-    return training, PromptLoader(val, data, encoders["val"], seed, split="val") if val else None
+    made = make_sampler(data, seed), make_generator(data, seed)
+    training = PromptLoader(train, data, encoders["train"], seed, "train", *made, epochs, run_dir or "", lag)
+    return training, PromptLoader(val, data, encoders["val"], seed, "val") if val else None
 
 
 class Prompts:
@@ -179,18 +169,6 @@ class Prompts:
 
     With dynamic sampling the validation rows of a version are in front of the first page that is made at that version.
     It stays current until they are recorded, and generates at least one batch, so there is such a page.
-
-    Args:
-        data: the prompts.
-        model: whose tokenizer it is.
-        trainer: length of the run, seed and deadlines.
-        limits: by split, how rows may ask to be sampled.
-        schedule: which iterations and validations there are.
-        store: the policy store, for this attempt.
-        run_dir: the run's folder.
-
-    Raises:
-        ValueError: with dynamic sampling, a sampler or generator learns from iterations.
     """
 
     def __init__(
@@ -203,6 +181,10 @@ class Prompts:
         store: StoreClient,
         run_dir: str,
     ):
+        """
+        Raises:
+            ValueError: as of `loaders`; or, with dynamic sampling, a sampler or generator learns from iterations.
+        """
         self._schedule, self._store, self._deadlines = schedule, store, trainer.deadlines
         self._endless = schedule.max_num_gen_batches is not None
         epochs = None if trainer.total_training_steps or self._endless else trainer.total_epochs

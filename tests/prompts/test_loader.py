@@ -175,7 +175,7 @@ def test_an_overlong_prompt_is_an_error_that_names_the_row(folder, loader_of):
 
 
 def test_all_prompts_filtered(folder, loader_of):
-    with pytest.raises(ValueError, match=r"all 62 prompts are longer than data\.max_prompt_length=2"):
+    with pytest.raises(ValueError, match=r"62 prompts gave none: \d+ are longer than data\.max_prompt_length=2"):
         loader_of(folder, max_prompt_length=2, filter_overlong_prompts=True).iteration(1, 4)
 
 

@@ -139,7 +139,7 @@ def test_rows_without_a_source_are_set_aside_wherever_they_stand(sampled, prompt
             {"a": 1, "b": 1, "cc": 1},
             "gives a share to 'cc', which is no data_source .*nearest is 'c'",
         ),
-        ({"a": 1, "c": 1}, "gives no share to b, which stand"),
+        ({"a": 1, "c": 1}, "gives no share to b"),
         ({"a": 0, "b": 0, "c": 0}, "one of them above 0"),
         ({"a": -1, "b": 1, "c": 1}, "at least 0"),
         ({"a": float("nan"), "b": 1, "c": 1}, "at least 0"),
