@@ -6,7 +6,8 @@ parts that are there ─► summary        stream ─► chunk ─► part ─�
 import time
 from typing import TYPE_CHECKING, Any
 
-from pipeline.evaluate.stream import EvaluationRollout, build
+from pipeline.evaluate.stream import build
+from pipeline.rollout.stage import Rollout
 from pipeline.track.console import THROUGHPUT, RunConsole
 from pipeline.track.history import REWARD
 from pipeline.train.feed import TimedIterator
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
 SHOWN_EVERY_S = 5.0
 
 
-def generate(
-    evaluation: "Evaluation", console: RunConsole, rollout_stage: type[EvaluationRollout] = EvaluationRollout
-) -> None:
+def generate(evaluation: "Evaluation", console: RunConsole, rollout_stage: type[Rollout] = Rollout) -> None:
     """Generate and score the chunks that are missing; Ray is running and everything has been checked.
 
     Args:

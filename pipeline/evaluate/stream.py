@@ -2,13 +2,12 @@
 
     pages ─► prompts ─► rollout ─► [reward model] ─► reward ─► driver
 
-Blocks and their order are as in `pipeline/stream.py`. The rows of a chunk come to the driver as one block. Prompts are
-tokenised ahead of the engines and wait in Ray's object store, as those of a validation do.
+The stages and their builders are those of `pipeline/stream.py`. The rows of a chunk reach the driver as one block.
+Prompts are tokenised ahead of the engines and wait in Ray's object store, as those of a validation do.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 from ray.data import Dataset
@@ -61,7 +60,8 @@ class EvaluationPrompts:
         """The rows of the chunks of one page that are not done; none after the last prompt."""
         size = self._pages.page_chunks
         first = table["id"][0].as_py() * size
-        self._seek(first)
+        if first != self._next:
+            self._seek(first)
         rows = [PROMPT.empty_table()]
         for chunk in range(first, first + size):
             prompts = next(self._chunks, None)
@@ -71,55 +71,31 @@ class EvaluationPrompts:
         return pa.concat_tables(rows)
 
     def _seek(self, first: int) -> None:
-        """Go to chunk `first`; an actor that was restarted reads the files once more up to there."""
-        if first == self._next:
-            return
+        """Go to chunk `first`; an actor that was restarted reads the files again up to there."""
         config = self._config
         _, loader = loaders(config.data, config.model, row_limits(config), config.trainer.seed, self._out)
         assert loader is not None
-        self._chunks = loader.epoch(config.rollout.chunk_prompts)
+        self._chunks = loader.validation_rows(config.rollout.chunk_prompts)
         for _ in range(first):
             next(self._chunks, None)
 
 
 class FixedPolicy:
-    """The policy of an engine that reads its weights from the model's folder: every chunk may start at once."""
+    """The policy of an engine that has read its weights from the model's folder: every chunk may start at once.
 
-    def __init__(self, version: int) -> None:
-        self._version = version
+    Its version is the one that an engine has before it loads any, so none is ever loaded.
+    """
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket:
-        return Ticket(self._version, [])
+        return Ticket(-1, [])
 
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
-        """Never called: no weights are published."""
+        """Never called: no weights are loaded."""
 
 
-class EvaluationRollout(Rollout):
-    """One engine of the pool, with the weights of `model.path`.
-
-    `rollout.engine_kwargs.load_format` says how it reads them.
-
-    Args:
-        sections: as of `Rollout`.
-        version: number of the policy version that they are.
-    """
-
-    def __init__(self, *sections: Any, version: int) -> None:
-        super().__init__(*sections, FixedPolicy(version))
-        # The engine holds the version of every ticket, so nothing is ever loaded.
-        self._version = version
-
-
-def build(
-    config: Config,
-    pages: Pages,
-    iteration: int,
-    out: str,
-    rollout_stage: type[EvaluationRollout] = EvaluationRollout,
-) -> Dataset:
+def build(config: Config, pages: Pages, iteration: int, out: str, rollout_stage: type[Rollout] = Rollout) -> Dataset:
     """The stream of one evaluation.
 
     Args:
@@ -132,14 +108,7 @@ def build(
     set_context()
     rollout, chunks = config.rollout, in_flight(config)
     num_engines = min(rollout.num_engines, max(1, pages.chunks - len(pages.done)))
-    args = (config, pages, iteration, out)
-    stream = source(pages.count, rollout.chunk_prompts, EvaluationPrompts, args, config)
-    resources = engines(config, num_engines, chunks)
-    stream = stream.map_batches(
-        rollout_stage,
-        fn_constructor_args=sections(config),
-        fn_constructor_kwargs={"version": iteration},
-        **resources,
-        **WHOLE,
-    )
+    stream = source(pages.count, rollout.chunk_prompts, EvaluationPrompts, (config, pages, iteration, out), config)
+    args, resources = (*sections(config), FixedPolicy()), engines(config, num_engines, chunks)
+    stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **resources, **WHOLE)
     return rewarded(stream, config, chunks * num_engines)

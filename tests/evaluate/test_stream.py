@@ -2,12 +2,10 @@
 
 import copy
 import os
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -19,53 +17,42 @@ from pipeline.evaluate.folder import Folder
 from pipeline.evaluate.prepare import Evaluation, prepare
 from pipeline.evaluate.run import generate
 from pipeline.evaluate.settings import used
-from pipeline.evaluate.stream import EvaluationRollout
 from pipeline.rollout import vllm
 from pipeline.run.driver import sentence
 from pipeline.track.console import THROUGHPUT
 from pipeline.track.history import REWARD
-from tests.streams import Answers, answer
+from tests.streams import Answers, StandIn, answer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("stream_context")]
 
 VERSION, SAMPLES = 6, 3
 
 
-class Instant(EvaluationRollout):
-    """The rollout stage with `Answers` for its engine, which notes where it ran."""
-
-    def __init__(self, *sections: Any, version: int) -> None:
-        # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
-        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
-        modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
-        sys.modules.update(modules)
-        with patch.object(vllm, "build", lambda *args: self.started()):
-            super().__init__(*sections, version=version)
-
-    def started(self) -> Answers:
-        return Answers()
-
-
-class Silent(Instant):
+class Silence(Answers):
     """An engine that never answers."""
 
-    def started(self) -> Answers:
-        engine = Answers()
-        engine.step = lambda: time.sleep(0.05) or []  # type: ignore[method-assign]
-        return engine
+    def step(self) -> list[Any]:
+        time.sleep(0.05)
+        return []
 
 
-def settings(stream_config: Config) -> Config:
+class Silent(StandIn):
+    answers = Silence
+
+
+def settings(stream_config: Config, folder: Path) -> Config:
     """Seven validation prompts in chunks of two, three responses each; the reward fails for prompts 0 and 5."""
     config = copy.deepcopy(stream_config)
     config.rollout.val_kwargs.n, config.rollout.val_kwargs.temperature = SAMPLES, 1.0
     config.trainer.ray_num_cpus = 8
-    return used(config)
+    own = used(config)
+    own.trainer.default_local_dir = str(folder)
+    return own
 
 
 @pytest.fixture
-def config(stream_config: Config) -> Config:
-    return settings(stream_config)
+def config(stream_config: Config, tmp_path: Path) -> Config:
+    return settings(stream_config, tmp_path)
 
 
 def evaluation(config: Config, out: Path) -> Evaluation:
@@ -74,7 +61,7 @@ def evaluation(config: Config, out: Path) -> Evaluation:
     return made
 
 
-def generated(made: Evaluation, stage: type[EvaluationRollout] = Instant) -> list[tuple[int, dict[str, float]]]:
+def generated(made: Evaluation, stage: type[StandIn] = StandIn) -> list[tuple[int, dict[str, float]]]:
     """Generate what is missing; chunks and figures, each time they are shown."""
     updates: list[tuple[int, dict[str, float]]] = []
     console: Any = SimpleNamespace(update=lambda done, figures: updates.append((done, figures)))
@@ -89,7 +76,8 @@ def parts(folder: Folder) -> dict[int, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def whole(stream_config: Config, stream_context: None, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     """All chunks at once."""
-    made = evaluation(settings(stream_config), tmp_path_factory.mktemp("whole") / "out")
+    folder = tmp_path_factory.mktemp("whole")
+    made = evaluation(settings(stream_config, folder), folder / "out")
     done, figures = generated(made)[-1]
     assert done == 4 and made.summary.prompts == 7
     assert made.tokens_per_s is not None and made.tokens_per_s > 0
@@ -104,7 +92,7 @@ def test_every_prompt_has_its_responses(whole: Evaluation) -> None:
     assert [(row["uid"], row["sample"]) for row in rows] == [(f"val-{i}", s) for i in range(7) for s in range(SAMPLES)]
     for row in rows:
         seed = vllm.seed_of(f"{whole.config.trainer.seed}/{row['uid']}/{row['sample']}")
-        assert row["response_ids"] == answer(row["prompt_ids"], VERSION, seed), "the seeds are those of a run"
+        assert row["response_ids"] == answer(row["prompt_ids"], -1, seed), "the seeds are those of a run"
         assert (row["reward_error"] is None) == (row["offset"] % 5 != 0)
 
 
