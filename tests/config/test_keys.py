@@ -7,7 +7,7 @@ runs real code (the advantage stage, an update of a tiny model, the train loop) 
 import dataclasses
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,52 +111,27 @@ def learner(kind: type[Actor | Critic], config: Config) -> Any:
     return build(config, CPU, iterations=2)
 
 
-@cache
-def weights(kind: type[Actor | Critic]) -> Look:
-    """The weights after two iterations."""
-
-    def look(config: Config) -> list[np.ndarray]:
-        trained = learner(kind, config)
-        for seed in (0, 1):
-            update(trained, rows(seed))
-        return [weight.numpy() for weight in full_state_dict(trained.module).values()]
-
-    return look
+def weights(kind: type[Actor | Critic], config: Config, iterations: int = 2) -> list[np.ndarray]:
+    """The weights after so many iterations."""
+    trained = learner(kind, config)
+    for seed in range(iterations):
+        update(trained, rows(seed))
+    return [weight.numpy() for weight in full_state_dict(trained.module).values()]
 
 
-@cache
-def first_weights(kind: type[Actor | Critic]) -> Look:
-    """The weights before training."""
-
-    def look(config: Config) -> list[np.ndarray]:
-        return [weight.numpy() for weight in full_state_dict(learner(kind, config).module).values()]
-
-    return look
-
-
-@cache
-def forward_passes(kind: type[Actor | Critic]) -> Look:
+def forward_passes(kind: type[Actor | Critic], config: Config) -> list[tuple[int, ...]]:
     """Rows and width of each forward pass over an iteration."""
-
-    def look(config: Config) -> list[tuple[int, ...]]:
-        trained, whole = learner(kind, config), rows(0)
-        return [tuple(batch.input_ids.shape) for batch in trained.micro_batches(whole, list(range(len(whole))))]
-
-    return look
+    trained, whole = learner(kind, config), rows(0)
+    return [tuple(batch.input_ids.shape) for batch in trained.micro_batches(whole, list(range(len(whole))))]
 
 
-@cache
-def gathered_weights(kind: type[Actor | Critic]) -> Look:
+def gathered_weights(kind: type[Actor | Critic], config: Config) -> list[str]:
     """The weights that stay gathered between the forward and the backward pass."""
-
-    def look(config: Config) -> list[str]:
-        trained = learner(kind, config)
-        batch = next(trained.micro_batches(rows(0), [0, 1, 2]))
-        arguments = [batch.input_ids, batch.logit_index, *([batch.targets] if kind is Actor else [])]
-        trained.module(*arguments)
-        return [name for name, weight in trained.module.named_parameters() if not isinstance(weight, DTensor)]
-
-    return look
+    trained = learner(kind, config)
+    batch = next(trained.micro_batches(rows(0), [0, 1, 2]))
+    arguments = [batch.input_ids, batch.logit_index, *([batch.targets] if kind is Actor else [])]
+    trained.module(*arguments)
+    return [name for name, weight in trained.module.named_parameters() if not isinstance(weight, DTensor)]
 
 
 class LargestLogits(TorchDispatchMode):
@@ -286,7 +261,7 @@ def loss(name: str, **settings: Any) -> dict[str, Any]:
     return {"actor.policy_loss.loss_mode": name, **options}
 
 
-actor, critic = weights(Actor), weights(Critic)
+actor, critic = partial(weights, Actor), partial(weights, Critic)
 KL = {"algorithm.use_kl_in_reward": True}
 ADAPTIVE = {**KL, "algorithm.kl_ctrl.type": "adaptive"}
 FILTERED = {"algorithm.filter_groups.enable": True}
@@ -353,33 +328,36 @@ SHOWN = {
     "actor.grad_clip": Shown(actor, 1e-3),
     "actor.ppo_epochs": Shown(actor, 2),
     "actor.ppo_mini_batch_size": Shown(actor, 4),
-    "actor.ppo_max_token_len_per_gpu": Shown(forward_passes(Actor), 40),
+    "actor.ppo_max_token_len_per_gpu": Shown(partial(forward_passes, Actor), 40),
     "actor.old_log_probs": Shown(actor, "recompute"),
     "actor.logits_chunk_tokens": Shown(logits, 8),
     "critic.enable": Shown(stages, True),
-    "critic.path": Shown(first_weights(Critic), "OTHER MODEL"),
+    "critic.path": Shown(partial(weights, Critic, iterations=0), "OTHER MODEL"),
     "critic.warmup": Shown(updates, 2),
     "critic.cliprange_value": Shown(critic, 0.01),
     "critic.loss_agg_mode": Shown(critic, "seq-mean-token-mean"),
     "critic.grad_clip": Shown(critic, 1e-3),
     "critic.ppo_epochs": Shown(critic, 2),
     "critic.ppo_mini_batch_size": Shown(critic, 4),
-    "critic.ppo_max_token_len_per_gpu": Shown(forward_passes(Critic), 40),
+    "critic.ppo_max_token_len_per_gpu": Shown(partial(forward_passes, Critic), 40),
 }
-for name, kind in (("actor", Actor), ("critic", Critic)):
+for name, look, gathered in (
+    ("actor", actor, partial(gathered_weights, Actor)),
+    ("critic", critic, partial(gathered_weights, Critic)),
+):
     cosine = {f"{name}.optim.lr_scheduler_type": "cosine"}
     SHOWN |= {
-        f"{name}.optim.lr": Shown(weights(kind), 1e-3),
-        f"{name}.optim.betas": Shown(weights(kind), (0.5, 0.9)),
-        f"{name}.optim.eps": Shown(weights(kind), 1e-1),
-        f"{name}.optim.weight_decay": Shown(weights(kind), 0.5),
-        f"{name}.optim.lr_scheduler_type": Shown(weights(kind), "linear"),
-        f"{name}.optim.lr_warmup_steps": Shown(weights(kind), 2),
-        f"{name}.optim.lr_warmup_steps_ratio": Shown(weights(kind), 1.0),
-        f"{name}.optim.min_lr_ratio": Shown(weights(kind), 0.5, cosine),
-        f"{name}.fsdp.reshard_after_forward": Shown(gathered_weights(kind), False),
-        f"{name}.fsdp.param_dtype": Shown(weights(kind), "bfloat16"),
-        f"{name}.fsdp.reduce_dtype": Shown(weights(kind), "bfloat16"),
+        f"{name}.optim.lr": Shown(look, 1e-3),
+        f"{name}.optim.betas": Shown(look, (0.5, 0.9)),
+        f"{name}.optim.eps": Shown(look, 1e-1),
+        f"{name}.optim.weight_decay": Shown(look, 0.5),
+        f"{name}.optim.lr_scheduler_type": Shown(look, "linear"),
+        f"{name}.optim.lr_warmup_steps": Shown(look, 2),
+        f"{name}.optim.lr_warmup_steps_ratio": Shown(look, 1.0),
+        f"{name}.optim.min_lr_ratio": Shown(look, 0.5, cosine),
+        f"{name}.fsdp.reshard_after_forward": Shown(gathered, False),
+        f"{name}.fsdp.param_dtype": Shown(look, "bfloat16"),
+        f"{name}.fsdp.reduce_dtype": Shown(look, "bfloat16"),
     }
 
 
