@@ -94,7 +94,7 @@ def load(
         merged = OmegaConf.merge(OmegaConf.structured(schema), composed)
         config = OmegaConf.to_object(merged)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(_sentence(error, schema, folders, overrides)) from error
+        raise ConfigError(_sentence(error, str(error), schema, folders, overrides)) from error
     _restore_tuples(config)
     expand_settings(config)
     return typing.cast(T, config)
@@ -176,21 +176,20 @@ def _leaf_keys(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
-def _sentence(error: Exception, schema: type, folders: list[Path], overrides: list[str]) -> str:
+def _sentence(error: Exception, message: str, schema: type, folders: list[Path], overrides: list[str]) -> str:
     """One sentence for what Hydra or OmegaConf refused."""
     valid, cause = keys(schema), _cause(error)
     if isinstance(cause, YAMLError):
         return f"a config file is not valid YAML: {' '.join(str(cause).split())}"
-    full_key = getattr(cause, "full_key", None) or _value_for_section(str(error), valid, folders)
+    full_key = getattr(cause, "full_key", None) or _value_for_section(message, valid, folders)
     if not full_key or isinstance(cause, InterpolationResolutionError):
         return f"the config could not be composed: {' '.join(str(cause).split())}"
     full_key = str(full_key)
 
-    source, value = _source(str(error), full_key, folders, overrides)
+    source, value = _source(message, full_key, folders, overrides)
     key = full_key.split("[")[0]
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        return unknown(full_key, valid, source)
-    if full_key not in valid and any(name.startswith(full_key + ".") for name in valid):
+    is_section = full_key not in valid and any(name.startswith(full_key + ".") for name in valid)
+    if is_section or isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return unknown(full_key, valid, source)
     wanted = expected(valid[key].type) if key in valid else "another type"
     return f"{source}: {key}={value} does not fit; expected {wanted}"
@@ -208,14 +207,13 @@ def _value_for_section(message: str, valid: dict[str, Key], folders: list[Path])
 
 def _cause(error: BaseException) -> BaseException:
     """The YAML error, or the innermost OmegaConf error that knows its key, behind `error`; else `error` itself."""
-    found, seen = error, error
-    while True:
+    found = error
+    seen: BaseException | None = error
+    while seen is not None:
         if isinstance(seen, YAMLError) or getattr(seen, "full_key", None):
             found = seen
-        following = seen.__cause__ or seen.__context__
-        if following is None:
-            return found
-        seen = following
+        seen = seen.__cause__ or seen.__context__
+    return found
 
 
 def _source(message: str, full_key: str, folders: list[Path], overrides: list[str]) -> tuple[str, Any]:
@@ -268,18 +266,11 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         content = OmegaConf.load(path)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), content))
     except (OmegaConfBaseException, YAMLError) as error:
-        folder, name = path.resolve().parent, path.stem
-        raise ConfigError(_sentence(_Located(name, error), schema, [folder], [])) from error
+        # As Hydra names the file.
+        message = f"In '{path.stem}': {error}"
+        raise ConfigError(_sentence(error, message, schema, [path.resolve().parent], [])) from error
     _restore_tuples(config)
     return typing.cast(T, config)
-
-
-class _Located(Exception):
-    """An OmegaConf error of a known file, in the form in which Hydra reports it."""
-
-    def __init__(self, name: str, error: Exception) -> None:
-        super().__init__(f"In '{name}': {error}")
-        self.__cause__ = error
 
 
 def diff(config_a: Any, config_b: Any) -> list[tuple[str, Any, Any]]:

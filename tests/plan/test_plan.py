@@ -5,10 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from pipeline.config import Config, ConfigError, load_config
+from pipeline.config import Config, ConfigError
 from pipeline.plan.placement import check_resources, lines, local_gpus, place
 from pipeline.plan.plan import Plan, plan
 from pipeline.plan.table import render
+from tests.plan.test_checks import good
 
 SMALL = [
     "data.train_files=train.parquet",
@@ -31,7 +32,7 @@ def validate(config: Config) -> Plan:
 
 
 def small(*overrides: str, train_rows: int | None = None):
-    return plan(load_config([*SMALL, *overrides]), train_rows)
+    return plan(good(*SMALL, *overrides), train_rows)
 
 
 def shown(*overrides: str) -> str:
@@ -68,9 +69,9 @@ def test_iterations():
 
 
 def test_cpus_are_checked_against_what_the_local_ray_is_told():
-    validate(load_config([*SMALL, "trainer.ray_num_cpus=7"]))
+    validate(good(*SMALL, "trainer.ray_num_cpus=7"))
     with pytest.raises(ConfigError, match=r"3 x 1 \+ 1 \+ 2 x 1 \+ 1 = 7 CPUs and trainer.ray_num_cpus=6"):
-        validate(load_config([*SMALL, "trainer.ray_num_cpus=6"]))
+        validate(good(*SMALL, "trainer.ray_num_cpus=6"))
 
 
 PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"]
@@ -93,22 +94,6 @@ def test_scoring_pools_are_counted():
     numbers = small(*PPO, *pools, "scoring.value.num_gpus=1")
     assert numbers.cpus == 3 * 1 + 1 + 2 * 3 + 1 * 1 + 2 * 1 + 1
     assert numbers.gpus == 2 * 0.5 + 1 * 1
-    with pytest.raises(ConfigError) as error:
-        check_resources(numbers.stages, None, [{"CPU": 13.0, "GPU": 8.0}])
-    assert (
-        "the run needs rollout.num_engines x rollout.num_cpus + reward.num_cpus + scoring.reference.num_workers x "
-        "scoring.reference.num_cpus + scoring.value.num_workers x scoring.value.num_cpus + trainer.num_workers x "
-        "trainer.cpus_per_worker + 1 for prompts = 3 x 1 + 1 + 2 x 3 + 1 x 1 + 2 x 1 + 1 = 14 CPUs and the cluster "
-        "has 13"
-    ) in str(error.value)
-    with pytest.raises(ConfigError) as error:
-        check_resources(numbers.stages, None, [{"CPU": 14.0, "GPU": 1.0}])
-    assert (
-        "scoring.reference.num_workers x scoring.reference.num_gpus + scoring.value.num_workers x "
-        "scoring.value.num_gpus = 2 x 0.5 + 1 x 1 = 2 GPUs and the cluster has 1"
-    ) in str(error.value)
-    with pytest.raises(ConfigError, match="not together for .* x reference of 3 CPUs"):
-        check_resources(numbers.stages, None, [{"CPU": 2.0, "GPU": 1.0}] * 10)
 
 
 def test_updates_of_the_critic():
@@ -135,22 +120,13 @@ def test_greedy_responses_of_the_baselines():
 def test_gpus_are_checked(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert local_gpus() == 4
-    config = load_config([*SMALL, "trainer.ray_num_cpus=8", "rollout.num_gpus=1", "trainer.use_gpu=true"])
+    config = good(*SMALL, "trainer.ray_num_cpus=8", "rollout.num_gpus=1", "trainer.use_gpu=true")
     with pytest.raises(ConfigError, match=r"3 x 1 \+ 2 x 1 = 5 GPUs and this machine has 4"):
         validate(config)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     assert validate(config).gpus == 5
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert local_gpus() == 0
-
-
-def test_a_cluster_needs_a_node_for_each_actor():
-    numbers = small("rollout.num_cpus=4")
-    check_resources(numbers.stages, None, [{"CPU": 16.0}])
-    with pytest.raises(ConfigError, match="not together for .* x rollout of 4 CPUs"):
-        check_resources(numbers.stages, None, [{"CPU": 2.0}] * 10)
-    with pytest.raises(ConfigError, match="= 16 CPUs and the cluster has 8"):
-        check_resources(numbers.stages, None, [{"CPU": 4.0}] * 2)
 
 
 def test_render_shows_the_arithmetic_and_notes():
@@ -172,114 +148,104 @@ def test_the_table_says_what_overlaps():
     assert "iteration is complete: algorithm.adv_estimator" in shown("algorithm.adv_estimator=reinforce_plus_plus")
 
 
-NODES = [{"CPU": 8.0}, {"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}]
-LABELS = [{"role": "cpu"}, {"role": "rollout", "zone": "a"}, {"role": "train"}]
-GPUS = ("rollout.num_gpus=1", "trainer.use_gpu=true")
+POOLS = "scoring.reference.num_workers=2 scoring.reference.num_cpus=3 scoring.reference.num_gpus=0.5"
+SCORED = f"algorithm.adv_estimator=gae algorithm.use_kl_in_reward=true {POOLS} scoring.value.num_gpus=1"
+GPUS = "rollout.num_gpus=1 trainer.use_gpu=true"
+KINDS = "8@role=cpu 4+4@role=rollout,zone=a 4+2@role=train"
+ENGINES = "trainer.placement.rollout.role=rollout"
+ELASTIC = "rollout.min_engines=2 rollout.max_engines=6 rollout.num_gpus=1"
+SPLIT = "rollout.num_gpus=1 rollout.tensor_parallel_size=4 rollout.num_engines=2"
+SHARED = "rollout.num_gpus=0.4 trainer.use_gpu=true trainer.gpus_per_worker=0.6 rollout.num_engines=2"
+LARGE = "rollout.num_cpus=3 rollout.num_engines=2 trainer.num_workers=1"
 
 
-def test_stages_keep_to_the_nodes_of_their_labels():
-    placed = small(*GPUS, "trainer.placement.rollout.role=rollout", "trainer.placement.train.role=train")
-    check_resources(placed.stages, None, NODES, LABELS)
-    # All GPUs together would do, but not those of the right nodes.
-    with pytest.raises(ConfigError, match=r"2 x train of .* on nodes labelled role=rollout.*"):
-        check_resources(small(*GPUS, "trainer.placement.train.role=rollout").stages, None, NODES, [LABELS[0], {}, {}])
-    crowded = small(*GPUS, "trainer.placement.rollout.role=rollout", "trainer.placement.train.role=rollout")
-    with pytest.raises(ConfigError, match="not together for .* on nodes labelled role=rollout"):
-        check_resources(crowded.stages, None, NODES, LABELS)
-    lights = small("reward.num_cpus=5", "trainer.placement.reward.role=train")
-    with pytest.raises(ConfigError, match="reward, advantage of 5 CPUs and 0 GPUs on nodes labelled role=train"):
-        check_resources(lights.stages, None, NODES, LABELS)
-    both = small(*GPUS, "trainer.placement.rollout={role: rollout, zone: b}")
-    with pytest.raises(ConfigError, match="labelled role=rollout,zone=b"):
-        check_resources(both.stages, None, NODES, LABELS)
+def cluster(text: str) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
+    """Resources and labels of nodes, written `CPUs+GPUs@key=value,...`."""
+    nodes, labels = [], []
+    for node in text.split():
+        resources, _, named = node.partition("@")
+        cpus, _, gpus = resources.partition("+")
+        nodes.append({"CPU": float(cpus), "GPU": float(gpus or 0)})
+        labels.append(dict(pair.split("=") for pair in named.split(",") if pair))
+    return nodes, labels
 
 
-def test_an_actor_larger_than_any_node_of_its_labels():
-    large = small("rollout.num_engines=1", "rollout.num_cpus=6", "trainer.placement.rollout.kind=small")
-    with pytest.raises(ConfigError, match="not together for .* x rollout of 6 CPUs"):
-        check_resources(
-            large.stages, None, [{"CPU": 20.0}, {"CPU": 4.0}, {"CPU": 4.0}], [{}, {"kind": "small"}, {"kind": "small"}]
-        )
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "words"),
+    [
+        # Sums.
+        ("rollout.num_cpus=4", "16", ""),
+        ("rollout.num_cpus=4", "4 4", "= 16 CPUs and the cluster has 8"),
+        (
+            SCORED,
+            "13+8",
+            r"rollout.num_cpus \+ reward.num_cpus \+ scoring.reference.num_workers x scoring.reference.num_cpus .* "
+            r"\+ 1 for prompts = 3 x 1 \+ 1 \+ 2 x 3 \+ 1 x 1 \+ 2 x 1 \+ 1 = 14 CPUs and the cluster has 13",
+        ),
+        (SCORED, "14+1", r"scoring.value.num_gpus = 2 x 0.5 \+ 1 x 1 = 2 GPUs and the cluster has 1"),
+        # An actor has everything from one node.
+        ("rollout.num_cpus=4", " ".join(["2"] * 10), "not together for .* x rollout of 4 CPUs"),
+        (SCORED, " ".join(["2+1"] * 10), "not together for .* x reference of 3 CPUs"),
+        (LARGE, "5 4", ""),
+        (LARGE, "5 2 2", "enough in all, but not together"),
+        (SPLIT, "4+4 4+4", ""),
+        (SPLIT, "8+7", "rollout.num_engines x rollout.tensor_parallel_size = 2 x 4 = 8 GPUs and"),
+        (SPLIT, "4+3 4+3 4+2", "not together for .* x rollout of 1 CPUs"),
+        # Parts of a GPU are parts of one: 2 x 0.6 + 4 x 0.2 fit, 0.8 is left of no GPU.
+        (SHARED, "8+2", ""),
+        (f"{SHARED} rollout.num_engines=4 rollout.num_gpus=0.2", "8+2", ""),
+        (f"{SHARED} rollout.num_engines=1 rollout.num_gpus=0.8", "8+2", "not together for .* 1 CPUs and 0.8 GPUs"),
+        # Labels.
+        (f"{GPUS} {ENGINES} trainer.placement.train.role=train", KINDS, ""),
+        (f"{GPUS} {ENGINES} trainer.placement.train.role=rollout", KINDS, "not together for .* labelled role=rollout"),
+        (f"{GPUS} {ENGINES} trainer.placement.rollout.zone=b", KINDS, "labelled role=rollout,zone=b"),
+        ("reward.num_cpus=5 trainer.placement.reward.role=train", KINDS, "advantage of 5 CPUs .* labelled role=train"),
+        (
+            "rollout.num_engines=1 rollout.num_cpus=6 trainer.placement.rollout.kind=small",
+            "20 4@kind=small 4@kind=small",
+            "not together for .* x rollout of 6 CPUs",
+        ),
+        # Pools that grow leave the tasks their CPUs; engines that hold GPUs stop where there are no more of them.
+        (ELASTIC, "6+2", ""),
+        (ELASTIC, "5+2", r"rollout.min_engines x rollout.num_cpus .* 2 x 1 \+ 1 \+ 2 x 1 \+ 1 = 6 CPUs"),
+        ("rollout.max_engines=6", "10", ""),
+        ("rollout.max_engines=6", "8", "5 engines would take the CPUs of the tasks of reward, advantage.* at most 4"),
+        ("rollout.max_engines=60 rollout.num_gpus=1", "12+5", ""),
+        (f"rollout.max_engines=60 {ENGINES}", "4 8@role=rollout", ""),
+    ],
+)
+def test_nodes_that_hold_the_run_and_others(overrides, nodes, words):
+    stages = small(*overrides.split()).stages
+    resources, labels = cluster(nodes)
+    if not words:
+        check_resources(stages, None, resources, labels)
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_resources(stages, None, resources, labels)
 
 
 def test_a_local_ray_has_no_labels():
     with pytest.raises(ConfigError, match="on nodes labelled role=rollout"):
-        validate(load_config([*SMALL, "trainer.ray_num_cpus=16", "trainer.placement.rollout.role=rollout"]))
+        validate(good(*SMALL, "trainer.ray_num_cpus=16", ENGINES))
 
 
-# Parts of GPUs, and pools that grow.
-
-
-def test_the_fewest_engines_are_required():
-    elastic = ("rollout.min_engines=2", "rollout.max_engines=6", "rollout.num_gpus=1")
-    numbers = small(*elastic)
+def test_the_fewest_engines_are_counted():
+    numbers = small(*ELASTIC.split())
     assert numbers.cpus == 2 * 1 + 2 * 1 + 1 + 1 and numbers.gpus == 2
-    text = shown(*elastic)
+    text = shown(*ELASTIC.split())
     assert "2 up to 6 x 1 CPU + 1 GPU" in text and "at least 6 CPUs, 2 GPUs" in text
-    check_resources(numbers.stages, None, [{"CPU": 6.0, "GPU": 2.0}])
-    with pytest.raises(
-        ConfigError, match=r"rollout.min_engines x rollout.num_cpus .* 2 x 1 \+ 1 \+ 2 x 1 \+ 1 = 6 CPUs"
-    ):
-        check_resources(numbers.stages, None, [{"CPU": 5.0, "GPU": 2.0}])
 
 
-def test_engines_that_are_added_leave_the_tasks_their_cpus():
-    numbers = small("rollout.max_engines=6")
-    check_resources(numbers.stages, None, [{"CPU": 10.0}])
-    with pytest.raises(
-        ConfigError, match="5 engines would take the CPUs of the tasks of reward, advantage.* at most 4"
-    ):
-        check_resources(numbers.stages, None, [{"CPU": 8.0}])
-    # Engines that hold GPUs stop where there are no more of them, and others may come with nodes of their own.
-    on_gpus = small("rollout.max_engines=60", "rollout.num_gpus=1")
-    check_resources(on_gpus.stages, None, [{"CPU": 12.0, "GPU": 5.0}])
-    labelled = small("rollout.max_engines=60", "trainer.placement.rollout.role=rollout")
-    check_resources(labelled.stages, None, [{"CPU": 4.0}, {"CPU": 8.0}], [{}, {"role": "rollout"}])
-
-
-def test_an_engine_of_several_gpus_has_them_on_one_node():
-    numbers = small("rollout.num_gpus=1", "rollout.tensor_parallel_size=4", "rollout.num_engines=2")
-    assert numbers.gpus == 8
-    check_resources(numbers.stages, None, [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 4.0}])
-    with pytest.raises(ConfigError, match=r"rollout.num_engines x rollout.tensor_parallel_size = 2 x 4 = 8 GPUs and"):
-        check_resources(numbers.stages, None, [{"CPU": 8.0, "GPU": 7.0}])
-    with pytest.raises(ConfigError, match="not together for .* x rollout of 1 CPUs"):
-        check_resources(
-            numbers.stages, None, [{"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 3.0}, {"CPU": 4.0, "GPU": 2.0}]
-        )
-
-
-def test_parts_of_a_gpu_are_parts_of_one():
-    shared = ("rollout.num_gpus=0.4", "trainer.use_gpu=true", "trainer.gpus_per_worker=0.6", "rollout.num_engines=2")
-    numbers = small(*shared)
-    assert numbers.gpus == pytest.approx(2)
-    check_resources(numbers.stages, None, [{"CPU": 8.0, "GPU": 2.0}])
-    # 2 x 0.6 + 4 x 0.2 = 2, and 2 x 0.6 + 1 x 0.8 too, but 0.8 is left of no GPU.
-    split = (*shared, "rollout.num_engines=4", "rollout.num_gpus=0.2")
-    check_resources(small(*split).stages, None, [{"CPU": 8.0, "GPU": 2.0}])
-    with pytest.raises(ConfigError, match="enough in all, but not together for .* 1 x rollout of 1 CPUs and 0.8 GPUs"):
-        check_resources(
-            small(*shared, "rollout.num_engines=1", "rollout.num_gpus=0.8").stages, None, [{"CPU": 8.0, "GPU": 2.0}]
-        )
-
-
-def test_actors_have_everything_from_one_node():
-    fits = small("rollout.num_cpus=3", "rollout.num_engines=2", "trainer.num_workers=1")
-    check_resources(fits.stages, None, [{"CPU": 5.0}, {"CPU": 4.0}])
-    with pytest.raises(ConfigError, match="enough in all, but not together"):
-        check_resources(fits.stages, None, [{"CPU": 5.0}, {"CPU": 2.0}, {"CPU": 2.0}])
-
-
-def test_who_sits_where():
-    shared = ("rollout.num_gpus=0.4", "trainer.use_gpu=true", "trainer.gpus_per_worker=0.6", "rollout.num_engines=2")
+def test_stages_on_their_nodes():
+    shared = SHARED.split()
     numbers, nodes = small(*shared), [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0}]
-    seated = place(numbers.stages, nodes)
-    assert list(lines(seated)) == [
+    placed_stages = place(numbers.stages, nodes)
+    assert list(lines(placed_stages)) == [
         "2 CPUs and 0 GPUs: prompts; reward, advantage",
         "2 nodes of 2 CPUs and 1 GPUs: GPU 0: train 0.6 + rollout 0.4",
     ]
     console = Console(file=io.StringIO(), width=400)
-    console.print(render(numbers, seated))
+    console.print(render(numbers, placed_stages))
     assert "GPU 0: train 0.6 + rollout 0.4" in console.file.getvalue()
     placed = small(*shared, "trainer.placement.train.role=big")
     assert "2 x 1 CPU + 0.6 GPU on nodes labelled role=big" in shown(*shared, "trainer.placement.train.role=big")
