@@ -21,15 +21,9 @@ from pipeline.store.versions import POLICY
 
 
 class PolicyScore:
-    """Stage that adds the columns `POLICY` of `pipeline/rows.py`.
+    """Stage that adds the columns `POLICY` of `pipeline/rows.py`, at the rollout's temperature.
 
-    Args:
-        model: the trained model.
-        scorer: `scoring.policy`.
-        actor: its sharding and `logits_chunk_tokens`.
-        temperature: of the rollout.
-        store: the policy store, for this attempt.
-        timeout: seconds that publication and transfer of weights may take.
+    Publication and transfer of the weights of a version may take `timeout` seconds.
     """
 
     def __init__(

@@ -13,13 +13,9 @@ from pipeline.scoring.replica import Replica, scoring_model
 
 
 class Reference:
-    """Stage that adds the column `ref_log_probs`.
+    """Stage that adds the column `ref_log_probs`, at the rollout's temperature.
 
-    Args:
-        model: the trained model, which as it was before training is the reference unless `scorer.path` names another.
-        scorer: `scoring.reference`.
-        actor: its sharding and `logits_chunk_tokens`.
-        temperature: of the rollout.
+    The reference is `scorer.path`, else the trained model as it was before training.
 
     Raises:
         ValueError: the model cannot be loaded, or its vocabulary has another size than the policy's.
@@ -43,7 +39,7 @@ class Reference:
                 )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with one log-prob (float32, nats, at the rollout's temperature) per response token."""
+        """`table` with one log-prob (float32, nats) per response token."""
         return append(table, REFERENCE, {"ref_log_probs": self._replica.score(table, self._log_probs)})
 
     def _log_probs(self, policy: Policy, batch: ModelInputs) -> Tensor:

@@ -28,13 +28,7 @@ KEY = "reward.model.path"
 
 
 class RewardModelScore:
-    """Stage that adds the columns `REWARD_MODEL`.
-
-    Args:
-        model: the trained model, whose settings the reward model shares.
-        scorer: `scoring.reward_model`.
-        fsdp: the actor's.
-        path: the reward model.
+    """Stage that adds the columns `REWARD_MODEL`; the model at `path` shares the settings of the trained one.
 
     Raises:
         ValueError: the model cannot be loaded, has no head with one label, or its tokenizer has no chat template.

@@ -22,12 +22,7 @@ from pipeline.store.versions import CRITIC
 class Value:
     """Stage that adds the columns `VALUE`.
 
-    Args:
-        model: the trained model.
-        scorer: `scoring.value`.
-        critic: its own model, if it has one, and its sharding.
-        store: the policy store, for this attempt.
-        timeout: seconds that publication and transfer of weights may take.
+    Publication and transfer of the weights of a version may take `timeout` seconds.
     """
 
     def __init__(

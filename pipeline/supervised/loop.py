@@ -31,21 +31,18 @@ from pipeline.threads import compute_threads
 from pipeline.train.feed import TimedIterator
 from pipeline.train.optim import build_optimizer, build_scheduler
 
-POST_EVERY_S = 0.5
-
 C = TypeVar("C", bound=SupervisedConfig)
 
 
 @dataclass(frozen=True)
 class Settings(Generic[C]):
-    """What every train worker gets from the driver."""
+    """What every train worker gets from the driver; `progress` is the actor that takes `post(dict)`."""
 
     loop: "type[SupervisedLoop[C]]"
     config: C
     steps: int
     val_groups: list[RowGroup]
     progress: Any
-    """Handle of the actor that takes `post(dict)`."""
 
 
 def train_loop(settings: dict[str, Settings[Any]]) -> None:
@@ -55,13 +52,15 @@ def train_loop(settings: dict[str, Settings[Any]]) -> None:
 
 
 class SupervisedLoop(ABC, Generic[C]):
-    """One train worker. A subclass defines the model and its loss."""
+    """One train worker. A subclass defines the model and its loss.
+
+    Attributes:
+        encoder: turns rows of files into token rows.
+        measured: names of the metrics that `sums` returns; the first one is the loss.
+    """
 
     encoder: ClassVar[type[Encoder[Any]]]
-    """Turns rows of files into token rows."""
-
     measured: ClassVar[tuple[str, ...]]
-    """Names of the metrics that `sums` returns; the first one is the loss."""
 
     def __init__(self, settings: Settings[C]) -> None:
         self.settings = settings
@@ -85,7 +84,6 @@ class SupervisedLoop(ABC, Generic[C]):
         encoder = self.encoder(self.tokenizer, self.config.data)
         limit = self.config.data.val_max_samples
         self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
-        self._posted = 0.0
 
     @abstractmethod
     def load(self) -> Pretrained:
@@ -101,11 +99,8 @@ class SupervisedLoop(ABC, Generic[C]):
 
     @abstractmethod
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
-        """A forward pass over the rows `index`, which may be empty.
-
-        Returns:
-            sums over these rows of the `measured` metrics, [K] float32; only the loss has a gradient.
-        """
+        """Sums [K] float32 of the `measured` metrics over the rows `index`, which may be empty; only the loss has a
+        gradient."""
 
     def run(self) -> None:
         """Take all steps, then validate and save the model."""
@@ -125,7 +120,10 @@ class SupervisedLoop(ABC, Generic[C]):
             metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)
             if self.val_rows is not None and (step == steps or (test_freq > 0 and step % test_freq == 0)):
                 metrics |= {f"val_{name}": value for name, value in self.validate(self.val_rows).items()}
-            self._post(metrics, last=step == steps)
+            if self.rank == 0:
+                posted = self.settings.progress.post.remote(metrics)
+        if self.rank == 0:
+            ray.get(posted, timeout=self.config.trainer.data_timeout)
         self.save()
 
     def step(self, table: pa.Table) -> dict[str, float]:
@@ -152,9 +150,7 @@ class SupervisedLoop(ABC, Generic[C]):
 
     def save(self) -> None:
         """Save the model and its tokenizer."""
-        if self.config.out is None:
-            raise RuntimeError("out is not set; the driver checks it")
-        save_hf(self.model, self.tokenizer, self.config.out)
+        save_hf(self.model, self.tokenizer, self.config.out or "")
 
     def _pass(self, table: pa.Table, learn: bool) -> tuple[float, dict[str, float]]:
         """All ranks' count and metrics; gradients are added up if `learn`.
@@ -178,12 +174,3 @@ class SupervisedLoop(ABC, Generic[C]):
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op)
         return tensor.item()
-
-    def _post(self, metrics: dict[str, float], last: bool) -> None:
-        now = time.monotonic()
-        validated = any(name.startswith("val_") for name in metrics)
-        if self.rank == 0 and (last or validated or now - self._posted >= POST_EVERY_S):
-            self._posted = now
-            handle = self.settings.progress.post.remote(metrics)
-            if last:
-                ray.get(handle, timeout=self.config.trainer.data_timeout)
