@@ -13,7 +13,7 @@ cores with engines of one core each; one iteration ahead it and the only engine 
 of 16 prompts. Puzzles, model and an environment with TRL are made in the folder, once, unless `--data`, `--model` and
 `--trl-python` name them.
 
-TRL runs as fast as it goes without a GPU. It cannot put new weights into a CPU build of vLLM, so it generates with
+TRL runs in its fastest way without a GPU. It cannot put new weights into a CPU build of vLLM, so it generates with
 `transformers`, all samples of an iteration at once; before the rounds the `--ways` of using the cores are tried, and
 the fastest is taken. An iteration is one generation and the optimiser steps on it, timed by the wall from the end of
 the one before to its own end. Left out on both sides: the start, the first `--warmup` iterations, and what follows the
@@ -116,7 +116,7 @@ def theirs(config: Config, way: Way, cores: int, folder: Path, iterations: int, 
     """Settings of a run of TRL's that does what `config` asks of ours.
 
     Raises:
-        ValueError: it asks for what TRL is not told to do.
+        ValueError: the settings ask for something that TRL is not set to do.
     """
     actor, prompts, samples = (
         config.actor,

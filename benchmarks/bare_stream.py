@@ -20,7 +20,7 @@ from pipeline.weights.load import checksum
 
 
 class Chunks:
-    """Stands in for the prompt source: the rows of a page, with the numbers of their chunk and iteration."""
+    """In place of the prompt source: the rows of a page, with the numbers of their chunk and iteration."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -36,7 +36,7 @@ class Chunks:
 
 
 class Admitted:
-    """Stands in for an engine: waits until the chunk may start, and hands it on."""
+    """In place of an engine: waits until the chunk may start, and passes it on."""
 
     def __init__(self, policy: StorePolicy) -> None:
         self._policy, self._version = policy, -1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ENDING_S = 60
-"""Seconds that a command has to end itself when it is told to."""
+"""Seconds that a command has to end after SIGTERM."""
 
 
 def call(
@@ -17,7 +17,7 @@ def call(
 
     Args:
         command: program and arguments.
-        log: file that is written anew.
+        log: file that is overwritten.
         timeout_s: seconds it may take.
         variables: its environment; None is that of this process.
         name: of the command, for errors.

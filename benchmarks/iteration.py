@@ -1,4 +1,4 @@
-"""Where the time of an iteration goes, from a run's `metrics.jsonl`.
+"""How an iteration spends its time, from a run's `metrics.jsonl`.
 
     python -m benchmarks.iteration runs/NAME [runs/OTHER ...] [--skip 1]
 

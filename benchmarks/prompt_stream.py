@@ -158,7 +158,7 @@ def measure_stream(folder: Path, model: Path, run_dir: str, chunk_prompts: int, 
         trainer.iterate()
         read += trainer.schedule.chunks_per_iteration
         times.append(time.perf_counter() - begin)
-        messages, _ = trainer.events(messages)  # as the driver of a run does, lest they pile up
+        messages, _ = trainer.events(messages)  # as the driver of a run does, so that they do not pile up
     samples = memory.stop()
     trainer.close()
     ray.shutdown()

@@ -155,7 +155,7 @@ def bare(stage: Rollout, pairs: list[tuple[Any, Any]]) -> Generated:
 
 
 async def staged(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table]) -> Generated:
-    """The stage with all chunks in flight, its weights loaded anew."""
+    """The stage with all chunks in flight, its weights loaded again."""
     policy.version += 1
     begun = clocks()
     tables = await asyncio.gather(*(stage(chunk) for chunk in chunks))

@@ -127,7 +127,7 @@ def soak(
         begun = time.perf_counter()
         trainer.iterate()
         seconds = time.perf_counter() - begun
-        read, _ = trainer.events(read)  # as the driver of a run does, lest they pile up
+        read, _ = trainer.events(read)  # as the driver of a run does, so that they do not pile up
         if number:
             times.append(seconds)
     samples = watch.stop()

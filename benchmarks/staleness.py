@@ -7,7 +7,7 @@
 Runs of `experiment=countdown_cpu`, one after the other: for each seed and each `algorithm.max_staleness` one with the
 correction as it is by default, and above 0 one without. All begin with the same model and are validated on the same
 puzzles. A run that is complete is not made again when the command is given again; without `--data` and `--model` the
-demo's puzzles and model are made in the folder, once. Table, figure and `result.json` are written anew after each run.
+demo's puzzles and model are made in the folder, once. Table, figure and `result.json` are rewritten after each run.
 
 What differs from the demo, in every case alike:
 
@@ -93,7 +93,7 @@ def common(data: Path, model: Path, iterations: int, further: Sequence[str]) -> 
 
 
 def settings(shared: Sequence[str], case: Case, seed: int, folder: Path) -> list[str]:
-    """Settings of one run, which lies in `folder`."""
+    """Settings of one run, in `folder`."""
     return [
         *shared,
         f"algorithm.max_staleness={case.max_staleness}",
@@ -160,7 +160,7 @@ def noise(accuracy: float, puzzles: int) -> float:
 def report(out: Path, outcomes: Sequence[Outcome], shared: Sequence[str], puzzles: int, floor: float) -> list[str]:
     """Writes `table.txt`, `curves.png` and `result.json` into `out` and returns what is wrong, in words."""
     found = summaries(outcomes)
-    told, remarks = complaints(found, floor), notes(found)
+    problems, remarks = complaints(found, floor), notes(found)
     # Another width than the terminal's, so that the file is the same everywhere.
     with open(out / "table.txt", "w") as file:
         Console(file=file, width=150).print(table(found))
@@ -170,12 +170,12 @@ def report(out: Path, outcomes: Sequence[Outcome], shared: Sequence[str], puzzle
         "puzzles": puzzles,
         "noise_of_a_validation": noise(found[0].final, puzzles),
         "floor": floor,
-        "complaints": told,
+        "complaints": problems,
         "notes": remarks,
         "cases": as_json(found),
     }
     write_atomically(out / "result.json", json.dumps(content, indent=1).encode())
-    return told
+    return problems
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -188,7 +188,8 @@ def measure(args: argparse.Namespace) -> int:
     puzzles = rows if limit < 0 else min(limit, rows)
     claim(out, shared)
     outcomes: list[Outcome] = []
-    wrong, told = list[str](), list[str]()
+    wrong: list[str] = []
+    failed: list[str] = []
     order = grid(args.staleness, args.seeds, args.without)
     for number, (seed, case) in enumerate(order, start=1):
         folder = (out / "runs" / f"{case.name}-seed-{seed}").resolve()
@@ -200,25 +201,25 @@ def measure(args: argparse.Namespace) -> int:
                 run(settings(shared, case, seed, folder), folder, out / "logs" / f"{folder.name}.log", args.timeout)
                 outcome = read_run(folder, case, seed, args.iterations)
             except RuntimeError as error:
-                told = [str(error)]
+                failed = [str(error)]
             if outcome is None:
-                told = told or [f"{folder} ended before its last validation"]
+                failed = failed or [f"{folder} ended before its last validation"]
                 break
             print(f": accuracy {outcome.final:.3f}, rows {outcome.age:.2f} versions old", end="")
             print(f", {time.monotonic() - begun:.0f} s", flush=True)
         outcomes.append(outcome)
         wrong = report(out, outcomes, shared, puzzles, args.floor)
     if not outcomes:
-        print(f"\n{told[0]}")
+        print(f"\n{failed[0]}")
         return 1
     Console().print(table(summaries(outcomes)))
     one = noise(outcomes[0].final, puzzles)
     print(f"a single validation of {puzzles:,} puzzles is exact to ± {one:.3f}; all runs answer the same ones")
     for note in notes(summaries(outcomes)):
         print(f"note: {note}")
-    for complaint in (*wrong, *told):
+    for complaint in (*wrong, *failed):
         print(complaint)
-    return 1 if wrong or told else 0
+    return 1 if wrong or failed else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -256,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on", file=sys.stderr)
+        print("\ninterrupted; the same command continues", file=sys.stderr)
         return 130
 
 

@@ -181,11 +181,11 @@ def summaries(outcomes: Sequence[Outcome]) -> list[Summary]:
 def complaints(found: Sequence[Summary], floor: float) -> list[str]:
     """Corrected cases that are worse than the synchronous one by more than they may be, and why a comparison says
     nothing, in words."""
-    told = []
+    problems = []
     for summary in found:
         difference, allowed = summary.difference, summary.allowed(floor)
         if difference is not None and summary.case.corrected and -difference > allowed:
-            told.append(
+            problems.append(
                 f"algorithm.max_staleness={summary.case.max_staleness} with correction ends {-difference:.3f} below "
                 f"synchronous, more than {allowed:.3f}"
             )
@@ -193,11 +193,11 @@ def complaints(found: Sequence[Summary], floor: float) -> list[str]:
             gain = summary.final - (summary.mean("start") or 0.0)
             widest = max((other.allowed(floor) for other in found if other.case.corrected), default=floor)
             if gain <= widest:
-                told.append(
+                problems.append(
                     f"the synchronous runs gain {gain:.3f}, no more than the difference of {widest:.3f} that would "
                     "pass for noise, so they tell nothing apart; raise --iterations or actor.optim.lr"
                 )
-    return told
+    return problems
 
 
 def notes(found: Sequence[Summary]) -> list[str]:

@@ -187,8 +187,8 @@ class StandInTrainer:
     def _publish(self) -> None:
         """As the ranks of a run do: all at once."""
         publish, now = self.actor.publish.remote, time.time()
-        told = [publish(self.store.attempt, self._version, {POLICY: shard}, now) for shard in self._shards]
-        ray.get(told, timeout=ANSWER_S)
+        published = [publish(self.store.attempt, self._version, {POLICY: shard}, now) for shard in self._shards]
+        ray.get(published, timeout=ANSWER_S)
 
 
 @dataclass

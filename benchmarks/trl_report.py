@@ -142,7 +142,7 @@ def table(rounds: Rounds, samples: int) -> Table:
 
 
 def trl_parts(rounds: Rounds) -> Table:
-    """Where TRL's time goes."""
+    """How TRL spends its time."""
     records = [record for outcomes in rounds for record in outcomes[TRL].records]
     step = statistics.median(record["seconds"] for record in records)
     result = Table(title=f"TRL: {len(records)} iterations", title_justify="left")

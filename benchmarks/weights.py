@@ -92,7 +92,7 @@ def trainer_side(module: Any, dtype: torch.dtype, limit: int, repeats: int) -> t
 
 
 def private_mib() -> float:
-    """Of this process: what it shares with nobody."""
+    """Memory of this process that no other process shares."""
     return psutil.Process().memory_full_info().uss / MIB
 
 

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One local Ray for all tests that need it, told of more CPUs than the machine has: test stages mostly wait."""
+    """One local Ray for all tests that need it, with more CPUs than the machine has: test stages mostly wait."""
     import ray
 
     from pipeline.run.cluster import LOCAL_RAY

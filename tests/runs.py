@@ -139,7 +139,7 @@ def train(folder: Path, model: Path, prompt_files: Any) -> Training:
     first = Run.of(run_folder, printed)
     last = max(first.records)
     before = shutil.copytree(run_folder, folder / "before")
-    # As a broken-off try of the next iteration would have left it: chunks are numbered anew in a continued run.
+    # As a broken-off try of the next iteration would have left it: a continued run numbers its chunks from 0.
     stale = run_folder / "trajectories" / f"iteration={last + 1:06d}" / "chunk-000099.parquet"
     stale.parent.mkdir(exist_ok=True)
     shutil.copyfile(next(run_folder.glob(f"trajectories/iteration={last:06d}/*.parquet")), stale)

@@ -22,7 +22,7 @@ def section(page: str, heading: str) -> str:
 
 
 def first_cells(text: str) -> set[str]:
-    """What stands in backticks in the first column of the tables in `text`."""
+    """The names in backticks in the first column of the tables in `text`."""
     rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {"algorithm="}
 

@@ -88,7 +88,7 @@ def test_trained_rows_carry_their_version_and_follow_the_prompts(training: Train
         assert record["critic/score/mean"] == pytest.approx(sum(rows["score"].to_pylist()) / len(rows), abs=1e-6)
         tokens = [len(ids) for ids in rows["response_ids"].to_pylist()]
         assert record["response_length/mean"] == pytest.approx(sum(tokens) / len(tokens))
-    # The continued run goes on behind the last prompt that was used.
+    # The continued run begins behind the last prompt that was used.
     assert prompts == [divmod(number, prompt_files.train_rows) for number in range(BATCH * (training.last + 1))]
 
 

@@ -1,7 +1,7 @@
 """From preferences to a reward model to a policy that follows it: three commands, everything real but the tiny models.
 
 Preferred is the response with the larger share of digits among its characters, of two that are drawn at random. The
-reward model is told pairs and nothing else, and PPO its numbers and nothing else.
+reward model learns from pairs alone, and PPO from its numbers alone.
 """
 
 import json

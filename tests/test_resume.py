@@ -1,4 +1,4 @@
-"""The driver and its whole Ray are killed by SIGKILL; the same command goes on as if nothing had happened.
+"""The driver and its whole Ray are killed by SIGKILL; the same command continues as if nothing had happened.
 
 Three processes: the run that is killed, the same command again, and the same run under another name, undisturbed. All
 that a checkpoint must hold is in play: a critic, both optimisers and their schedules, an adaptive KL coefficient, the
@@ -88,7 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_file
 def test_the_run_was_killed_in_the_midst(runs: Runs) -> None:
     assert KILLED_AFTER <= runs.before[-1]["iteration"] < ITERATIONS
     assert 1 <= runs.saved < ITERATIONS
-    # Both epochs of the prompts are used, and the one that begins is shuffled anew.
+    # Both epochs of the prompts are used, and the second one is shuffled differently.
     epochs = [set(read_trajectories(str(runs.killed), k)["epoch"].to_pylist()) for k in (1, ITERATIONS)]
     assert epochs == [{0}, {1}]
 

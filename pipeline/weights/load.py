@@ -209,7 +209,7 @@ def register() -> None:
             finalize_layerwise_reload(self.model, self.model_config)
             if self.device.type == "cpu":
                 # A tied head shares the embedding's tensor but keeps its own packed copy for the CPU GEMM; without
-                # this it goes on computing logits with the previous version's weights.
+                # this it keeps computing logits with the previous version's weights.
                 for module in self.model.modules():
                     if isinstance(module, ParallelLMHead):
                         module.quant_method.process_weights_after_loading(module)

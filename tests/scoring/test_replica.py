@@ -147,7 +147,7 @@ def test_follows_the_versions_and_asks_only_for_newer_ones(local_store: LocalSto
     local_store.publish(1, critic=shard_of(Model(11.0)))
     local_store.publish(2, critic=shard_of(Model(12.0)))
     assert bring(weights, 0) == 0 and module.values() == {10.0}
-    # Version 1 is gone: the newest is taken, and serves the rows of both.
+    # Version 1 is no longer published: the newest serves the rows of both.
     assert bring(weights, 1) == 2 and module.values() == {12.0}
     assert bring(weights, 2) == bring(weights, 1) == 2
     assert local_store.asked == [(local_store.attempt, "critic", version, 30.0) for version in (0, 1)]

@@ -34,7 +34,7 @@ def tokenizer(tiny_model: Path) -> Any:
 
 
 def encode(tokenizer: Any, conversations: list[Any], **data: Any) -> pa.Table:
-    """Token rows of conversations that are said to stand in `f.parquet`."""
+    """Token rows of conversations of a file `f.parquet`."""
     places = [f"f.parquet, row {row}" for row in range(len(conversations))]
     return SFTEncoder(tokenizer, SFTDataConfig(**data)).encode(pa.table({"messages": conversations}), places)
 
@@ -46,7 +46,7 @@ def test_only_the_assistants_tokens_are_learnt(tokenizer: Any) -> None:
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
     learnt = tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
     assert learnt == "<answer> 3 + 4 </answer><|im_end|>No, 7.<|im_end|>"
-    # What the policy is given when it generates is exactly what stands before its first learnt token.
+    # What the policy is given when it generates is exactly what precedes its first learnt token.
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
     assert ids[: mask.index(1)] == prompt
 

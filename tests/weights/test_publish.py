@@ -123,7 +123,7 @@ def test_buckets_are_bounded_and_the_same_on_all_ranks(published: Path, world: i
     for s in made:
         for piece in s.pieces:
             assert len(s.buckets[piece.bucket]) >= piece.offset + piece.nbytes > piece.offset
-    # Nobody sends what another rank holds.
+    # No rank sends what another one holds.
     whole = sum(tensor.nbytes for tensor in expected(dtype).values())
     assert sum(len(bucket) for s in made for bucket in s.buckets) == whole
     assert all(sum(map(len, s.buckets)) < whole for s in made) or world == 1
