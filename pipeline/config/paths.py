@@ -1,4 +1,4 @@
-"""Paths in settings and arguments: `~`, and folders told apart from names on the Hugging Face Hub."""
+"""Paths in settings and arguments: `~`, and whether a name means a folder or a model on the Hugging Face Hub."""
 
 import dataclasses
 import os

@@ -4,13 +4,13 @@ RENAMED: dict[str, str] = {
     "rollout.oversample": "oversampling was removed: it trained on short responses first; use algorithm.max_staleness "
     "and rollout.update=in_flight, which let long responses finish while later iterations are generated",
     "rollout.oversample_policy": "oversampling was removed; leave this key out",
-    "rollout.partial_tokens": "partial rollouts were removed; rollout.update=in_flight lets a long response go on with "
-    "new weights",
+    "rollout.partial_tokens": "partial rollouts were removed; rollout.update=in_flight lets a long response continue "
+    "with new weights",
     "rollout.scale_up_s": "an elastic pool grows by Ray Data's own autoscaling, which has no such time; leave it out",
     "rollout.scale_down_s": "an elastic pool grows by Ray Data's own autoscaling and keeps its engines; leave it out",
     "algorithm.on_stale": "no row can be older than algorithm.max_staleness any more; leave this key out",
     "stream.order": "every chunk gives the groups of its own prompts, in their order; leave this key out",
-    "stream": "the section is gone: every chunk gives the groups of its own prompts, in their order",
+    "stream": "every chunk gives the groups of its own prompts, in their order",
     "trainer.early": "it is called trainer.stream_gradients, with the same values",
 }
 """Old key to the reason and the key that takes its place."""

@@ -75,7 +75,7 @@ class RepetitionPenaltyConfig:
 
 @dataclass
 class RateLimitConfig:
-    """How often your own functions may be called in the whole run; rules are not counted. With
+    """How often your own functions may be called in the run; rules are not counted. With
     a limit, the reward stage is a single actor."""
 
     max_concurrent: int | None = setting(None, at_least=1)

@@ -132,7 +132,7 @@ class RolloutConfig:
 
     @property
     def elastic(self) -> bool:
-        """Whether engines come and go during the run."""
+        """Whether the number of engines may change during the run."""
         return self.fewest < self.most
 
     def in_flight(self, chunks_per_iteration: int) -> int:

@@ -97,7 +97,7 @@ def is_open(key: str, valid: dict[str, Key]) -> bool:
 def unknown(key: str, valid: dict[str, Key], where: str) -> str:
     """The sentence about a key that is not in `valid`, found `where`: the one meant, or those there are."""
     if key in RENAMED:
-        return f"{where}: the key {key} is gone; {RENAMED[key]}"
+        return f"{where}: the key {key} no longer exists: {RENAMED[key]}"
     inside = [name for name in valid if name.startswith(key + ".")]
     if inside:
         return f"{where}: {key} is a section, not a value; its keys are {', '.join(inside)}"

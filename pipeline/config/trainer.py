@@ -40,7 +40,7 @@ class DeadlineConfig:
 
 
 PLACED = ("prompts", "rollout", "reward", "train", "reward_model", "reference", "value", "policy")
-"""Stages that `trainer.placement` may name; `reward` stands for all tasks without an actor of their own."""
+"""Stages that `trainer.placement` may name; `reward` means all tasks without an actor of their own."""
 
 LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
 """Tracker: the Python package it needs."""
@@ -132,7 +132,7 @@ class TrainerConfig:
     it."""
 
     logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
-    """Where metrics go besides `metrics.jsonl`: any of `console`, `mlflow`, `wandb`, `tensorboard`."""
+    """Trackers of the metrics, besides `metrics.jsonl`: any of `console`, `mlflow`, `wandb`, `tensorboard`."""
 
     log_samples: int = setting(8, at_least=0)
     """Sample trajectories in the tracker's table, per validation and per 10 iterations."""

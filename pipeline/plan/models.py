@@ -2,11 +2,12 @@
 
 import json
 import math
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
@@ -46,27 +47,23 @@ def read_model(path: str | Path | None) -> ModelFiles | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
-    tensors = [tensor for file in sorted(folder.glob("*.safetensors")) for tensor in _tensors(file)]
+    sizes: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        sizes |= _sizes(file)
     return ModelFiles(
         config=config | config.get("text_config", {}),
-        parameters=sum(count for _, count in tensors),
-        head=sum(count for name, count in tensors if name.startswith(LM_HEAD)),
+        parameters=sum(sizes.values()),
+        head=sum(count for name, count in sizes.items() if name.startswith(LM_HEAD)),
     )
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, int]]:
-    """Name and number of parameters of each tensor in a safetensors file."""
+def _sizes(file: Path) -> dict[str, int]:
+    """Number of parameters of each tensor in a safetensors file, from its header."""
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > file.stat().st_size:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
-    except (struct.error, ValueError) as error:
+        with safe_open(file, "numpy") as tensors:
+            return {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a complete safetensors file: {error}; save or download it again") from error
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            yield name, math.prod(tensor["shape"])
 
 
 def problems(config: Config) -> Iterator[str]:

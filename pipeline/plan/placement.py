@@ -80,7 +80,7 @@ class Node:
             needed = max(1, round(stage.gpus))
             if len(fitting) < needed:
                 return False
-            # The fullest first, so that whole GPUs stay whole.
+            # The fullest first, so that free GPUs stay free.
             for number in sorted(fitting, key=lambda number: self.gpus[number])[:needed]:
                 self.gpus[number] -= share
                 self.on_gpu[number].append(f"{stage.name} {stage.gpus:g}")
@@ -141,7 +141,7 @@ def check_resources(
     nodes: Iterable[Resources] | None = None,
     labels: Sequence[Mapping[str, str]] | None = None,
 ) -> None:
-    """Refuse stages that do not fit: Ray would wait for ever without a message.
+    """Refuse stages that do not fit: Ray would wait forever without a message.
 
     Args:
         stages: of the plan.
@@ -196,7 +196,7 @@ def _check_growth(
                 tasks = " and ".join(task.name for task in stages if task.at_least)
                 raise ConfigError(
                     f"rollout.max_engines={stage.most}: {count} engines would take the CPUs of the tasks of {tasks}, "
-                    f"which would wait for ever; at most {count - 1} fit beside them"
+                    f"which would wait forever; at most {count - 1} fit beside them"
                 )
 
 

@@ -1,4 +1,4 @@
-"""What a config amounts to: chunks, rows and optimiser steps per iteration, actors, CPUs, GPUs and memory per stage.
+"""The plan of a run: chunks, rows and optimiser steps per iteration, actors, CPUs, GPUs and memory per stage.
 
 `slipstream train --dry-run` prints it and exits. It is computed from settings and files of the models' folders; torch,
 Ray and vLLM are not imported.
@@ -34,7 +34,7 @@ class Plan:
     """None without a critic."""
     chunks_in_flight_per_engine: int
     iterations: int | None
-    """Iterations of the whole run; None where the number of training prompts is not known."""
+    """Iterations of the run; None where the number of training prompts is not known."""
     train_rows: int | None
     stages: tuple[Stage, ...]
     memory: Memory | None
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def cpus(self) -> float:
-        """Ray CPUs without which some stage would wait for ever."""
+        """Ray CPUs without which some stage would wait forever."""
         return sum(stage.count * stage.cpus for stage in self.stages)
 
     @property
@@ -52,7 +52,7 @@ class Plan:
 
 
 def plan(config: Config, train_rows: int | None = None) -> Plan:
-    """What `config` amounts to, wherever it will run.
+    """The plan of `config`, on any machine.
 
     Args:
         config: Settings of the run.

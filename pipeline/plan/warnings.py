@@ -148,7 +148,7 @@ def _stale(config: Config) -> dict[str, object]:
 
 
 def largest_gain(delay: int) -> float:
-    """The gain K at which x[k + 1] = x[k] - K x[k - delay] swings for ever; below it x dies away."""
+    """The gain K at which x[k + 1] = x[k] - K x[k - delay] oscillates forever; below it x decays."""
     return 2 * math.sin(math.pi / (4 * delay + 2))
 
 

@@ -11,7 +11,7 @@ from pipeline.config.schema import keys
 def test_a_removed_key_is_refused_with_its_reason(key: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config([f"{key}=1"])
-    assert f"the key {key} is gone; {RENAMED[key]}" in str(error.value)
+    assert f"the key {key} no longer exists: {RENAMED[key]}" in str(error.value)
 
 
 def test_no_key_is_both_there_and_removed() -> None:

@@ -5,7 +5,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from pipeline.config import ConfigError
 from pipeline.plan.models import read_model
@@ -15,9 +17,8 @@ from tests.plan.test_plan import PPO, shown, small
 def write_model(folder: Path, shapes: dict[str, list[int]], **config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
-    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
-    encoded = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_memory_of_a_local_model(tmp_path):
