@@ -1,5 +1,6 @@
 """The reward stage: dispatch, custom functions, several rewards, shaping in place, and failures that keep their row."""
 
+import dataclasses
 import json
 import re
 import time
@@ -24,12 +25,10 @@ def test_rule_of_the_data_source() -> None:
     assert [(p["acc"], p["format"]) for p in parts(result)] == [(1, 1), (0, 1), (0, 0)]
     assert errors(result) == [None] * 3
     assert len(set(result["reward_s"].to_pylist())) == 1 and result["reward_s"][0].as_py() > 0
-
-
-def test_chunked_and_empty_tables() -> None:
-    reward = Reward(RewardConfig())
-    assert scores(reward(pa.concat_tables([table([GOOD]), table([NONE, WRONG])]))) == [1.0, 0.0, 0.1]
-    assert reward(table([])).num_rows == 0
+    chunked = pa.concat_tables([table([GOOD]), table([NONE, WRONG])])
+    assert (
+        scores(Reward(RewardConfig())(chunked)) == [1.0, 0.0, 0.1] and Reward(RewardConfig())(table([])).num_rows == 0
+    )
 
 
 def test_a_failed_row_keeps_its_place() -> None:
@@ -103,43 +102,40 @@ class Unspeakable(Exception):
     json.dumps(result.to_pylist()).encode()  # nothing in it that is no text
 
 
-def test_a_batch_function_gets_lists(tmp_path: Path) -> None:
+def test_a_batch_function_gets_lists_or_an_arrow_table(tmp_path: Path) -> None:
     source = """
+import pyarrow.compute as pc
+def of_table(table):
+    assert table.column_names == ["data_source", "solution_str", "ground_truth", "extra_info"]
+    return pc.utf8_length(table["solution_str"])
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0):
     assert data_sources == ["countdown"] * 3 and ground_truths[0]["target"] == 54
     return [{"score": len(text) + bonus, "rows": len(solution_strs), "index": info["index"]}
             for text, info in zip(solution_strs, extra_infos)]
 """
-    settings = {"path": written(tmp_path, source), "batch": True, "kwargs": {"bonus": 10}}
-    result = Reward(RewardConfig(functions={"length": settings}))(table(["a", "bb", "ccc"]))
-    assert scores(result) == [11.0, 12.0, 13.0]
+    path = written(tmp_path, source)
+    settings = {"path": path, "batch": True, "kwargs": {"bonus": 10}}
+    functions = {"length": settings, "table": {"path": path, "name": "of_table", "batch": True}}
+    result = Reward(RewardConfig(functions=functions))(table(["a", "bb", "ccc"]))
+    assert scores(result) == [12.0, 14.0, 16.0]
     assert [p["length/rows"] for p in parts(result)] == [3, 3, 3]
     assert [p["length/index"] for p in parts(result)] == [0, 1, 2]
 
 
-def test_a_batch_function_may_take_an_arrow_table(tmp_path: Path) -> None:
+def test_a_batch_that_fails_fails_for_all_rows(tmp_path: Path) -> None:
     source = """
-import pyarrow.compute as pc
-def compute_score(table):
-    assert table.column_names == ["data_source", "solution_str", "ground_truth", "extra_info"]
-    return pc.utf8_length(table["solution_str"])
+def compute_score(solution_strs, **columns):
+    if solution_strs[0] == "raise":
+        raise KeyError("x")
+    return 1.0 if solution_strs[0] == "one" else [1.0]
 """
-    config = RewardConfig(functions={"length": {"path": written(tmp_path, source), "batch": True}})
-    assert scores(Reward(config)(table(["a", "bb"]))) == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return [1.0]", "ValueError: the batch function returned 1 results for 2 rows"),
-        ("return 1.0", "TypeError: 'float' object is not iterable"),
-        ("raise KeyError('x')", "KeyError: 'x' (mine.py, line 2)"),
-    ],
-)
-def test_a_batch_that_fails_fails_for_all_rows(tmp_path: Path, body: str, message: str) -> None:
-    path = written(tmp_path, f"def compute_score(**columns):\n    {body}\n")
-    result = Reward(RewardConfig(functions={"all": {"path": path, "batch": True}}))(table([GOOD] * 2))
-    assert errors(result) == [f"all: {message}"] * 2
+    config = RewardConfig(functions={"all": {"path": written(tmp_path, source), "batch": True}})
+    for text, message in (
+        ("raise", "KeyError: 'x' (mine.py, line 4)"),
+        ("one", "TypeError: 'float' object is not iterable"),
+        ("few", "ValueError: the batch function returned 1 results for 2 rows"),
+    ):
+        assert errors(Reward(config)(table([text] * 2))) == [f"all: {message}"] * 2
 
 
 def test_several_rewards_are_summed_and_each_is_kept(tmp_path: Path) -> None:
@@ -276,6 +272,7 @@ def test_a_reward_model_scores_alone() -> None:
 def test_a_reward_model_beside_functions(tmp_path: Path) -> None:
     given = judged(table([GOOD, WRONG, NONE, GOOD]), [0.5, 1.0, None, 3e38], [None, None, "too long", None])
     config = RewardConfig(functions={"rule": {"weight": 10.0}}, model=RewardModelConfig("judge", weight=2.0))
+    assert scores(Reward(dataclasses.replace(config, clip=[0.0, 5.0]))(given)) == [5.0, 3.0, 0.0, 0.0]
     result = Reward(config)(given)
     assert scores(result) == [11.0, 3.0, 0.0, 0.0]
     assert result["score_rule"].to_pylist() == pytest.approx([1.0, 0.1, 0.0, 1.0])
@@ -286,9 +283,3 @@ def test_a_reward_model_beside_functions(tmp_path: Path) -> None:
     result = Reward(own)(judged(table(["one", "none"]), [0.25, 0.5], [None, None]))
     assert scores(result) == [1.25, 0.0]
     assert errors(result)[1].startswith("ZeroDivisionError")
-
-
-def test_shaping_goes_over_the_sum() -> None:
-    config = RewardConfig(model=RewardModelConfig("judge"), source_scale={"dialogues": 3.0}, clip=[-1.0, 2.0])
-    given = table([GOOD, WRONG], source="dialogues", ids=[[1], [1]])
-    assert scores(Reward(config, 8)(judged(given, [0.5, 1.5], [None, None]))) == [1.5, 2.0]

@@ -90,32 +90,15 @@ for action in (
     assert secret.read_text() == "canary"
 
 
-def test_the_environment_is_empty(limits: SandboxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET_TOKEN", "canary")
-    code = """
-import os
-print(*sorted(os.environ))
-try: print(b"canary" in open("/proc/self/environ", "rb").read())
-except OSError: print(False)
-"""
-    assert attempt(code, limits).stdout == "LANG OMP_NUM_THREADS OPENBLAS_NUM_THREADS PATH\nFalse\n"
-
-
-def test_other_processes_cannot_be_signalled(limits: SandboxConfig) -> None:
-    code = f"""
+SIGNALS = {
+    "to processes": f"""
 import os, signal
 for pid in ({os.getpid()}, os.getppid(), 1, -1):
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM):
         try: os.kill(pid, number)
         except OSError: pass
-print("survived")
-"""
-    tests = {"inputs": ["", ""], "outputs": ["survived", "survived"]}
-    assert score(code, tests, replace(limits, total_timeout_s=60.0))["passed"] == 2  # the supervisor goes on as well
-
-
-def test_no_file_sends_signals_to_the_supervisor(limits: SandboxConfig) -> None:
-    code = """
+""",
+    "by a file": """
 import fcntl, os, signal, struct, time
 reading, writing = os.pipe()
 parent = os.getppid()
@@ -127,10 +110,16 @@ for command, owner in ((8, parent), (8, -os.getpgid(parent)), (15, struct.pack("
         os.write(writing, b"x")
     except OSError: pass
 time.sleep(0.1)
-print("survived")
-"""
+""",
+}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_no_signal_reaches_other_processes(name: str, limits: SandboxConfig) -> None:
+    """The second test shows that the supervisor is alive, too."""
+    code = SIGNALS[name] + "print('survived')"
     tests = {"inputs": ["", ""], "outputs": ["survived", "survived"]}
-    assert score(code, tests, limits)["passed"] == 2
+    assert score(code, tests, replace(limits, total_timeout_s=60.0))["passed"] == 2
 
 
 def test_the_memory_of_other_processes_is_closed(limits: SandboxConfig) -> None:
@@ -166,14 +155,29 @@ for pid in (os.getppid(), 1):
     assert numbers and set(numbers) <= {"-1", "False"}
 
 
-def test_no_new_namespace_and_no_mount(limits: SandboxConfig) -> None:
-    code = """
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-print([libc.unshare(0x10000000), libc.unshare(0x20000), libc.mount(b"none", b"/tmp", b"tmpfs", 0, 0)])
-print(libc.syscall(56, 0x10000011, 0, 0, 0, 0))
-"""
-    assert attempt(code, limits).stdout == "[-1, -1, -1]\n-1\n"
+PRINTED = {
+    "the environment is empty": (
+        "import os\nprint(*sorted(os.environ))\n"
+        "try: print(b'canary' in open('/proc/self/environ', 'rb').read())\nexcept OSError: print(False)",
+        "LANG OMP_NUM_THREADS OPENBLAS_NUM_THREADS PATH\nFalse\n",
+    ),
+    "no new namespace, no mount": (
+        "print(libc.unshare(0x10000000), libc.unshare(0x20000), libc.mount(b'none', b'/tmp', b'tmpfs', 0, 0))\n"
+        "print(libc.syscall(56, 0x10000011, 0, 0, 0, 0))",
+        "-1 -1 -1\n-1\n",
+    ),
+    "no memory outside of any address space": (
+        "print(libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600), libc.memfd_create(b'x', 0))",
+        "-1 -1\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_a_program_is_given(name: str, limits: SandboxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "canary")
+    code, printed = PRINTED[name]
+    assert attempt(f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n{code}", limits).stdout == printed
 
 
 LEFTOVERS = {

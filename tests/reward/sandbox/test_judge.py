@@ -1,16 +1,11 @@
 """Asserts and calls whose program lives in another process."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.reward.sandbox import isolation
-from pipeline.reward.sandbox.inside import judge
+from pipeline.config.sandbox import SandboxConfig
+from tests.reward.sandbox.programs import score
 
 PROGRAM = """
 import math, itertools
@@ -42,35 +37,11 @@ def make(): return lambda x: x + 1
 """
 
 
-def result(test: dict[str, str], program: str, folder: Path) -> Any:
-    """What comes of a test, with the program in a process without any isolation."""
-    (folder / "solution.py").write_text(program)
-    reads, asks = os.pipe()
-    hears, replies = os.pipe()
-    start = f"import sys; sys.path.append({str(isolation.PACKAGE)!r}); from inside.driver import main; "
-    start += f"main({test['kind']!r}, [], {reads}, {replies})"
-    command = [sys.executable, "-I", "-S", "-c", start]
-    process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, pass_fds=(reads, replies))
-    os.close(reads)
-    os.close(replies)
-    try:
-        if test["kind"] == "assert":
-            return judge.failure(test["source"], asks, hears)
-        process.communicate(test["stdin"].encode(), timeout=10)
-        with open(hears, closefd=False) as pipe:
-            return json.loads(pipe.read())
-    finally:
-        os.close(asks)
-        os.close(hears)
-        process.kill()
-        process.communicate()
+def failure(source: str, config: SandboxConfig, program: str = PROGRAM) -> str:
+    return str(score(program, [source], config)["reason"]).removeprefix("test 1: ")
 
 
-def failure(source: str, folder: Path, program: str = PROGRAM) -> str:
-    return str(result({"kind": "assert", "source": source}, program, folder))
-
-
-def test_what_holds(tmp_path: Path) -> None:
+def test_what_holds(config: SandboxConfig) -> None:
     source = """
 import re
 assert add(1, 2) == 3 and add(1) == 2 and add(a=1, b=5) == 6
@@ -97,12 +68,12 @@ try:
 except ValueError as error:
     assert str(error) == "too small"
 """
-    assert failure(source, tmp_path) == ""
+    assert failure(source, config) == ""
 
 
-def test_arguments_changed_in_place_are_changed(tmp_path: Path) -> None:
+def test_arguments_changed_in_place_are_changed(config: SandboxConfig) -> None:
     source = "x = [3, 1]\nsort(x)\nassert x == [1, 3]\ny = {1}\nextend(y, [2])\nassert y == {1, 2}"
-    assert failure(source + "\nz = {}\nextend(z, {'a': 1})\nassert z == {'a': 1}", tmp_path) == ""
+    assert failure(source + "\nz = {}\nextend(z, {'a': 1})\nassert z == {'a': 1}", config) == ""
 
 
 @pytest.mark.parametrize(
@@ -119,31 +90,36 @@ def test_arguments_changed_in_place_are_changed(tmp_path: Path) -> None:
         ("assert add(1, 2) == 3\nassert sum([1, 2]) == -1", "assertion failed"),
     ],
 )
-def test_what_does_not_hold_and_why(source: str, reason: str, tmp_path: Path) -> None:
-    assert reason in failure(source, tmp_path)
+def test_what_does_not_hold_and_why(source: str, reason: str, config: SandboxConfig) -> None:
+    assert reason in failure(source, config)
 
 
-def test_a_function_may_be_named_like_a_builtin(tmp_path: Path) -> None:
-    assert failure("assert sum(5, 3) == 2", tmp_path) == ""
+def test_a_function_may_be_named_like_a_builtin(config: SandboxConfig) -> None:
+    assert failure("assert sum(5, 3) == 2", config) == ""
 
 
 @pytest.mark.parametrize("program", ["def f(", "raise ValueError", "import os; os._exit(0)", "import sys; sys.exit(0)"])
-def test_a_program_that_does_not_load_fails(program: str, tmp_path: Path) -> None:
-    assert failure("assert True", tmp_path, program)
+def test_a_program_that_does_not_load_fails(program: str, config: SandboxConfig) -> None:
+    assert failure("assert True", config, program)
 
 
-def test_a_standard_module_before_a_dot_is_that_module(tmp_path: Path) -> None:
+def test_a_standard_module_before_a_dot_is_that_module(config: SandboxConfig) -> None:
     program = "class math:\n  isclose = lambda *a: True\ndef f(x): return 0"
-    assert failure("assert math.isclose(f(1), 1)", tmp_path, program) == "assertion failed"
+    assert failure("assert math.isclose(f(1), 1)", config, program) == "assertion failed"
 
 
-def test_calls(tmp_path: Path) -> None:
-    def call(name: str, *arguments: Any) -> Any:
-        return result({"kind": "call", "stdin": json.dumps([name, ["l", *arguments]])}, PROGRAM, tmp_path)
-
-    assert call("add", 1, 2) == {"value": 3}
-    assert call("twoSum", 1, 2) == {"value": ["l", 1, 2]}
-    assert call("sum", 1, 2) == {"value": -1}
-    assert call("fail") == {"error": "ValueError: too small"}
-    assert "AttributeError" in call("missing")["error"]
-    assert "not plain data" in call("make")["error"]
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected", "reason"),
+    [
+        ("add", [1, 2], 3, ""),
+        ("twoSum", [1, 2], [1, 2], ""),
+        ("sum", [1, 2], -1, ""),
+        ("add", [1, 2], 4, "wrong answer"),
+        ("fail", [], 0, "ValueError: too small"),
+        ("missing", [], 0, "AttributeError"),
+        ("make", [], 0, "not plain data"),
+    ],
+)
+def test_calls(name: str, arguments: list[Any], expected: Any, reason: str, config: SandboxConfig) -> None:
+    result = score(PROGRAM, {"fn_name": name, "inputs": [arguments], "outputs": [expected]}, config)
+    assert reason in result["reason"] and result["score"] == float(not reason)

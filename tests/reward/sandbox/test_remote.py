@@ -1,12 +1,9 @@
 """Programs on a SandboxFusion server: a small one of the tests' own, with the fields of the real one."""
 
-import json
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import remote
 from pipeline.reward.sandbox.isolation import SandboxError
 from pipeline.reward.sandbox.runner import run
+from tests.reward.conftest import Reply
 from tests.reward.sandbox.programs import score
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -54,29 +52,10 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[Server, SandboxConfig]]:
+def server(tmp_path: Path, serve: Callable[[Reply], str]) -> tuple[Server, SandboxConfig]:
     state = Server(tmp_path)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            status, answer = state.answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    url = f"http://127.0.0.1:{http.server_address[1]}/run_code"
-    yield state, SandboxConfig(url=url, timeout_s=10.0, url_timeout_s=20.0)
-    http.shutdown()
-    thread.join(10)
-    http.server_close()
+    url = serve(lambda request, _: state.answer(request)) + "/run_code"
+    return state, SandboxConfig(url=url, timeout_s=10.0, url_timeout_s=20.0)
 
 
 @pytest.fixture(autouse=True)

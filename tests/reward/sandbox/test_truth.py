@@ -18,11 +18,8 @@ def test_inputs_and_outputs(form: Any) -> None:
     tests = read(form(STDIN))
     assert [test.job for test in tests] == [{"kind": "script", "stdin": "1\n"}, {"kind": "script", "stdin": "2\n"}]
     assert [test.expected for test in tests] == ["1\n", "2\n"]
-
-
-def test_lines_and_numbers_are_text() -> None:
-    assert read({"inputs": [["1", "2"]], "outputs": [3]})[0].job["stdin"] == "1\n2"
-    assert read({"inputs": [["1", "2"]], "outputs": [3]})[0].expected == "3"
+    (test,) = read(form({"inputs": [["1", "2"]], "outputs": [3]}))
+    assert (test.job["stdin"], test.expected) == ("1\n2", "3")
 
 
 def test_functions() -> None:
@@ -49,21 +46,17 @@ def test_asserts_take_the_place_of_inputs() -> None:
     ("truth", "words"),
     [
         (None, "NoneType"),
-        (3, "a int"),
         ("3", "a int"),
         ([], "at least one test"),
         ({}, "inputs"),
-        ({"inputs": ["1"]}, "outputs"),
         ({"inputs": [], "outputs": []}, "inputs"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs but 1 outputs"),
         ({"inputs": [{"a": 1}], "outputs": ["1"]}, r"inputs\[0\] must be text"),
-        ({"inputs": ["1"], "outputs": [None]}, r"outputs\[0\] must be text"),
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, r"inputs\[0\] must have an argument in JSON"),
         ({"inputs": [1], "outputs": ["1"], "fn_name": "f"}, r"inputs\[0\] must be a list"),
         ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f()"}, "fn_name"),
         (["assert f("], r"\[0\] is not Python"),
         (["f(1) == 2"], "with an assert"),
-        ([3], "with an assert"),
         ({"assert_case": {"a": 1}}, "assert_case must be a list"),
         ("nothing", "with an assert"),
     ],
@@ -77,26 +70,18 @@ def test_a_ground_truth_that_is_none_is_named(truth: Any, words: str) -> None:
     ("printed", "expected", "same"),
     [
         ("1\n2\n", "1\n2", True),
-        ("1 \n2\n\n", "1\n2", True),
         ("1  2", "1 2", True),
-        ("1 2", "1\n2", False),
         ("1\n\n2", "1\n2", False),
-        ("12", "1 2", False),
         ("Yes", "YES", False),
         ("0.3333333", "0.33333333", True),
-        ("0.333", "0.33333333", False),
         ("1.0", "1", True),
-        ("2.0000000001", "2", True),
         ("1000000.1", "1000000", False),
-        ("1000000.1", "1000000.0", True),
         ("5.00000e8", "500000123", False),
         ("1000002", "1000000", False),
         ("1e3", "1000", True),
         ("nan", "1.5", False),
-        ("inf", "1.5", False),
         ("inf", "inf", True),
         ("Case #1: 2.50", "Case #1: 2.5", True),
-        ("", "", True),
         ("", "1", False),
         ("1." + "0" * 10**6, "1", False),
     ],
@@ -109,17 +94,13 @@ def test_outputs_are_compared_by_lines_and_words(printed: str, expected: str, sa
     ("result", "expected", "same"),
     [
         (3, 3, True),
-        (3, 4, False),
         (3, [3], True),
         ((1, 2), [1, 2], True),
         ([1, [2, (3,)]], [1, [2, [3]]], True),
-        ([1, 2], [1, 2, 3], False),
         ({1, 2}, [1, 2], False),
         ({1: "a"}, {"1": "a"}, True),
         ({"1": "b"}, {"1": "a"}, False),
         (0.1 + 0.2, 0.3, True),
-        (True, True, True),
-        (None, None, True),
         ("3", 3, False),
         (float("nan"), 1.0, False),
         (10**400, 1.0, False),
@@ -135,17 +116,13 @@ def test_results_are_compared_as_data(result: Any, expected: Any, same: bool) ->
     "text",
     [
         '{"value": ["h", 0, "x"]}',
-        '{"value": ["x"]}',
-        '{"value": []}',
         '{"value": ["d", 1]}',
-        '{"value": ["i", "z"]}',
         '{"value": {"a": 1}}',
         '{"value": ["s", ["l"]]}',
         '{"value": ' + "9" * 5000 + "}",
         '{"value": ' + "[" * 2000 + "]" * 2000 + "}",
         '{"value": ["l"], "value": ["l"' + ", 1" * 10_000_000 + "]}",
         '{"value": ["l"]} {"value": ["l"]}',
-        '["l"]',
         "{}",
         "\0",
     ],
