@@ -46,6 +46,8 @@ def test_rows_that_can_be_scored_pass() -> None:
 def test_a_reward_that_fails_on_every_row_is_named() -> None:
     with pytest.raises(ValueError, match=r"first 4 prompts of data_source 'countdown', .*ground_truth"):
         dry_call(prompts(*[USELESS] * 9), RewardConfig())
+    with pytest.raises(ValueError, match="first 2 prompts of data_source 'gsm8k'"):
+        dry_call(prompts(*[FINE] * 20, *[("gsm8k", "null")] * 2), RewardConfig())
 
 
 def test_with_a_reward_model_alone_there_is_nothing_to_call(tmp_path: Path) -> None:
@@ -63,9 +65,3 @@ def test_parts_that_the_estimator_reads_must_be_there() -> None:
     dry_call(prompts(FINE), RewardConfig(), ["acc", "format", "score"])
     with pytest.raises(ValueError, match=r"gdpo_reward_keys: .* 'countdown' has no part 'brief', .* it has .*acc"):
         dry_call(prompts(USELESS, FINE), RewardConfig(), ["acc", "brief"])
-
-
-def test_each_source_is_tried() -> None:
-    gsm8k = ("gsm8k", "null")
-    with pytest.raises(ValueError, match="first 2 prompts of data_source 'gsm8k'"):
-        dry_call(prompts(*[FINE] * 20, gsm8k, gsm8k), RewardConfig())

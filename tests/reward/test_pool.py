@@ -146,21 +146,6 @@ def test_rules_are_not_held_back_by_the_rate_limit(tmp_path: Path, monkeypatch: 
     assert scores(result) == [2.0] * 5
 
 
-def test_calls_of_one_pool_do_not_mix(tmp_path: Path) -> None:
-    config = custom(tmp_path, "def compute_score(solution_str, **row):\n    return float(solution_str)\n")
-    made: dict[int, list[float]] = {}
-
-    def score(number: int) -> None:
-        made[number] = scores(Reward(config)(table([str(number * 100 + i) for i in range(40)])))
-
-    threads = [threading.Thread(target=score, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert made == {number: [float(number * 100 + i) for i in range(40)] for number in range(4)}
-
-
 def test_a_pool_that_is_closed_fails_its_callers(tmp_path: Path) -> None:
     config = custom(tmp_path, "import time\ndef compute_score(**row):\n    time.sleep(3600)\n")
     reasons: list[str] = []

@@ -88,16 +88,6 @@ def test_a_function_that_misbehaves_costs_its_own_row(tmp_path: Path) -> None:
     assert scores(result)[1::2] == [1.0] * len(names)
 
 
-def test_a_killed_worker_takes_its_processes_with_it(tmp_path: Path) -> None:
-    reward = Reward(custom(tmp_path, MISBEHAVING))
-    (error,) = errors(reward(table(["starts_a_process"])))
-    assert error is not None
-    pid = int(error.removeprefix("ValueError: ").split()[0])
-    os.kill(pid, 0)
-    reward(table(["exits"]))
-    assert gone(pid)
-
-
 def gone(pid: int, patience_s: float = 10.0) -> bool:
     """Whether a process ends."""
     end = time.monotonic() + patience_s
@@ -209,6 +199,20 @@ def test_a_response_that_exhausts_a_rules_budget_is_wrong(tmp_path: Path, monkey
     assert {part["rule/prepared"] for part in parts(result) if part["acc"]} == {1}
     late = Reward(RewardConfig(functions=functions, timeout_s=0.5))(table(["sleep"], source="costly"))
     assert errors(late) == ["rule: TimeoutError: no score after 0.5 s"]
+
+
+@pytest.mark.parametrize("ends", ["exits", "the pool"])
+def test_a_worker_takes_its_processes_with_it(tmp_path: Path, ends: str) -> None:
+    reward = Reward(custom(tmp_path, MISBEHAVING))
+    (error,) = errors(reward(table(["starts_a_process"])))
+    assert error is not None
+    pid = int(error.removeprefix("ValueError: ").split()[0])
+    os.kill(pid, 0)
+    if ends == "exits":
+        reward(table(["exits"]))
+    else:
+        pool.close()
+    assert gone(pid)
 
 
 def test_workers_end_with_their_process(tmp_path: Path) -> None:

@@ -120,11 +120,12 @@ def _ask(client: httpx.Client, code: str, stdin: str, limit: float, deadline: fl
         attempts += 1
         try:
             return _post(client, body, min(left, 2 * limit + SERVER_S), config)
-        except (_ServerFailure, httpx.HTTPError) as error:
-            message = str(error) if isinstance(error, _ServerFailure) else f"{type(error).__name__}: {error}"
-            failures[message[:300]] = None
-            if isinstance(error, _Refused):
+        except _ServerFailure as error:
+            failures[str(error)[:300]] = None
+            if error.final:
                 break
+        except httpx.HTTPError as error:
+            failures[f"{type(error).__name__}: {error}"[:300]] = None
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(2 * pause, MAX_PAUSE_S)
     raise SandboxError(
@@ -135,11 +136,11 @@ def _ask(client: httpx.Client, code: str, stdin: str, limit: float, deadline: fl
 
 
 class _ServerFailure(Exception):
-    """The server did not run the program."""
+    """The server did not run the program; where it is `final`, asking again changes nothing."""
 
-
-class _Refused(_ServerFailure):
-    """The server does not want this request; asking again changes nothing."""
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConfig) -> Outcome:
@@ -158,8 +159,8 @@ def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConf
                 raise _ServerFailure("an answer that did not end in time")
     text = received[:200].decode(errors="replace")
     if response.status_code != 200:
-        refused = 400 <= response.status_code < 500 and response.status_code not in (408, 425, 429)
-        raise (_Refused if refused else _ServerFailure)(f"HTTP {response.status_code}: {text}")
+        final = 400 <= response.status_code < 500 and response.status_code not in (408, 425, 429)
+        raise _ServerFailure(f"HTTP {response.status_code}: {text}", final)
     try:
         answer = json.loads(received)
         result = answer.get("run_result") or answer.get("compile_result")
@@ -167,11 +168,11 @@ def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConf
         raise _ServerFailure(f"an answer that is no JSON object: {text!r}") from error
     if answer.get("status") not in ("Success", "Failed") or not isinstance(result, dict):
         raise _ServerFailure(f"status {answer.get('status')!r}, message {str(answer.get('message'))[:200]!r}")
-    stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
+    texts = [str(result.get(name) or "") for name in ("stdout", "stderr")]
     seconds = float(result.get("execution_time") or 0.0)
     if result.get("status") == "TimeLimitExceeded":
-        return Outcome("time", None, stdout, stderr, seconds)
+        return Outcome("time", None, *texts, seconds)
     code = result.get("return_code")
     if result.get("status") != "Finished" or not isinstance(code, int):
         raise _ServerFailure(f"the run's status is {result.get('status')!r} and its return code {code!r}")
-    return Outcome("exit", code, stdout, stderr, seconds)
+    return Outcome("exit", code, *texts, seconds)

@@ -113,12 +113,6 @@ def test_a_failure_of_the_server_is_tried_again(name: str, server: tuple[Server,
     state.answers = [FAILURES[name], FAILURES[name], state.execute]
     assert run("print(input())", "1\n", config).stdout == "1\n"
     assert len(state.requests) == 3
-    state.answers = [FAILURES[name]]
-    config.url_timeout_s = 1.0
-    start = time.monotonic()
-    with pytest.raises(SandboxError, match=f"within 1 s; the .* attempts at the last one failed with: .*{name}"):
-        score("x", ECHO, config)
-    assert time.monotonic() - start < 10
 
 
 def test_a_request_that_the_server_does_not_take_is_not_repeated(server: tuple[Server, SandboxConfig]) -> None:
@@ -131,8 +125,11 @@ def test_a_request_that_the_server_does_not_take_is_not_repeated(server: tuple[S
 
 def test_a_server_that_is_silent_or_not_there_is_an_error(server: tuple[Server, SandboxConfig]) -> None:
     state, config = server
-    config.url_timeout_s = 1.0
-    state.answers = [lambda _: (time.sleep(2.0), (200, {}))[1]]  # type: ignore[func-returns-value]
+    config.url_timeout_s = 0.5
+    state.answers = [FAILURES["HTTP 503"]]
+    with pytest.raises(SandboxError, match="within 0.5 s; the .* attempts at the last one failed with: HTTP 503: busy"):
+        run("x", "", config)
+    state.answers = [lambda _: (time.sleep(1.0), (200, {}))[1]]  # type: ignore[func-returns-value]
     with pytest.raises(SandboxError, match="ReadTimeout"):
         run("x", "", config)
     config.url = "http://127.0.0.1:1/run_code"
