@@ -31,10 +31,9 @@ arguments such as `actor.optim.lr=1e-5`. A list is written `trainer.logger=[cons
 characters in quotes: `'model.path="/models/a=b"'`. Keys with the default `{}` take any name inside:
 `rollout.engine_kwargs.max_model_len=2048`.
 
-An unknown key is refused with the nearest valid one, an impossible combination with the arithmetic. `slipstream train
---dry-run ...` prints the plan and exits. `--config-dir DIR` also finds your own files in `DIR/experiment/` and
-`DIR/algorithm/`. Algorithms can be laid on top of each other: `algorithm=[dapo,tis]` ([all of them](algorithms.md)).
-An experiment names the algorithm that it begins from with `defaults: [/algorithm/dapo, _self_]`.
+`--config-dir DIR` also finds your own files in `DIR/experiment/` and `DIR/algorithm/`. Algorithms can be combined:
+`algorithm=[dapo,tis]` ([all of them](algorithms.md)). An experiment names the algorithm that it begins from with
+`defaults: [/algorithm/dapo, _self_]`.
 """
 
 BUILT_IN = {
