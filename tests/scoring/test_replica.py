@@ -1,6 +1,5 @@
 """Scoring in micro-batches, and weights that follow the store's versions."""
 
-import copy
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +16,7 @@ from pipeline.config.scoring import ScorerConfig
 from pipeline.models.packing import ModelInputs
 from pipeline.rows import flat
 from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
-from pipeline.store.errors import StaleAttempt, StoreTimeout
+from pipeline.store.errors import StoreTimeout
 from tests.scoring.generated import generated
 from tests.scoring.published import LocalStore, shard_of
 
@@ -61,17 +60,6 @@ def test_every_token_gets_its_own_number_in_row_order(lengths: list, budget: int
     column = replica(budget).score(table, forward)
     assert column.type == pa.list_(pa.float32()) and column.to_pylist() == wanted(table)
     assert all(size <= budget for size in padded)
-
-
-def test_rows_are_batched_by_length() -> None:
-    shapes: list[tuple[int, ...]] = []
-
-    def forward(module: nn.Module, batch: ModelInputs) -> Tensor:
-        shapes.append(tuple(batch.input_ids.shape))
-        return batch.targets
-
-    replica(24).score(generated([(2, 2), (6, 6), (2, 2), (5, 7), (3, 1)]), forward)
-    assert shapes == [(2, 12), (3, 4)]
 
 
 def test_numbers_are_made_without_a_graph_and_kept_in_float32() -> None:
@@ -210,19 +198,3 @@ def test_waits_end_with_phase_version_and_party(local_store: LocalStore, monkeyp
     message = r"weights: a bucket of the 1 train ranks did not arrive within 0 s \(trainer.deadlines.publish"
     with pytest.raises(TimeoutError, match=message):
         bring(weights, 1)
-
-    def never(refs: Any, timeout: float) -> Any:
-        raise ray.exceptions.GetTimeoutError
-
-    monkeypatch.setattr(ray, "get", never)
-    with pytest.raises(StoreTimeout, match=r"weights: the policy store gave no answer within 60 s"):
-        bring(weights, 1)
-
-
-def test_an_older_attempt_ends(local_store: LocalStore) -> None:
-    weights = follow(local_store, Model(0.0))
-    old = copy.copy(local_store)
-    weights._store = old
-    local_store.begin()
-    with pytest.raises(StaleAttempt):
-        bring(weights, 0)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import ray
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -16,14 +15,8 @@ from pipeline.config.scoring import ScorerConfig
 from pipeline.models.value import ValueModel
 from pipeline.rows import FLOATS, VALUE
 from pipeline.scoring.value import Value
-from pipeline.store.admission import Admission
-from pipeline.store.client import StoreClient
-from pipeline.store.cursor import PromptCursor
-from pipeline.store.policy_store import PolicyStore
-from pipeline.store.status import TrainerState
-from pipeline.weights.publish import pack
 from tests.scoring.generated import assert_near, generated
-from tests.scoring.published import BUCKET, LocalStore, shard_of
+from tests.scoring.published import LocalStore, shard_of
 
 
 def settings(model: Path, scorer: str | None = None, critic: CriticConfig | None = None) -> tuple[Any, ...]:
@@ -96,23 +89,3 @@ def test_the_critics_own_model(local_store: LocalStore, tiny_model: Path, tmp_pa
     local_store.publish(0, critic=shard_of(critic))
     stage = Value(*settings(tiny_model, critic=CriticConfig(path=str(tmp_path))), local_store, 20.0)
     assert_near(stage(table)["values"], expected(critic, table))
-
-
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_session")
-def test_with_a_real_store(tiny_model: Path) -> None:
-    actor: Any = ray.remote(PolicyStore).options(num_cpus=0).remote(Admission(1, 1, 0))
-    store = StoreClient(actor, StoreClient(actor).ask(PolicyStore.new_attempt))
-    store.call(PolicyStore.register_trainer, TrainerState(0, PromptCursor(), False), 1)
-    stage = ray.remote(Value).options(num_cpus=1).remote(*settings(tiny_model), store, 20.0)
-    for version in (0, 1):
-        critic, table = trained(tiny_model, version), generated(version=version)
-        asked = stage.__call__.remote(table)
-        shards = {
-            "policy": pack(nn.Linear(1, 1), 0, torch.float32, BUCKET, ray.put),
-            "critic": pack(critic, 0, torch.float32, BUCKET, ray.put),
-        }
-        store.call(PolicyStore.publish, version, shards, 0.0)
-        done = ray.get(asked, timeout=60)
-        assert_near(done["values"], expected(critic, table))
-        assert set(done["value_version"].to_pylist()) == {version}

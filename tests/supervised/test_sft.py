@@ -80,26 +80,16 @@ def test_bad_conversations_name_the_row(tokenizer: Any, bad: Any, sentence: str)
         encode(tokenizer, [conversation(0), bad])
 
 
-def test_row_groups_and_their_errors(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", 40)
-    write(tmp_path / "b.parquet", 3)
-
-    def row_groups(name: str) -> list[Any]:
-        return SFTEncoder.find_row_groups([str(tmp_path / name)], "data.train_files", SFTDataConfig())
-
-    groups = row_groups("*.parquet")
-    expected = [("a.parquet", 0, 16), ("a.parquet", 1, 16), ("a.parquet", 2, 8), ("b.parquet", 0, 3)]
-    assert [(Path(group.file.name).name, group.number, group.rows) for group in groups] == expected
-    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "c.parquet")
-    (tmp_path / "d.parquet").write_text("no")
-    for path, sentence in {
-        "c.parquet": "c.parquet has no column 'messages', but text",
-        "d.parquet": "d.parquet cannot be read as parquet",
-        "e.parquet": "e.parquet does not exist",
-        "*.arrow": "matches no file",
-    }.items():
-        with pytest.raises(ValueError, match=sentence.replace("*", r"\*")):
-            row_groups(path)
+@pytest.mark.parametrize(
+    ("column", "sentence"),
+    [({"text": ["x"]}, "has no column 'messages', but text"), ({"messages": ["x"]}, "of type string where a list")],
+)
+def test_files_without_conversations_are_refused(tmp_path: Path, column: dict[str, Any], sentence: str) -> None:
+    pq.write_table(pa.table(column), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=f"data.train_files: .*a.parquet .*{sentence}"):
+        SFTEncoder.find_row_groups(str(tmp_path), "data.train_files", SFTDataConfig())
+    with pytest.raises(ValueError, match="nowhere.* does not exist"):
+        SFTEncoder.find_row_groups("nowhere.parquet", "data.train_files", SFTDataConfig())
 
 
 def test_collate_points_at_the_predecessors() -> None:

@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch.distributed.tensor import distribute_tensor
 from pipeline.config.learner import FSDPConfig
 from pipeline.models.fsdp import shard
 from pipeline.weights.load import Piece, Shard, checksum, parameters
-from pipeline.weights.publish import buckets, local_part, pack
+from pipeline.weights.publish import local_part, pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIMIT = 600
@@ -171,14 +170,6 @@ def test_what_does_not_add_up_is_refused(published: Path) -> None:
         list(parameters(made, fetch))
 
 
-def test_read_only_memory_is_copied() -> None:
-    """As `ray.get` gives it."""
-    shard = publish(Model(), 0, "float32")
-    arrived = dict(parameters([shard], lambda refs: [np.frombuffer(ref, np.uint8) for ref in refs]))
-    arrived["model.one"].add_(1)
-    assert torch.equal(dict(parameters([shard], fetch))["model.one"], expected("float32")["model.one"])
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=5), st.data())
 def test_any_cut_into_rows_joins_again(shapes: list[tuple[int, int]], data: Any) -> None:
@@ -214,17 +205,3 @@ def test_scalars_and_unsharded_models_come_from_rank_0_alone(dtype: str) -> None
     for name, parameter in Scalars().named_parameters():
         assert torch.equal(arrived[f"model.{name}"], parameter.to(DTYPES[dtype]))
     assert arrived["model.scale"].shape == ()
-
-
-def test_bucket_limits() -> None:
-    model = Model()
-    names = [name for name, _ in model.named_parameters()]
-    for limit in (1, 200, 600, 10**9):
-        groups = list(buckets(model, torch.float32, limit))
-        assert [name for group in groups for name, _ in group] == names
-        sizes = [sum(p.numel() * 4 for _, p in group) for group in groups]
-        assert all(size <= limit or len(group) == 1 for size, group in zip(sizes, groups, strict=True))
-        # Greedy: what begins a bucket had no room in the one before.
-        for before, after in zip(range(len(groups)), groups[1:], strict=False):
-            assert sizes[before] + after[0][1].numel() * 4 > limit
-    assert len(list(buckets(model, torch.bfloat16, 200))) < len(list(buckets(model, torch.float32, 200)))
