@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.tiny import build_model
 from pipeline.advantage.estimators import Estimate, EstimatorInput
+from pipeline.advantage.kl import kl_controller
 from pipeline.advantage.stage import Advantage
 from pipeline.config import Config
 from pipeline.config.algorithm import AlgorithmConfig
@@ -35,7 +35,6 @@ from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan.plan import plan
 from pipeline.rows import SCHEMA
 from pipeline.store.admission import Admission
-from pipeline.store.policy_store import PolicyStore
 from pipeline.train import loop
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
@@ -161,83 +160,24 @@ def stages(config: Config) -> list[str]:
     return [stage.name for stage in plan(config).stages]
 
 
-class DryLoop(loop.Loop):
-    """The train loop without Ray, which says who was updated."""
-
-    def __init__(self, config: Config) -> None:
-        # Rank 1, because rank 0 writes the model.
-        self.config, self.run_dir, self.rank, self.version, self.saved = config, "", 1, 0, 0
-        self.schedule = SimpleNamespace(iterations=3, validates=lambda version, last: False)
-        self.feed = SimpleNamespace(next=self._rows, parts=1, drain=lambda: None)
-        self.saver = SimpleNamespace(wait=lambda: None)
-        self._store = SimpleNamespace(call=self._asked)
-        self.updated: list[str] = []
-        self.coefficients: list[float] = []
-        self.actor, self.critic = self._learner("actor"), self._learner("critic")
-        self.kl, self.world_size = loop.kl_controller(config.algorithm.kl_ctrl), 1
-        self.publishers = dict.fromkeys(("policy", "critic"), SimpleNamespace(pack=lambda module, version: None))
-
-    def _rows(self, version: int, part: int) -> pa.Table:
-        rows = table()
-        return rows.append_column("kl", pa.array([5.0 if version == 2 else 0.11] * len(rows)))
-
-    def _learner(self, name: str) -> Any:
-        module = SimpleNamespace(hf_name=None)
-        return SimpleNamespace(
-            name=name,
-            updated=self.updated,
-            module=module,
-            needs_old_log_probs=False,
-            all_reduce=lambda values: values,
-        )
-
-    def _report(self, table: pa.Table, stats: Any) -> bool:
-        return False
-
-    def _save(self, stopping: bool) -> None:
-        pass
-
-    def _asked(self, method: Any, *args: Any) -> None:
-        if method is PolicyStore.publish:
-            self.updated.append("published")
-            self.coefficients.append(args[3])
-
-
-class DryUpdate:
-    """Stands in for `StreamedUpdate`."""
-
-    def __init__(self, learner: Any, parts: int) -> None:
-        self.learner = learner
-
-    def add(self, rows: TrainBatch) -> None:
-        self.learner.updated.append(self.learner.name)
-
-    def finish(self) -> dict[str, Any]:
-        return {}
-
-
-def dry_run(config: Config) -> DryLoop:
-    """A run of three iterations, the second of which has a KL above any target."""
-    without = {
-        "iteration_metrics": lambda table, max_staleness: {},
-        "load_tokenizer": lambda model: None,
-        "StreamedUpdate": DryUpdate,
-        "dist": SimpleNamespace(barrier=lambda: None),
-    }
-    with patch.multiple(loop, save_hf=lambda *_: None, **without):
-        dry = DryLoop(config)
-        dry.run()
-    return dry
-
-
-def updates(config: Config) -> list[str]:
-    """Who is updated, in order."""
-    return dry_run(config).updated
+def trained(config: Config) -> list[list[str]]:
+    """The learners that each of three iterations updates."""
+    dry: Any = SimpleNamespace(config=config, actor="actor", critic="critic")
+    found = []
+    for dry.version in range(3):
+        found.append(loop.Loop._trained(dry))
+    return found
 
 
 def kl_coefficients(config: Config) -> list[float]:
-    """The coefficient of the KL that is published with each version."""
-    return dry_run(config).coefficients
+    """The coefficient of the KL in the reward after iterations with a KL near the target and far above any."""
+    rank = SimpleNamespace(all_reduce=lambda values: values)
+    dry: Any = SimpleNamespace(config=config, actor=rank, kl=kl_controller(config.algorithm.kl_ctrl), world_size=1)
+    coefficients = [dry.kl.coef]
+    for kl in (0.11, 5.0):
+        loop.Loop._update_kl(dry, pa.table({"kl": [kl] * 12}))
+        coefficients.append(dry.kl.coef)
+    return coefficients
 
 
 # what shows each key
@@ -333,7 +273,7 @@ SHOWN = {
     "actor.logits_chunk_tokens": Shown(logits, 8),
     "critic.enable": Shown(stages, True),
     "critic.path": Shown(partial(weights, Critic, iterations=0), "OTHER MODEL"),
-    "critic.warmup": Shown(updates, 2),
+    "critic.warmup": Shown(trained, 2),
     "critic.cliprange_value": Shown(critic, 0.01),
     "critic.loss_agg_mode": Shown(critic, "seq-mean-token-mean"),
     "critic.grad_clip": Shown(critic, 1e-3),
