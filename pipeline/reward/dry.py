@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import pyarrow as pa
 
@@ -16,6 +17,9 @@ RESPONSE = "The answer is 42.\n```python\nprint(42)\n```"
 """The response that is scored. It need not be right."""
 ROWS = 4
 """Rows of each data source."""
+# Validation rows are not shaped, so they need no tokens. The reward model's number comes from a stage before.
+MADE_UP = {"response": RESPONSE, "split": "val", "rm_score": 0.0, "rm_error": None}
+TRIED = pa.schema([(name, pa.string()) for name in (*INPUTS, "split", "rm_error")] + [("rm_score", pa.float32())])
 
 
 def check_sources(sources: Iterable[str | None], config: RewardConfig) -> None:
@@ -45,33 +49,23 @@ def dry_call(prompts: Iterable[pa.Table], config: RewardConfig, parts: Collectio
         ValueError: a function of the user cannot be loaded, or the reward fails for all prompts of a data source or
             gives none of them one of `parts`. The sentence names the data source and the first reason.
     """
-    tables = list(prompts)
-    if not tables:
+    by_source: dict[str, list[dict[str, Any]]] = {}
+    for table in prompts:
+        for row in table.select(["data_source", "ground_truth", "extra_info"]).to_pylist():
+            rows = by_source.setdefault(row["data_source"], [])
+            if len(rows) < ROWS:
+                rows.append(row | MADE_UP)
+    if not by_source:
         return {}
-    rows = pa.concat_tables(tables).select([name for name in INPUTS if name != "response"])
-    places: dict[str, list[int]] = {}
-    for place, source in enumerate(rows["data_source"].to_pylist()):
-        if len(chosen := places.setdefault(source, [])) < ROWS:
-            chosen.append(place)
-    taken = sorted(place for chosen in places.values() for place in chosen)
-    rows = rows.take(pa.array(taken))
-    # Validation rows are not shaped, so they need no tokens. The reward model's number comes from a stage before.
-    made_up = {
-        "response": pa.array([RESPONSE] * len(rows), pa.string()),
-        "split": pa.array(["val"] * len(rows), pa.string()),
-        "rm_score": pa.array([0.0] * len(rows), pa.float32()),
-        "rm_error": pa.nulls(len(rows), pa.string()),
-    }
-    for name, column in made_up.items():
-        rows = rows.append_column(name, column)
+    tried = pa.Table.from_pylist([row for rows in by_source.values() for row in rows], schema=TRIED)
     try:
-        made = Reward(config, max_response_length=1)(rows)
+        made = Reward(config, max_response_length=1)(tried)
     finally:
         close()
-    made = made.select(["data_source", "score", "reward_parts", "reward_error"])
+    answers = made.select(["data_source", "score", "reward_parts", "reward_error"]).to_pylist()
     scores: dict[str, float | None] = {}
-    for source in places:
-        scored = [row for row in made.to_pylist() if row["data_source"] == source]
+    for source in by_source:
+        scored = [row for row in answers if row["data_source"] == source]
         if all(row["reward_error"] for row in scored):
             raise ValueError(
                 f"the reward fails for each of the first {len(scored)} prompts of data_source {source!r}, tried with a "

@@ -67,16 +67,12 @@ async def compute_score(
     Args:
         base_url: address of the server, up to and with `/v1`.
         model: the judge's name there.
-        prompt: the request to the judge; `fill` says which fields it may have.
+        prompt: the request to the judge, filled in by `fill`.
         parse: regular expression with one group, which holds the number.
         bounds: lowest and highest number that the prompt asks for; a prompt of your own needs them.
-        api_key_env: environment variable with the key of the service; None where it wants none.
+        api_key_env: environment variable with the key of the service.
         timeout: seconds of one attempt; `reward.timeout_s` bounds all of them together.
         max_retries: attempts after a failed one (busy, unreachable, too slow), with growing pauses between them.
-
-    Returns:
-        score, `judge` (the number), `judge_valid` (0 where the lowest number replaces what the reply says, else 1) and
-        `judge_reply` (the end of the reply).
 
     Raises:
         ValueError: a setting does not fit, the prompt names a key that extra_info lacks, or the reply has no score.

@@ -5,7 +5,7 @@
                        └──► worker (`async def` functions, all calls at once)
 
 A pool lives as long as its process (a Ray worker), so modules stay loaded and clients connected between chunks. One
-thread hands calls over, reads answers, looks at deadlines and memory every `TICK_S`, and starts and ends workers.
+thread sends calls, reads answers, checks deadlines and memory every `TICK_S`, and starts and ends workers.
 """
 
 import atexit
@@ -107,7 +107,7 @@ class Pool:
         try:
             while not self._closed:
                 self._step()
-        except Exception as error:  # noqa: BLE001 (callers wait, and would wait for ever)
+        except Exception as error:  # noqa: BLE001 (callers wait for answers)
             end = error
         for worker in self._workers:
             worker.kill()

@@ -13,7 +13,6 @@ in parallel and in no fixed order, so it would differ from run to run and after 
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,11 +25,6 @@ def overlong_penalty(lengths: np.ndarray, max_response_length: int, config: Over
     return np.minimum(0.0, -over / config.len * config.penalty_factor)
 
 
-def length_penalty(lengths: np.ndarray, max_response_length: int, factor: float) -> np.ndarray:
-    """-factor * L / max_response_length, [R]."""
-    return -factor * lengths / max_response_length
-
-
 def repeated_share(tokens: np.ndarray, ngram: int) -> float:
     """Share of the n-grams of `tokens` [L] that are repeats: 1 - distinct / all; 0 for fewer than two n-grams."""
     count = len(tokens) - ngram + 1
@@ -38,14 +32,6 @@ def repeated_share(tokens: np.ndarray, ngram: int) -> float:
         return 0.0
     windows = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(tokens, dtype=np.int32), ngram)
     return 1.0 - len({window.tobytes() for window in windows}) / count
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """Shaped scores [R] of training rows, and by name the raw score [R] and each penalty [R]."""
-
-    score: np.ndarray
-    parts: dict[str, np.ndarray]
 
 
 class Shaping:
@@ -69,8 +55,10 @@ class Shaping:
         )
         """Whether any step is set."""
 
-    def __call__(self, score: np.ndarray, sources: list[str], tokens: list[np.ndarray]) -> Shaped:
-        """Shape R scores [R] of rows with these `data_source`s and response token ids."""
+    def __call__(
+        self, score: np.ndarray, sources: list[str], tokens: list[np.ndarray]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Shaped scores [R] of rows with these sources and response token ids; the raw score and each penalty [R]."""
         config = self._config
         parts = {"raw_score": score}
         lengths = np.array([len(ids) for ids in tokens], dtype=np.float64)
@@ -80,11 +68,11 @@ class Shaping:
         if config.overlong_buffer.enable:
             parts["overlong_penalty"] = overlong_penalty(lengths, self._longest, config.overlong_buffer)
         if config.length_penalty:
-            parts["length_penalty"] = length_penalty(lengths, self._longest, config.length_penalty)
+            parts["length_penalty"] = -config.length_penalty * lengths / self._longest
         if config.repetition_penalty.factor:
             shares = np.array([repeated_share(ids, config.repetition_penalty.ngram) for ids in tokens])
             parts["repetition_penalty"] = -config.repetition_penalty.factor * shares
         for name in list(parts)[1:]:
             score = score + parts[name]
         low, high = config.clip or (-math.inf, math.inf)
-        return Shaped(np.clip(score, low, high), parts)
+        return np.clip(score, low, high), parts

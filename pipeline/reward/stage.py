@@ -111,11 +111,11 @@ class Reward:
             return answered
         sources, ids = (table[name].take(chosen).combine_chunks() for name in ("data_source", "response_ids"))
         tokens = [ids[i].values.to_numpy(zero_copy_only=False) for i in range(len(ids))]
-        shaped = self._shaping(np.array([answered[i][0] for i in chosen]), sources.to_pylist(), tokens)
+        shaped, made_of = self._shaping(np.array([answered[i][0] for i in chosen]), sources.to_pylist(), tokens)
         answered = list(answered)
         for place, i in enumerate(chosen):
-            parts = json.loads(answered[i][1]) | {name: float(values[place]) for name, values in shaped.parts.items()}
-            answered[i] = _bounded(float(shaped.score[place]), json.dumps(parts))
+            parts = json.loads(answered[i][1]) | {name: float(values[place]) for name, values in made_of.items()}
+            answered[i] = _bounded(float(shaped[place]), json.dumps(parts))
         return answered
 
 

@@ -92,7 +92,7 @@ class RewardWorker:
         # It takes what goes wrong before the functions are loaded.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self.connection, theirs = Pipe()
-        # Without a time limit, a worker that does not read would hold up the pool for ever.
+        # Without a time limit, a worker that does not read would hold up the pool.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])

@@ -47,9 +47,9 @@ def test_repeated_share_counts_what_stood_before(tokens: list[int], ngram: int) 
 
 def test_repetition_penalty() -> None:
     shaping = Shaping(RewardConfig(repetition_penalty=RepetitionPenaltyConfig(factor=2.0, ngram=1)))
-    made = shaping(np.array([1.0, 1.0]), ["s", "s"], [np.array([5, 5, 5, 5]), np.array([1, 2, 3, 4])])
-    np.testing.assert_allclose(made.score, [1 - 2 * 0.75, 1.0])
-    np.testing.assert_allclose(made.parts["repetition_penalty"], [-1.5, 0.0])
+    score, parts = shaping(np.array([1.0, 1.0]), ["s", "s"], [np.array([5, 5, 5, 5]), np.array([1, 2, 3, 4])])
+    np.testing.assert_allclose(score, [1 - 2 * 0.75, 1.0])
+    np.testing.assert_allclose(parts["repetition_penalty"], [-1.5, 0.0])
 
 
 def test_order_of_the_steps_and_their_record() -> None:
@@ -61,12 +61,14 @@ def test_order_of_the_steps_and_their_record() -> None:
         clip=[-1.0, 0.4],
     )
     lengths = (10, 100, 0, 20)
-    made = Shaping(config, 100)(np.array([4.0, 0.0, 1.0, 1.0]), ["s", "s", "s", "t"], [np.arange(n) for n in lengths])
+    score, parts = Shaping(config, 100)(
+        np.array([4.0, 0.0, 1.0, 1.0]), ["s", "s", "s", "t"], [np.arange(n) for n in lengths]
+    )
     # (4 * 2 - 1) / 2 - 0.1 = 3.4; (0 - 1) / 2 - 1 - 1 = -2.5; (2 - 1) / 2 = 0.5: bounds come last. 1 - 0.5 - 0.2 = 0.3
-    np.testing.assert_allclose(made.score, [0.4, -1.0, 0.4, 0.3])
-    np.testing.assert_allclose(made.parts["raw_score"], [4.0, 0.0, 1.0, 1.0])
-    np.testing.assert_allclose(made.parts["overlong_penalty"], [0, -1, 0, 0])
-    np.testing.assert_allclose(made.parts["length_penalty"], [-0.1, -1, 0, -0.2])
+    np.testing.assert_allclose(score, [0.4, -1.0, 0.4, 0.3])
+    np.testing.assert_allclose(parts["raw_score"], [4.0, 0.0, 1.0, 1.0])
+    np.testing.assert_allclose(parts["overlong_penalty"], [0, -1, 0, 0])
+    np.testing.assert_allclose(parts["length_penalty"], [-0.1, -1, 0, -0.2])
     assert not Shaping(RewardConfig()).used
 
 

@@ -47,22 +47,22 @@ def mounts(config: SandboxConfig) -> list[tuple[str, str]]:
 
 
 def job(code: str, tests: list[dict[str, str]], work: str, streams: list[int], config: SandboxConfig) -> dict[str, Any]:
-    """What the supervisor is told.
+    """What the supervisor needs to know.
 
     Args:
         work: the folder of a program without isolation; "" for namespaces.
         streams: file descriptors for stdout, stderr and the result of a test.
     """
-    open_air = bool(work)
+    bare = bool(work)
     return {
         "streams": streams,
-        "namespaces": not open_air,
+        "namespaces": not bare,
         "code": code,
         "tests": tests,
         "python": interpreter(),
-        "packages": [outside if open_air else inside for outside, inside in packages(config)],
+        "packages": [outside if bare else inside for outside, inside in packages(config)],
         "mounts": mounts(config),
-        "here": str(PACKAGE) if open_air else namespaces.HERE,
+        "here": str(PACKAGE) if bare else namespaces.HERE,
         "work": work or namespaces.WORK,
         "temp": config.temp_mb << 20,
         "output": config.output_kb << 10,
@@ -70,6 +70,6 @@ def job(code: str, tests: list[dict[str, str]], work: str, streams: list[int], c
         "total_s": config.total_timeout_s,
         # Without a user namespace the kernel counts all processes of this user; the runner counts those of the
         # sandbox. Within one, the supervisor and the judge count as well.
-        "processes": None if open_air else config.max_processes + 3,
+        "processes": None if bare else config.max_processes + 3,
         "limits": {"cpu_s": config.cpu_s, "memory": config.memory_mb << 20, "file": config.file_mb << 20},
     }

@@ -168,11 +168,11 @@ def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConf
         raise _ServerFailure(f"an answer that is no JSON object: {text!r}") from error
     if answer.get("status") not in ("Success", "Failed") or not isinstance(result, dict):
         raise _ServerFailure(f"status {answer.get('status')!r}, message {str(answer.get('message'))[:200]!r}")
-    texts = [str(result.get(name) or "") for name in ("stdout", "stderr")]
+    stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
     seconds = float(result.get("execution_time") or 0.0)
     if result.get("status") == "TimeLimitExceeded":
-        return Outcome("time", None, *texts, seconds)
+        return Outcome("time", None, stdout, stderr, seconds)
     code = result.get("return_code")
     if result.get("status") != "Finished" or not isinstance(code, int):
         raise _ServerFailure(f"the run's status is {result.get('status')!r} and its return code {code!r}")
-    return Outcome("exit", code, *texts, seconds)
+    return Outcome("exit", code, stdout, stderr, seconds)

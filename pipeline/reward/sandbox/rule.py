@@ -2,7 +2,7 @@
 
 What the program does (a syntax error, a time limit, a crash) fails its test. What the sandbox or the data does is an
 exception, so that the row counts as failed and not as 0. Tests that do not start in `total_timeout_s` have failed. The
-program is never told what is expected, so it can only compute it.
+program never gets what is expected, so it can only compute it.
 """
 
 from contextlib import closing
@@ -18,9 +18,7 @@ MAX_REASON = 200  # characters
 def compute_score(solution_str: str, ground_truth: Any, config: SandboxConfig) -> dict[str, Any]:
     """Score of a response, any text, to a programming problem with the tests `ground_truth` (see `truth.read`).
 
-    Returns:
-        `score`, `acc` and `format` (0 or 1: every test is passed; there is a program), `passed` and `total` (tests),
-        and `reason`, the first failure in a few words, "" if there is none.
+    Besides the parts of every rule: `passed` and `total` (tests) and `reason`, the first failure in a few words.
 
     Raises:
         ValueError: `ground_truth` cannot be used.

@@ -25,7 +25,7 @@ from pipeline.reward.sandbox.inside import folders
 from pipeline.reward.sandbox.isolation import SandboxError
 
 START_S = 30.0  # for the supervisor to start, on a machine that is busy
-END_S = 10.0  # for all processes to be gone
+END_S = 10.0  # for all processes to end
 LOOK_S = 0.02  # between two looks at what the processes use
 CLEAN_S = 2.0  # to remove the folder of a program without isolation
 MAX_REPORT = 1000  # bytes

@@ -18,7 +18,7 @@ WHERE = "reward_model.ground_truth of a code row"
 
 @dataclass(frozen=True)
 class Test:
-    """One test: what the sandbox is told (see `runner.run_tests`), and what must come of it."""
+    """One test: its job in the sandbox (see `runner.run_tests`), and the expected output or result."""
 
     job: dict[str, str]
     expected: Any = None

@@ -3,7 +3,7 @@
 Without capabilities the kernel itself refuses mounts, new roots, other users' files and most of what administrators do.
 The filter (seccomp) refuses the rest that would reach outside: sockets, new namespaces, the memory and the limits of
 other processes, signals through file descriptors, kernel objects that outlive the process or belong to no address
-space, and new sessions and process groups (so that a group can be killed whole). Where no namespace hides the files
+space, and new sessions and process groups (so that one kill reaches them all). Where no namespace hides the files
 and processes of others, Landlock keeps writes inside one folder and closes `/proc` of other processes, and the filter
 refuses signals, and what would change the priority, the shared memory or the file modes of others, as well.
 """

@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-KILL_S = 5.0  # for killed processes to be gone
+KILL_S = 5.0  # for killed processes to end
 LOOK_S = 0.02  # between two looks at how much was printed
 ASKED, REPORTS = 0, 1  # file descriptors
 VERDICT = 5  # file descriptor of a judge's result
@@ -38,8 +38,8 @@ READY = 39  # file descriptor by which a child says that it could not start
 STREAMS = 50  # file descriptors from here on are those of the job, out of the way of what children get
 
 
-class Gone(Exception):
-    """The runner has gone away."""
+class RunnerEnded(Exception):
+    """No process waits for the tests any more."""
 
 
 class Supervisor:
@@ -49,7 +49,6 @@ class Supervisor:
         self.job, self.uid = job, uid
         self.alone = job["namespaces"]  # process 1 of a namespace of its own
         self.group = 0  # first process of the test that runs, and leader of its process group where it is not alone
-        self.count = 0
         self.ends = time.monotonic() + job["total_s"]
         if self.alone and os.getpid() != 1:
             raise RuntimeError("the supervisor is not process 1 of a namespace, so it may not kill all it can see")
@@ -57,26 +56,24 @@ class Supervisor:
     def run(self) -> None:
         """Run the tests that are asked for; stop when the time of all is used up."""
         try:
-            for test in self.job["tests"]:
+            for number, test in enumerate(self.job["tests"]):
                 if not os.read(ASKED, 1) or time.monotonic() >= self.ends:
                     return
-                self._fresh_work()
+                self._fresh_work(f"{self.job['work']}/{number}")
                 values.send(REPORTS, self._test(test))
-        except (Gone, BrokenPipeError):
+        except (RunnerEnded, BrokenPipeError):
             pass
         finally:
             if not self.alone:
                 folders.remove(self.job["work"])
 
-    def _fresh_work(self) -> None:
+    def _fresh_work(self, folder: str) -> None:
         if self.alone:
             os.chdir("/")
             namespaces.fresh_work(self.job["temp"])
             os.chdir(namespaces.WORK)
         else:
             # The folders of earlier tests are removed in the end: a program can fill them faster than they are emptied.
-            self.count += 1
-            folder = f"{self.job['work']}/{self.count}"
             os.makedirs(folder)
             os.chdir(folder)
         with open(driver.PROGRAM, "w", encoding="utf-8", errors="surrogatepass") as file:
@@ -133,7 +130,7 @@ class Supervisor:
                 os.closerange(READY + 1, 1024)
                 self._confine()
                 run()
-            except BaseException as error:  # noqa: BLE001 - it is told to the supervisor, which raises it
+            except BaseException as error:  # noqa: BLE001 (the supervisor reads and raises it)
                 os.write(READY, f"{type(error).__name__}: {error}".encode())
             finally:
                 os._exit(127)
@@ -176,7 +173,7 @@ class Supervisor:
             while time.monotonic() < deadline:
                 ready = [fd for fd, _ in poll.poll(LOOK_S * 1000)]
                 if ASKED in ready:
-                    raise Gone
+                    raise RunnerEnded
                 if ready:
                     return "exit"
                 if self._printed_too_much():
