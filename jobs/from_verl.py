@@ -6,7 +6,6 @@
 The script is read, not run, unless `--run` is given. See docs/from_verl.md.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -18,11 +17,12 @@ from typing import Any
 
 import yaml
 
+from jobs.command import new_parser
 from jobs.verl.convert import convert
 from jobs.verl.launch import Settings, launch, refusal
 from jobs.verl.recorder import record
 from jobs.verl.script import Script
-from jobs.verl.state import Conversion
+from jobs.verl.state import State
 from jobs.verl.words import ScriptError
 from pipeline.config import ConfigError, load_config
 from pipeline.plan.checks import check
@@ -47,12 +47,7 @@ _WIDTH = 118
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.from_verl",
-        description="Convert a verl launch script into an experiment.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("from_verl", "Convert a verl launch script into an experiment.", EPILOG)
     parser.add_argument("sources", nargs="+", metavar="SCRIPT_OR_OVERRIDES", help="bash scripts and key=value of verl")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the experiment here: DIR/experiment/NAME.yaml")
     parser.add_argument("--name", help="name of the run (trainer.experiment_name); default: verl's")
@@ -131,7 +126,7 @@ def read(sources: list[str], run: bool = False) -> Settings:
     return settings
 
 
-def render(conversion: Conversion, source: str, out: Path | None = None) -> str:
+def render(conversion: State, source: str, out: Path | None = None) -> str:
     """The experiment as YAML, with the report as comments."""
     name = out.stem if out else "NAME"
     lines = [f"Converted by python -m jobs.from_verl from {source}. As DIR/experiment/{name}.yaml it is run by"]
@@ -190,11 +185,11 @@ def problems(text: str) -> list[str]:
         except ConfigError as error:
             found = [line.removeprefix("- ") for line in str(error).splitlines()]
             # The first of several lines only counts the others.
-            return [f"to be settled: {line.replace(str(path), 'this file')}" for line in found[len(found) > 1 :]]
+            return [f"to be decided: {line.replace(str(path), 'this file')}" for line in found[len(found) > 1 :]]
     return []
 
 
-def report(conversion: Conversion) -> Iterator[str]:
+def report(conversion: State) -> Iterator[str]:
     """What cannot be done, what is lost without harm, and what differs, line by line."""
     yield f"converted: {len(conversion.converted)} keys of verl"
     for title, cannot in (("cannot be done here", True), ("lost, but no result changes", False)):

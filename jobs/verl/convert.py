@@ -8,7 +8,7 @@ import yaml
 
 from jobs.verl.launch import Setting
 from jobs.verl.rules import RULES
-from jobs.verl.state import OURS, Conversion, Left, State
+from jobs.verl.state import OURS, Left, State
 from pipeline.config.verl_keys import RENAMED, RULED, SECTIONS, reason
 
 _TARGETS = dict(RENAMED)
@@ -48,7 +48,7 @@ trainer: {project_name: verl_examples, experiment_name: gsm8k, total_epochs: 30,
 out are placeholders (files, model), and keys of speed, memory and disk."""
 
 
-def convert(settings: Mapping[str, Setting], name: str | None = None) -> Conversion:
+def convert(settings: Mapping[str, Setting], name: str | None = None) -> State:
     """Our settings for a run that means the same.
 
     Args:
@@ -73,7 +73,8 @@ def convert(settings: Mapping[str, Setting], name: str | None = None) -> Convers
         rule(state)
     if name is not None:
         state.set("trainer.experiment_name", name)
-    return _finish(state)
+    _finish(state)
+    return state
 
 
 def _rename(state: State, key: str, ours: str, value: Any) -> None:
@@ -108,19 +109,15 @@ def _open(state: State, key: str, inner: str, ours: str, value: Any) -> None:
     place[last] = value
 
 
-def _finish(state: State) -> Conversion:
-    result = Conversion(
-        values={ours: state.values[ours] for ours in OURS if ours in state.values},
-        defaults=state.defaults & state.values.keys(),
-        notes=state.notes,
-    )
-    sections = [section for section, _ in SECTIONS]
+def _finish(state: State) -> None:
+    """Put our keys in order, and divide verl's into those that were converted and those that were left."""
+    state.values = {ours: state.values[ours] for ours in OURS if ours in state.values}
+    state.defaults &= state.values.keys()
     for key, setting in state.settings.items():
-        inside = any(key == section or key.startswith(section + ".") for section in sections)
+        inside = any(key == section or key.startswith(section + ".") for section, _ in SECTIONS)
         if key in state.reasons:
-            result.left.append(Left(key, setting.text, *state.reasons[key]))
+            state.left.append(Left(key, setting.text, *state.reasons[key]))
         elif key in _TARGETS or key in RULED or inside:
-            result.converted.append(key)
+            state.converted.append(key)
         else:
-            result.left.append(Left(key, setting.text, *reason(re.sub(r"@.*", "", key), setting.value)))
-    return result
+            state.left.append(Left(key, setting.text, *reason(re.sub(r"@.*", "", key), setting.value)))

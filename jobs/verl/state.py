@@ -1,7 +1,7 @@
 """A conversion on its way: what verl is given, what has become of it, and how a rule changes that."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -32,37 +32,27 @@ class Left:
     """Whether the run means something else without it; else nothing but speed, memory or a name is lost."""
 
 
-@dataclass
-class Conversion:
-    """What became of verl's settings."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    """Our keys."""
-    defaults: set[str] = field(default_factory=set)
-    """Those of them that verl was not given: its defaults, where ours differ."""
-    converted: list[str] = field(default_factory=list)
-    """verl's keys that were converted."""
-    left: list[Left] = field(default_factory=list)
-    """verl's keys that were not."""
-    cannot: list[str] = field(default_factory=list)
-    """What is lost besides keys."""
-    notes: list[str] = field(default_factory=list)
-    """What means something else here."""
-
-
 class State:
-    """A conversion on its way: what verl is given, and what has become of it."""
+    """A conversion: what verl is given, and what has become of it."""
 
     def __init__(self, settings: Mapping[str, Setting]) -> None:
         self.settings = settings
         self.given = {key: setting.value for key, setting in settings.items() if setting.problem is None}
         """Values of verl's keys, as far as they are known."""
         self.values: dict[str, Any] = {}
-        """Our keys so far."""
+        """Our keys."""
         self.defaults: set[str] = set()
-        self.notes: list[str] = []
+        """Those of them that verl was not given: its defaults, where ours differ."""
         self.reasons: dict[str, tuple[str, bool]] = {}
         """Why keys of verl are not converted, and whether that changes what the run means."""
+        self.converted: list[str] = []
+        """verl's keys that were converted, once all rules were applied."""
+        self.left: list[Left] = []
+        """verl's keys that were not."""
+        self.cannot: list[str] = []
+        """What is lost besides keys."""
+        self.notes: list[str] = []
+        """What means something else here."""
         for key, setting in settings.items():
             if setting.problem:
                 advice = f"; give {_TARGETS[key]}" if key in _TARGETS else ""

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs.from_verl import main, plain, render
-from jobs.verl.state import Conversion, Left
+from jobs.verl.state import Left, State
 from pipeline.config import Config, load_config
 
 GRPO = """#!/usr/bin/env bash
@@ -258,12 +258,13 @@ def test_overrides_alone_are_printed(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_no_text_breaks_out_of_its_line(text: str) -> None:
     """Whatever stands in a script, it stays a value or a comment."""
     body = {"model": {"path": text}, "rollout": {"engine_kwargs": {"a": [text]}}, "trainer": {"experiment_name": text}}
-    conversion = Conversion(
-        {"model.path": text, "rollout.engine_kwargs": {"a": [text]}, "trainer.experiment_name": text},
-        left=[Left("data.x", text, text)],
-        cannot=[text],
-        notes=[text],
-    )
+    conversion = State({})
+    conversion.values = {
+        "model.path": text,
+        "rollout.engine_kwargs": {"a": [text]},
+        "trainer.experiment_name": text,
+    }
+    conversion.left, conversion.cannot, conversion.notes = [Left("data.x", text, text)], [text], [text]
     assert yaml.safe_load(render(conversion, text)) == body
     assert plain(text).isprintable()
 

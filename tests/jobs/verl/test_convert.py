@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from jobs.verl.convert import DEFAULTS, convert
 from jobs.verl.launch import Settings
 from jobs.verl.script import Script
-from jobs.verl.state import OURS, Conversion
+from jobs.verl.state import OURS, State
 from pipeline.config import Config
 from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.config.verl_keys import RENAMED, RULED
@@ -24,7 +24,7 @@ CORRECTION, GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
 GRPO = "algorithm.adv_estimator=grpo"
 
 
-def converted(*arguments: str, script: Script | None = None) -> Conversion:
+def converted(*arguments: str, script: Script | None = None) -> State:
     verl = Settings()
     verl.add(arguments, script)
     return convert(verl.settings)
