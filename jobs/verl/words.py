@@ -176,8 +176,7 @@ class Words:
             yield blanks, not quoted
         match node.type:
             case "concatenation":
-                for child in node.children:
-                    yield from self._pieces(child, quoted)
+                yield from self._row(node, 0, quoted)
             case "string":
                 yield from self._string(node)
             case "simple_expansion" | "expansion":
@@ -203,6 +202,16 @@ class Words:
                 yield plain, re.search(r"(?<!\\)\s", source) is not None
             case _:
                 yield self.unknown(source, f"{where} is an expansion that is not worked out"), False
+
+    def _row(self, node: Node, first: int, quoted: bool) -> Iterator[tuple[Value, bool]]:
+        """The pieces of the children from `first` on, and the blanks between them, for which there are no nodes."""
+        place = node.children[first - 1].end_byte if first else node.start_byte
+        for child in node.children[first:]:
+            if blanks := (node.text or b"")[place - node.start_byte : child.start_byte - node.start_byte].decode():
+                yield blanks, not quoted
+            if child.type != "}":
+                yield from self._pieces(child, quoted)
+            place = child.end_byte
 
     def _string(self, node: Node) -> Iterator[tuple[Value, bool]]:
         """The pieces of `"..."`. The parser has no nodes for blanks between expansions."""
@@ -230,7 +239,7 @@ class Words:
         present = value is not None and (value not in ("", []) or not operation.startswith(":"))
         if (operation.endswith("+") and present) or (operation.endswith(("-", "=")) and not present):
             place = next(place for place, child in enumerate(node.children) if child.type == operation)
-            others = [piece for child in node.children[place + 1 : -1] for piece in self._pieces(child, quoted)]
+            others = list(self._row(node, place + 1, quoted))
             if operation.endswith("="):
                 self.bind(name, "".join(_joined(piece) for piece, _ in others), self.line(node))
             yield from others

@@ -168,23 +168,18 @@ def test_sft_files_hold_correct_solutions(tmp_path: Path, options: list[str], op
     ("options", "part"),
     [
         (["--train", "0"], "--train is 0"),
-        (["--test", "-1"], "--test is -1"),
         (["--seed", "-1"], "--seed is -1"),
         (["--sft", "5", "--sft-test", "0"], "--sft-test is 0"),
         (["--numbers", "3,x"], "--numbers"),
         (["--numbers", "3,3"], "--numbers is 3,3"),
-        (["--numbers", "6"], "--numbers is 6"),
         (["--mix", "1"], "--mix is 1"),
-        (["--mix", "0,1"], "--mix is 0,1"),
         (["--mix", "nan,1"], "--mix is nan,1"),
         (["--min-number", "0"], "--min-number 0"),
-        (["--min-number", "9", "--max-number", "8"], "--max-number 8"),
         (["--min-target", "9", "--max-target", "8"], "--max-target 8"),
         (["--max-number", "100000"], "--max-number 100000 is too large: a product of 4"),
         (["--template", "none"], "--template"),
         (["--template", "base", "--sft", "5", "--sft-solution", "answer"], "--sft-solution answer"),
         (["--numbers", "2", "--max-number", "4"], "only 2 distinct puzzles of 2 numbers"),
-        (["--numbers", "2", "--min-target", "9999", "--max-target", "9999"], "only 0 distinct puzzles of 2 numbers"),
     ],
 )
 def test_bad_options_give_one_sentence(

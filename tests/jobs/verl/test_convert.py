@@ -230,23 +230,7 @@ def test_devices_are_shared_out(arguments: list[str], expected: tuple[Any, ...])
     assert "GPUs" in "".join(result.notes)
 
 
-ODD = (
-    "0",
-    "-1",
-    "1",
-    "7",
-    "1e3",
-    "0.5_5",
-    "true",
-    "null",
-    "text",
-    "''",
-    "[1,a]",
-    "{a: 1}",
-    "a:b",
-    "1_2",
-    "99999999999",
-)
+ODD = ["0", "-1", "7", "1e3", "0.5_5", "true", "null", "text", "''", "[1,a]", "{a: 1}", "a:b", "1_2", "99999999999"]
 
 
 @settings(max_examples=30, deadline=None)
