@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.algorithm import RolloutCorrectionConfig
+from pipeline.config.bounds import refusals
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.config.scoring import ScorerConfig
 
@@ -94,27 +95,19 @@ def why_not_streamed(config: Config) -> str | None:
     """The setting that keeps training from beginning before an iteration is complete; None without one."""
     prompts = config.rollout.chunk_prompts * config.trainer.num_workers
     chunks = config.data.train_batch_size // max(1, prompts)
-    estimator = config.algorithm.adv_estimator
-    if get_adv_estimator(estimator).scope == "batch":
-        return f"algorithm.adv_estimator={estimator} needs the rewards of the whole iteration for every advantage"
-    if _selects(config):
-        return (
-            f"actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode} compares every token with all others of "
-            "its mini-batch"
-        )
-    if config.algorithm.rollout_correction.rollout_is_batch_normalize:
-        return (
-            "algorithm.rollout_correction.rollout_is_batch_normalize=true divides every weight by the mean over the "
-            "iteration"
-        )
-    if config.rollout.sleep:
-        return "rollout.sleep=true has engines and train workers share GPUs, which compute in turn"
-    if chunks < 2:
-        return (
-            f"an iteration has {chunks} chunk for each of trainer.num_workers={config.trainer.num_workers}; a smaller "
-            "rollout.chunk_prompts gives more"
-        )
-    return None
+    reasons = {
+        "{algorithm.adv_estimator} needs the rewards of the whole iteration for every advantage": (
+            get_adv_estimator(config.algorithm.adv_estimator).scope == "batch"
+        ),
+        "{actor.policy_loss.loss_mode} compares every token with all others of its mini-batch": _selects(config),
+        "{algorithm.rollout_correction.rollout_is_batch_normalize} divides weights by their mean over the iteration": (
+            config.algorithm.rollout_correction.rollout_is_batch_normalize
+        ),
+        "{rollout.sleep} has engines and train workers share GPUs, which compute in turn": config.rollout.sleep,
+        f"an iteration has {chunks} chunk for each of {{trainer.num_workers}}; a smaller rollout.chunk_prompts gives "
+        "more": chunks < 2,
+    }
+    return next(refusals(config, reasons), None)
 
 
 def _selects(config: Config) -> bool:

@@ -80,7 +80,7 @@ def test_the_losses_that_compare_all_tokens_are_known_without_torch():
     [
         (["algorithm.adv_estimator=reinforce_plus_plus"], "needs the rewards of the whole iteration"),
         (["actor.policy_loss.loss_mode=kl_cov"], "actor.policy_loss.loss_mode=kl_cov compares every token"),
-        ([f"{IS}=token", f"{IS}_batch_normalize=true"], "by the mean over"),
+        ([f"{IS}=token", f"{IS}_batch_normalize=true"], "by their mean over"),
         (["data.train_batch_size=16"], "an iteration has 1 chunk for each of trainer.num_workers=1"),
         (["rollout.sleep=true"], "share GPUs"),
     ],

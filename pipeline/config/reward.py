@@ -1,5 +1,6 @@
 """Settings of the reward stage (`reward.*`)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,3 +153,27 @@ class RewardConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
     rate_limit: RateLimitConfig = field(default_factory=RateLimitConfig)
+
+    def problems(self) -> dict[str, object]:
+        """Sentences on settings that exclude each other, and whether each applies (see `refusals`)."""
+        clip, url = self.clip, self.sandbox.url
+        table: dict[str, object] = {
+            "{reward.model.weight} must be a number other than 0; without a reward model, unset reward.model.path": (
+                self.model.path is not None and self.model.weight == 0
+            ),
+            "reward.functions and {reward.custom_reward_function.path} are both set; write the one function as another "
+            "entry of reward.functions, or remove the others": self.functions and self.custom_reward_function.path,
+            "{reward.clip} must be two numbers, the lower one first, or null": (
+                clip is not None and (len(clip) != 2 or not clip[0] < clip[1])
+            ),
+            "{reward.sandbox.url} must begin with http:// or https://": (
+                url is not None and not url.startswith(("http://", "https://"))
+            ),
+        }
+        for source, pair in self.normalize.items():
+            usable = len(pair) == 2 and math.isfinite(pair[0]) and 0 < pair[1] < math.inf
+            sentence = f"reward.normalize.{source}={pair} must be a mean and a standard deviation above 0 of its scores"
+            table[sentence] = not usable
+        for source, factor in self.source_scale.items():
+            table[f"reward.source_scale.{source}={factor} must be a finite number"] = not math.isfinite(factor)
+        return table

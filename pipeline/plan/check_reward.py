@@ -21,26 +21,17 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 def problems(config: Config) -> Iterator[str]:
     """One sentence per problem."""
-    reward = config.reward
+    reward, longest = config.reward, config.data.max_response_length
+    yield from refusals(config, reward.problems())
     yield from _functions(reward)
     yield from _rule_kwargs(reward)
-    yield from refusals(config, _shaping(config))
+    buffer = reward.overlong_buffer
+    if buffer.enable and not 1 <= buffer.len <= longest:
+        yield f"reward.overlong_buffer.len={buffer.len} must lie between 1 and data.max_response_length={longest}"
     yield from _rate_limit(config)
-    url = reward.sandbox.url
-    if url is not None and not url.startswith(("http://", "https://")):
-        yield f"reward.sandbox.url is {url!r}, but must begin with http:// or https://"
-
-
-def _weighs(weight: float) -> bool:
-    return math.isfinite(weight) and weight != 0
 
 
 def _functions(reward: RewardConfig) -> Iterator[str]:
-    if reward.functions and reward.custom_reward_function.path:
-        yield (
-            "reward.functions and reward.custom_reward_function.path are both set; write the one function as another "
-            "entry of reward.functions, or remove the others"
-        )
     for name, settings in reward.functions.items():
         key = f"reward.functions.{name}"
         if not _NAME.fullmatch(name) or name in TAKEN:
@@ -50,7 +41,7 @@ def _functions(reward: RewardConfig) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
             continue
-        if not _weighs(one.weight):
+        if not math.isfinite(one.weight) or one.weight == 0:
             yield f"{key}.weight={one.weight:g} must be a number other than 0; remove the entry if it is not to count"
         if one.timeout_s is not None and not 0 < one.timeout_s < math.inf:
             yield f"{key}.timeout_s={one.timeout_s:g} must be above 0, or null"
@@ -78,28 +69,6 @@ def _rule_kwargs(reward: RewardConfig) -> Iterator[str]:
         except TypeError as error:
             options = ", ".join(list(signature.parameters)[2:]) or "no options"
             yield f"{key}={kwargs}: {error}; the rule takes {options}"
-
-
-def _shaping(config: Config) -> dict[str, object]:
-    reward, longest, clip = config.reward, config.data.max_response_length, config.reward.clip
-    table: dict[str, object] = {
-        "{reward.model.weight} must be a number other than 0; without a reward model, unset reward.model.path": (
-            reward.model.path is not None and not _weighs(reward.model.weight)
-        ),
-        "{reward.overlong_buffer.len} must lie between 1 and {data.max_response_length}: it is the end of a response "
-        "over which the penalty grows": reward.overlong_buffer.enable
-        and not 1 <= reward.overlong_buffer.len <= longest,
-        "{reward.clip} must be two numbers, the lower one first, or null": (
-            clip is not None and (len(clip) != 2 or not clip[0] < clip[1])
-        ),
-    }
-    for source, pair in reward.normalize.items():
-        usable = len(pair) == 2 and math.isfinite(pair[0]) and 0 < pair[1] < math.inf
-        sentence = f"reward.normalize.{source}={pair} must be a mean and a standard deviation above 0 of its scores"
-        table[sentence] = not usable
-    for source, factor in reward.source_scale.items():
-        table[f"reward.source_scale.{source}={factor} must be a finite number"] = not math.isfinite(factor)
-    return table
 
 
 def _rate_limit(config: Config) -> Iterator[str]:

@@ -62,7 +62,7 @@ def test_settings_that_can_be(settings: dict[str, Any]) -> None:
         ({"normalize": {"s": [1.0]}}, "reward.normalize.s=[1.0]"),
         ({"source_scale": {"s": float("nan")}}, "reward.source_scale.s=nan must be a finite number"),
         ({"rate_limit": RateLimitConfig(max_concurrent=4)}, "no function of your own to call"),
-        ({"sandbox": SandboxConfig(url="localhost:8080")}, "reward.sandbox.url is 'localhost:8080', but must begin"),
+        ({"sandbox": SandboxConfig(url="localhost:8080")}, "reward.sandbox.url=localhost:8080 must begin"),
         (
             {"functions": OWN, "rate_limit": RateLimitConfig(max_per_minute=10)},
             "take 102 minutes at reward.rate_limit.max_per_minute=10, longer than trainer.deadlines.rows",
@@ -80,4 +80,4 @@ def test_one_function_and_several_exclude_each_other() -> None:
     both = config(functions=OWN)
     both.reward.custom_reward_function.path = "my.module"
     (found,) = problems(both)
-    assert "reward.functions and reward.custom_reward_function.path are both set" in found
+    assert "reward.functions and reward.custom_reward_function.path=my.module are both set" in found
