@@ -26,8 +26,7 @@ def estimate(kind: str, difference: Any, expm1: Callable[[Any], Any]) -> Any:
         difference: log p - log q of each token, a numpy array or a torch tensor.
         expm1: the library's `exp(x) - 1`.
 
-    Raises:
-        ValueError: unknown kind.
+    Raises ValueError for an unknown kind.
     """
     if kind not in NAMES:
         raise ValueError(f"KL estimate {kind!r} is unknown; it is one of {', '.join(NAMES)}")

@@ -20,8 +20,7 @@ T = TypeVar("T", bound=Registered)
 def register(kind: str, known: dict[str, T], name: str, entry: T) -> None:
     """Add an entry to the registry `known` of `kind`, such as "policy loss".
 
-    Raises:
-        ValueError: the name belongs to another function.
+    Raises ValueError if the name belongs to another function.
     """
     if name in known and known[name].function is not entry.function:
         raise ValueError(f"{kind} {name!r} is registered twice; give the second one another name")

@@ -25,8 +25,7 @@ class Baseline:
         Args:
             table: scored rows of whole groups, each with one row of split `baseline`, or with the column already.
 
-        Raises:
-            ValueError: rows have no greedy response of their uid.
+        Raises ValueError if rows have no greedy response of their uid.
         """
         if "baseline" in table.column_names:
             failure = FAILED + "it failed in the run that was recorded"

@@ -28,8 +28,7 @@ def kl_penalty(log_probs: np.ndarray, ref_log_probs: np.ndarray, kind: str) -> n
         ref_log_probs: [N] log-probs of the same tokens under the reference policy.
         kind: a key of `pipeline.kl_estimate.NAMES` (`algorithm.kl_penalty`).
 
-    Raises:
-        ValueError: unknown kind.
+    Raises ValueError for an unknown kind.
     """
     return estimate(kind, log_probs.astype(np.float64) - ref_log_probs.astype(np.float64), np.expm1)
 

@@ -93,8 +93,7 @@ def register_adv_est(
 ) -> Callable[[AdvantageFunction], AdvantageFunction]:
     """Decorator that makes an estimator known as `algorithm.adv_estimator=name`.
 
-    Raises:
-        ValueError: unknown scope or need, or the name belongs to another function.
+    Raises ValueError for an unknown scope or need, or if the name belongs to another function.
     """
     if scope not in ("group", "batch"):
         raise ValueError(f"the scope of estimator {name!r} is {scope!r}; it must be 'group' or 'batch'")
@@ -113,8 +112,7 @@ def get_adv_estimator(name: str) -> Estimator:
 
     A function that is not registered has scope `group`.
 
-    Raises:
-        ValueError: see `look_up`.
+    Raises ValueError as `look_up` does.
     """
     return look_up(
         "algorithm.adv_estimator", name, _ESTIMATORS, lambda path, function: Estimator(path, "group", function)

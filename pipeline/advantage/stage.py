@@ -38,8 +38,7 @@ class Advantage:
             column `kl_coef` where it is needed.
         timeout: seconds without a heartbeat after which the wait for a version fails.
 
-    Raises:
-        ValueError: `algorithm.adv_estimator` is unknown.
+    Raises ValueError if `algorithm.adv_estimator` is unknown.
     """
 
     def __init__(self, config: AlgorithmConfig, store: StoreClient | None = None, timeout: float = 0.0) -> None:

@@ -19,8 +19,7 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str) -
         mask: [N] 1 where the token counts (any dtype); masked values are not read.
         kind: a key of `pipeline.kl_estimate.NAMES`, with or without a trailing `+`.
 
-    Raises:
-        ValueError: unknown kind.
+    Raises ValueError for an unknown kind.
     """
     base = kind.removesuffix("+")
     difference = torch.where(mask > 0, log_probs - ref_log_probs, log_probs.new_zeros(()))

@@ -124,8 +124,7 @@ def register_policy_loss(
 ) -> Callable[[LossFunction], LossFunction]:
     """Decorator that makes a loss known as `actor.policy_loss.loss_mode=name`.
 
-    Raises:
-        ValueError: the name belongs to another function.
+    Raises ValueError if the name belongs to another function.
     """
 
     def decorate(function: LossFunction) -> LossFunction:
@@ -139,8 +138,7 @@ def register_policy_loss(
 def get_policy_loss(name: str) -> PolicyLoss:
     """The loss of `actor.policy_loss.loss_mode`: a registered name or an import path `package.module:function`.
 
-    Raises:
-        ValueError: see `look_up`.
+    Raises ValueError as `look_up` does.
     """
     return look_up("actor.policy_loss.loss_mode", name, _POLICY_LOSSES, PolicyLoss)
 
@@ -148,8 +146,7 @@ def get_policy_loss(name: str) -> PolicyLoss:
 def checked(loss: PolicyLoss, data: LossInput, returned: Any) -> tuple[Tensor, Sums]:
     """The return value of a loss, checked for its form: losses [N] and sums.
 
-    Raises:
-        ValueError: it has another form.
+    Raises ValueError if it has another form.
     """
     name, tokens = f"policy loss {loss.name!r}", len(data.log_probs)
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):

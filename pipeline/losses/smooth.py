@@ -33,8 +33,7 @@ def dro(data: LossInput, config: ActorConfig) -> tuple[Tensor, Sums]:
 
     Metrics: `ppo_kl`.
 
-    Raises:
-        ValueError: `dro_beta` is not given or not above 0.
+    Raises ValueError if `dro_beta` is not given or not above 0.
     """
     beta = config.policy_loss.dro_beta
     if beta is None or not beta > 0:

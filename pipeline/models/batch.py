@@ -28,8 +28,7 @@ class TokenBatch:
     def from_table(cls, table: pa.Table) -> "TokenBatch":
         """The tokens of generated rows, as views of Arrow's buffers.
 
-        Raises:
-            ValueError: a row has a response after an empty prompt.
+        Raises ValueError if a row has a response after an empty prompt.
         """
         tokens = TokenBatch(*flat(table, "prompt_ids"), *flat(table, "response_ids"))
         orphan = (np.diff(tokens.prompt_offsets) == 0) & (np.diff(tokens.response_offsets) > 0)

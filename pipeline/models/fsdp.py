@@ -35,8 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def torch_dtype(name: str, key: str) -> torch.dtype:
     """The torch type called `name`; `key` is the configuration key it came from.
 
-    Raises:
-        ValueError: `name` is none of `DTYPES`.
+    Raises ValueError if `name` is none of `DTYPES`.
     """
     if name not in DTYPES:
         raise ValueError(f"{key}={name} is not a known type; use one of {', '.join(DTYPES)}.")
@@ -144,8 +143,7 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
     Rank 0 writes beside `folder` and renames, so an interrupted save never looks like a model. An older `folder` is
     replaced.
 
-    Raises:
-        RuntimeError: rank 0 could not write; raised on every rank.
+    Raises RuntimeError, on every rank, if rank 0 could not write.
     """
     folder = Path(folder)
     state = full_state_dict(model)

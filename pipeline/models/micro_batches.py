@@ -12,8 +12,7 @@ from bisect import bisect_left
 def minimum_parts(lengths: list[int], max_tokens: int) -> int:
     """Fewest micro-batches that hold rows of these lengths within `max_tokens` padded tokens each; 0 without rows.
 
-    Raises:
-        ValueError: a single row is longer than `max_tokens`.
+    Raises ValueError if a single row is longer than `max_tokens`.
     """
     return len(_fill(_longest_first(lengths, max_tokens)[1], max_tokens))
 
@@ -30,8 +29,7 @@ def split_micro_batches(lengths: list[int], max_tokens: int, parts: int | None =
         max_tokens: `actor.ppo_max_token_len_per_gpu`.
         parts: number of micro-batches, at least `minimum_parts(lengths, max_tokens)`.
 
-    Raises:
-        ValueError: a single row is longer than `max_tokens`, or `parts` is below the minimum.
+    Raises ValueError if a single row is longer than `max_tokens`, or `parts` is below the minimum.
     """
     order, ordered = _longest_first(lengths, max_tokens)
     minimum = len(_fill(ordered, max_tokens))

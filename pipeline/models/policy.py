@@ -32,8 +32,7 @@ class Policy(Pretrained):
     Args:
         lm: model with a decoder (`get_decoder()`) and a linear head (`get_output_embeddings()`).
 
-    Raises:
-        ValueError: the head does not reproduce the model's logits.
+    Raises ValueError if the head does not reproduce the model's logits.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -152,8 +151,7 @@ def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True
         key: the configuration key of the path, for errors.
         with_head: whether the checkpoint must have the head's weights.
 
-    Raises:
-        ValueError: no path, an incomplete model folder, or weights missing in the checkpoint.
+    Raises ValueError for no path, an incomplete model folder, or weights missing in the checkpoint.
     """
     # Imported here because it takes seconds, and every process of the stream imports this module.
     from transformers import AutoModelForCausalLM

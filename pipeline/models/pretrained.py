@@ -34,8 +34,7 @@ def load_pretrained(auto: Any, config: ModelConfig, key: str, **options: Any) ->
         key: the configuration key of the path, for errors.
         options: arguments of `from_pretrained` that override those of `config`.
 
-    Raises:
-        ValueError: no path, an incomplete model folder, or one that `transformers` cannot load.
+    Raises ValueError for no path, an incomplete model folder, or one that `transformers` cannot load.
     """
     if not config.path:
         raise ValueError(f"{key} is not set; give a Hugging Face model folder or hub name.")

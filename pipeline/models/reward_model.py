@@ -30,8 +30,7 @@ class RewardModel(Pretrained):
     Args:
         lm: decoder with a linear `score` head, or an encoder with a head of its own.
 
-    Raises:
-        ValueError: the model has more than one label, or computes its score in a way that is not supported.
+    Raises ValueError if the model has more than one label, or computes its score in a way that is not supported.
     """
 
     def __init__(self, lm: Any) -> None:

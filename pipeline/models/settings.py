@@ -64,11 +64,7 @@ class ModelSettings:
 
 
 def load_settings(folder: Path) -> ModelSettings | None:
-    """The settings in a model's folder; None where it has none.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """The settings in a model's folder; None where it has none. Raises ValueError if the file is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None

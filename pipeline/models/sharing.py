@@ -125,8 +125,7 @@ def shared_size(setting: str, module: Any, device: torch.device) -> int | None:
         module: the model, with a `decoder`; not sharded yet.
         device: where it will run.
 
-    Raises:
-        ValueError: the setting is `always`, and the model cannot share prompts.
+    Raises ValueError if the setting is `always`, and the model cannot share prompts.
     """
     if setting == "never" or (setting == "auto" and device.type != "cpu"):
         return None

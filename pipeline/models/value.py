@@ -24,8 +24,7 @@ class ValueModel(nn.Module):
     Args:
         lm: model with a decoder (`get_decoder()`); nothing else is kept.
 
-    Raises:
-        ValueError: the model has no decoder of its own.
+    Raises ValueError if the model has no decoder of its own.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -66,8 +65,8 @@ def load_value_model(policy: ModelConfig, path: str | None = None) -> ValueModel
         path: `critic.path`; the checkpoint may lack a language-model head, as that of a reward model does. None takes
             the policy's model.
 
-    Raises:
-        ValueError: no path, an incomplete or unsupported model, or a vocabulary without all of the policy's tokens.
+    Raises ValueError for no path, an incomplete or unsupported model, or a vocabulary without all of the policy's
+    tokens.
     """
     key = "critic.path" if path else "model.path"
     model = ValueModel(load_lm(dataclasses.replace(policy, path=path or policy.path), key, with_head=False))

@@ -28,12 +28,7 @@ from pipeline.train.learner import Learner, all_gather
 class Actor(Learner):
     """The sharded policy with its optimiser.
 
-    Args:
-        config: the actor's settings.
-        model: the model's settings.
-        shape: settings of the update.
-        device: this rank's device.
-        iterations: iterations in which the policy is updated, for the schedule.
+    Args, beside those of `Learner`:
         correction: the off-policy correction in force.
         temperature: sampling temperature of the responses.
         seed: seed of the run, for losses that choose tokens at random.

@@ -148,8 +148,7 @@ class Saver:
 def retry(action: Callable[[], Any], patience: float, place: str, done: str) -> Any:
     """The result of `action`, which is retried for `patience` seconds while it raises OSError.
 
-    Raises:
-        OSError: it still does then; the message says that `place` could not be `done` ("written").
+    Raises OSError if it still does then; the message says that `place` could not be `done` ("written").
     """
     deadline, pause = time.monotonic() + patience, FIRST_PAUSE_S
     while True:

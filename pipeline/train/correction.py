@@ -226,8 +226,7 @@ def correct(
     With `normalize`, weights are divided by their mean over the kept tokens (or responses with a kept token) of all
     ranks, unless that mean is 0.
 
-    Raises:
-        ValueError: weights are to be normalised, without `all_sum`.
+    Raises ValueError if weights are to be normalised, without `all_sum`.
     """
     if correction.normalize and all_sum is None:
         raise ValueError(

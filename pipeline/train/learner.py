@@ -94,16 +94,8 @@ class Learner(ABC):
 
     def aggregate(self, per_token: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
         """One loss from losses [N] of the tokens in `mask` [N], not divided by the counts of the mini-batch."""
-        return agg_loss(
-            per_token,
-            mask,
-            self.shape.agg_mode,
-            global_tokens=1.0,
-            global_sequences=1.0,
-            row_index=batch.row_index,
-            sequences=batch.sequences,
-            scale_factor=self.shape.scale_factor,
-        )
+        shape = self.shape
+        return agg_loss(per_token, mask, shape.agg_mode, batch.row_index, batch.sequences, shape.scale_factor)
 
     def mini_batches(self, rows: TrainBatch) -> Iterator[tuple[int, list[int]]]:
         """`(number, rows)` of each optimiser step of an iteration, numbered from 0 over all epochs."""
@@ -129,8 +121,7 @@ class Learner(ABC):
             tokens: tokens of the loss mask, of all ranks.
             rejected: this rank's tokens of the loss mask that the passes rejected.
 
-        Raises:
-            FloatingPointError: too many consecutive gradients were not finite; on every rank.
+        Raises FloatingPointError, on every rank, if too many consecutive gradients were not finite.
         """
         norm = clip_grad_norm(self.module.parameters(), self.grad_clip)
         finite = math.isfinite(norm)

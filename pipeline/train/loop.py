@@ -93,8 +93,7 @@ class Loop:
     def run(self) -> TrainingEnded:
         """Iterate until the last iteration, the end of the data, or a request to stop; then save.
 
-        Raises:
-            CollectiveTimeout: another train worker did not come to a collective operation.
+        Raises CollectiveTimeout if another train worker did not come to a collective operation.
         """
         try:
             return self._run()
@@ -207,8 +206,7 @@ class Loop:
     def _report(self, table: pa.Table, stats: list[Stats]) -> bool:
         """Merge and post all ranks' metrics; a collective. Returns whether the run was asked to stop.
 
-        Raises:
-            FinalError: the metrics are a reason to end the run.
+        Raises FinalError if the metrics are a reason to end the run.
         """
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})

@@ -2,11 +2,8 @@ import math
 import statistics
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.advantage.ragged_batches import Row, advantages, assert_close, estimate, ragged_rows, rows_of
+from tests.advantage.ragged_batches import Row, advantages, assert_close, estimate, rows_of
 
 
 def whitened(rows: list[Row], tokens: list[list[float]]) -> list[list[float]]:
@@ -56,41 +53,3 @@ def test_fewer_than_two_tokens_and_equal_ones(name):
     assert advantages(name, [Row(3.0)]) == [[0]]
     assert advantages(name, [Row(3.0, mask=[0, 1]), Row(2.0, mask=[0]), Row(2.0, mask=[])]) == [[0, 0], [0], []]
     assert advantages(name, rows_of([0.1] * 3, lengths=[1, 3, 2])) == [[0], [0, 0, 0], [0, 0]]
-
-
-def padded(rows: list[Row], name: str) -> torch.Tensor:
-    lists = [torch.tensor(getattr(row, name), dtype=torch.float64) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
-
-
-def unpadded(rows: list[Row], tokens: torch.Tensor) -> list[list[float]]:
-    return [tokens[i, : len(row.mask)].tolist() for i, row in enumerate(rows)]
-
-
-def reference(name: str, rows: list[Row], gamma: float, lam: float) -> tuple[list[list[float]], list[list[float]]]:
-    """All rows padded to one length, one column at a time from the end; a masked column carries what came after it."""
-    mask, rewards = padded(rows, "mask"), padded(rows, "token_rewards")
-    values = padded(rows, "values") if name == "gae" else torch.zeros_like(rewards)
-    decay = gamma * lam if name == "gae" else gamma
-    next_value, next_sum = torch.zeros(len(rows)), torch.zeros(len(rows))
-    sums = torch.zeros_like(rewards)
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + (gamma * next_value if name == "gae" else 0.0) - values[:, t]
-        next_sum = torch.where(mask[:, t] > 0, delta + decay * next_sum, next_sum)
-        next_value = torch.where(mask[:, t] > 0, values[:, t], next_value)
-        sums[:, t] = next_sum
-    returns = unpadded(rows, (sums + values) * mask)
-    if name == "remax":
-        baseline = torch.tensor([[row.baseline] for row in rows], dtype=torch.float64)
-        return unpadded(rows, (sums - baseline) * mask), returns
-    return whitened(rows, unpadded(rows, sums)), returns
-
-
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
-@settings(max_examples=50, deadline=None)
-@given(rows=ragged_rows(min_size=1), gamma=st.sampled_from([1.0, 0.9, 0.0]), lam=st.sampled_from([1.0, 0.95, 0.0]))
-def test_like_one_padded_column_at_a_time(name, rows, gamma, lam):
-    got, returns = estimate(name, rows, gamma=gamma, lam=lam)
-    expected, expected_returns = reference(name, rows, gamma, lam)
-    assert_close(returns, expected_returns)
-    assert_close(got, expected)

@@ -2,9 +2,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 
-from tests.advantage.ragged_batches import Row, advantages, assert_close, estimate, ragged_rows, rows_of
+from tests.advantage.ragged_batches import Row, advantages, assert_close, estimate, rows_of
 
 BOTH = ["optimal_token_baseline", "tir_optimal_token_baseline"]
 HALF, FIFTH = math.log(0.5), math.log(0.2)
@@ -60,33 +59,3 @@ def test_a_certain_policy_has_the_plain_mean_and_no_weight_is_negative(name):
     # However small the weights, it is their proportion that counts.
     tiny = [replace(row, sum_pi_squared=[1 + w]) for row, w in zip(certain, (2**-40, 2**-40, 2**-39), strict=True)]
     assert_close(advantages(name, tiny), [[1 - 11 / 4], [-11 / 4], [5 - 11 / 4]])
-
-
-def reference(rows: list[Row], handle_zero_tail: bool) -> list[list[float]]:
-    """One token at a time, against the tokens at its place in the rows of its group."""
-
-    def weight(row: Row, t: int) -> float:
-        terms = zip(row.log_probs, row.sum_pi_squared, row.mask, strict=True)
-        return sum(1 - 2 * math.exp(p) + s for p, s, m in list(terms)[: t + 1] if m)
-
-    def one(row: Row, t: int) -> float:
-        there = [o for o in rows if o.group == row.group and t < len(o.mask) and o.mask[t]]
-        own = sum(row.token_rewards[t:])
-        if len(there) == 1:
-            return own if handle_zero_tail else 0.0
-        total = sum(weight(o, t) for o in there)
-        return own - sum(sum(o.token_rewards[t:]) * weight(o, t) for o in there) / total
-
-    return [[one(row, t) if m else 0.0 for t, m in enumerate(row.mask)] for row in rows]
-
-
-@pytest.mark.parametrize("tail", [True, False])
-@settings(max_examples=50, deadline=None)
-@given(rows=ragged_rows())
-def test_like_one_token_at_a_time(tail, rows):
-    assert_close(advantages("optimal_token_baseline", rows, handle_zero_tail=tail), reference(rows, tail))
-    compact = [row.without_masked_tokens() for row in rows]
-    got = advantages("tir_optimal_token_baseline", rows, handle_zero_tail=tail)
-    trained = [[x for x, m in zip(xs, row.mask, strict=True) if m] for row, xs in zip(rows, got, strict=True)]
-    assert_close(trained, reference(compact, tail))
-    assert all(x == 0 for row, xs in zip(rows, got, strict=True) for x, m in zip(xs, row.mask, strict=True) if not m)

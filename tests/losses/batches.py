@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.learner import ActorConfig, PolicyLossConfig
-from pipeline.losses import AGG_MODES, Candidates, LossInput, agg_loss, get_policy_loss
+from pipeline.losses import AGG_MODES, Candidates, LossInput, agg_divisor, agg_loss, get_policy_loss
 from pipeline.losses.registry import _POLICY_LOSSES
 
 NAMES = sorted(name for name, loss in _POLICY_LOSSES.items() if loss.function.__module__.startswith("pipeline."))
@@ -81,12 +81,9 @@ def choose(name: str, rows: Sequence[Row], config: ActorConfig) -> list[Row]:
     return [replace(row, token_mask=np.array([m > 0 and next(chosen) for m in row.mask], dtype=bool)) for row in rows]
 
 
-def counts(rows: Sequence[Row]) -> dict[str, float]:
-    """What `agg_loss` divides by when these rows are the whole mini-batch."""
-    return {
-        "global_tokens": float(sum((row.mask > 0).sum() for row in rows)),
-        "global_sequences": float(sum((row.mask > 0).any() for row in rows)),
-    }
+def counts(rows: Sequence[Row]) -> tuple[float, float]:
+    """Arguments of `agg_divisor` if these rows are the whole mini-batch."""
+    return float(sum((row.mask > 0).sum() for row in rows)), float(sum((row.mask > 0).any() for row in rows))
 
 
 @dataclass
@@ -122,7 +119,7 @@ def loss_input(rows: Sequence[Row], log_probs: Tensor | None = None, dtype: torc
     )
 
 
-def evaluate(name: str, rows: Sequence[Row], config: ActorConfig, of: dict[str, float] | None = None) -> Evaluation:
+def evaluate(name: str, rows: Sequence[Row], config: ActorConfig, of: tuple[float, float] | None = None) -> Evaluation:
     """The micro-batch `rows` of a mini-batch with the counts `of` (by default it is all of the mini-batch)."""
     data = loss_input(rows)
     data.log_probs.requires_grad_()
@@ -130,15 +127,8 @@ def evaluate(name: str, rows: Sequence[Row], config: ActorConfig, of: dict[str, 
     lengths = np.cumsum([len(row.log_probs) for row in rows])[:-1]
     losses, gradients = {}, {}
     for mode in AGG_MODES:
-        loss = agg_loss(
-            per_token,
-            data.mask,
-            mode,
-            row_index=data.row_index,
-            sequences=data.sequences,
-            scale_factor=SCALE_FACTOR,
-            **(counts(rows) if of is None else of),
-        )
+        part = agg_loss(per_token, data.mask, mode, data.row_index, data.sequences, SCALE_FACTOR)
+        loss = part / agg_divisor(mode, *(counts(rows) if of is None else of))
         (gradient,) = torch.autograd.grad(loss, data.log_probs, retain_graph=True)
         losses[mode], gradients[mode] = loss.item(), np.split(gradient.numpy(), lengths)
     return Evaluation(

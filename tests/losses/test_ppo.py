@@ -42,6 +42,36 @@ def test_vanilla_in_each_branch_of_the_clip(advantage, ratio, loss, gradient, cl
 
 
 @pytest.mark.parametrize(
+    ("advantage", "ratio", "weight", "clipped"),
+    [(2.0, 1.1, 1.1, 0), (2.0, 1.5, 1.3, 1), (-2.0, 0.5, 0.8, 1), (2.0, 0.5, 0.8, 1), (-2.0, 4.0, 1.3, 1)],
+)
+def test_cispo_keeps_every_gradient_and_bounds_its_weight(advantage, ratio, weight, clipped):
+    row = ratios([advantage], [ratio], old_log_prob=-3.0)
+    loss, gradient, sums = one("cispo", row)
+    assert gradient == pytest.approx(-advantage * weight)
+    assert loss == pytest.approx(-advantage * weight * (-3.0 + math.log(ratio)))
+    assert sums == {"pg_clipfrac": clipped, "ppo_kl": pytest.approx(-math.log(ratio))}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "old", "new", "weight", "truncated"),
+    [
+        (2.0, 0.5, 0.7, 1.4, 0),
+        (2.0, 0.5, 0.85, None, 0),  # 0.35 above the old probability, and the update goes on
+        (2.0, 0.5, 0.1, 0.2, 0),  # far below, but the update leads back
+        (-1.0, 0.5, 0.25, None, 0),  # 0.25 below, where 0.2 is allowed
+        (2.0, 0.001, 0.0025, 2.5, 0),  # a ratio that PPO would clip, for a difference that is none
+        (-1.0, 0.01, 0.05, 3.0, 1),  # r = 5, truncated at c
+    ],
+)
+def test_dppo_tv_trusts_differences_of_probabilities(advantage, old, new, weight, truncated):
+    loss, gradient, sums = one("dppo_tv", probabilities(advantage, old, new))
+    assert gradient == pytest.approx(-advantage * (weight or 0.0))
+    assert loss == pytest.approx(-advantage * (weight or 0.0) * math.log(new))
+    assert (sums["pg_clipfrac"], sums["pg_clipfrac_lower"]) == (weight is None, truncated)
+
+
+@pytest.mark.parametrize(
     ("advantage", "old", "new", "weight"),
     [
         (2.0, 0.5, 0.8, 1.6),  # KL = ln(0.5 / 0.8) / 2 + ln(0.5 / 0.2) / 2 = 0.223 nats, 0.3 allowed

@@ -119,26 +119,6 @@ def test_recomputed_log_probs_stay_those_of_before_the_update(tiny_model: Path) 
 # batches and steps
 
 
-def test_the_token_budget_changes_nothing(tiny_model: Path) -> None:
-    whole = trained(make_config(tiny_model, loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01), table())
-    for budget in (17, 40):
-        parts = trained(
-            make_config(
-                tiny_model,
-                loss_agg_mode="seq-mean-token-mean",
-                entropy_coeff=0.01,
-                ppo_max_token_len_per_gpu=budget,
-                logits_chunk_tokens=3,
-            ),
-            table(),
-        )
-        for name in ("actor/pg_loss", "actor/loss", "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac"):
-            assert parts[0][name] == pytest.approx(whole[0][name], rel=1e-4)
-        assert_same(whole[1], parts[1])
-    with pytest.raises(ValueError, match="ppo_max_token_len_per_gpu"):
-        trained(make_config(tiny_model, ppo_max_token_len_per_gpu=5), table())
-
-
 def test_a_mini_batch_is_a_step_of_its_own(tiny_model: Path) -> None:
     _, split = trained(make_config(tiny_model, ppo_mini_batch_size=4), table())
     half = make_config(tiny_model)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.stats import reduce
-from pipeline.train.correction import RULES, Corrected, Correction, Rule, correct, parse
+from pipeline.train.correction import RULES, Corrected, Correction, correct, parse
 
 LN2 = math.log(2.0)
 NAN, INF = math.nan, math.inf
@@ -69,23 +69,6 @@ def on_ranks(settings: Correction, parts: list[list[list[float]]]) -> list[Corre
 
 
 # Settings
-
-
-def test_parsed_settings():
-    got = correction(
-        rollout_is="sequence",
-        rollout_is_threshold="0.5_2.0",
-        rollout_is_batch_normalize=True,
-        rollout_rs="token_k1, seq_mean_k1,seq_max_k3",
-        rollout_rs_threshold="4, 0.9_1.2,3.5",
-    )
-    assert got == Correction(
-        level="sequence",
-        low=0.5,
-        high=2.0,
-        normalize=True,
-        rules=(Rule("token_k1", 0.25, 4.0), Rule("seq_mean_k1", 0.9, 1.2), Rule("seq_max_k3", 0.0, 3.5)),
-    )
 
 
 @pytest.mark.parametrize(
@@ -267,24 +250,8 @@ def test_gap_by_hand():
             },
         ),
         (
-            "token",
-            "0.6_2.0",  # weights 2, 0, 0
-            {
-                "mean": 6.5 / 3, "max": 4.0, "min": 0.5, "std": math.sqrt(20.25 / 3 - (6.5 / 3) ** 2),
-                "ratio_fraction_high": 1 / 3, "ratio_fraction_low": 1 / 3, "eff_sample_size": 1 / 3,
-            },
-        ),
-        (
             "sequence",
-            "2.0",  # ratios 1 and 4, weights 1 and 2; the empty response has none
-            {
-                "mean": 2.5, "max": 4.0, "min": 1.0, "std": 1.5,
-                "ratio_fraction_high": 1 / 2, "eff_sample_size": 9 / (2 * 5),
-            },
-        ),
-        (
-            "sequence",
-            "1.5_4.0",  # weights 0 and 4
+            "1.5_4.0",  # ratios 1 and 4, weights 0 and 4; the empty response has none
             {
                 "mean": 2.5, "max": 4.0, "min": 1.0, "std": 1.5,
                 "ratio_fraction_high": 0.0, "ratio_fraction_low": 1 / 2, "eff_sample_size": 1 / 2,
