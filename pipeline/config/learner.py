@@ -101,7 +101,7 @@ class ActorConfig:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
 
     clip_ratio: float = setting(0.2, above=0)
-    """PPO clip range: the ratio is held in [1 - clip_ratio_low, 1 + clip_ratio_high]."""
+    """PPO clip range: the ratio is clipped to [1 - clip_ratio_low, 1 + clip_ratio_high]."""
 
     clip_ratio_low: float | None = setting(None, above=0)
     """Lower clip range; null takes `clip_ratio`."""
@@ -178,7 +178,7 @@ class CriticConfig:
     """First iterations, in which only the critic is trained."""
 
     cliprange_value: float = setting(0.5, above=0, infinite=True)
-    """Distance from the row's value at which the loss of a value is held."""
+    """Clip range of a value around the row's value."""
 
     loss_agg_mode: str | None = setting(None, choices=(None, *AGG_MODES))
     """How token losses become one number; null takes the actor's."""

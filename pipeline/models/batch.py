@@ -131,8 +131,7 @@ class TrainBatch(TokenBatch):
 
     def mask_counts(self, index: list[int]) -> tuple[int, int]:
         """Number of tokens of the loss mask in these rows, and number of rows with such a token."""
-        totals = np.concatenate([[0], np.cumsum(self.loss_mask > 0)])
-        per_row = np.diff(totals[self.response_offsets])[index]
+        per_row = self._count(self.loss_mask > 0)[index]
         return int(per_row.sum()), int((per_row > 0).sum())
 
     def trained_tokens(self, index: list[int]) -> np.ndarray:
@@ -152,9 +151,13 @@ class TrainBatch(TokenBatch):
 
     def with_advantages(self, index: list[int]) -> list[int]:
         """Those of these rows with a token in the loss mask whose advantage is not 0."""
-        totals = np.concatenate([[0], np.cumsum((self.loss_mask > 0) & (self.advantages != 0))])
-        per_row = np.diff(totals[self.response_offsets])
+        per_row = self._count((self.loss_mask > 0) & (self.advantages != 0))
         return [row for row in index if per_row[row]]
+
+    def _count(self, flags: np.ndarray) -> np.ndarray:
+        """[R] true flags [N] of each row."""
+        totals = np.concatenate([[0], np.cumsum(flags)])
+        return np.diff(totals[self.response_offsets])
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

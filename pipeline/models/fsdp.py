@@ -3,7 +3,6 @@
 1. `fully_shard` is applied to every transformer block, then to the root, which keeps embedding and head in one group
    (they may be tied). The same code runs over gloo on CPUs and nccl on GPUs.
 2. Gradients are summed over ranks, not averaged (FSDP's default): losses are divided by counts over all ranks.
-3. Weights are gathered one parameter at a time, to save memory.
 
 Each `backward` is a collective: all ranks must run the same number of micro-batches.
 """
@@ -125,15 +124,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     keep = not dist.is_initialized() or dist.get_rank() == 0
     persistent = model.state_dict().keys()
     state: dict[str, Tensor] = {}
-    tensors: list[tuple[str, Tensor]] = [
-        *model.named_parameters(),
-        *((n, b) for n, b in model.named_buffers() if n in persistent),
-    ]
-    for name, tensor in tensors:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        if name not in persistent:
+            continue
+        # One tensor at a time is gathered, to save memory.
+        gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            state[name] = whole.detach().to("cpu", copy=True)
-        del whole
+            state[name] = gathered.detach().to("cpu", copy=True)
+        del gathered
     return state
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from pipeline.losses import get_policy_loss, register_policy_loss
-from tests.losses.batches import actor, evaluate, random_row, ratios
+from pipeline.losses import checked, get_policy_loss, register_policy_loss
+from tests.losses.batches import actor, evaluate, loss_input, random_row, ratios
 
 PPO_LIKE = ("vanilla", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "clip_cov")
 
@@ -60,3 +61,17 @@ def test_importing_the_losses_brings_no_cluster_and_no_model_library():
     heavy = "{'ray', 'vllm', 'transformers', 'mlflow', 'pyarrow'}"
     script = f"import sys, pipeline.losses; sys.exit(', '.join({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (torch.zeros(2), "a Tensor; a pair was expected"),
+        ((torch.zeros(()), {}), "one number for each of the 2 tokens"),
+        ((torch.zeros(2), {"width": 0.5}), "metric 'width' as 0.5"),
+    ],
+)
+def test_a_loss_of_another_form_is_refused(returned, words):
+    data = loss_input([ratios([2.0, 1.0], [1.0, 1.5])])
+    with pytest.raises(ValueError, match=f"policy loss 'vanilla' returned.*{words}"):
+        checked(get_policy_loss("vanilla"), data, returned)

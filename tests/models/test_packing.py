@@ -54,23 +54,6 @@ def test_collate_by_hand():
     assert batch.loss_mask.dtype == torch.float32 and batch.input_ids.dtype == torch.int64
 
 
-def test_columns_of_references_critics_and_corrections_come_along_where_they_are():
-    plain = table(ROWS)
-    assert collate(TrainBatch.from_table(plain), [[0]]).values is None
-    for name in ("ref_log_probs", "values"):
-        plain = plain.append_column(name, pa.array([[1.0, 2, 3], [], [4]], pa.list_(pa.float32())))
-    rows = TrainBatch.from_table(plain)
-    rows.weights, rows.token_mask = np.array([5.0, 6, 7, 8], np.float32), np.array([True, False, False, True])
-    batch = collate(rows, [[2], [0]])
-    for name, wanted in {"ref_log_probs": [4, 1, 2, 3], "values": [4, 1, 2, 3], "weights": [8, 5, 6, 7]}.items():
-        assert getattr(batch, name).tolist() == wanted
-    assert batch.token_mask.tolist() == [True, True, False, False]
-    with pytest.raises(ValueError, match="row of uid u0 has 2 entries in 'values' but 3 response tokens"):
-        TrainBatch.from_table(
-            table(ROWS).append_column("values", pa.array([[1.0, 2], [], [4]], pa.list_(pa.float32())))
-        )
-
-
 def test_random_keys_belong_to_the_token_wherever_it_is():
     rows, part = TrainBatch.from_table(table(ROWS)), TrainBatch.from_table(table(ROWS).slice(2))
     assert rows.trained_tokens([2, 0]).tolist() == [3, 0, 2]  # the middle token of row 0 is masked

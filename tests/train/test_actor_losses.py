@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.config.algorithm import RolloutCorrectionConfig
-from pipeline.losses import PolicyLoss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import flat
@@ -58,12 +57,11 @@ def make_config(model: Path | str, loss: str, correction: dict[str, Any] | None 
 # against plain formulas
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradient_are_the_functions_over_the_whole_mini_batch(tiny_model: Path, loss: str, mode: str) -> None:
+def test_loss_and_gradient_are_the_functions_over_the_whole_mini_batch(tiny_model: Path, loss: str) -> None:
     rows = table().to_pylist()
     lm, log_probs, _ = plain_log_probs(tiny_model, rows)
-    config = make_config(tiny_model, loss, loss_agg_mode=mode, ppo_max_token_len_per_gpu=40)
+    config = make_config(tiny_model, loss, loss_agg_mode=SEQUENCES, ppo_max_token_len_per_gpu=40)
     packed = TrainBatch.from_table(table())
     keys = iter(packed.random_keys(list(range(len(rows))), config.trainer.seed, 0))
     plain = [
@@ -78,12 +76,12 @@ def test_loss_and_gradient_are_the_functions_over_the_whole_mini_batch(tiny_mode
     ]
     wanted = batches.evaluate(loss, batches.choose(loss, plain, config.actor), config.actor)
     gradient = torch.zeros_like(log_probs)
-    for line, values in zip(gradient, wanted.gradients[mode], strict=True):
+    for line, values in zip(gradient, wanted.gradients[SEQUENCES], strict=True):
         line[: len(values)] = torch.from_numpy(values)
     log_probs.backward(gradient)
 
     metrics, _ = trained(config, table())
-    assert metrics["actor/pg_loss"] == pytest.approx(wanted.losses[mode], rel=1e-4)
+    assert metrics["actor/pg_loss"] == pytest.approx(wanted.losses[SEQUENCES], rel=1e-4)
     assert metrics["actor/grad_norm"] == pytest.approx(gradient_norm(lm), rel=1e-4)
     for name, (total, count) in wanted.sums.items():
         assert metrics[f"actor/{name}"] == pytest.approx(total / count, rel=1e-3), name
@@ -132,10 +130,8 @@ def plain_correction(model: Path, level: str | None, cap: float, low: float, hig
 
 @pytest.mark.parametrize(
     ("old", "level", "mode"),
-    [
-        *[("recompute", level, mode) for level in ("token", "sequence", None) for mode in ("token-mean", SEQUENCES)],
-        *[("engine", "token", "token-mean"), ("engine", "sequence", "token-mean")],
-    ],
+    [("recompute", level, mode) for level in ("token", "sequence", None) for mode in ("token-mean", SEQUENCES)]
+    + [("engine", "token", "token-mean"), ("engine", "sequence", "token-mean")],
 )
 def test_correction_weighs_and_rejects(tiny_model: Path, old: str, level: str | None, mode: str) -> None:
     """Decoupled mode counts the tokens that are kept; bypass mode, with a loss without a ratio, those of the mask."""
@@ -208,24 +204,6 @@ def test_an_iteration_that_is_rejected_as_a_whole_takes_no_step(tiny_model: Path
         assert metrics["actor/pg_loss"] == metrics["actor/loss"] == 0
         assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
         assert np.isfinite(list(metrics.values())).all()
-
-
-# losses of one's own
-
-
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        (lambda data: (-data.log_probs * data.advantages).mean(), "a Tensor; a pair was expected"),
-        (lambda data: ((-data.log_probs * data.advantages).mean(), {}), "one number for each of the"),
-        (lambda data: (-data.log_probs, {"width": 0.5}), "metric 'width' as 0.5"),
-    ],
-)
-def test_a_loss_of_another_form_is_refused(tiny_model: Path, returned: Any, words: str) -> None:
-    actor = build_actor(make_config(tiny_model, "vanilla"), CPU, 100)
-    actor.loss = PolicyLoss("own", lambda data, config: returned(data))
-    with pytest.raises(ValueError, match=f"policy loss 'own' returned.*{words}"):
-        update(actor, table())
 
 
 # rows whose advantages are all 0
