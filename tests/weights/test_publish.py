@@ -51,9 +51,9 @@ def publish(model: nn.Module, rank: int, dtype: str, limit: int = LIMIT) -> Shar
 
 
 def work(rank: int, folder: str) -> None:
-    """One process, which is rank `rank` of the groups of 1, 2 and 3 ranks that it belongs to."""
+    """One process, which is rank `rank` of the groups of 1 and 2 ranks that it belongs to."""
     torch.set_num_threads(1)
-    for world in range(rank + 1, 4):
+    for world in range(rank + 1, 3):
         store = dist.FileStore(f"{folder}/store{world}", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         model = shard(Model(), FSDPConfig(), "cpu")
@@ -71,10 +71,10 @@ def work(rank: int, folder: str) -> None:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.spawn(work, args=(str(folder),), nprocs=3, join=False)
+    context = mp.spawn(work, args=(str(folder),), nprocs=2, join=False)
     deadline = time.monotonic() + 120
     while not context.join(timeout=1):
-        assert time.monotonic() < deadline, "3 ranks did not finish within 120 s"
+        assert time.monotonic() < deadline, "2 ranks did not finish within 120 s"
     return folder
 
 
@@ -95,7 +95,7 @@ def fetch(refs: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
 def test_every_parameter_arrives_exactly_and_once(published: Path, world: int, dtype: str) -> None:
     made = shards(published, world, dtype)
     arrived = list(parameters(made, fetch))
@@ -110,7 +110,7 @@ def test_every_parameter_arrives_exactly_and_once(published: Path, world: int, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
 def test_buckets_are_bounded_and_the_same_on_all_ranks(published: Path, world: int, dtype: str) -> None:
     made = shards(published, world, dtype)
     assert len({len(s.buckets) for s in made}) == 1 and len(made[0].buckets) > 2
@@ -129,7 +129,7 @@ def test_buckets_are_bounded_and_the_same_on_all_ranks(published: Path, world: i
 
 
 def test_one_bucket_is_fetched_at_a_time(published: Path) -> None:
-    made = shards(published, 3, "float32")
+    made = shards(published, 2, "float32")
     asked: list[list[bytes]] = []
 
     def watch(refs: list[bytes]) -> list[bytes]:
@@ -157,11 +157,11 @@ def test_the_checksum_covers_every_bucket_of_every_rank_in_rank_order(published:
 
 
 def test_what_does_not_add_up_is_refused(published: Path) -> None:
-    made = shards(published, 3, "float32")
-    with pytest.raises(ValueError, match=r"'model.deep': the ranks published 36 of 42 numbers"):
-        list(parameters(made[:2], fetch))
+    made = shards(published, 2, "float32")
+    with pytest.raises(ValueError, match=r"'model.deep': the ranks published 24 of 42 numbers"):
+        list(parameters(made[:1], fetch))
     lacking = replace(made[0], pieces=[p for p in made[0].pieces if p.name != "model.embedding.weight"])
-    with pytest.raises(ValueError, match=r"'model.embedding.weight': the ranks published 35 of 55 numbers"):
+    with pytest.raises(ValueError, match=r"'model.embedding.weight': the ranks published 25 of 55 numbers"):
         list(parameters([lacking, *made[1:]], fetch))
     damaged = bytearray(made[1].buckets[1])
     damaged[-1] ^= 1
