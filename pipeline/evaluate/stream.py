@@ -75,7 +75,7 @@ class EvaluationPrompts:
         config = self._config
         _, loader = loaders(config.data, config.model, row_limits(config), config.trainer.seed, self._out)
         assert loader is not None
-        self._chunks = loader.validation_rows(config.rollout.chunk_prompts)
+        self._chunks = loader.epoch(config.rollout.chunk_prompts)
         for _ in range(first):
             next(self._chunks, None)
 
