@@ -10,9 +10,9 @@ from rich.console import Console
 from pipeline.track.console import RunConsole, clock
 
 
-def _console(*, terminal: bool = False) -> tuple[RunConsole, io.StringIO]:
+def _console(total: int | None = 10) -> tuple[RunConsole, io.StringIO]:
     out = io.StringIO()
-    return RunConsole("demo", 10, Console(file=out, force_terminal=terminal, width=100)), out
+    return RunConsole("demo", total, Console(file=out, width=100)), out
 
 
 METRICS = {"critic/score/mean": 0.4125, "perf/throughput": 3456.7, "timing_s/step": 4.0}
@@ -50,14 +50,6 @@ def test_lines_fit_80_columns_and_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "console.log").read_text().splitlines() == lines
 
 
-def test_the_bar_of_a_terminal_leaves_plain_lines_in_the_file(tmp_path: Path) -> None:
-    console = RunConsole("demo", 10, Console(file=io.StringIO(), force_terminal=True), tmp_path / "console.log")
-    console.start()
-    console.update(1, METRICS)
-    console.stop()
-    assert (tmp_path / "console.log").read_text().startswith("1/10  reward 0.412")
-
-
 def test_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("pipeline.track.console.time.monotonic", lambda: now[0])
@@ -69,8 +61,9 @@ def test_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue().splitlines()[-1] == "4/10  60.0 s/it  4:00  left 6:00"
 
 
-def test_a_terminal_gets_a_bar_that_survives_foreign_prints() -> None:
-    console, out = _console(terminal=True)
+def test_a_terminal_gets_a_bar_that_survives_foreign_prints(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = RunConsole("demo", 10, Console(file=out, force_terminal=True, width=100), tmp_path / "console.log")
     before = sys.stdout
     console.start()
     console.status("waiting for rollouts of version 3")
@@ -82,6 +75,7 @@ def test_a_terminal_gets_a_bar_that_survives_foreign_prints() -> None:
     text = out.getvalue()
     assert "a line of a worker" in text and "4/10" in text and "reward 0.412" in text
     assert "waiting for rollouts of version 3" in text and "iteration 4/10" not in text
+    assert (tmp_path / "console.log").read_text().splitlines()[-1].startswith("4/10  reward 0.412")
 
 
 def test_summary_tells_before_and_after_and_keeps_commands_whole() -> None:
@@ -112,8 +106,7 @@ def test_summary_tells_what_a_critic_explains() -> None:
 
 
 def test_unknown_total_and_bracketed_text_are_printed_as_they_are() -> None:
-    out = io.StringIO()
-    console = RunConsole("demo", None, Console(file=out))
+    console, out = _console(total=None)
     console.status("loading [bold]model[/bold]")
     console.update(3, METRICS)
     assert "demo: loading [bold]model[/bold]" in out.getvalue()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -50,17 +49,12 @@ def test_resume_continues_and_drops_iterations_done_again(tmp_path: Path) -> Non
     assert [record["iteration"] for record in resumed.records] == _iterations(path) == [0, 1, 2, 3, 4, 5]
 
 
-def test_without_resume_the_file_begins_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    History(path, resume=False).append(7, {})
-    History(path, resume=False)
-    assert path.read_text() == ""
-
-
-def test_elapsed_goes_on_where_the_last_run_stopped(tmp_path: Path) -> None:
+def test_elapsed_continues_where_the_last_run_stopped_and_a_new_run_empties_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 3, "time": 1.0, "elapsed_s": 500.0}\n')
     assert 500.0 <= History(path, resume=True).append(4, {})["elapsed_s"] < 510.0
+    History(path, resume=False)
+    assert path.read_text() == ""
 
 
 def test_torn_last_line_is_skipped_then_removed(tmp_path: Path) -> None:
@@ -117,16 +111,6 @@ def test_full_disk_names_the_file_and_keeps_earlier_lines(tmp_path: Path, monkey
     assert path.read_text().endswith("\n") and _iterations(path) == [1]
     written.append(2, {"a": 2})
     assert _iterations(path) == [1, 2]
-
-
-def test_every_line_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = History(tmp_path / "metrics.jsonl", resume=False)
-    synced: list[int] = []
-    real = os.fsync
-    monkeypatch.setattr(history.os, "fsync", lambda handle: (synced.append(handle), real(handle)))
-    written.append(1, {})
-    written.append(2, {})
-    assert len(synced) == 2
 
 
 @pytest.mark.parametrize("metrics", [{"a": "text"}, {"a": None}, {"iteration": 3}])

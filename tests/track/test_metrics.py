@@ -169,12 +169,6 @@ def test_without_optional_columns_there_are_no_metrics_of_them(missing):
     assert not [name for name in got if name.startswith(absent)]
 
 
-def test_with_every_row_aborted_there_is_no_length_without_them():
-    got = reduce([iteration_metrics(table({"uid": "a", "n": 0, "finish_reason": "abort"}))])
-    assert got["response/aborted_ratio"] == 1 and got["response_length/mean"] == 0
-    assert not [name for name in got if name.startswith("response_length_non_aborted")]
-
-
 def test_solved_threshold():
     assert reduce([iteration_metrics(table(*ROWS), solved_at=0.1)])["reward/solved_all"] == pytest.approx(2 / 3)
 
@@ -194,6 +188,9 @@ def test_nothing_observed_is_left_out():
     assert failed["reward/error_rate"] == 1.0 and failed["response_length/mean"] == 2
     assert "critic/score/mean" not in failed and "critic/advantages/mean" not in failed
     assert "reward/solved_all" not in failed
+    aborted = reduce([iteration_metrics(table({"uid": "a", "n": 0, "finish_reason": "abort"}))])
+    assert aborted["response/aborted_ratio"] == 1 and aborted["response_length/mean"] == 0
+    assert not [name for name in aborted if name.startswith("response_length_non_aborted")]
     assert reduce([{"x": Stat("mean", (0.0, 0.0))}]) == {}
 
 
@@ -241,17 +238,13 @@ def test_gap_of_equal_tensors_and_of_constants():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
-def test_a_gap_that_is_no_number_is_infinite(bad):
+def test_a_gap_that_is_no_number_is_infinite_where_the_mask_counts_it(bad):
     got = reduce([log_prob_gap([-1.0, bad, bad], [-1.0, -2.0, bad], [1, 1, 0])])
     assert got["training/rollout_log_probs_diff_max"] == math.inf
     assert not any(math.isnan(value) for value in got.values())
-    both = reduce([log_prob_gap([bad], [bad], [1])])
+    both = reduce([log_prob_gap([bad, -1.0], [bad, -1.5], [1, 0])])
     assert both["training/rollout_log_probs_diff_max"] == math.inf
-
-
-def test_gap_ignores_what_the_mask_hides():
-    got = reduce([log_prob_gap([-1.0, float("nan")], [-1.5, 0.0], [1, 0])])
-    assert got["training/rollout_log_probs_diff_max"] == 0.5
+    assert reduce([log_prob_gap([-1.0, bad], [-1.5, 0.0], [1, 0])])["training/rollout_log_probs_diff_max"] == 0.5
 
 
 def test_parts_of_rewards_and_what_counts_as_solved_before_shaping():
@@ -273,9 +266,6 @@ def test_parts_of_rewards_and_what_counts_as_solved_before_shaping():
     assert (got["reward/solved_all"], got["reward/solved_none"]) == (0.5, 0.5)
     split = [iteration_metrics(table(row)) for row in rows]
     assert reduce(split)["reward/acc/mean"] == 0.5
-
-
-def test_no_more_parts_than_fit():
     many = {f"p{number:03}": number for number in range(100)}
     got = reduce([iteration_metrics(table({"uid": "a", "reward_parts": json.dumps(many)}))])
     assert [name for name in got if name.startswith("reward/p")] == [f"reward/p{n:03}/mean" for n in range(MOST_PARTS)]

@@ -1,7 +1,6 @@
 """Rates that follow from seconds and tokens, memory, and the ranks' shares of the tokens."""
 
 import mmap
-import os
 
 import pytest
 import torch
@@ -48,13 +47,11 @@ def test_what_has_no_part_or_no_tokens_is_left_out():
     assert empty["perf/throughput"] == 0 and not [name for name in empty if name.startswith("timing_per_token_ms")]
 
 
-def resident() -> float:
-    return reduce([memory_metrics(torch.device("cpu"))])["perf/cpu_memory_used_gb"]
-
-
 def test_resident_memory_follows_what_is_touched_and_given_back():
+    def resident() -> float:
+        return reduce([memory_metrics(torch.device("cpu"))])["perf/cpu_memory_used_gb"]
+
     before = resident()
-    assert 0.01 < before < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     block = mmap.mmap(-1, 256 << 20)
     for page in range(0, len(block), mmap.PAGESIZE):
         block[page] = 1
