@@ -96,15 +96,13 @@ def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
     from pipeline.evaluate.summary import Summary
     from pipeline.track.async_loggers import AsyncLoggers
     from pipeline.track.console import RunConsole
-    from pipeline.track.loggers import shown
+    from pipeline.track.loggers import TrackedRun, shown
 
     folder, summary = evaluation.folder, evaluation.summary
-    trainer = evaluation.config.trainer
-    settings = to_flat(evaluation.config)
+    trainer, settings = evaluation.config.trainer, to_flat(evaluation.config)
     # A run of its own in the experiment of the training run, and without a server in its store.
-    loggers = AsyncLoggers(
-        trainer.logger, folder.path, settings, trainer.project_name, evaluation.name, True, evaluation.run_dir
-    )
+    tracked_run = TrackedRun(folder.path, settings, trainer.project_name, evaluation.name, True, evaluation.run_dir)
+    loggers = AsyncLoggers(trainer.logger, tracked_run)
     status, error = "finished", None
     folder.begin(evaluation.description)
     if evaluation.complete:

@@ -198,22 +198,15 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
 
     from pipeline.run.driver import run, start_ray
     from pipeline.run.signals import sigterm_as_ctrl_c
-    from pipeline.track.loggers import shown
+    from pipeline.track.loggers import TrackedRun, shown
     from pipeline.track.tracker import Tracker
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     run_dir.mkdir(parents=True, exist_ok=True)
     resume = resume or recover(run_dir, begin, config)
     trainer = config.trainer
-    tracker = Tracker(
-        run_dir,
-        to_flat(config),
-        resolved.iterations,
-        trainer.logger,
-        trainer.project_name,
-        trainer.experiment_name,
-        resume,
-    )
+    tracked = TrackedRun(run_dir, to_flat(config), trainer.project_name, trainer.experiment_name, resume)
+    tracker = Tracker(tracked, resolved.iterations, trainer.logger)
     started = start_ray(config)
     if os.environ.get("RAY_ADDRESS"):
         nodes = [node for node in ray.nodes() if node["Alive"]]

@@ -4,51 +4,31 @@ What is slow or down costs a warning and a retry and never the run.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.track.loggers import Logger, TensorBoardLogger, WandbLogger, check_loggers
+from pipeline.track.loggers import Logger, TensorBoardLogger, TrackedRun, WandbLogger, check_loggers
 from pipeline.track.mlflow_logger import MlflowLogger
 from pipeline.track.retry_queue import RetryQueue
 
+LOGGERS: dict[str, Callable[[TrackedRun], Logger]] = {
+    "mlflow": MlflowLogger,
+    "wandb": WandbLogger,
+    "tensorboard": TensorBoardLogger,
+}
+
 
 class AsyncLoggers:
-    """MLflow, wandb and TensorBoard, as far as `names` has them.
-
-    Args:
-        names: any of `console`, `mlflow`, `wandb`, `tensorboard`.
-        folder: the run's folder, which keeps the ids of the tracker runs.
-        config: the resolved configuration as plain nested mappings.
-        project: MLflow experiment, wandb project.
-        name: the run's name.
-        resume: continue the tracker runs that the folder has.
-        store_of: folder of the run whose MLflow store is used without a server; None is `folder`.
+    """The trackers of `run` that `names` has; `console` among them is left out.
 
     Raises:
         ValueError, ImportError: as `check_loggers`.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        folder: Path,
-        config: Mapping[str, Any],
-        project: str,
-        name: str,
-        resume: bool,
-        store_of: Path | None = None,
-    ) -> None:
+    def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         check_loggers(names)
-        loggers: dict[str, Logger] = {}
-        if "mlflow" in names:
-            store = store_of or folder
-            loggers["mlflow"] = MlflowLogger(store, config, project, name, resume=resume, id_dir=folder)
-        if "wandb" in names:
-            loggers["wandb"] = WandbLogger(folder, config, project, name, resume=resume)
-        if "tensorboard" in names:
-            loggers["tensorboard"] = TensorBoardLogger(folder, config, resume=resume)
-        self._loggers = {name: (logger, RetryQueue(name)) for name, logger in loggers.items()}
+        self._loggers = {name: (make(run), RetryQueue(name)) for name, make in LOGGERS.items() if name in names}
 
     def start(self) -> None:
         """Begin to connect."""

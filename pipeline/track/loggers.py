@@ -7,6 +7,8 @@ called again with the same arguments) and `Rejected` when it can never take the 
 import difflib
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,27 @@ PACKAGES = {
     "wandb": ("wandb", "pip install 'slipstream-rl[wandb]'"),
     "tensorboard": ("tensorboard", "pip install tensorboard"),
 }
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What trackers know of a run."""
+
+    folder: Path
+    """The run's folder, which keeps the ids of the tracker runs."""
+    config: Mapping[str, Any]
+    """The settings; trackers get them with secrets masked."""
+    project: str
+    """MLflow experiment, wandb project."""
+    name: str
+    resume: bool = False
+    """Continue the tracker runs that the folder has."""
+    store_of: Path | None = None
+    """Folder of the run whose MLflow store is used without a server; None is `folder`."""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        return masked(self.config)
 
 
 class Logger(Protocol):
@@ -67,16 +90,15 @@ def check_loggers(names: Sequence[str]) -> None:
 class TensorBoardLogger:
     """Event files in `runs/NAME/tensorboard`."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> None:
-        self._folder = run_dir / "tensorboard"
-        self._config = config
-        self._resume = resume
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = run
+        self._folder = run.folder / "tensorboard"
         self._writer: Any = None
         self._last = -1
 
     def start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not self._resume:
+        if not self._run.resume:
             for old in self._folder.glob("events.out.tfevents.*"):
                 old.unlink()
 
@@ -109,9 +131,9 @@ class TensorBoardLogger:
             self._writer.close()
         if self._writer is None or again:
             first = self._writer is None
-            self._writer = SummaryWriter(str(self._folder), purge_step=iteration if again or self._resume else None)
+            self._writer = SummaryWriter(str(self._folder), purge_step=iteration if again or self._run.resume else None)
             if first:
-                settings = "\n".join(f"    {key}: {value}" for key, value in flattened(masked(self._config)).items())
+                settings = "\n".join(f"    {key}: {value}" for key, value in flattened(self._run.settings).items())
                 self._writer.add_text("config", settings)
         if iteration is not None:
             self._last = iteration
@@ -121,23 +143,22 @@ class TensorBoardLogger:
 class WandbLogger:
     """Weights & Biases; `WANDB_*` variables (`WANDB_MODE`, `WANDB_BASE_URL`, ...) work as usual."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any], project: str, name: str, *, resume: bool) -> None:
-        self._run_dir, self._config, self._project, self._name = run_dir, config, project, name
-        self._id_file = run_dir / "wandb_run_id"
-        self._resume = resume
+    def __init__(self, run: TrackedRun) -> None:
+        self._tracked = run
+        self._id_file = run.folder / "wandb_run_id"
         self._run: Any = None
 
     def start(self) -> None:
         import wandb
 
-        known = self._id_file.read_text().strip() if self._resume and self._id_file.exists() else None
+        known = self._id_file.read_text().strip() if self._tracked.resume and self._id_file.exists() else None
         self._run = wandb.init(
-            project=self._project,
-            name=self._name,
+            project=self._tracked.project,
+            name=self._tracked.name,
             id=known,
             resume="allow" if known else None,
-            dir=str(self._run_dir),
-            config=masked(self._config),
+            dir=str(self._tracked.folder),
+            config=self._tracked.settings,
             settings=wandb.Settings(console="off", silent=True),
         )
         self._id_file.write_text(f"{self._run.id}\n")
@@ -168,7 +189,7 @@ class WandbLogger:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
     def where(self) -> str:
-        return str(getattr(self._run, "url", None) or f"wandb sync {shown(self._run_dir / 'wandb')}/*run-*")
+        return str(getattr(self._run, "url", None) or f"wandb sync {shown(self._tracked.folder / 'wandb')}/*run-*")
 
 
 def shown(path: Path) -> str:

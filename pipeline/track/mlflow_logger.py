@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.track.datasets import dataset_inputs
-from pipeline.track.loggers import shown
-from pipeline.track.provenance import flattened, git_commit, masked, versions
+from pipeline.track.loggers import TrackedRun, shown
+from pipeline.track.provenance import flattened, git_commit, versions
 from pipeline.track.retry_queue import Rejected
 
 if TYPE_CHECKING:
@@ -64,39 +64,20 @@ def local_store(run_dir: Path) -> Path:
 
 
 class MlflowLogger:
-    """One MLflow run; the first call, `start`, takes seconds.
+    """One MLflow run; the first call, `start`, takes seconds."""
 
-    Args:
-        run_dir: the run's folder, whose store is used without a server (`local_store`).
-        config: the settings, which become parameters.
-        project: the experiment.
-        name: the run's name.
-        resume: continue the MLflow run whose id is kept.
-        id_dir: folder that keeps the id; None is `run_dir`.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        project: str,
-        name: str,
-        *,
-        resume: bool,
-        id_dir: Path | None = None,
-    ) -> None:
-        self._config = masked(config)
-        self._project, self._name, self._resume = project, name, resume
-        self._id_file = (id_dir or run_dir) / "mlflow_run_id"
+    def __init__(self, run: TrackedRun) -> None:
+        self._run, self._resume = run, run.resume
+        self._id_file = run.folder / "mlflow_run_id"
         self._server = os.environ.get("MLFLOW_TRACKING_URI")
-        self._store = local_store(run_dir.absolute())
+        self._store = local_store((run.store_of or run.folder).absolute())
         self._run_id = ""
 
     def start(self) -> None:
         client = self._client
         run = self._earlier_run()
         if run is None:
-            run = client.create_run(self._experiment(), run_name=self._name)
+            run = client.create_run(self._experiment(), run_name=self._run.name)
             self._id_file.write_text(f"{run.info.run_id}\n")
             # A retry of what follows goes on in this run and makes no second one.
             self._resume = True
@@ -104,7 +85,7 @@ class MlflowLogger:
             client.update_run(run.info.run_id, status="RUNNING")
         self._run_id = run.info.run_id
         self._log_settings(run)
-        if inputs := dataset_inputs(self._config):
+        if inputs := dataset_inputs(self._run.settings):
             client.log_inputs(self._run_id, inputs)
 
     def log(self, iteration: int, time: float, metrics: Mapping[str, float]) -> None:
@@ -172,7 +153,7 @@ class MlflowLogger:
     def _experiment(self) -> str:
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self._project
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self._run.project
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
@@ -182,7 +163,7 @@ class MlflowLogger:
     def _log_settings(self, run: "Run") -> None:
         from mlflow.entities import Param, RunTag
 
-        settings = {mlflow_name(key): value[:PARAM_LENGTH] for key, value in flattened(self._config).items()}
+        settings = {mlflow_name(key): value[:PARAM_LENGTH] for key, value in flattened(self._run.settings).items()}
         have = run.data.params
         tags = {f"version.{library}": version for library, version in versions().items()}
         if (commit := git_commit()) is not None:
@@ -195,7 +176,7 @@ class MlflowLogger:
             params=[Param(key, value) for key, value in settings.items() if key not in have],
             tags=[RunTag(name, value) for name, value in tags.items()],
         )
-        self._client.log_dict(self._run_id, self._config, "config.yaml")
+        self._client.log_dict(self._run_id, self._run.settings, "config.yaml")
 
 
 def _cell(value: Any) -> Any:

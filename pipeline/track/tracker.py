@@ -16,7 +16,7 @@ from rich.console import Console
 from pipeline.track.async_loggers import AsyncLoggers
 from pipeline.track.console import RunConsole
 from pipeline.track.history import OWN_KEYS, History
-from pipeline.track.loggers import shown
+from pipeline.track.loggers import TrackedRun, shown
 from pipeline.track.plot import learning_curve
 from pipeline.track.retry_queue import RetryQueue
 
@@ -31,13 +31,9 @@ class Tracker:
     """Metrics of one run, from `start` to `finish`; methods may be called from several threads.
 
     Args:
-        run_dir: the run's folder on a local or shared disk.
-        config: the resolved configuration as plain nested mappings.
+        run: the run; with `resume`, its metrics are continued, too.
         total_iterations: iterations in all, None when unknown.
         loggers: any of `console`, `mlflow`, `wandb`, `tensorboard`.
-        project: MLflow experiment, wandb project.
-        name: the run's name.
-        resume: continue the metrics and tracker runs that the folder has.
         flush_timeout_s: longest wait of `finish` for trackers that lag.
 
     Raises:
@@ -45,40 +41,29 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: Mapping[str, Any],
-        total_iterations: int | None,
-        loggers: Sequence[str],
-        project: str,
-        name: str,
-        resume: bool = False,
-        flush_timeout_s: float = 30.0,
+        self, run: TrackedRun, total_iterations: int | None, loggers: Sequence[str], flush_timeout_s: float = 30.0
     ) -> None:
-        self._run_dir = run_dir.absolute()
-        self._name = name
-        self._resume = resume
-        self._flush_timeout_s = flush_timeout_s
+        self._run, self._flush_timeout_s = run, flush_timeout_s
+        self._loggers = AsyncLoggers(loggers, run)
+        self._plots = RetryQueue("the learning-curve plot")
         self._plotted_at = -PLOT_INTERVAL_S
         self._lock = threading.Lock()
         self._history: History | None = None
         self._finished = False
-        self._loggers = AsyncLoggers(loggers, self._run_dir, config, project, name, resume)
-        self._plots = RetryQueue("the learning-curve plot")
         if "console" in loggers:
-            self._console = RunConsole(name, total_iterations, log=self._run_dir / "console.log")
+            self._console = RunConsole(run.name, total_iterations, log=run.folder / "console.log")
         else:
-            self._console = RunConsole(name, total_iterations, Console(quiet=True, force_terminal=False))
+            self._console = RunConsole(run.name, total_iterations, Console(quiet=True, force_terminal=False))
 
     @property
     def metrics_path(self) -> Path:
         """The run's `metrics.jsonl`."""
-        return self._run_dir / "metrics.jsonl"
+        return self._run.folder / "metrics.jsonl"
 
     @property
     def plot_path(self) -> Path:
         """The run's `learning_curve.png`."""
-        return self._run_dir / "learning_curve.png"
+        return self._run.folder / "learning_curve.png"
 
     def start(self) -> None:
         """Open `metrics.jsonl` and begin to connect to the trackers in the background.
@@ -87,7 +72,7 @@ class Tracker:
             ValueError: the `metrics.jsonl` to be continued is damaged before its last line.
             OSError: the run's folder cannot be written.
         """
-        self._history = History(self.metrics_path, resume=self._resume)
+        self._history = History(self.metrics_path, resume=self._run.resume)
         self._loggers.start()
         self._plots.start()
         self._console.start()
@@ -172,14 +157,14 @@ class Tracker:
         return lacking
 
     def _places(self, summary: Mapping[str, str]) -> dict[str, str]:
-        places = {"run folder": shown(self._run_dir), "metrics": shown(self.metrics_path)}
-        for label, path in (("plot", self.plot_path), ("trajectories", self._run_dir / "trajectories")):
+        places = {"run folder": shown(self._run.folder), "metrics": shown(self.metrics_path)}
+        for label, path in (("plot", self.plot_path), ("trajectories", self._run.folder / "trajectories")):
             if path.exists():
                 places[label] = shown(path)
         return places | self._loggers.where() | dict(summary)
 
     def _plot(self) -> None:
-        if learning_curve(self.metrics_path, self.plot_path, self._name):
+        if learning_curve(self.metrics_path, self.plot_path, self._run.name):
             self._loggers.image(self.plot_path)
 
     def _opened(self) -> History:

@@ -9,6 +9,7 @@ from pipeline.config import Config, to_flat
 from pipeline.evaluate.report import tracked
 from pipeline.evaluate.settings import used
 from pipeline.track.async_loggers import AsyncLoggers
+from pipeline.track.loggers import TrackedRun
 from pipeline.track.mlflow_logger import MlflowLogger
 from tests.evaluate.test_summary import TABLE, summed
 
@@ -25,14 +26,14 @@ def test_a_run_of_its_own_in_the_experiment_of_the_training_run(config: Config, 
 
     home, out = tmp_path / "run", tmp_path / "run" / "evaluations" / "test"
     out.mkdir(parents=True)
-    training = MlflowLogger(home, {}, "project", "trained", resume=False)
+    training = MlflowLogger(TrackedRun(home, {}, "project", "trained"))
     training.start()
     training.finish("finished")
     table = out / "table.csv"
     table.write_text("source,mean\n")
     summary = summed((1, 3), TABLE)
     for status in ("interrupted", "finished"):
-        loggers = AsyncLoggers(["console", "mlflow"], out, to_flat(config), "project", "trained on test", True, home)
+        loggers = AsyncLoggers(["mlflow"], TrackedRun(out, to_flat(config), "project", "trained on test", True, home))
         loggers.start()
         loggers.log(12, 0.0, tracked(summary))
         loggers.file(table)
@@ -54,10 +55,10 @@ def test_a_run_of_its_own_in_the_experiment_of_the_training_run(config: Config, 
 
 
 def test_only_what_the_settings_name(tmp_path: Path) -> None:
-    loggers = AsyncLoggers(["console"], tmp_path, {}, "project", "quiet", True)
+    loggers = AsyncLoggers(["console"], TrackedRun(tmp_path, {}, "project", "quiet", True))
     loggers.start()
     loggers.log(0, 0.0, {"eval-all/mean": 1.0})
     assert loggers.finish("finished", 30.0) == [] and loggers.where() == {}
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="did you mean 'mlflow'"):
-        AsyncLoggers(["mlfow"], tmp_path, {}, "project", "quiet", True)
+        AsyncLoggers(["mlfow"], TrackedRun(tmp_path, {}, "project", "quiet"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.track.history import read_history
+from pipeline.track.loggers import TrackedRun
 from pipeline.track.tracker import Tracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(240)]
@@ -65,7 +66,7 @@ def test_what_was_logged_while_the_server_was_down_arrives_later(
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
-    tracker = Tracker(tmp_path / "run", {"a": 1}, 6, ["mlflow"], "p", "n", flush_timeout_s=90.0)
+    tracker = Tracker(TrackedRun(tmp_path / "run", {"a": 1}, "p", "n"), 6, ["mlflow"], flush_timeout_s=90.0)
     tracker.start()
     client = MlflowClient(server.url)
 
