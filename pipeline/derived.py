@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.algorithm import RolloutCorrectionConfig
-from pipeline.config.bounds import refusals
+from pipeline.config.bounds import sentences
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.config.scoring import ScorerConfig
 
@@ -107,7 +107,7 @@ def why_not_streamed(config: Config) -> str | None:
         f"an iteration has {chunks} chunk for each of {{trainer.num_workers}}; a smaller rollout.chunk_prompts gives "
         "more": chunks < 2,
     }
-    return next(refusals(config, reasons), None)
+    return next(sentences(config, reasons), None)
 
 
 def _selects(config: Config) -> bool:

@@ -3,7 +3,7 @@
     n: int = setting(1, at_least=1)
     update: str = setting("in_flight", choices=("between_chunks", "in_flight"))
 
-`violations` compares each setting with its bounds. `refusals` reads tables of settings that exclude each other: of one
+`violations` compares each setting with its bounds. `sentences` reads tables of settings that exclude each other: of one
 section in its `problems` method, of several in `plan/checks.py`.
 """
 
@@ -105,7 +105,7 @@ def violations(tree: Any, prefix: str = "") -> Iterator[str]:
             yield f"{key}={as_argument(value)} must be {bounds.words()}{null}"
 
 
-def refusals(config: Any, table: Mapping[str, object]) -> Iterator[str]:
+def sentences(config: Any, table: Mapping[str, object]) -> Iterator[str]:
     """The sentences of `table` (sentence: whether it applies) that apply; `{rollout.n}` becomes `rollout.n=8`."""
 
     def filled(match: re.Match[str]) -> str:

@@ -164,7 +164,7 @@ class TrainerConfig:
         return self.placement.get(stage) or None
 
     def problems(self) -> dict[str, object]:
-        """Sentences on settings that exclude each other, and whether each applies (see `refusals`)."""
+        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
         name, waits, nixl = self.experiment_name, self.deadlines, self.weight_transport == "nixl"
         first_rows = waits.engine_start + waits.chunk
         table: dict[str, object] = {

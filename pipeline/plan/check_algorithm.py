@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.advantage import registry as estimators
 from pipeline.advantage.estimators import Estimator, get_adv_estimator
 from pipeline.config import Config
-from pipeline.config.bounds import refusals
+from pipeline.config.bounds import sentences
 from pipeline.derived import WITHOUT_RATIO, rollout_correction, uses_critic, uses_policy_scores, why_not_streamed
 from pipeline.train.correction import parse
 
@@ -40,7 +40,7 @@ def problems(config: Config) -> Iterator[str]:
         pass
     else:
         yield from _own("algorithm.adv_estimator", config.algorithm.adv_estimator, estimator.function)
-        yield from refusals(config, _estimator(config, estimator))
+        yield from sentences(config, _estimator(config, estimator))
     loss = config.actor.policy_loss.loss_mode
     if loss not in POLICY_LOSSES:
         from pipeline.losses import get_policy_loss
@@ -49,9 +49,9 @@ def problems(config: Config) -> Iterator[str]:
             yield from _own("actor.policy_loss.loss_mode", loss, get_policy_loss(loss).function)
         except ValueError as error:
             yield str(error)
-    yield from refusals(config, _loss(config))
+    yield from sentences(config, _loss(config))
     try:
-        yield from refusals(config, _correction(config))
+        yield from sentences(config, _correction(config))
     except ValueError as error:
         yield str(error)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from pipeline.config import Config
-from pipeline.config.bounds import refusals
+from pipeline.config.bounds import sentences
 from pipeline.config.reward import RewardConfig
 from pipeline.reward.functions import function_config, functions
 from pipeline.reward.rules import rule_of
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 def problems(config: Config) -> Iterator[str]:
     """One sentence per problem."""
     reward, longest = config.reward, config.data.max_response_length
-    yield from refusals(config, reward.problems())
+    yield from sentences(config, reward.problems())
     yield from _functions(reward)
     yield from _rule_kwargs(reward)
     buffer = reward.overlong_buffer

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config, ConfigError
-from pipeline.config.bounds import refusals, violations
+from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.derived import scorers, uses_critic, uses_engines
 from pipeline.plan import check_algorithm, check_reward, models
@@ -36,10 +36,10 @@ def check(config: Config) -> None:
 def _problems(config: Config) -> Iterator[str]:
     single = list(violations(config))
     yield from single
-    yield from refusals(config, config.trainer.problems())
+    yield from sentences(config, config.trainer.problems())
     if uses_engines(config):
-        yield from refusals(config, config.rollout.problems())
-    yield from refusals(config, _sections(config))
+        yield from sentences(config, config.rollout.problems())
+    yield from sentences(config, _sections(config))
     yield from _prompts(config)
     yield from check_reward.problems(config)
     yield from replay.problems(config)
@@ -133,7 +133,7 @@ def _prompts(config: Config) -> Iterator[str]:
             only_generated and data.sampler != "uniform"
         ),
     }
-    yield from refusals(config, table)
+    yield from sentences(config, table)
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
-from pipeline.config.bounds import as_argument, refusals
+from pipeline.config.bounds import as_argument, sentences
 from pipeline.config.schema import keys, value_of
 from pipeline.derived import (
     rollout_correction,
@@ -52,10 +52,10 @@ def notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
     """
     yield from replay.notes(config)
     if uses_engines(config):
-        yield from refusals(config, _pools(config, chunks, memory))
-    yield from refusals(config, _algorithm(config))
+        yield from sentences(config, _pools(config, chunks, memory))
+    yield from sentences(config, _algorithm(config))
     if config.algorithm.max_staleness:
-        yield from refusals(config, _stale(config))
+        yield from sentences(config, _stale(config))
     if unread := list(_unread(config)):
         yield f"set, and read by nothing in this run: {', '.join(unread)}"
 
