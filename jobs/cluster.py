@@ -87,11 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start(state: Path, cpus: int) -> Head:
-    """Start a head that may schedule `cpus` CPUs, record it in `state`, and wait until it takes jobs.
-
-    Raises:
-        ClusterError: a head runs already, or this one does not answer in time.
-    """
+    """Start a head that may schedule `cpus` CPUs, record it in `state`, and wait until it takes jobs."""
     if (running := read(state)) and running.is_running():
         raise ClusterError(f"a head of this folder runs already, at {running.address}; end it with make cluster-stop")
     # Sockets lie in the folder, and the path of a socket may have at most 107 characters.
@@ -123,11 +119,7 @@ def start(state: Path, cpus: int) -> Head:
 
 
 def stop(state: Path) -> bool:
-    """End the head that the state file records; returns whether it was running.
-
-    Raises:
-        ClusterError: the process is still there after SIGKILL.
-    """
+    """End the head that the state file records; returns whether it was running."""
     head = read(state)
     if head is None:
         return False

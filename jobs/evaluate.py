@@ -83,15 +83,7 @@ def _prepared(options: argparse.Namespace) -> "Evaluation":
 
 
 def evaluate(evaluation: "Evaluation", command: Sequence[str]) -> int:
-    """Generate what is missing, and report; the exit code.
-
-    Args:
-        evaluation: what `prepare` returned.
-        command: the words that were typed, with which an interrupted evaluation is continued.
-
-    Raises:
-        ValueError, OSError, ImportError: the tracker, the folder or the cluster cannot be used.
-    """
+    """Generate what is missing, and report; the exit code. `command`, the words typed, continues the evaluation."""
     from pipeline.evaluate.report import print_table, result, rows, tracked
     from pipeline.evaluate.summary import Summary
     from pipeline.track.async_loggers import AsyncLoggers

@@ -86,8 +86,7 @@ def read(sources: list[str], run: bool = False) -> Settings:
     """All settings of scripts and `key=value` arguments, in their order; an upper-case key is a variable.
 
     Raises:
-        OSError: a script does not exist or cannot be read.
-        ScriptError: a script cannot be read for certain, or does not start PPO training.
+        OSError, ScriptError: a script cannot be read (for certain), or does not start PPO training.
     """
     variables = {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
     variables |= {match[1]: match[2] for match in map(_VARIABLE.fullmatch, sources) if match}

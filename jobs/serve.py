@@ -121,11 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def api_key(variable: str | None) -> str | None:
-    """The key in the environment variable, or None without a variable.
-
-    Raises:
-        ValueError: the variable is unset or empty.
-    """
+    """The key in the environment variable, or None without a variable."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -135,11 +131,7 @@ def api_key(variable: str | None) -> str | None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened on, before a model is loaded.
-
-    Raises:
-        ValueError: the address is taken or not this machine's.
-    """
+    """Refuse an address that is taken or not this machine's, before a model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as server:

@@ -211,11 +211,7 @@ class Job(Generic[C]):
 
 
 def plan(config: SupervisedConfig, groups: list[RowGroup]) -> tuple[int, int]:
-    """Optimiser steps of the run, and the passes over the data that they take.
-
-    Raises:
-        ConfigError: there are fewer rows than one batch.
-    """
+    """Optimiser steps of the run, and the passes over the data that they take."""
     rows = sum(group.rows for group in groups)
     batch = config.data.train_batch_size
     steps = config.trainer.total_training_steps or rows * config.trainer.total_epochs // batch

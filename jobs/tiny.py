@@ -113,11 +113,7 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
 def build_model(
     tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, heads: int, kv_heads: int, tie: bool, seed: int
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 with random weights whose vocabulary is exactly the tokenizer's.
-
-    Raises:
-        ValueError: the sizes do not fit together or vLLM's CPU attention does not take them.
-    """
+    """A Qwen3 with random weights and the tokenizer's vocabulary, of sizes that vLLM's CPU attention takes."""
     for option, value in (("--hidden", hidden), ("--layers", layers), ("--heads", heads), ("--kv-heads", kv_heads)):
         if value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
@@ -148,12 +144,7 @@ def build_model(
 
 
 def make(args: argparse.Namespace) -> str:
-    """Write model and tokenizer; returns their sizes in words.
-
-    Raises:
-        ValueError: An option or a file cannot be used.
-        OSError: The folder cannot be written.
-    """
+    """Write model and tokenizer; returns their sizes in words."""
     if (args.out / "config.json").exists():
         raise ValueError(f"--out {args.out} already holds a model; choose another folder or remove it")
     heads = args.heads or max(1, args.hidden // 32)
@@ -172,13 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m jobs.tiny", description="Make a tiny language model and its tokenizer.")
     add = parser.add_argument
     data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"
-    add(
-        "--out",
-        type=local_path,
-        required=True,
-        metavar="DIR",
-        help="folder for model and tokenizer; must not hold a model",
-    )
+    out_help = "folder for model and tokenizer; must not hold a model"
+    add("--out", type=local_path, required=True, metavar="DIR", help=out_help)
     add("--data", nargs="+", default=[], metavar="FILE", help=data_help)
     add("--rows", type=int, default=4096, metavar="N", help="rows read of each file (default: %(default)s)")
     add("--vocab", type=int, default=512, metavar="N", help="most tokens (default: %(default)s)")

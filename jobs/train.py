@@ -141,12 +141,7 @@ def _say_whether_it_fits(resolved: "Plan") -> None:
 
 
 def train(config: Config, dry_run: bool, command: list[str]) -> int:
-    """Check, plan and run; the exit code.
-
-    Args:
-        config: the settings; paths in them are made absolute.
-        dry_run: print the plan and start nothing.
-        command: the words that were typed, with which the run is continued.
+    """Check, plan and run (or print the plan); the exit code. `command`, the words typed, continues the run.
 
     Raises:
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.

@@ -26,18 +26,12 @@ DESCRIPTIONS = ("dataset_info.json", "state.json", "dataset_dict.json")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--input` and `--out`."""
     parser.add_argument("--input", type=local_path, nargs="+", required=True, metavar="PATH", help="files or folders")
-    parser.add_argument(
-        "--out", type=local_path, required=True, metavar="DIR", help="folder of the parquet files (replaced)"
-    )
+    text = "folder of the parquet files (replaced)"
+    parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help=text)
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write one parquet file for each input file.
-
-    Raises:
-        ValueError: an input is missing, is not what its name says, or a column holds values of two types.
-        OSError: the folder cannot be written; older output files are untouched.
-    """
+    """Write one parquet file for each input file; after an error older output files are untouched."""
     with parquet.together(args.out) as folder:
         for file in _files(args.input):
             target = folder / f"{_stem(file)}.parquet"

@@ -80,12 +80,7 @@ _integers.__name__, _shares.__name__ = "list of whole numbers", "list of numbers
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write the files.
-
-    Raises:
-        ValueError: An option has an impossible value; nothing was written.
-        OSError: The folder cannot be written; older files are untouched.
-    """
+    """Write the files; after an error older files are untouched."""
     ranges = Ranges(args.min_number, args.max_number, args.min_target, args.max_target)
     mix = args.mix or (1.0,) * len(args.numbers)
     sft_test = max(1, args.sft // 20) if args.sft_test is None else args.sft_test

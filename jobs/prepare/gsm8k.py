@@ -19,11 +19,7 @@ SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [("question", pa
 
 
 def rows(problems: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows in verl's format.
-
-    Raises:
-        ValueError: An answer has no number after `####`; the sentence names its place.
-    """
+    """Rows in verl's format; errors name the place of a row."""
     for index, (where, problem) in enumerate(problems):
         question, answer = problem["question"], problem["answer"]
         number = strict_answer(answer)

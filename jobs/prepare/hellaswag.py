@@ -24,11 +24,7 @@ SCHEMA = parquet.prompt_schema(TRUTH, [])
 
 
 def rows(stories: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows in verl's format.
-
-    Raises:
-        ValueError: A row has no endings or no label; the sentence names its place.
-    """
+    """Rows in verl's format; errors name the place of a row."""
     letters = args.template == "letters"
     for index, (where, story) in enumerate(stories):
         endings = story.get("endings")

@@ -68,21 +68,13 @@ def preferences(dialogues: Placed, split: str, args: argparse.Namespace) -> Iter
 
 
 def pairs(dialogues: Placed) -> Iterator[Pair | None]:
-    """A pair for each row, None for a row whose two dialogues prefer nothing.
-
-    Raises:
-        ValueError: A row is no pair of dialogues; the sentence names its place.
-    """
+    """A pair for each row, None for a row whose two dialogues prefer nothing; errors name the place of a row."""
     for where, row in dialogues:
         yield pair_of(*(dialogue(row[key], f"{where}: {key!r}") for key in ("chosen", "rejected")))
 
 
 def dialogue(text: str, where: str) -> list[Message]:
-    """The messages of a dialogue; successive turns of one speaker are one message.
-
-    Raises:
-        ValueError: The text does not begin with the human.
-    """
+    """The messages of a dialogue, which the human begins; successive turns of one speaker are one message."""
     parts = _TURN.split(text.strip())
     if parts[0] or len(parts) < 3 or parts[1] != "Human":
         raise ValueError(f"{where} must begin with 'Human:' and have turns of 'Human:' and 'Assistant:'")

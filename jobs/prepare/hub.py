@@ -68,12 +68,7 @@ class HubData:
             parser.add_argument(name, choices=choices, default=choices[0], help=f"{meaning} (default: %(default)s)")
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Write the parquet files of each split that the input has.
-
-        Raises:
-            ValueError: The input is missing or is not this data set; older output files are untouched.
-            OSError: The folder cannot be written; older output files are untouched.
-        """
+        """Write the parquet files of each split that the input has; after an error older ones are untouched."""
         report = []
         with parquet.together(args.out) as folder:
             for split, files in self.find(args.input, args.out).items():
@@ -136,11 +131,7 @@ class HubData:
 
 
 def check_text(value: Any, name: str, where: str, blanks: bool = False) -> str:
-    """`value`, which must be text that can be written.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """`value`, which must be text that can be written; else a ValueError."""
     if not isinstance(value, str) or not (value.strip() or blanks):
         raise ValueError(f"{where}: {name} must be text, not {str(value)[:80]!r}")
     try:

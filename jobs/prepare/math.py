@@ -21,11 +21,7 @@ SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], EXTRA)
 
 
 def rows(problems: Placed, split: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows in verl's format.
-
-    Raises:
-        ValueError: A solution has no box with an answer; the sentence names its place.
-    """
+    """Rows in verl's format; errors name the place of a row."""
     for index, (where, problem) in enumerate(problems):
         answer = last_boxed(problem["solution"])
         if not answer:

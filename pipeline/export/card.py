@@ -41,13 +41,7 @@ A value is the expected return of the text up to its token."""
 
 
 def card(checkpoint: Checkpoint, config: Config, critic: bool = False) -> str:
-    """The text of `README.md`: YAML front matter and Markdown.
-
-    Args:
-        checkpoint: the exported checkpoint.
-        config: the run's settings.
-        critic: whether the exported model is the critic.
-    """
+    """The text of `README.md` for the exported policy or critic: YAML front matter and Markdown."""
     started = (config.critic.path if critic else None) or config.model.path
     front: dict[str, Any] = {
         "library_name": "transformers",

@@ -51,8 +51,7 @@ def choose(
     Args:
         path: folder of a run or of a checkpoint.
         iteration: take the checkpoint of this iteration.
-        best: take the checkpoint whose iteration has the highest value of this metric in the run's `metrics.jsonl`,
-            the earliest of equally good ones.
+        best: take the one with the highest value of this metric in `metrics.jsonl`, the earliest of equally good ones.
         lowest: take the lowest value instead.
 
     Returns:

@@ -45,10 +45,9 @@ def export(
 
     Args:
         checkpoint: the checkpoint.
-        out: must not exist or be empty, unless `replace` is set.
+        out: a new or empty folder, unless `replace` is set.
         dtype: type of the weights; None writes them as they were trained.
-        critic: write the critic instead of the policy, as a model for token classification with one label. Its logit
-            at a token is the value of the text up to and with that token.
+        critic: write the critic, as a model for token classification with one label: the value of the text so far.
         base: the model that the run started from, if it has moved since.
         replace: replace the folder `out`.
 
@@ -66,7 +65,8 @@ def export(
     state = read_weights(
         checkpoint.path, "critic" if critic else "actor", torch_dtype(dtype, "--dtype") if dtype else None
     )
-    lm = _without_weights(model, _dtype_of(state), critic)
+    weights_dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    lm = _without_weights(model, weights_dtype, critic)
     if critic:
         named = _critic_names(state, lm)
     else:
@@ -93,17 +93,10 @@ def export(
 
 
 def read_weights(folder: Path, learner: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Full weights of a learner in one process, however many ranks saved them.
+    """Full weights of the `actor` or `critic` by their names in the module, however many ranks saved them.
 
-    They are read one by one into the result, so the memory needed is that of the result.
-
-    Args:
-        folder: a complete checkpoint.
-        learner: `actor` or `critic`.
-        dtype: type that floating-point weights are converted to; None keeps theirs.
-
-    Returns:
-        the weights by their names in the trained module.
+    They are read one by one into the result, so the memory needed is that of the result. Floating-point weights are
+    converted to `dtype`; None keeps theirs.
 
     Raises:
         ValueError: the checkpoint is damaged or has no such learner.
@@ -121,17 +114,8 @@ def read_weights(folder: Path, learner: str, dtype: torch.dtype | None = None) -
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
-def _dtype_of(state: dict[str, Tensor]) -> torch.dtype:
-    return next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-
-
 def _base_model(config: Config, run_dir: Path, base: str | None, critic: bool) -> ModelConfig:
-    """The model that config and tokenizer are taken from: `base`, else the one that the run started from, else, if
-    that one is gone, the model that the run saved at its end.
-
-    Raises:
-        ValueError: none of them is there.
-    """
+    """The model of config and tokenizer: `base`, else the one that the run started from, else the one it saved."""
     path = base or (config.critic.path if critic else None) or config.model.path or ""
     try:
         folder = named_folder(path, "--base" if base else "model.path")
@@ -186,11 +170,7 @@ def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
 
 
 def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
-    """Those of the weights that `lm` saves; a tied weight has its first name only.
-
-    Raises:
-        ValueError: a weight is missing or has another shape.
-    """
+    """Those of the weights that `lm` saves; a tied weight has its first name only."""
     persistent = lm.state_dict().keys()
     expected = dict(lm.named_parameters())
     expected |= {name: buffer for name, buffer in lm.named_buffers() if name in persistent}

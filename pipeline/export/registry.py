@@ -53,11 +53,7 @@ def connect(checkpoint: Checkpoint) -> "tuple[MlflowClient, str]":
 def register(checkpoint: Checkpoint, folder: Path, name: str, alias: str | None = None) -> tuple[str, str]:
     """Make the exported model in `folder` a new version of the registered model `name`.
 
-    Args:
-        checkpoint: the exported checkpoint.
-        folder: the exported model.
-        name: the registered model; it is created if needed.
-        alias: set on the new version, and removed from an older one.
+    The registered model is created if needed, and `alias` moves to the new version.
 
     Returns:
         the version, and the address of the tracker.

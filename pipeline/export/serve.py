@@ -27,22 +27,17 @@ MIN_BATCHED_TOKENS = 8192
 
 @dataclass
 class ServeOptions:
-    """How a model is deployed; None takes the setting of the model's run or, without a run, a default."""
+    """How a model is deployed, see `python -m jobs.serve --help`; None takes the run's setting, or a default."""
 
     name: str | None = None
     """Name of the model for clients, and of the application for Serve."""
     min_replicas: int = 1
-    """0 stops all replicas when idle."""
     max_replicas: int | None = None
-    """None takes `min_replicas`, at least 1."""
     target_ongoing_requests: int = 64
-    """Concurrent requests per replica that autoscaling aims at."""
     num_cpus: float | None = None
     """Ray CPUs of a replica, per GPU where it has several."""
     num_gpus: float | None = None
-    """Ray GPUs of a replica: a fraction of one, one, or several for tensor parallelism."""
     max_tokens: int | None = None
-    """Most tokens of an answer where a request does not say."""
     engine: list[tuple[str, Any]] = field(default_factory=list)
     """Arguments of vLLM's engine and server, which replace those of the run."""
 
@@ -106,12 +101,7 @@ def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]
 
 
 def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None = None) -> "LLMConfig":
-    """The configuration for `ray.serve.llm`.
-
-    Args:
-        model: what is served.
-        options: how.
-        api_key: the key that requests must carry; None accepts any request.
+    """The configuration for `ray.serve.llm`; without an API key any request is accepted.
 
     Raises:
         ValueError: an argument of the engine is unknown, or the replicas or their resources are impossible.
@@ -172,11 +162,7 @@ def application(config: "LLMConfig") -> "Application":
 
 
 def wait_until_running(name: str, timeout: float) -> None:
-    """Wait until the application `name` runs, and print what Serve says meanwhile.
-
-    Args:
-        name: the application.
-        timeout: seconds.
+    """Wait at most `timeout` seconds until the application `name` runs, and print what Serve says meanwhile.
 
     Raises:
         RuntimeError: it cannot be started.

@@ -39,7 +39,7 @@ def find(target: str, iteration: int | None = None, best: str | None = None, low
     """The model that `target` names.
 
     A run's checkpoint is exported to `RUN/exports/iteration_N` in the type that the run's engines computed in, each
-    time anew: a run that was repeated has other weights under the same number.
+    time again: a run that was repeated has other weights under the same number.
 
     Args:
         target: a run's folder, one of its checkpoints, a Hugging Face folder, a Hub name, or `models:/NAME@ALIAS`.
