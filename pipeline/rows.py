@@ -20,155 +20,95 @@ RUNS = pa.list_(pa.struct([("version", pa.int64()), ("tokens", pa.int32())]))
 """Run lengths: which version generated how many tokens, in their order."""
 
 
-def _column(name: str, type: pa.DataType, writer: str, readers: str, what: str) -> pa.Field:
-    return pa.field(name, type, metadata={"writer": writer, "readers": readers, "what": what})
+_TYPES = {"ints": INTS, "floats": FLOATS, "runs": RUNS, "mask": pa.list_(pa.int8())}
 
 
-PROMPT = pa.schema(
-    [
-        _column(
-            "split",
-            pa.string(),
-            "prompts",
-            "all",
-            "`train`, `val`, or `baseline` (a greedy response beside the group, until it is scored)",
-        ),
-        _column(
-            "chunk", pa.int64(), "prompts", "rollout, filter, track", "chunk that was admitted, from 0; -1 for val"
-        ),
-        _column(
-            "iteration",
-            pa.int64(),
-            "prompts; with dynamic sampling filter",
-            "all",
-            "train: the iteration that trains the row, from 1 (null before the filter); val: the policy version",
-        ),
-        _column("uid", pa.string(), "prompts", "advantage", "group: the same for all samples of one prompt visit"),
-        _column("epoch", pa.int64(), "prompts", "resume", "pass over the data, from 0"),
-        _column("offset", pa.int64(), "prompts", "resume", "place in the epoch's order, filtered rows counted"),
-        _column(
-            "prompt_index",
-            pa.int64(),
-            "prompts",
-            "prompts",
-            "train: number of the prompt in all training files, from 0, the same in every epoch; -1 if generated",
-        ),
-        _column("data_source", pa.string(), "prompts", "reward, metrics", "chooses the reward rule"),
-        _column("prompt", pa.string(), "prompts", "track", "chat messages as JSON"),
-        _column("prompt_ids", INTS, "prompts", "rollout, train", "prompt tokens after the chat template"),
-        _column("ground_truth", pa.string(), "prompts", "reward", "`reward_model.ground_truth` as JSON"),
-        _column("extra_info", pa.string(), "prompts", "reward", "`extra_info` as JSON"),
-    ]
-)
+def _columns(table: str) -> pa.Schema:
+    """The columns of a table whose lines are `name | type | writer | readers | what`."""
+    fields = []
+    for line in table.strip().splitlines():
+        name, kind, writer, readers, what = line.split(" | ")
+        metadata = {"writer": writer, "readers": readers, "what": what}
+        fields.append(pa.field(name, _TYPES.get(kind) or pa.type_for_alias(kind), metadata=metadata))
+    return pa.schema(fields)
 
-ROLLOUT = pa.schema(
-    [
-        _column("sample", pa.int32(), "rollout", "track", "number of the sample in its group, from 0"),
-        _column("response_ids", INTS, "rollout", "reward, train", "generated tokens, end-of-sequence included"),
-        _column(
-            "response_mask",
-            pa.list_(pa.int8()),
-            "rollout",
-            "advantage, train",
-            "1 where the policy wrote the token, else 0 (tools, environments), same length as response_ids",
-        ),
-        _column("rollout_log_probs", FLOATS, "rollout", "train", "log-prob the engine sampled each token with"),
-        _column("response", pa.string(), "rollout", "reward, track", "decoded response, special tokens left out"),
-        _column("finish_reason", pa.string(), "rollout", "metrics", "`stop`, `length`, or `abort`"),
-        _column(
-            "policy_version",
-            pa.int64(),
-            "rollout",
-            "train",
-            "oldest version that generated a token of the row; of most rows the only one",
-        ),
-        _column("version_runs", RUNS, "rollout", "metrics", "the version of each token, as run lengths"),
-        _column("engine", pa.string(), "rollout", "metrics", "which engine: node and process"),
-        _column("generate_s", pa.float32(), "rollout", "metrics", "seconds from loaded weights to the last token"),
-        _column("load_s", pa.float32(), "rollout", "metrics", "seconds from admission to loaded weights"),
-    ]
-)
 
-REWARD_MODEL = pa.schema(
-    [
-        _column("rm_score", pa.float32(), "reward_model", "reward", "the reward model's number, null where it failed"),
-        _column("rm_error", pa.string(), "reward_model", "reward", "why the reward model failed, else null"),
-    ]
-)
+PROMPT = _columns("""
+split | string | prompts | all | `train`, `val`, or `baseline` (a greedy response beside the group, until it is scored)
+chunk | int64 | prompts | rollout, filter, track | chunk that was admitted, from 0; -1 for val
+iteration | int64 | prompts, filter | all | iteration that trains the row (null before the filter); val: policy version
+uid | string | prompts | advantage | group: the same for all samples of one prompt visit
+epoch | int64 | prompts | resume | pass over the data, from 0
+offset | int64 | prompts | resume | place in the epoch's order, filtered rows counted
+prompt_index | int64 | prompts | sampler | number of the prompt in all training files, from 0; -1 if generated
+data_source | string | prompts | reward, metrics | chooses the reward rule
+prompt | string | prompts | track | chat messages as JSON
+prompt_ids | ints | prompts | rollout, train | prompt tokens after the chat template
+ground_truth | string | prompts | reward | `reward_model.ground_truth` as JSON
+extra_info | string | prompts | reward | `extra_info` as JSON
+""")
+
+ROLLOUT = _columns("""
+sample | int32 | rollout | track | number of the sample in its group, from 0
+response_ids | ints | rollout | reward, train | generated tokens, end-of-sequence included
+response_mask | mask | rollout | advantage, train | 1 where the policy wrote the token, else 0 (tools, environments)
+rollout_log_probs | floats | rollout | train | log-prob the engine sampled each token with
+response | string | rollout | reward, track | decoded response, special tokens left out
+finish_reason | string | rollout | metrics | `stop`, `length`, or `abort`
+policy_version | int64 | rollout | train | oldest version that generated a token of the row; of most rows the only one
+version_runs | runs | rollout | metrics | the version of each token, as run lengths
+engine | string | rollout | metrics | which engine: node and process
+generate_s | float32 | rollout | metrics | seconds from loaded weights to the last token
+load_s | float32 | rollout | metrics | seconds from admission to loaded weights
+""")
+
+REWARD_MODEL = _columns("""
+rm_score | float32 | reward_model | reward | the reward model's number, null where it failed
+rm_error | string | reward_model | reward | why the reward model failed, else null
+""")
 """Only with a reward model."""
 
-REWARD = pa.schema(
-    [
-        _column(
-            "score",
-            pa.float32(),
-            "reward",
-            "advantage, metrics",
-            "sum of what rule, functions and reward model gave, shaped; 0 where one of them failed",
-        ),
-        _column("reward_parts", pa.string(), "reward", "track", "further numbers of the reward function, as JSON"),
-        _column("reward_error", pa.string(), "reward", "advantage, train, metrics", "why the reward failed, else null"),
-        _column("reward_s", pa.float32(), "reward", "metrics", "seconds spent on the chunk's rewards"),
-    ]
-)
+REWARD = _columns("""
+score | float32 | reward | advantage, metrics | sum of rule, functions and reward model, shaped; 0 where one failed
+reward_parts | string | reward | track | further numbers of the reward function, as JSON
+reward_error | string | reward | advantage, train, metrics | why the reward failed, else null
+reward_s | float32 | reward | metrics | seconds spent on the chunk's rewards
+""")
 
-BASELINE = pa.schema(
-    [
-        _column(
-            "baseline", pa.float32(), "baseline", "advantage", "score of the prompt's greedy response, null if failed"
-        )
-    ]
-)
+BASELINE = _columns("""
+baseline | float32 | baseline | advantage | score of the prompt's greedy response, null if failed
+""")
 """Only where the estimator reads baselines."""
 
-REFERENCE = pa.schema(
-    [_column("ref_log_probs", FLOATS, "reference", "advantage, train", "log-prob of each token under the reference")]
-)
-"""Only where there is a KL in reward or loss."""
+REFERENCE = _columns("""
+ref_log_probs | floats | reference | advantage, train | log-prob of each token under the reference
+""")
+"""Only with a KL in reward or loss."""
 
-VALUE = pa.schema(
-    [
-        _column("values", FLOATS, "value", "advantage, train", "the critic's value before each response token"),
-        _column("value_version", pa.int64(), "value", "metrics", "version of the critic that gave the values"),
-    ]
-)
-"""Only where there is a critic."""
+VALUE = _columns("""
+values | floats | value | advantage, train | the critic's value before each response token
+value_version | int64 | value | metrics | version of the critic that gave the values
+""")
+"""Only with a critic."""
 
-POLICY = pa.schema(
-    [
-        _column(
-            "sum_pi_squared",
-            FLOATS,
-            "policy",
-            "advantage",
-            "sum over the vocabulary of squared probabilities, per token",
-        ),
-        _column("pi_version", pa.int64(), "policy", "metrics", "version of the policy that gave sum_pi_squared"),
-    ]
-)
+POLICY = _columns("""
+sum_pi_squared | floats | policy | advantage | sum over the vocabulary of squared probabilities, per token
+pi_version | int64 | policy | metrics | version of the policy that gave sum_pi_squared
+""")
 """Only where the estimator reads sum_pi_squared."""
 
-KL_COEF = pa.schema(
-    [_column("kl_coef", pa.float32(), "advantage", "metrics", "coefficient of the KL in the reward at that version")]
-)
+KL_COEF = _columns("""
+kl_coef | float32 | advantage | metrics | coefficient of the KL in the reward at that version
+""")
 """Only with a KL in the reward."""
 
-ADVANTAGE = pa.schema(
-    [
-        _column("advantages", FLOATS, "advantage", "train", "one per response token, 0 where the token does not train"),
-        _column("returns", FLOATS, "advantage", "train", "one per response token"),
-        _column("reward", pa.float32(), "advantage", "metrics", "the score less the KL penalties of its tokens"),
-        _column("kl", pa.float32(), "advantage", "train, metrics", "mean KL of the penalised tokens, null without"),
-        _column(
-            "drop_reason",
-            pa.string(),
-            "advantage",
-            "train, metrics",
-            "why the row does not train (`reward_error`: its reward failed); null in rows that train",
-        ),
-    ]
-)
-
+ADVANTAGE = _columns("""
+advantages | floats | advantage | train | one per response token, 0 where the token does not train
+returns | floats | advantage | train | one per response token
+reward | float32 | advantage | metrics | the score less the KL penalties of its tokens
+kl | float32 | advantage | train, metrics | mean KL of the penalised tokens, null without
+drop_reason | string | advantage | train, metrics | why the row does not train (`reward_error`), null in rows that train
+""")
 SCHEMA = pa.schema(
     [*PROMPT, *ROLLOUT, *REWARD_MODEL, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *KL_COEF, *ADVANTAGE]
 )

@@ -1,8 +1,8 @@
 """The filter stage of dynamic sampling (DAPO, Yu et al. 2025, section 3.2): groups whose rewards agree leave.
 
 Such a group has advantages of 0 and teaches nothing. One actor takes the scored chunks in the order of the stream,
-decides which groups stay (`ledger.py`), and tells the policy store how many do not, which admits replacements. The rows
-that stay get the number of the iteration that trains them; the repartition behind this stage cuts them into whole
+decides which groups stay (`ledger.py`), and reports the dropped ones to the policy store, which admits replacements.
+Rows that stay get the number of the iteration that trains them; the repartition behind this stage cuts them into whole
 chunks again.
 
 A reward that failed is no reward, so a group is judged by its other rows. With fewer than two of these it says nothing
@@ -98,7 +98,7 @@ class Filter:
 
 
 def exhausted(rules: FilterRules, iteration: int, stats: IterationStats) -> str:
-    """The sentence on an iteration that what was generated for it does not fill."""
+    """The sentence on an iteration that is not full."""
     dropped = stats.equal + stats.failed
     failed = f" and {stats.failed} had fewer than two responses with a reward" if stats.failed else ""
     way_out = (
@@ -147,11 +147,7 @@ def judge(table: pa.Table, metric: str) -> tuple[np.ndarray, ChunkStats]:
 
 
 def numbers(table: pa.Table, metric: str, good: np.ndarray) -> np.ndarray:
-    """What is compared, of the rows `good` [R].
-
-    Raises:
-        ValueError: a row has no such number.
-    """
+    """What is compared, of the rows `good` [R]; see `judge`."""
     if metric == SCORE:
         return table[SCORE].to_numpy()[good].astype(np.float64)
     chosen = table.filter(pa.array(good))

@@ -1,14 +1,11 @@
 """Dynamic sampling's ledger: which groups are trained, by which iteration, and where its prompts end.
 
-The filter stage keeps it, chunk by chunk in the order of the stream:
+The filter stage keeps it, chunk by chunk in the order of the stream. The kept groups of an attempt are numbered, and a
+group's number says which iteration trains it. A chunk may come again (a worker died) and gets the same decision. For
+each iteration the ledger gives the chunk and offset where it ended; a resumed run starts with the next prompt.
 
-- The kept groups of an attempt are numbered. A group's number says which iteration trains it, and which chunk it is
-  dealt to a train worker in, so the trainer gets full batches however many groups were left out.
-- A chunk may be asked for again (a worker died): the answer is the one of the first time.
-- Iteration k ends at a place in a chunk. The prompts up to there are used up, and a resumed run goes on behind them.
-
-With `max_staleness=0` all of this follows from the rows, whatever came first: a chunk starts if the chunks before it do
-not fill the batch, and what their kept groups leave over is discarded.
+With `max_staleness=0` all of this follows from the rows alone: a chunk starts if the chunks before it do not fill the
+batch, and surplus groups are discarded.
 """
 
 from collections.abc import Sequence
@@ -28,11 +25,10 @@ class FilterRules:
     """`score`, or a part of the reward, that must differ in a group."""
     max_num_gen_batches: int
     carry: bool
-    """Whether groups that an iteration has no room for go into the next one."""
+    """Whether surplus groups are trained by the next iteration."""
     batch: int
     """Groups of an iteration."""
     chunk_prompts: int
-    """Groups of a chunk."""
     last_iteration: int
     max_error_rate: float
 
@@ -77,7 +73,7 @@ class IterationStats:
     equal: int = 0
     failed: int = 0
     surplus: int = 0
-    """Groups that do not agree, and that the iteration had no room for."""
+    """Kept groups that the iteration had no room for."""
     rows: int = 0
     errors: int = 0
     score: float = 0.0
@@ -92,17 +88,18 @@ class IterationStats:
 
     def metrics(self, batch: int) -> dict[str, float]:
         """Metrics of an iteration of `batch` groups."""
-        scored = self.rows - self.errors
-        return {
-            "filter_groups/generated": self.groups,
-            "filter_groups/gen_batches": self.groups / batch,
-            "filter_groups/dropped_ratio": (self.equal + self.failed) / self.groups,
-            "filter_groups/equal": self.equal,
-            "filter_groups/failed": self.failed,
-            "filter_groups/surplus": self.surplus,
-            "filter_groups/error_rate": self.errors / self.rows if self.rows else 0.0,
-            **({"filter_groups/score_mean": self.score / scored} if scored else {}),
+        metrics = {
+            "generated": self.groups,
+            "gen_batches": self.groups / batch,
+            "dropped_ratio": (self.equal + self.failed) / self.groups,
+            "equal": self.equal,
+            "failed": self.failed,
+            "surplus": self.surplus,
+            "error_rate": self.errors / self.rows if self.rows else 0.0,
         }
+        if scored := self.rows - self.errors:
+            metrics["score_mean"] = self.score / scored
+        return {f"filter_groups/{name}": value for name, value in metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Decision:
     first: int
     """Number of the first one in the attempt."""
     taken: int
-    """How many go on; those behind them are surplus."""
+    """How many are trained; those behind them are surplus."""
     stats: IterationStats
     """Of `iteration` so far."""
     full: bool
@@ -122,24 +119,18 @@ class Decision:
     exhausted: bool
     """Whether no more may be generated for the iteration, which is not full."""
     used: tuple[int, int] = (0, 0)
-    """Where a full iteration ends: a batch of prompts of the attempt, and how many of its prompts are used up."""
+    """Where a full iteration ends: a batch of prompts of the attempt, and the number of its prompts that are used."""
 
 
 @dataclass
 class Ledger:
-    """The ledger of one attempt.
-
-    Args:
-        rules: the settings.
-        base: policy version that the attempt began with.
-    """
+    """The ledger of one attempt, which began with policy version `base`."""
 
     rules: FilterRules
     base: int
     kept: int = 0
-    """Groups that go on so far."""
+    """Groups that are trained, so far."""
     dropped: int = 0
-    """Groups that do not."""
     following: int = 0
     """The chunk that comes next."""
     _stats: IterationStats = field(default_factory=IterationStats)
@@ -157,7 +148,7 @@ class Ledger:
         iteration = self.base + first // rules.batch + 1
         full = kept >= room
         taken = room if full and not rules.carry else kept
-        # Chunks that were under way when the last iteration filled up have nothing to give.
+        # Nothing is taken of chunks that were under way when the last iteration was full.
         taken = max(0, min(taken, (rules.last_iteration - self.base) * rules.batch - first))
         full = full and taken > 0
         self.kept += taken
@@ -167,7 +158,7 @@ class Ledger:
         stats, used = self._stats, (0, 0)
         if full:
             stats.surplus = kept - room
-            # Of what is carried, the prompts are used up by the iteration that trains it.
+            # Prompts of carried groups belong to the iteration that trains them.
             rest = rules.carry and kept > room
             used = self._place(chunk, found.kept[room - 1] + 1 if rest else rules.chunk_prompts)
             self._stats = IterationStats()
@@ -177,8 +168,8 @@ class Ledger:
         return self._decisions[chunk]
 
     def _place(self, chunk: int, used: int) -> tuple[int, int]:
-        """Prompt `used` of a chunk, as a batch of the attempt and the prompts of it that lie before."""
-        # At the end of a batch, too: the next one may not have been made yet, and one place has one name.
+        """Prompt `used` of a chunk, as a batch of the attempt and the number of its prompts before it."""
+        # At the end of a batch, too: the next one may not have been made yet.
         chunks = self.rules.batch // self.rules.chunk_prompts
         batch = chunk // chunks
         return batch, (chunk - batch * chunks) * self.rules.chunk_prompts + used

@@ -35,12 +35,7 @@ LEFT_OUT = (
 
 
 def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
-    """What is evaluated, in JSON's types.
-
-    Args:
-        config: what `settings.used` returned.
-        files: the prompt files.
-    """
+    """What is evaluated, in JSON's types: settings and prompt files."""
     prompt_files = list(files)
     functions = [config.reward.custom_reward_function.path]
     functions += [settings.get("path") for settings in config.reward.functions.values()]
@@ -69,11 +64,7 @@ class Folder:
         self.responses = path / "responses"
 
     def check(self, description: Mapping[str, Any]) -> None:
-        """Refuse a folder in which this evaluation may not write.
-
-        Raises:
-            ConfigError: it cannot be written, holds something else, or holds another evaluation.
-        """
+        """Raise `ConfigError` if the folder cannot be written, or holds something else or another evaluation."""
         nearest = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             reason = "is not writable" if nearest.is_dir() else "is a file"
