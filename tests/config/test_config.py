@@ -1,4 +1,4 @@
-"""Settings: composition, sentences with the nearest key, round trips, and no key without effect."""
+"""Settings: composition, refusals with the nearest key, round trips, and no key without effect."""
 
 import ast
 import re

@@ -201,7 +201,7 @@ def test_too_few_cpus_are_summed_up(refused: Refused) -> None:
     refused("trainer.ray_num_cpus=2", parts=("trainer.ray_num_cpus=2", "the replay stage", "1 +"))
 
 
-# sentences
+# refusals
 
 
 def test_folders_that_are_no_run(refused: Refused, recorded: Path, tmp_path: Path) -> None:
