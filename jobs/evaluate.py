@@ -135,7 +135,7 @@ def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str,
     import ray
 
     from pipeline.evaluate.run import generate
-    from pipeline.plan.placement import check_resources
+    from pipeline.plan.placement import Node, check_resources
     from pipeline.run.driver import sentence, start_ray
     from pipeline.track.console import RunConsole
 
@@ -147,7 +147,8 @@ def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str,
     started = start_ray(evaluation.config)
     try:
         if os.environ.get("RAY_ADDRESS"):
-            check_resources(evaluation.plan.stages, None, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            nodes = [Node(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+            check_resources(evaluation.plan.stages, None, nodes)
         begin()
         console.start()
         console.status("starting the engines")

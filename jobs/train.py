@@ -147,7 +147,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
     """
     from pipeline.derived import uses_engines
-    from pipeline.plan.placement import check_resources, local_node, place
+    from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
     from pipeline.plan.table import render
     from pipeline.replay import checks as replay
@@ -204,10 +204,8 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     tracker = Tracker(tracked, resolved.iterations, trainer.logger)
     started = start_ray(config)
     if os.environ.get("RAY_ADDRESS"):
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        check_resources(
-            resolved.stages, None, [node["Resources"] for node in nodes], [node["Labels"] for node in nodes]
-        )
+        nodes = [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+        check_resources(resolved.stages, None, nodes)
     tracker.start()
     status, places, error = "failed", {}, None
     try:

@@ -56,7 +56,7 @@ class Node:
     """One node during placement, with the resources that are left."""
 
     resources: Resources
-    labels: Mapping[str, str]
+    labels: Mapping[str, str] = field(default_factory=dict)
     cpus: float = field(init=False)
     gpus: list[float] = field(init=False)
     """The free part of each GPU."""
@@ -101,20 +101,8 @@ class Node:
         return f"{describe(self.resources)}{f' ({labels})' if labels else ''}: {'; '.join(parts) or 'empty'}"
 
 
-def _empty(nodes: Sequence[Resources], labels: Sequence[Mapping[str, str]] | None) -> list[Node]:
-    return list(map(Node, nodes, labels or [{}] * len(nodes)))
-
-
-def place(
-    stages: Iterable[Stage], nodes: Sequence[Resources], labels: Sequence[Mapping[str, str]] | None = None
-) -> list[Node]:
-    """The nodes with all actors of the stages on them; empty where no placement was found.
-
-    Args:
-        stages: `count` actors of each are placed.
-        nodes: resources of each node.
-        labels: labels of each node; None where no node has any.
-    """
+def place(stages: Iterable[Stage], nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with all actors of the stages on them; empty where no placement was found."""
     stages = list(stages)
     orders = (
         lambda stage: (not stage.labels, -stage.gpus, -stage.cpus),
@@ -122,7 +110,7 @@ def place(
         lambda stage: (-stage.gpus, -stage.cpus),
     )
     for order in orders:
-        placed = _empty(nodes, labels)
+        placed = [Node(node.resources, node.labels) for node in nodes]
         actors = (stage for stage in sorted(stages, key=order) for _ in range(stage.count))
         if all(any(node.take(stage) for node in placed) for stage in actors):
             return placed
@@ -135,19 +123,13 @@ def lines(nodes: Sequence[Node]) -> Iterator[str]:
         yield f"{count} nodes of {text}" if count > 1 else text
 
 
-def check_resources(
-    stages: Sequence[Stage],
-    num_cpus: int | None = None,
-    nodes: Iterable[Resources] | None = None,
-    labels: Sequence[Mapping[str, str]] | None = None,
-) -> None:
+def check_resources(stages: Sequence[Stage], num_cpus: int | None = None, nodes: Sequence[Node] | None = None) -> None:
     """Refuse stages that do not fit: Ray would wait forever without a message.
 
     Args:
         stages: of the plan.
         num_cpus: `trainer.ray_num_cpus`, the CPUs of a local Ray; None takes the machine's.
-        nodes: resources of each node of a Ray cluster; None for a local Ray on this machine.
-        labels: labels of each node; None where no node has any.
+        nodes: the empty nodes of a Ray cluster; None for a local Ray on this machine.
 
     Raises:
         ConfigError: CPUs or GPUs are too few in all, or no placement of the actors on the nodes and labels was found,
@@ -159,40 +141,37 @@ def check_resources(
         nodes = [local_node(num_cpus)]
         cpu_holder = f"trainer.ray_num_cpus={num_cpus} gives the local Ray" if num_cpus else holder
         remedy = "lower one of them, or raise trainer.ray_num_cpus (phases alternate, so it may exceed the CPUs)"
-    nodes = list(nodes)
     for kind, has, shared, advice in (
         ("GPU", holder, 0.0, "lower one of them or use more GPUs"),
         ("CPU", cpu_holder, SHARED_STAGE_CPUS, remedy),
     ):
-        have = sum(node.get(kind, 0.0) for node in nodes)
+        have = sum(node.resources.get(kind, 0.0) for node in nodes)
         need = sum(stage.count * stage.needs[kind] for stage in stages)
         if need > have + EPSILON:
             words, numbers = _sum(stages, kind)
             if shared:
                 words, numbers = f"{words} + {shared:g} for prompts", f"{numbers} + {shared:g}"
             raise ConfigError(f"the run needs {words} = {numbers} = {need:g} {kind}s and {has} {have:g}; {advice}")
-    if not place(stages, nodes, labels):
+    if not place(stages, nodes):
         wanted = ", ".join(f"{stage.count} x {stage.name} of {describe(stage.needs)}{stage.where}" for stage in stages)
-        there = ", ".join(map(str, _empty(nodes, labels)))
+        there = ", ".join(map(str, nodes))
         raise ConfigError(
             f"the nodes have enough in all, but not together for {wanted}: an actor has its CPUs from one node and its "
             f"part of a GPU from one GPU, on a node with the labels of trainer.placement; the nodes have {there}"
         )
-    _check_growth(stages, nodes, labels)
+    _check_growth(stages, nodes)
 
 
-def _check_growth(
-    stages: Sequence[Stage], nodes: Sequence[Resources], labels: Sequence[Mapping[str, str]] | None
-) -> None:
+def _check_growth(stages: Sequence[Stage], nodes: Sequence[Node]) -> None:
     """Refuse a pool that would grow at the expense of tasks."""
     actors = [stage for stage in stages if not stage.at_least]
     for stage in actors:
         for count in range(stage.count + 1, stage.most + 1):
             grown = replace(stage, count=count)
-            if not place([grown if other is stage else other for other in actors], nodes, labels):
+            if not place([grown if other is stage else other for other in actors], nodes):
                 # More actors fit on further nodes alone.
                 break
-            if not place([grown if other is stage else other for other in stages], nodes, labels):
+            if not place([grown if other is stage else other for other in stages], nodes):
                 tasks = " and ".join(task.name for task in stages if task.at_least)
                 raise ConfigError(
                     f"rollout.max_engines={stage.most}: {count} engines would take the CPUs of the tasks of {tasks}, "
@@ -200,9 +179,9 @@ def _check_growth(
                 )
 
 
-def local_node(num_cpus: int | None) -> Resources:
+def local_node(num_cpus: int | None) -> Node:
     """The node of a Ray on this machine, with the machine's GPUs and `num_cpus` or its CPUs."""
-    return {"CPU": float(num_cpus or os.cpu_count() or 1), "GPU": float(local_gpus())}
+    return Node({"CPU": float(num_cpus or os.cpu_count() or 1), "GPU": float(local_gpus())})
 
 
 def local_gpus() -> int:

@@ -12,7 +12,7 @@ import yaml
 
 from jobs.kuberay import train
 from pipeline.config import Config, load_config
-from pipeline.plan.placement import check_resources
+from pipeline.plan.placement import Node, check_resources
 from pipeline.plan.plan import plan
 from pipeline.run.versions import TESTED
 
@@ -85,18 +85,18 @@ def test_the_pods_can_hold_the_run(name: str) -> None:
     config = settings(manifest)
     if config.model.path.startswith("/"):
         config.model.path = "on/the-claim"  # no such folder here
-    nodes, labels = [], []
+    nodes: list[Node] = []
     for group in groups(manifest):
         resources = container(group)["resources"]
         assert resources["requests"] == resources["limits"], "Ray counts with limits"
         cpus = float(group["rayStartParams"].get("num-cpus", resources["limits"]["cpu"]))
-        nodes += [{"CPU": cpus, "GPU": resources["limits"].get(GPU, 0)}] * group["replicas"]
-        labels += [group.get("labels", {})] * group["replicas"]
+        held = {"CPU": cpus, "GPU": resources["limits"].get(GPU, 0)}
+        nodes += [Node(held, group.get("labels", {}))] * group["replicas"]
         if GPU in resources["limits"]:
             assert group["minReplicas"] == group["replicas"], "the autoscaler would take GPUs from the run"
-    assert nodes[0]["CPU"] == 0, "the head is to have no work"
+    assert nodes[0].resources["CPU"] == 0, "the head is to have no work"
     resolved = plan(config)
-    check_resources(resolved.stages, None, nodes, labels)
+    check_resources(resolved.stages, None, nodes)
     assert resolved.gpus == (0 if name == "cpu_demo" else 8)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from jobs.train import main
 from pipeline.config import Config, load_config, save_yaml
+from pipeline.plan.placement import Node
 
 Refused = Callable[..., str]
 
@@ -112,7 +113,7 @@ def test_dry_run_prints_the_plan_where_gpus_are_missing(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     gpus = ["trainer.use_gpu=true", "trainer.gpus_per_worker=1", "trainer.num_workers=2"]
-    monkeypatch.setattr("pipeline.plan.placement.local_node", lambda cpus: {"CPU": 8.0, "GPU": 0.0})
+    monkeypatch.setattr("pipeline.plan.placement.local_node", lambda cpus: Node({"CPU": 8.0, "GPU": 0.0}))
     monkeypatch.setattr("jobs.train.check_versions", lambda: None)
     assert main(["--dry-run", *arguments, *gpus]) == 0
     printed = capsys.readouterr().out

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.config import Config, ConfigError
-from pipeline.plan.placement import check_resources, lines, local_gpus, place
+from pipeline.plan.placement import Node, check_resources, lines, local_gpus, place
 from pipeline.plan.plan import Plan, plan
 from pipeline.plan.table import render
 from tests.plan.test_checks import good
@@ -159,15 +159,15 @@ SHARED = "rollout.num_gpus=0.4 trainer.use_gpu=true trainer.gpus_per_worker=0.6 
 LARGE = "rollout.num_cpus=3 rollout.num_engines=2 trainer.num_workers=1"
 
 
-def cluster(text: str) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
-    """Resources and labels of nodes, written `CPUs+GPUs@key=value,...`."""
-    nodes, labels = [], []
+def cluster(text: str) -> list[Node]:
+    """Nodes written `CPUs+GPUs@key=value,...`."""
+    nodes = []
     for node in text.split():
         resources, _, named = node.partition("@")
         cpus, _, gpus = resources.partition("+")
-        nodes.append({"CPU": float(cpus), "GPU": float(gpus or 0)})
-        labels.append(dict(pair.split("=") for pair in named.split(",") if pair))
-    return nodes, labels
+        labels = dict(pair.split("=") for pair in named.split(",") if pair)
+        nodes.append(Node({"CPU": float(cpus), "GPU": float(gpus or 0)}, labels))
+    return nodes
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,11 @@ def cluster(text: str) -> tuple[list[dict[str, float]], list[dict[str, str]]]:
 )
 def test_nodes_that_hold_the_run_and_others(overrides, nodes, words):
     stages = small(*overrides.split()).stages
-    resources, labels = cluster(nodes)
     if not words:
-        check_resources(stages, None, resources, labels)
+        check_resources(stages, None, cluster(nodes))
         return
     with pytest.raises(ConfigError, match=words):
-        check_resources(stages, None, resources, labels)
+        check_resources(stages, None, cluster(nodes))
 
 
 def test_a_local_ray_has_no_labels():
@@ -238,7 +237,7 @@ def test_the_fewest_engines_are_counted():
 
 def test_stages_on_their_nodes():
     shared = SHARED.split()
-    numbers, nodes = small(*shared), [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0}]
+    numbers, nodes = small(*shared), cluster("2+1 2+1 2")
     placed_stages = place(numbers.stages, nodes)
     assert list(lines(placed_stages)) == [
         "2 CPUs and 0 GPUs: prompts; reward, advantage",
@@ -250,5 +249,5 @@ def test_stages_on_their_nodes():
     placed = small(*shared, "trainer.placement.train.role=big")
     assert "2 x 1 CPU + 0.6 GPU on nodes labelled role=big" in shown(*shared, "trainer.placement.train.role=big")
     assert place(placed.stages, nodes) == []
-    big = place(placed.stages, [*nodes, {"CPU": 8.0, "GPU": 4.0}], [{}, {}, {}, {"role": "big"}])
+    big = place(placed.stages, [*nodes, *cluster("8+4@role=big")])
     assert "8 CPUs and 4 GPUs (role=big): GPU 0 to 1: train 0.6; GPU 2 to 3: free" in list(lines(big))
