@@ -76,7 +76,7 @@ def loader_of(tokenizer: Any, tmp_path: Path) -> Callable[..., PromptLoader]:
         paths: Any, seed: int = 1, split: str = "train", epochs: int | None = None, lag: int = 2, **changes: Any
     ) -> PromptLoader:
         data = DataConfig(**{"shuffle_window_rows": 8} | changes)
-        files = resolve(paths, f"data.{split}_files", data.prompt_key) if paths else []
+        files = resolve(paths, f"data.{split}_files") if paths else []
         encoder = Encoder(ChatTokenizer(tokenizer, data), Quarantine(data.max_bad_rows))
         made = make_sampler(data, seed), make_generator(data, seed)
         return PromptLoader(files, data, encoder, seed, split, *made, epochs, str(tmp_path / "run"), lag)

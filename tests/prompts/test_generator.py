@@ -128,12 +128,6 @@ def test_a_run_that_goes_on_from_any_state_makes_the_same_prompts(loader, data):
                 assert again.iteration(number, 5) == whole[number - 1], (stop, number)
 
 
-def test_a_plain_position_has_nothing_else(loader):
-    made = loader()
-    made.iteration(1, 4)
-    assert made.cursor == PromptCursor(0, 4)
-
-
 def test_outcomes_come_in_turn_and_late(loader):
     made = loader(sampler=name(Curious), lag=3)
     for number in range(1, 7):

@@ -155,9 +155,6 @@ def train(iteration: int, first: int) -> list[tuple[str, int, int]]:
     return [("train", first + i // 2, iteration) for i in range(4)]
 
 
-# schedule
-
-
 @settings(deadline=None)
 @given(st.integers(1, 200_000))
 def test_pages_hold_every_iteration_and_one_more(iterations: int) -> None:
@@ -218,38 +215,6 @@ def test_prompts_that_may_depend_on_what_became_of_others_are_made_late(data: di
     assert (Schedule.of(config, 9).page_iterations > 1) is shared
 
 
-def test_a_page_of_several_iterations_holds_what_pages_of_one_hold(
-    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = make(iterations=5, rows=20, val_rows=2, test_freq=3)
-    pages = []
-    for number in range(6):
-        pages.append(alone.page(number))
-        if number < 5:
-            alone.publish(number + 1)
-    single = [row for page in pages for row in page]
-    told = alone.events()
-    monkeypatch.setattr(stage, "PAGE_PROMPTS", 1000)
-    run = make(iterations=5, rows=20, val_rows=2, test_freq=3)
-    assert (run.schedule.page_iterations, run.schedule.pages) == (3, 3)
-    found = run.page(0)
-    assert shape(found) == shape(pages[0] + pages[1] + pages[2])
-    assert [run.end_of(iteration) for iteration in range(4)] == [
-        PromptCursor(0, 4 * done, batch=done + 1) for done in range(4)
-    ]
-    for version in (1, 2, 3):
-        run.publish(version)
-    found += run.page(1)
-    for version in (4, 5):
-        run.publish(version)
-    found += run.page(2)
-    assert found == single and run.store.call(PolicyStore.last_version) == 5
-    assert run.made() == [event for event in told if isinstance(event, PromptsMade)]
-
-
-# prompts
-
-
 def test_a_page_is_an_iteration_and_is_paced_by_the_store(make: Callable[..., Run]) -> None:
     run = make(iterations=4)
     assert shape(run.page(0)) == train(1, 0)
@@ -280,22 +245,6 @@ def test_rows_follow_the_order_of_the_source(make: Callable[..., Run]) -> None:
         PromptsMade(iteration, {"prompts/filtered_overlong": 0, "prompts/truncated": 0, "prompts/quarantined": 0})
         for iteration in (1, 2)
     ]
-
-
-def test_overlong_prompts_are_counted(make: Callable[..., Run]) -> None:
-    # "question 10" is one letter longer than "question 9".
-    longest = len("<user>question 9<assistant>")
-    run = make(iterations=2, rows=24, shuffle=False, max_prompt_length=longest, truncation="left")
-    run.page(0)
-    run.page(1)
-    run.publish(1)
-    run.page(2)
-    assert [event.metrics["prompts/truncated"] for event in run.made()] == [0, 0]
-    run = make(iterations=5, rows=24, shuffle=False, max_prompt_length=longest, truncation="left")
-    for iteration in range(4):
-        run.page(iteration)
-        run.publish(iteration + 1)
-    assert [event.metrics["prompts/truncated"] for event in run.made()] == [0, 0, 2, 6]
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(make: Callable[..., Run]) -> None:
@@ -534,20 +483,6 @@ def test_what_learns_from_outcomes_goes_on_exactly(
     assert [row["prompt"] for row in resumed] == [row["prompt"] for row in whole[11]]
 
 
-def test_every_kind_of_data_resumes_at_every_iteration(make: Callable[..., Run]) -> None:
-    run = make(iterations=7, rows=12, epochs=9, **LEARNS)
-    whole, states = [], [PromptCursor()]
-    for page in range(7):
-        whole.append(run.page(page))
-        states.append(stored(run.end_of(page + 1)))
-        train_on(run, whole[-1])
-        run.publish(page + 1)
-    for version in range(7):
-        run.start(version=version, cursor=states[version])
-        again = run.page(0)
-        assert [(row["uid"], row["prompt"]) for row in again] == [(row["uid"], row["prompt"]) for row in whole[version]]
-
-
 def test_bad_rows_are_counted_and_listed(make: Callable[..., Run], prompt_row: Any, write: Any) -> None:
     run = make(iterations=4, rows=20, shuffle=False, max_bad_rows=2)
     run.config.data.train_files = write(
@@ -587,6 +522,3 @@ def test_a_stage_of_an_old_attempt_fails(make: Callable[..., Run]) -> None:
     run.start()
     with pytest.raises(RuntimeError, match="attempt 1 of the stream has ended"):
         run.page(0, old)
-
-
-# replay
