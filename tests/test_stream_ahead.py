@@ -11,7 +11,7 @@ from pipeline.config import Config
 from pipeline.prompts.stage import Schedule
 from pipeline.store.events import ValidationAnnounced
 from pipeline.track.trajectories import read_trajectories
-from tests.streams import BATCH, CHUNK, CHUNKS, RANKS, SAMPLES, Run, changed, closing, expected_prompts
+from tests.streams import CHUNK, CHUNKS, Run, changed, closing
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
@@ -50,17 +50,6 @@ def test_no_row_is_older_than_the_bound(ahead: Run) -> None:
         assert all(iteration - 1 - STALENESS <= version <= iteration - 1 for version in versions)
     for event in ahead.events("admitted"):
         assert event["time"] >= ahead.published[event["version"]]
-
-
-def test_rows_keep_their_order_and_ranks_get_equally_many(ahead: Run) -> None:
-    seen = [ahead.uids(iteration) for iteration in range(1, ITERATIONS + 1)]
-    assert seen == expected_prompts(ahead.config, ITERATIONS)
-    for iteration, tables in ahead.iterations.items():
-        first = (iteration - 1) * CHUNKS
-        for rank, table in enumerate(tables):
-            assert len(table) == BATCH * SAMPLES // RANKS
-            chunks = [first + rank + RANKS * i for i in range(CHUNKS // RANKS)]
-            assert table["chunk"].to_pylist() == [chunk for chunk in chunks for _ in range(CHUNK * SAMPLES)]
 
 
 def test_every_validation_is_of_the_version_it_names(ahead: Run, prompt_files: Any) -> None:

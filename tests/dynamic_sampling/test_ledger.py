@@ -39,7 +39,6 @@ class Group:
     prompt: int
     version: int
     iteration: int
-    chunk: int
 
 
 @dataclass
@@ -172,7 +171,7 @@ class Site:
             assert not verdict.exhausted, verdict
             for number, i in enumerate(kept[: verdict.taken], verdict.first):
                 iteration = verdict.iteration + number // self.batch - verdict.first // self.batch
-                await self.rows.put(Group(*groups[i], iteration, number // self.admission.chunk_prompts))
+                await self.rows.put(Group(*groups[i], iteration))
 
     @property
     def batch(self) -> int:
@@ -225,13 +224,10 @@ sizes = st.tuples(st.integers(1, 4), st.integers(1, 3))
 
 
 def check(site: Site) -> None:
-    first = site.base + 1
-    chunk, staleness = site.admission.chunk_prompts, site.admission.max_staleness
+    staleness = site.admission.max_staleness
     for iteration, groups in site.trained.items():
         assert len(groups) == site.batch
         assert {group.iteration for group in groups} == {iteration}
-        numbers = [(iteration - first) * site.batch + i for i in range(site.batch)]
-        assert [group.chunk for group in groups] == [number // chunk for number in numbers]
         for group in groups:
             assert not agrees(group.prompt, group.version, site.percent)
             assert 0 <= iteration - 1 - group.version <= staleness
@@ -292,14 +288,7 @@ def test_a_resumed_run_goes_on_behind_what_was_trained(
     if staleness == 0:
         whole = Site(rule, percent, seed + 2, carry=carry)
         run(whole)
-        assert (
-            stopped.trained
-            | {
-                i: [Group(g.prompt, g.version, g.iteration, g.chunk + stop * size[1]) for g in groups]
-                for i, groups in resumed.trained.items()
-            }
-            == whole.trained
-        )
+        assert stopped.trained | resumed.trained == whole.trained
 
 
 @settings(max_examples=60, deadline=None)

@@ -272,16 +272,6 @@ def test_a_row_has_the_parameters_that_it_asks_for(make: Make) -> None:
     assert seeds == [own.seed for _, own in plain.fake.asked], "and the samples keep their seeds"
 
 
-def test_samples_of_a_prompt_share_its_tokens_and_nothing_else(make: Make) -> None:
-    stage = make("grpo", n=3)
-    generate(stage, chunk())
-    asked = stage.fake.asked
-    for prompt in range(3):
-        group = asked[3 * prompt : 3 * prompt + 3]
-        assert len({id(one["prompt_token_ids"]) for one, _ in group}) == 1
-    assert len({id(own) for _, own in asked}) == len({own.seed for _, own in asked}) == 9
-
-
 def test_seeds_are_those_of_every_run_before(make: Make) -> None:
     """A run that goes on with a newer version of this code must draw the same samples."""
     stage = make("grpo")

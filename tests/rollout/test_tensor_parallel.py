@@ -62,7 +62,3 @@ def test_an_engine_on_one_gpu_is_as_ever(config: Config) -> None:
     assert args["num_gpus"] == 1 and "ray_remote_args_fn" not in args
     assert not args["runtime_env"]["env_vars"].keys() & tensor_parallel.ENV.keys()
     assert tensor_parallel.engine_args(1) == {}
-
-
-def test_vllm_is_told_how_to_split_the_model() -> None:
-    assert tensor_parallel.engine_args(4) == {"tensor_parallel_size": 4, "distributed_executor_backend": "ray"}
