@@ -21,10 +21,10 @@ ENV = {
 
 
 LOCAL_RAY = {
-    # Ray ends workers that are idle for a second as soon as a machine has more of them than CPUs. The actors of a run
-    # alone are more here, so that every iteration would start the workers of its light stages, imports and all, anew.
+    # Ray ends workers that are idle for a second as soon as a machine has more of them than CPUs. A run has more actors
+    # than that here, so every iteration would start the workers of its light stages again, imports included.
     "RAY_idle_worker_killing_time_threshold_ms": "3600000",
-    # Nobody asks for the numbers of a Ray without a dashboard, which every process reports.
+    # Without a dashboard, the metrics that every process reports have no reader.
     "RAY_enable_metrics_collection": "0",
     # What Ray remembers of finished tasks for `ray list tasks`, about 12 KiB each; its default is 100,000 of them.
     "RAY_task_events_max_num_task_in_gcs": "2000",
@@ -35,15 +35,12 @@ LOCAL_RAY = {
 
 
 def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping[str, Any]) -> bool:
-    """Join or start Ray.
+    """Join or start Ray; False where this process was using Ray already.
 
     Args:
-        num_cpus: CPUs a Ray on this machine is told it has; None takes the machine's.
+        num_cpus: CPUs of a Ray on this machine; None takes the machine's.
         object_store_gb: GiB of its object store; None leaves it to Ray.
         env_vars: environment of all workers, beside `ENV`.
-
-    Returns:
-        whether that was done here: False where this process was using Ray already.
 
     Raises:
         ValueError: the cluster asks for a token that this process does not have.
@@ -96,13 +93,13 @@ def absolute_files(value: Any) -> Any:
 
 
 def release_placement_groups() -> None:
-    """Give back what this job has set aside in placement groups.
+    """Remove this job's placement groups.
 
-    Those of a controller of Ray Train that was killed would hold their CPUs and GPUs to the end of the job: Ray Train's
+    Those of a Ray Train controller that was killed would hold their CPUs and GPUs to the end of the job: Ray Train's
     own cleaner asks the dashboard, which not every Ray has.
     """
     job = ray.get_runtime_context().get_job_id()
     for number, group in placement_group_table().items():
-        # The number ends with that of the job that made the group.
+        # The id ends with that of the job that created the group.
         if number.endswith(job) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))

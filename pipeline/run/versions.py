@@ -1,7 +1,6 @@
-"""The one set of versions this code was tested with, checked before anything heavy starts.
+"""The one set of versions this code was tested with, checked by package metadata before anything heavy is imported.
 
-Engine, trainer and stream rely on behaviour that other versions change without a word, so a version outside the set is
-refused with one sentence instead of failing somewhere inside. Only package metadata is read; nothing is imported.
+Engine, trainer and stream rely on behaviour that other versions change silently.
 """
 
 import sys
@@ -30,9 +29,7 @@ class VersionError(RuntimeError):
 
 
 def check_versions() -> dict[str, str]:
-    """Versions of the packages that matter, by distribution name, Python included.
-
-    Local parts such as `+cpu` do not count.
+    """Versions of the packages that matter, and of Python, by name; local parts such as `+cpu` do not count.
 
     Raises:
         VersionError: the first package that does not fit, with the version found and the one expected.

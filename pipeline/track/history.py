@@ -24,7 +24,7 @@ OWN_KEYS = ("iteration", "time", "elapsed_s")
 """What every record has beside its metrics."""
 REWARD = "critic/score/mean"
 EXPLAINED = "critic/vf_explained_var"
-VALIDATION = re.compile(r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/mean@\d+$")
+VALIDATION = re.compile(r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/mean@(?P<samples>\d+)$")
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
         match = VALIDATION.match(name)
         if match is None or value is None:
             continue
-        samples = int(name.rpartition("@")[2])
+        samples = int(match["samples"])
         if samples > found.get(match["source"], (0, 0.0))[0]:
             found[match["source"]] = (samples, float(value))
     return {source: value for source, (_, value) in sorted(found.items())}

@@ -40,7 +40,6 @@ class Strike:
     """Iterations that had been done and were done again."""
     renewed: list[str] = field(default_factory=list)
     """Kinds whose process is another one since."""
-    before: dict[str, set[int]] = field(default_factory=dict, repr=False)
 
     @property
     def told(self) -> str:
@@ -55,9 +54,7 @@ class Strike:
         return "the work was done again by another process" if self.kind in SHORT_LIVED else "nothing else"
 
     def as_json(self) -> dict[str, Any]:
-        content = asdict(self)
-        del content["before"]
-        return content | {"told": self.told}
+        return asdict(self) | {"told": self.told}
 
 
 class Campaign:
@@ -86,6 +83,8 @@ class Campaign:
         self._patience_s, self._say = patience_s, say
         self.strikes: list[Strike] = []
         self.events: list[str] = []
+        self._before: dict[int, dict[str, set[int]]] = {}
+        """By number of a kill: the processes of each kind before it, until the next kill."""
         self._moved_at = time.time()
         self._last: tuple[int, float] = (0, 0.0)
         """Iteration and time of the last line of the history."""
@@ -126,12 +125,12 @@ class Campaign:
             time.sleep(LOOK_S)
         for strike in self.strikes:
             self._compare(strike, found)
-            strike.before = {}
+        self._before.clear()
         victim = self._random.choice(sorted(candidates, key=lambda process: process.pid))
-        before = _by_kind(found)
+        self._before[number] = _by_kind(found)
         self._site.kill(victim)
         iteration = self._last[0]
-        strike = Strike(number, kill.kind, victim.pid, kill.early, iteration, time.time(), victim.title, before=before)
+        strike = Strike(number, kill.kind, victim.pid, kill.early, iteration, time.time(), victim.title)
         self.strikes.append(strike)
         self._moved_at = strike.at
         when = "while it recovered" if kill.early else "later"
@@ -171,14 +170,10 @@ class Campaign:
                 self._compare(strike, self._site.find())
 
     def _compare(self, strike: Strike, found: Sequence[Found]) -> None:
-        if not strike.before:
-            return
-        now = _by_kind(found)
-        strike.renewed = [
-            kind
-            for kind in sorted(strike.before.keys() & now.keys())
-            if kind not in SHORT_LIVED and now[kind] - strike.before[kind]
-        ]
+        if before := self._before.get(strike.number):
+            now = _by_kind(found)
+            both = sorted(before.keys() & now.keys() - set(SHORT_LIVED))
+            strike.renewed = [kind for kind in both if now[kind] - before[kind]]
 
 
 def _by_kind(found: Sequence[Found]) -> dict[str, set[int]]:

@@ -35,18 +35,9 @@ class Report:
         return self.error is None and all(check.ok is not False for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "error": self.error,
-            "command": self.command,
-            "seed": self.seed,
-            "iterations": self.iterations,
-            "elapsed_s": self.elapsed_s,
-            "twin_s": self.twin_s,
-            "kills": [strike.as_json() for strike in self.strikes],
-            "events": list(self.events),
-            "checks": [asdict(check) for check in self.checks],
-        }
+        content = asdict(self)
+        del content["strikes"]
+        return content | {"ok": self.ok, "kills": [strike.as_json() for strike in self.strikes]}
 
     def as_markdown(self) -> str:
         lines = [
@@ -54,17 +45,9 @@ class Report:
             "|--:|---|--:|--:|--:|--:|---|",
         ]
         for strike in self.strikes:
-            early = " (early)" if strike.early else ""
-            cells = [
-                str(strike.number),
-                strike.kind + early,
-                str(strike.iteration + 1),
-                _seconds(strike.next_s),
-                _seconds(strike.second_s),
-                str(max(0, strike.again)),
-                strike.told,
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+            killed = f"{strike.kind}{' (early)' if strike.early else ''}"
+            times = f"{_seconds(strike.next_s)} | {_seconds(strike.second_s)} | {max(0, strike.again)}"
+            lines.append(f"| {strike.number} | {killed} | {strike.iteration + 1} | {times} | {strike.told} |")
         lines += ["", *(f"- {sentence}" for sentence in self.summary()), ""]
         return "\n".join(lines)
 

@@ -28,20 +28,16 @@ from tests.chaos.inputs import Inputs, settings
 from tests.chaos.processes import Found, kill_tree, kind_of
 from tests.chaos.report import Report
 from tests.chaos.schedule import Kill, schedule
-from tests.chaos.site import ChaosError, last_words
+from tests.chaos.site import ChaosError
 from tests.chaos.tracking import tracked
 
 ITERATIONS, PROMPTS, SAMPLES = 4, 3, 2
 
 
-def test_the_schedule_comes_from_the_seed() -> None:
-    assert schedule(KINDS, 40, seed=1) == schedule(KINDS, 40, seed=1)
-    assert schedule(KINDS, 40, seed=1) != schedule(KINDS, 40, seed=2)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_kind_comes_as_often_as_any_other(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_every_kind_comes_as_often_as_any_other_by_the_seed(seed: int) -> None:
     kills = schedule(KINDS, len(KINDS) + 7, seed)
+    assert kills == schedule(KINDS, len(KINDS) + 7, seed) != schedule(KINDS, len(KINDS) + 7, seed + 1)
     counts = Counter(kill.kind for kill in kills)
     assert set(counts) == set(KINDS) and max(counts.values()) - min(counts.values()) <= 1
     assert any(kill.early for kill in schedule(KINDS, 100, seed))
@@ -229,12 +225,6 @@ def test_the_run_has_every_party(tmp_path: Path, tiny_model: Path, prompt_files:
     assert all(
         getattr(config.trainer.deadlines, field.name) < 100 for field in dataclasses.fields(config.trainer.deadlines)
     )
-
-
-def test_last_words() -> None:
-    assert last_words("a\nerror: it broke\nb\n") == "it broke"
-    assert last_words("a\n\nb\n") == "b"
-    assert last_words("") == "nothing"
 
 
 def test_no_tracking_server_database_has_two_runs(tmp_path: Path) -> None:
