@@ -54,12 +54,7 @@ def print_table(summary: Summary, console: Console) -> None:
 
 
 def result(evaluation: "Evaluation", complete: bool) -> dict[str, Any]:
-    """The content of `metrics.json`.
-
-    Args:
-        evaluation: what was evaluated.
-        complete: whether all responses are there.
-    """
+    """The content of `metrics.json`; `complete` says whether all responses are there."""
     summary = evaluation.summary
     return {
         "complete": complete,

@@ -19,12 +19,7 @@ SHOWN_EVERY_S = 5.0
 
 
 def generate(evaluation: "Evaluation", console: RunConsole, rollout_stage: type[Rollout] = Rollout) -> None:
-    """Generate and score the chunks that are missing; Ray is running and everything has been checked.
-
-    Args:
-        evaluation: its folder gets the parts, its summary adds them up.
-        console: where progress is shown, in chunks.
-        rollout_stage: as of `stream.build`.
+    """Generate and score the missing chunks into the evaluation's folder and summary; Ray is running.
 
     Raises:
         TimeoutError: no chunk came within `trainer.deadlines.rows`.

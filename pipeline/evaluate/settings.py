@@ -89,10 +89,7 @@ def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = Non
 
 
 def checked(config: Config) -> Plan:
-    """The plan of a run with these settings, without its trainer.
-
-    Args:
-        config: what `used` returned.
+    """The plan of a run with the settings that `used` returned, without its trainer.
 
     Raises:
         ConfigError: settings are missing or cannot be evaluated with.

@@ -1,17 +1,14 @@
 """The rollout stage: prompt rows in, `n` trajectory rows for each out.
 
-The stage asks the policy store for admission, brings its engine to the admitted version, and only then generates. It is
-asynchronous, so one engine works on many chunks at a time; the engine loop keeps them in one batch.
+The stage asks the policy store for admission, loads the admitted version, and then generates. It is asynchronous, so
+one engine works on many chunks at a time, in one batch.
 
-With `rollout.update=in_flight` the first chunk that is admitted to a newer version brings the engine to it while older
-chunks still run, and their responses go on with the new weights. The column `version_runs` names the version of each
-token.
-
-With `rollout.sleep` an engine holds GPU memory only while it has chunks to generate. It sleeps before it returns the
-last one. The trainer computes when it has all of them, so it never computes beside an engine that is awake.
-
-Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
-follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
+- With `rollout.update=in_flight` the first chunk that is admitted to a newer version loads it while older chunks run;
+  their responses continue with the new weights. The column `version_runs` names the version of each token.
+- With `rollout.sleep` an engine holds GPU memory only while it has chunks, and sleeps before it returns the last one.
+  The trainer computes when it has all chunks, so never beside an engine that is awake.
+- Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
+  follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
 """
 
 import asyncio
@@ -144,7 +141,6 @@ class Rollout:
         end_process()
 
     async def _generate(self, table: pa.Table, ticket: Ticket) -> pa.Table:
-        """The rows of an admitted chunk."""
         split, chunk = table["split"][0].as_py(), table["chunk"][0].as_py()
         begun = time.perf_counter()
         # The engine may hold a newer version than the ticket's, because a later chunk may be admitted first. Nothing
@@ -168,14 +164,12 @@ class Rollout:
         return generated
 
     async def _within(self, seconds: float, future: Future, what: str, keys: str) -> Any:
-        """The result of what the engine was asked for."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
         except TimeoutError:
             raise TimeoutError(f"engine {self.name} did not {what} within {seconds:.0f} s ({keys})") from None
 
     def _requests(self, table: pa.Table, version: int) -> list[tuple[Any, Any]]:
-        """The engine's requests for the prompts of a table."""
         rollout, split = self._rollout, table["split"][0].as_py()
         training = split == "train"
         own = Sampling.of(rollout, self._max_response_length, split)

@@ -12,10 +12,10 @@ from typing import Any
 from pipeline.config import Config
 
 ENV = {
-    # vLLM's other Ray executor pickles arguments itself. Ray then keeps an object whose ref is among them for ever: all
-    # the weights that were ever published.
+    # vLLM's other Ray executor pickles arguments itself, and Ray then keeps every object whose ref is among them: all
+    # published weights.
     "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0",
-    # Ray would hide the GPUs of the node from an actor that has none, and vLLM takes the machine for one without.
+    # Ray would hide the node's GPUs from an actor that has none, and vLLM would find no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 """Environment of the actor."""
