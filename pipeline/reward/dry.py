@@ -15,8 +15,7 @@ from pipeline.reward.stage import INPUTS, Reward
 
 RESPONSE = "The answer is 42.\n```python\nprint(42)\n```"
 """The response that is scored. It need not be right."""
-ROWS = 4
-"""Rows of each data source."""
+ROWS = 4  # rows of each data source
 # Validation rows are not shaped, so they need no tokens. The reward model's number comes from a stage before.
 MADE_UP = {"response": RESPONSE, "split": "val", "rm_score": 0.0, "rm_error": None}
 TRIED = pa.schema([(name, pa.string()) for name in (*INPUTS, "split", "rm_error")] + [("rm_score", pa.float32())])

@@ -23,14 +23,11 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-TABLE = "table"
-"""Parameter of a batch function that takes the rows as one Arrow table."""
+TABLE = "table"  # parameter of a batch function that takes the rows as one Arrow table
 
-ONLY = ""
-"""Name of the function where there is just one."""
+ONLY = ""  # name of the function where there is just one
 
-SANDBOX_LAG_S = 45.0
-"""Seconds that a sandbox may need beyond its limit, to start and to end."""
+SANDBOX_LAG_S = 45.0  # seconds that a sandbox may need beyond its limit, to start and to end
 
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _KINDS: dict[str, tuple[Any, str]] = {

@@ -33,10 +33,8 @@ sentences, then end with one line of the form "Score: N"."""
 PARSE = r"(?i)\bscore\*{0,3}\s{0,9}[:=]\s{0,9}\*{0,3}\s{0,9}(-?\d+(?:\.\d+)?)"
 BOUNDS = (0.0, 10.0)
 """Lowest and highest number that `PROMPT` asks for."""
-MAX_REPLY = 20_000
-"""Characters of a reply that are searched, from its end."""
-MAX_KEPT = 2_000
-"""Characters of a reply that are recorded, from its end."""
+MAX_REPLY = 20_000  # characters of a reply that are searched, from its end
+MAX_KEPT = 2_000  # characters of a reply that are recorded, from its end
 
 _BEFORE = re.compile(r"\W*+(?:(?i:final|overall)\W*+)?")
 _AFTER = re.compile(r"[^\w/]*+(?:/\s?\d+[^\w/]*+)?")

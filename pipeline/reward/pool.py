@@ -28,16 +28,11 @@ from pipeline.reward.result import Answer, answer_from, failed
 from pipeline.reward.worker import Call, RewardWorker, WorkerLost
 
 TICK_S = 0.05
-START_S = 120.0
-"""Seconds in which a worker must have loaded the functions."""
-LAG_S = 2.0
-"""Seconds after its limit in which an `async def` function must have been ended by its own event loop."""
-GRACE_S = 1.0
-"""Seconds without a free worker after which more are started; less where the limit of a call is short."""
-AHEAD_S = 0.02
-"""Seconds of work with cheap rules that a worker is given at once, judged by the rows before."""
-MAX_AHEAD = 64
-"""Rows of cheap rules that a worker is given at once."""
+START_S = 120.0  # seconds in which a worker must have loaded the functions
+LAG_S = 2.0  # seconds after its limit in which an `async def` function must have been ended by its own event loop
+GRACE_S = 1.0  # seconds without a free worker after which more are started; less where the limit of a call is short
+AHEAD_S = 0.02  # seconds of work with cheap rules that a worker is given at once, judged by the rows before
+MAX_AHEAD = 64  # rows of cheap rules that a worker is given at once
 IDLE_S = 60.0
 """Seconds without need of all workers for plain functions after which free ones are closed; one always stays."""
 
@@ -61,16 +56,11 @@ class Pool:
         self._workers: list[RewardWorker] = []
         self._asynchronous: frozenset[str] = frozenset()
         """Names of the `async def` functions; known once a worker has loaded them."""
-        self._shared: RewardWorker | None = None
-        """The worker that calls them."""
-        self._ahead = 1
-        """Rows of cheap rules that a worker is given at once."""
-        self._free_at = 0.0
-        """When a worker was last free, or nothing waited."""
-        self._needed_at = 0.0
-        """When all workers for plain functions last had something to do."""
-        self._lock = threading.Lock()
-        """Guards the two below; everything above belongs to the thread."""
+        self._shared: RewardWorker | None = None  # the worker that calls `async def` functions
+        self._ahead = 1  # rows of cheap rules that a worker is given at once
+        self._free_at = 0.0  # when a worker was last free, or nothing waited
+        self._needed_at = 0.0  # when all workers for plain functions last had something to do
+        self._lock = threading.Lock()  # guards the two below; everything above belongs to the thread
         self._new: list[Call] = []
         self._closed = False
         self._wake, self._woken = socket.socketpair()
@@ -272,8 +262,7 @@ class Pool:
             call.answers.set_exception(error)
 
 
-_POOLS: dict[str, Pool] = {}
-"""The one pool of this process, by its settings."""
+_POOLS: dict[str, Pool] = {}  # the one pool of this process, by its settings
 _LOCK = threading.RLock()
 
 

@@ -30,8 +30,7 @@ from pipeline.reward.rules import rule_of
 from pipeline.reward.rules.budget import budget_of
 from pipeline.reward.sandbox import rule as sandbox
 
-NO_SCORE = "no score after {:g} s"
-"""The message for a call that took too long; the number is its limit."""
+NO_SCORE = "no score after {:g} s"  # the message for a call that took too long; the number is its limit
 
 
 class Request(NamedTuple):
@@ -125,8 +124,7 @@ class Caller:
         self._loaded = {name: load(function) for name, function in self._functions.items() if function.path is not None}
         self.asynchronous = [name for name, loaded in self._loaded.items() if _is_async(loaded)]
         """Names of the `async def` functions."""
-        self._prepared: set[str] = set()
-        """Data sources whose rule has been called."""
+        self._prepared: set[str] = set()  # data sources whose rule has been called
 
     def run(self, request: Request) -> Any:
         """What a plain function returns for a call, or the exception it raised."""

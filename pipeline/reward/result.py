@@ -6,10 +6,8 @@ from numbers import Real
 from typing import Any
 
 FLOAT32_MAX = 3.4028234663852886e38
-MAX_ERROR = 500
-"""Characters of a row's error."""
-MAX_PARTS = 100_000
-"""Characters of a row's parts as JSON."""
+MAX_ERROR = 500  # characters of a row's error
+MAX_PARTS = 100_000  # characters of a row's parts as JSON
 
 Answer = tuple[float, str, str | None]
 """The score, the parts as a JSON mapping, and why the reward failed; None where it did not fail."""

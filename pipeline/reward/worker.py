@@ -28,12 +28,9 @@ from pipeline.reward.result import MAX_ERROR, Answer
 from pipeline.reward.sandbox import processes
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
-SEND_S = 10
-"""Seconds in which a worker must read what it is sent."""
-LOOK_S = 0.05
-"""Seconds between two looks at a worker's memory."""
-EXIT_S = 0.2
-"""Seconds that a process whose connection has ended may take to end itself."""
+SEND_S = 10  # seconds in which a worker must read what it is sent
+LOOK_S = 0.05  # seconds between two looks at a worker's memory
+EXIT_S = 0.2  # seconds that a process whose connection has ended may take to end itself
 
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -72,8 +69,7 @@ class WorkerLost(Exception):
 
     def __init__(self, message: str, exhausted: bool = False) -> None:
         super().__init__(message)
-        self.exhausted = exhausted
-        """Whether it spent the CPU time of a rule's budget, or held too much memory."""
+        self.exhausted = exhausted  # whether it spent the CPU time of a rule's budget, or held too much memory
 
 
 class RewardWorker:
@@ -81,13 +77,10 @@ class RewardWorker:
 
     def __init__(self, config: RewardConfig) -> None:
         self.loading = True
-        self.asynchronous: list[str] = []
-        """Names of the `async def` functions; known once it has loaded them."""
-        self.calls: dict[int, Call] = {}
-        """Calls that it has not answered, by their ids, in order."""
-        self.began_at = time.monotonic()
-        """When it was started, or last given calls, and how many."""
-        self.given = 0
+        self.asynchronous: list[str] = []  # names of the `async def` functions; known once it has loaded them
+        self.calls: dict[int, Call] = {}  # calls that it has not answered, by their ids, in order
+        self.began_at = time.monotonic()  # when it was started, or last given calls
+        self.given = 0  # how many it was given then
         self._memory_mb, self._looked_at = config.worker_memory_mb, 0.0
         # It takes what goes wrong before the functions are loaded.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
