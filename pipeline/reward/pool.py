@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 
 from pipeline.config.reward import RewardConfig
@@ -93,21 +93,32 @@ class Pool:
     # Everything below runs in the thread.
 
     def _serve(self) -> None:
-        end: Exception = RuntimeError(CLOSED)
-        try:
-            while not self._closed:
+        while not self._closed:
+            try:
                 self._step()
-        except Exception as error:  # noqa: BLE001 (callers wait for answers)
-            end = error
+            except Exception as error:  # noqa: BLE001 (callers wait for answers)
+                self._end_all(error)
+        self._end_all(RuntimeError(CLOSED))
+        self._wake.close()
+        self._woken.close()
+
+    def _end_all(self, error: Exception) -> None:
+        """End all workers, and let every call fail."""
+        with self._lock:
+            calls, self._new = self._new, []
+        for queue in self._waiting.values():
+            calls += queue
+            queue.clear()
         for worker in self._workers:
             worker.kill()
-            self._fail(worker.calls.values(), end)
-        with self._lock:
-            self._closed = True
-            self._fail(self._new, end)
-            self._wake.close()
-            self._woken.close()
-        self._fail_waiting(end)
+            for call in worker.calls.values():
+                calls.append(call)
+                if not call.by_rule:
+                    self._limit.end()
+        self._workers.clear()
+        self._shared = None
+        for call in calls:
+            call.answers.set_exception(error)
 
     def _step(self) -> None:
         """Take in new calls, serve every worker once, and wait until something happens."""
@@ -121,8 +132,8 @@ class Pool:
         for worker in list(self._workers):
             try:
                 self._attend(worker)
-            except (WorkerLost, ValueError) as end:
-                self._drop(worker, end)
+            except WorkerLost as lost:
+                self._drop(worker, lost)
         self._resize()
         busy = any(self._waiting.values()) or any(worker.calls or worker.loading for worker in self._workers)
         ready = wait([self._woken, *(worker.connection for worker in self._workers)], TICK_S if busy else IDLE_S)
@@ -229,19 +240,20 @@ class Pool:
                 self._workers.remove(worker)
                 worker.kill()
 
-    def _drop(self, worker: RewardWorker, end: WorkerLost | ValueError) -> None:
+    def _drop(self, worker: RewardWorker, lost: WorkerLost) -> None:
         """Remove a worker: answer the calls that it had begun, and put those behind them back.
 
         The answer is an error, or a wrong answer where the rule has spent its budget.
+
+        Raises:
+            ValueError: it was lost while it loaded the functions.
         """
         worker.kill()
         self._workers.remove(worker)
         if self._shared is worker:
             self._shared = None
-        if isinstance(end, ValueError):
-            return self._fail_waiting(end)
         if worker.loading:
-            return self._fail_waiting(ValueError(f"the reward functions were not loaded: {end}{worker.last_line()}"))
+            raise ValueError(f"the reward functions were not loaded: {lost}{worker.last_line()}")
         for call in reversed(worker.calls.values()):
             if call.deadline == math.inf:
                 # More of these may hang, and would do so one after the other in one worker.
@@ -249,17 +261,8 @@ class Pool:
                 self._waiting[call.function.name].appendleft(call)
                 continue
             budget = budget_for(call.function, str(call.rows[0][0]))
-            answer = answer_from(budget.wrong) if budget is not None and end.exhausted else failed(str(end))
+            answer = answer_from(budget.wrong) if budget is not None and lost.exhausted else failed(str(lost))
             self._set(call, [answer] * len(call.rows))
-
-    def _fail_waiting(self, error: Exception) -> None:
-        for queue in self._waiting.values():
-            self._fail(queue, error)
-            queue.clear()
-
-    def _fail(self, calls: Iterable[Call], error: Exception) -> None:
-        for call in calls:
-            call.answers.set_exception(error)
 
 
 _POOLS: dict[str, Pool] = {}  # the one pool of this process, by its settings
