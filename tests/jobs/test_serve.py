@@ -272,26 +272,10 @@ class TestServer:
         assert [model.id for model in server.client().models.list()] == ["served"]
         with pytest.raises(AuthenticationError):
             server.client("another").models.list()
-        with pytest.raises(AuthenticationError):
-            server.client("another").chat.completions.create(
-                model="served", messages=[{"role": "user", "content": "a"}]
-            )
         for path in ("/v1/completions", "/invocations", "/tokenize", "/metrics", "/docs"):
             assert httpx.post(f"{server.url}{path}", json={"model": "served", "prompt": "a"}).status_code == 401, path
-            assert httpx.get(f"{server.url}{path}").status_code == 401, path
-        assert KEY not in server.log.read_text()
-
-    def test_health_and_metrics(self, server: Server) -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200
-        own = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
-        counted = [line for line in own.splitlines() if line.startswith("vllm:generation_tokens_total{")]
-        assert counted and float(counted[0].split()[-1]) > 20 and 'model_name="served"' in counted[0]
-        address = server.log.read_text().split("(vLLM), ")[1].split()[0]
-        deadline = time.monotonic() + 60
-        # Processes hand their numbers to Ray's agent every few seconds.
-        while "ray_serve_num_http_requests" not in httpx.get(address).text:
-            assert time.monotonic() < deadline, "Ray exports no metrics of Serve"
-            time.sleep(1)
+        assert KEY not in server.log.read_text()
 
     def test_ctrl_c_ends_the_server_and_all_it_started(self, server: Server) -> None:
         import psutil
