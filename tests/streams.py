@@ -53,7 +53,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def answer(prompt: list[int], version: int, seed: int | None) -> list[int]:
     """What the engine says: it follows from the prompt, the policy's version and the seed, which is None if greedy."""
-    draw = np.random.default_rng([version, seed or 0, *prompt])
+    draw = np.random.default_rng([abs(version), seed or 0, *prompt])
     return draw.integers(70, 300, draw.integers(1, 6)).tolist()
 
 

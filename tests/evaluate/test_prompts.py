@@ -9,8 +9,9 @@ import pytest
 from pipeline.config import Config
 from pipeline.evaluate import stream
 from pipeline.evaluate.settings import used
-from pipeline.evaluate.stream import EvaluationPrompts, Pages
+from pipeline.evaluate.stream import EvaluationPrompts, FixedPolicy, Pages
 from pipeline.prompts.stage import MAX_PAGES
+from tests.rollout.test_stage import Make, chunk, generate, make  # noqa: F401 (a fixture)
 
 
 def test_pages() -> None:
@@ -50,3 +51,11 @@ def test_done_chunks_are_left_out_and_a_restarted_actor_goes_on(
     again = EvaluationPrompts(config, pages, 4, str(tmp_path))
     assert made(again, 1) == [("val-4", 2), ("val-5", 2)]
     assert made(again, 0) == [("val-2", 1), ("val-3", 1)], "a page that is asked for once more"
+
+
+def test_an_engine_loads_no_weights(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    stage = make("grpo")
+    monkeypatch.setattr(stage, "_policy", FixedPolicy())
+    monkeypatch.setattr(stage.fake, "collective_rpc", None)  # type: ignore[attr-defined]
+    table = generate(stage, chunk("val"))
+    assert len(table) == 6 and stage.engine.steps > 0
