@@ -17,7 +17,7 @@ class SupervisedDataConfig:
     """The rows to learn from."""
 
     train_files: Any = None
-    """Parquet files: one path, folder, glob or URL that pyarrow opens, or a list of them."""
+    """Parquet files: a path, folder, glob or URL that pyarrow or fsspec opens, or a list of them."""
 
     val_files: Any = None
     """Files for validation, like `train_files`; null skips it."""
