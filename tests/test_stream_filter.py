@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from pipeline.config import Config
@@ -111,33 +110,3 @@ def test_when_every_group_agrees_the_stream_ends_with_a_sentence(make: Make) -> 
         run.feeds[0].next(1)
     assert FinalError.__name__ in str(error.value)
     run.abandon()
-
-
-@pytest.mark.long
-def test_surplus_is_carried_with_staleness(make: Make) -> None:
-    last = 3 * LAST
-    run = make("carry", last=last, staleness=1, groups={"surplus": "carry"})
-    with closing(run):
-        run.train(1, last)
-        run.finish(last)
-    check(run, last)
-    assert sum(metrics["filter_groups/surplus"] for metrics in counted(run)) > 0
-
-
-@pytest.mark.long
-def test_a_resumed_run_trains_what_the_other_would_have(make: Make) -> None:
-    whole = make("whole", agrees="extra_info['index'] % 4")
-    with closing(whole):
-        whole.train(1, LAST)
-        cursor = whole.end_of(1)
-    resumed = make("resumed", agrees="extra_info['index'] % 4", base=1, start=cursor)
-    with closing(resumed):
-        resumed.train(2, LAST)
-        resumed.finish(LAST)
-    for iteration in (2, 3):
-        assert resumed.uids(iteration) == whole.uids(iteration)
-        assert (
-            pa.concat_tables(resumed.iterations[iteration])
-            .select(["response_ids"])
-            .equals(pa.concat_tables(whole.iterations[iteration]).select(["response_ids"]))
-        )
