@@ -1,7 +1,7 @@
 """How tables travel from stage to stage: as Arrow's own stream format.
 
-Ray describes every column of a table in Python, which takes milliseconds for one of many columns, however few rows it
-has, in each stage a chunk passes. Arrow's stream holds the same bytes, of a slice only its own, and is read in place.
+Ray describes every column of a table in Python, which takes milliseconds in each stage that a chunk passes. Arrow's
+stream holds the same bytes (of a slice only its own) and is read in place.
 """
 
 import sys
@@ -11,7 +11,7 @@ import pyarrow as pa
 
 
 def register() -> None:
-    """Tables that this process gives to Ray go as streams; nothing where it is no part of a Ray cluster."""
+    """Send this process's tables as streams; nothing where it is not part of a Ray cluster."""
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         ray.util.register_serializer(pa.Table, serializer=to_stream, deserializer=from_stream)

@@ -6,16 +6,17 @@
                            │                               ▲
                            └──────── policy store ◄────────┴─────── train workers
 
-Stages in brackets exist only where something reads what they write (`pipeline/derived.py`).
+Stages in brackets exist only where something reads what they write (`pipeline/derived.py`). In a replay, recorded rows
+enter at the reward stages.
 
 One streaming execution serves the whole run, so engines start once and stay warm. Three rules keep it exact:
 
 - A block is a chunk. `batch_size=None` hands a stage whole blocks (a number would bundle several into one task, and a
   strictly on-policy run would wait for a chunk that waits for it), and `repartition(strict=True)` cuts them exactly
   where a stage's input is not a chunk.
-- Every stage returns as many rows as it must: a failed row stays, with its error and a zero mask. Equal blocks in a
-  kept order are dealt to the train workers in turn, so each gets the same number of rows of every iteration. Where
-  dynamic sampling takes groups out, the blocks behind it are cut anew.
+- A failed row stays, with its error and a reason why it does not train. Equal blocks in a kept order are dealt to the
+  train workers in turn, so each gets the same number of rows of every iteration. Where dynamic sampling takes groups
+  out, the rows behind it are cut into whole chunks again.
 - Blocks are never shaped by size (`target_max_block_size=None`): a group that is split over two blocks has no mean.
 """
 
@@ -69,7 +70,7 @@ WHOLE: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_co
 def build(
     config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout] = Rollout
 ) -> Dataset:
-    """The stream of one attempt. Ray Train calls this anew whenever its workers restart.
+    """The stream of one attempt. Ray Train calls this again whenever its workers restart.
 
     Args:
         config: the run's configuration.
