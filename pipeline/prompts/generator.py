@@ -23,22 +23,15 @@ class Generator(Plugin):
 
 
 def generator_class(name: str) -> type[Generator]:
-    """The class that `data.generator` names.
-
-    Raises:
-        ValueError: there is none, or it is no `Generator`.
-    """
+    """The class that `data.generator` names. Raises ValueError where there is none, or it is no `Generator`."""
     if ":" not in name:
         raise ValueError(f"data.generator {name!r} is no import path; name a class of yours as 'package.module:Class'")
     return find_class("data.generator", name, {}, Generator)
 
 
 def make_generator(data: DataConfig, seed: int) -> Generator | None:
-    """The generator of `data.generator`, with `data.generator_kwargs`; None without.
-
-    Raises:
-        ValueError: the class does not exist, or does not take the arguments.
-    """
+    """The generator of `data.generator`, with `data.generator_kwargs`; None without. Raises ValueError where the class
+    does not exist, or does not take the arguments."""
     if data.generator is None:
         return None
     return make("data.generator", generator_class(data.generator), data, seed, data.generator_kwargs)

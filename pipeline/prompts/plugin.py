@@ -46,11 +46,8 @@ class _Entry:
 
 
 def find_class(key: str, name: str, known: Mapping[str, type[P]], base: type[P]) -> type[P]:
-    """The class that the setting `key` names: one of `known`, or an import path `package.module:Class`.
-
-    Raises:
-        ValueError: there is none, or it is not derived from `base`.
-    """
+    """The class that the setting `key` names: one of `known`, or an import path `package.module:Class`. Raises
+    ValueError where there is none, or it is not derived from `base`."""
     entries = {known_name: _Entry(known_class) for known_name, known_class in known.items()}
     found: Any = look_up(key, name, entries, lambda _, function: _Entry(function), ("data", "seed")).function
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -59,11 +56,7 @@ def find_class(key: str, name: str, known: Mapping[str, type[P]], base: type[P])
 
 
 def make(key: str, kind: type[P], data: DataConfig, seed: int, kwargs: Mapping[str, Any]) -> P:
-    """An instance of the class of the setting `key`.
-
-    Raises:
-        ValueError: it cannot be made with these arguments.
-    """
+    """An instance of the class of the setting `key`. Raises ValueError where it cannot be made with these options."""
     try:
         return kind(data, seed, **kwargs)
     # A class of the user's own may raise anything.
@@ -79,11 +72,8 @@ def learns(kind: type[Plugin]) -> bool:
 
 
 def state_of(key: str, plugin: Plugin) -> dict[str, Any]:
-    """The state of the plugin of the setting `key`, as it will be after a restart.
-
-    Raises:
-        ValueError: JSON cannot hold it.
-    """
+    """The state of the plugin of the setting `key`, as it will be after a restart. Raises ValueError where JSON cannot
+    hold it."""
     state = plugin.state_dict()
     name = f"{key}: {type(plugin).__name__}.state_dict()"
     try:

@@ -82,7 +82,7 @@ class SolveRate(Sampler):
         for outcome in outcomes:
             if outcome.prompt_index < 0:
                 continue
-            # Taken out first, so that the rows stand in the order of their last try.
+            # Taken out first, so that the rows are in the order of their last try.
             old = self._rates.pop(outcome.prompt_index, None)
             mean = outcome.solved if old is None else self.decay * old + (1 - self.decay) * outcome.solved
             # As it is stored, so that a restored sampler has the very same numbers.
@@ -106,18 +106,11 @@ STATELESS_SAMPLERS = [name for name, kind in SAMPLERS.items() if not learns(kind
 
 
 def sampler_class(name: str) -> type[Sampler]:
-    """The class that `data.sampler` names.
-
-    Raises:
-        ValueError: there is none, or it is no `Sampler`.
-    """
+    """The class that `data.sampler` names. Raises ValueError where there is none, or it is no `Sampler`."""
     return find_class("data.sampler", name, SAMPLERS, Sampler)
 
 
 def make_sampler(data: DataConfig, seed: int) -> Sampler:
-    """The sampler of `data.sampler`, with `data.sampler_kwargs`.
-
-    Raises:
-        ValueError: the class does not exist, or does not take the arguments.
-    """
+    """The sampler of `data.sampler`, with `data.sampler_kwargs`. Raises ValueError where the class does not exist, or
+    does not take the arguments."""
     return make("data.sampler", sampler_class(data.sampler), data, seed, data.sampler_kwargs)

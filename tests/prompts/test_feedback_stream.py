@@ -1,4 +1,4 @@
-"""Samplers that learn, in the real stream: what they are told is on disk in time, and a resumed run goes on exactly."""
+"""Samplers that learn, in the real stream: outcomes are on disk in time, and a resumed run repeats the same choices."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prompts of a generator before those of the files, and what samplers and generators learn."""
+"""Prompts of a generator before those of the files; what samplers and generators learn, and how they are resumed."""
 
 import json
 import random
@@ -89,7 +89,8 @@ def loader(loader_of, write, prompt_row):
     """Makes a loader of ten rows, or of no files."""
 
     def make(files=True, lag=2, **data):
-        return loader_of(write([prompt_row(i) for i in range(10)]) if files else None, lag=lag, **data)
+        rows = [prompt_row(i, data_source="abc"[i % 3]) for i in range(10)]
+        return loader_of(write(rows) if files else None, lag=lag, **data)
 
     return make
 
@@ -107,8 +108,9 @@ def recorded(loader, number, rows):
     "data",
     [
         {},
-        {"sampler": "weighted", "source_weights": {"countdown": 1}},
+        {"sampler": "weighted", "source_weights": {"a": 1, "b": 2, "c": 1}},
         {"sampler": "solve_rate"},
+        {"sampler": "tests.prompts.test_sampler:EasyFirst"},
         {"generator": name(Random)},
         {"generator": name(Random), "sampler": "solve_rate", "generator_kwargs": {"most": 2}},
     ],
@@ -145,7 +147,7 @@ def test_generated_prompts_come_first_and_files_fill_up(loader):
     rows = made.iteration(3, 5)
     assert [row["uid"] for row in rows] == ["g3-0", "g3-1", "0-0", "0-1", "0-2"]
     assert [row["prompt_index"] for row in rows] == [-1, -1, 0, 1, 2]
-    assert [row["data_source"] for row in rows] == ["made"] * 2 + ["countdown"] * 3
+    assert [row["data_source"] for row in rows] == ["made", "made", "a", "b", "c"]
     assert (made.generated, rows[0]["ground_truth"], rows[0]["extra_info"]) == (2, "1", "{}")
     assert [row["uid"] for row in made.iteration(4, 5)][2:] == ["0-3", "0-4", "0-5"]
 
@@ -214,7 +216,7 @@ def test_the_classes_of_the_documentation_work(loader, tmp_path, monkeypatch, pr
 
     made = loader(generator="my_data:Sums", generator_kwargs={"most": 2})
     first, sampler = made.iteration(1, 4), make_sampler(DataConfig(sampler="my_data:EasyFirst"), 1)
-    assert [row["data_source"] for row in first] == ["my-sums"] * 2 + ["countdown"] * 2
+    assert [row["data_source"] == "my-sums" for row in first] == [True, True, False, False]
     hard = prompt_row(0, extra_info={"difficulty": 1.05})
     assert sampler.chance(0, hard) == 0.0
     solved = [Outcome(-1, "my-sums", [], "3", {}, [1.0], 1.0)] * 9

@@ -6,13 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pipeline.config.data import DataConfig
 from pipeline.prompts.feedback import Outcome
 from pipeline.prompts.sampler import Sampler, SolveRate, make_sampler
-from pipeline.store.cursor import PromptCursor
 
 ROWS = {"a": 50, "b": 8, "c": 20}
 
@@ -96,32 +93,6 @@ def test_only_row_groups_that_hold_the_source_are_in_its_order(sampled):
     assert orders["c"].rows == ROWS["c"]
     assert {unit.file for unit in orders["a"].units} == {unit.file for unit in orders["b"].units} == {0}
     assert orders["b"].rows < ROWS["a"] + ROWS["b"]
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    sampler=st.sampled_from(["uniform", "weighted", "solve_rate", f"{__name__}:EasyFirst"]),
-    counts=st.lists(st.integers(1, 30), min_size=2, max_size=5),
-    stop=st.integers(1, 4),
-    seed=st.integers(0, 3),
-)
-def test_a_cursor_is_all_that_is_needed_to_go_on(sampled, sampler, counts, stop, seed):
-    rates = SolveRate(DataConfig(), 0)
-    rates.update(1, [Outcome(i, "a", [], None, None, [], i / 78) for i in range(78)])
-    cursor = PromptCursor(sampler=rates.state_dict() if sampler == "solve_rate" else {})
-    whole = []
-    for resumes in (False, True):
-        loader = sampled(sampler, seed=seed, lag=9, source_weights=WEIGHTS)
-        loader.load(cursor)
-        rows = []
-        for iteration, count in enumerate(counts, 1):
-            if resumes and iteration == stop + 1:
-                stored = PromptCursor.from_json(json.loads(json.dumps(loader.cursor.to_json())))
-                loader = sampled(sampler, seed=seed, lag=9, source_weights=WEIGHTS)
-                loader.load(stored)
-            rows.append(loader.iteration(iteration, count))
-        whole.append(rows)
-    assert whole[0] == whole[1]
 
 
 def test_rows_without_a_source_are_set_aside_wherever_they_stand(sampled, prompt_row, write):

@@ -94,7 +94,7 @@ class Run:
         return self.store.call(PolicyStore.end_of_iteration, iteration)
 
     def events(self) -> list[Event]:
-        """What the stage has told the driver."""
+        """What the stage has reported to the driver."""
         _, events = self.store.ask(PolicyStore.read_events, 0, 0.0)
         return [event for event in events if not isinstance(event, AttemptBegun)]
 
@@ -215,22 +215,25 @@ def test_prompts_that_may_depend_on_what_became_of_others_are_made_late(data: di
     assert (Schedule.of(config, 9).page_iterations > 1) is shared
 
 
-def test_a_page_is_an_iteration_and_is_paced_by_the_store(make: Callable[..., Run]) -> None:
-    run = make(iterations=4)
-    assert shape(run.page(0)) == train(1, 0)
-    assert shape(run.page(1)) == train(2, 2)  # one iteration ahead of admission
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_prompts_are_made_for_as_many_iterations_as_may_start_and_one_more(
+    make: Callable[..., Run], staleness: int
+) -> None:
+    run, due = make(iterations=4 + staleness, staleness=staleness), 2 + staleness
+    for page in range(due):
+        assert shape(run.page(page)) == train(page + 1, 2 * page)
     with ThreadPoolExecutor(1) as pool:
-        third = pool.submit(run.page, 2)
+        late = pool.submit(run.page, due)
         with pytest.raises(TimeoutError):
-            third.result(0.3)
+            late.result(0.3)
         run.publish(1)
-        assert shape(third.result(WAIT)) == train(3, 4)
+        assert shape(late.result(WAIT)) == train(due + 1, 2 * due)
     run.publish(2)
     run.publish(3)
-    assert shape(run.page(3)) == train(4, 6)
+    assert shape(run.page(due + 1)) == train(due + 2, 2 * due + 2)
     assert run.store.call(PolicyStore.last_version) is None
-    assert run.page(4) == []
-    assert run.store.call(PolicyStore.last_version) == 4
+    assert run.page(due + 2) == []
+    assert run.store.call(PolicyStore.last_version) == 4 + staleness
 
 
 def test_rows_follow_the_order_of_the_source(make: Callable[..., Run]) -> None:
@@ -302,7 +305,7 @@ def test_total_training_steps_go_round_the_data(make: Callable[..., Run]) -> Non
     assert run.page(5) == []
 
 
-def test_validation_stands_before_the_rows_of_the_same_version(make: Callable[..., Run]) -> None:
+def test_validation_comes_before_the_rows_of_the_same_version(make: Callable[..., Run]) -> None:
     run = make(iterations=3, val_rows=3, test_freq=2)
     pages = []
     for page in range(4):
@@ -325,7 +328,7 @@ def test_validation_stands_before_the_rows_of_the_same_version(make: Callable[..
     assert run.store.call(PolicyStore.last_version) == 3
 
 
-def stands(run: Run, pages: int, published: int) -> list[tuple[str, int]]:
+def order_of(run: Run, pages: int, published: int) -> list[tuple[str, int]]:
     """Split and iteration of what the pages hold, each kind once, while versions are published as they are needed."""
     found: list[tuple[str, int]] = []
     for page in range(pages):
@@ -335,18 +338,16 @@ def stands(run: Run, pages: int, published: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_validation_stands_before_the_first_rows_that_need_its_version(
-    make: Callable[..., Run], staleness: int
-) -> None:
+def test_validation_comes_before_the_first_rows_that_need_its_version(make: Callable[..., Run], staleness: int) -> None:
     run = make(iterations=6, val_rows=2, test_freq=2, staleness=staleness)
-    found = stands(run, run.schedule.pages, published=1)
+    found = order_of(run, run.schedule.pages, published=1)
     expected: list[tuple[str, int]] = [("val", 0)]
     for iteration in range(1, 7):
         version = iteration - 1 - staleness
         if version in (2, 4):
             expected.append(("val", version))
         expected.append(("train", iteration))
-    # All that is left stands behind the last rows, in its order.
+    # All that is left comes behind the last rows, in its order.
     expected += [("val", version) for version in (2, 4, 6) if version > 5 - staleness]
     assert found == expected
     assert run.store.call(PolicyStore.last_version) == 6
@@ -354,7 +355,7 @@ def test_validation_stands_before_the_first_rows_that_need_its_version(
 
 def test_data_that_ends_early_leaves_no_validation_out(make: Callable[..., Run]) -> None:
     run = make(iterations=9, rows=12, val_rows=2, test_freq=1, staleness=2)
-    found = stands(run, 6, published=1)
+    found = order_of(run, 6, published=1)
     train = [("train", 1), ("train", 2), ("train", 3)]
     assert found == [("val", 0), *train, ("val", 1), ("val", 2), ("val", 3)]
     assert run.store.call(PolicyStore.last_version) == 3
@@ -371,18 +372,6 @@ def test_a_resumed_run_says_which_validation_it_does_not_make(make: Callable[...
     run.publish(6)
     assert [split for split, *_ in shape(run.page(2))][:2] == ["train", "train"]
     assert shape(run.page(3))[:2] == [("val", -1, 6)] * 2
-
-
-def test_prompts_are_made_for_as_many_iterations_as_may_start_and_one_more(make: Callable[..., Run]) -> None:
-    run = make(iterations=9, staleness=2)
-    for page in range(4):
-        assert shape(run.page(page)) == train(page + 1, 2 * page)
-    with ThreadPoolExecutor(1) as pool:
-        fifth = pool.submit(run.page, 4)
-        with pytest.raises(TimeoutError):
-            fifth.result(0.3)
-        run.publish(1)
-        assert shape(fifth.result(WAIT)) == train(5, 8)
 
 
 def test_what_a_resumed_run_starts_from_is_not_validated_again(make: Callable[..., Run]) -> None:
@@ -415,7 +404,7 @@ def test_a_page_of_several_iterations(make: Callable[..., Run], monkeypatch: pyt
     run.publish(2)
     second = run.page(1)
     assert shape(second) == train(4, 6) + validation[4] + train(5, 8) + validation[5]
-    # An actor that died after it had told the end, but before its rows were taken, is asked again.
+    # An actor may die after it has reported the end and before its rows are taken.
     assert run.page(1, run.actor()) == second
     assert run.page(2) == []
     assert run.page(2, run.actor()) == []
