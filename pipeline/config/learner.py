@@ -159,6 +159,12 @@ class ActorConfig:
         """Upper clip range in force."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
+    def problems(self) -> dict[str, object]:
+        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        loss = self.policy_loss
+        sentence = "{actor.policy_loss.clip_cov_lb} must be below {actor.policy_loss.clip_cov_ub}"
+        return {sentence: not loss.clip_cov_lb < loss.clip_cov_ub}
+
 
 @dataclass
 class CriticConfig:

@@ -156,7 +156,6 @@ def _loss(config: Config) -> dict[str, object]:
     actor, algorithm, mode = config.actor, config.algorithm, loss_mode(config)
     options, truncation = actor.policy_loss, _truncation(config)
     low = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
-    adaptive = algorithm.kl_ctrl.type == "adaptive"
     renormalised = f"with {truncation}: the engine's log-probs are renormalised over the tokens it keeps"
     return {
         "{actor.policy_loss.kwargs}: no built-in loss reads it; leave it out, or name a loss of your own": (
@@ -164,9 +163,6 @@ def _loss(config: Config) -> dict[str, object]:
         ),
         "{actor.policy_loss.loss_mode} needs actor.policy_loss.dro_beta, a number above 0, such as 0.05": (
             mode == "dro" and options.dro_beta is None
-        ),
-        "{actor.policy_loss.clip_cov_lb} must be below {actor.policy_loss.clip_cov_ub}": (
-            not options.clip_cov_lb < options.clip_cov_ub
         ),
         f"{{actor.{low}}} must be at most 1 with {{actor.policy_loss.loss_mode}}: the lower bound would be 1 - "
         f"{actor.clip_low:g} = {1 - actor.clip_low:g}; 1 leaves the ratio without a lower bound": (
@@ -176,12 +172,6 @@ def _loss(config: Config) -> dict[str, object]:
         f"update; set actor.old_log_probs=recompute or {_ALL_TOKENS}": truncation and actor.old_log_probs == "engine",
         f"{{algorithm.use_kl_in_reward}} {renormalised}, the reference's are not, so even equal policies would have a "
         f"KL; use actor.use_kl_loss=true instead, or {_ALL_TOKENS}": truncation and algorithm.use_kl_in_reward,
-        "{algorithm.kl_ctrl.type} adapts the KL in the reward and {algorithm.use_kl_in_reward}; set that to true, or "
-        "the type to fixed (the KL in the loss has the fixed weight actor.kl_loss_coef)": (
-            adaptive and not algorithm.use_kl_in_reward
-        ),
-        "{algorithm.kl_ctrl.kl_coef} with {algorithm.kl_ctrl.type}: the controller multiplies the coefficient, and 0 "
-        "stays 0; begin above 0": adaptive and algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0,
     }
 
 

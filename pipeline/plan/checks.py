@@ -36,7 +36,8 @@ def check(config: Config) -> None:
 def _problems(config: Config) -> Iterator[str]:
     single = list(violations(config))
     yield from single
-    yield from sentences(config, config.trainer.problems())
+    for section in (config.algorithm, config.actor, config.trainer):
+        yield from sentences(config, section.problems())
     if uses_engines(config):
         yield from sentences(config, config.rollout.problems())
     yield from sentences(config, _sections(config))
@@ -83,13 +84,6 @@ def _sections(config: Config) -> dict[str, object]:
         ),
         f"{on} compares the responses of a group, and {{rollout.n}}; set n to 2 or more": (
             groups.enable and rollout.n == 1
-        ),
-        f"{on} needs algorithm.filter_groups.metric: `score`, or a part of the reward such as `acc`": (
-            groups.enable and not groups.metric
-        ),
-        "{algorithm.filter_groups.surplus} trains on groups of an older version, which {algorithm.max_staleness} "
-        "forbids; set it to 1 or more, or surplus=discard": (
-            groups.enable and groups.surplus == "carry" and algorithm.max_staleness == 0
         ),
         f"{on} needs a varying number of prompts, and data.generator makes those of an iteration; use one of them": (
             groups.enable and data.generator is not None
