@@ -54,7 +54,6 @@ class Function:
     """File or module of the function; None is the rule of the row's `data_source`."""
     attribute: str = "compute_score"
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    kwargs_key: str = "kwargs"
     weight: float = 1.0
     batch: bool = False
 
@@ -75,7 +74,7 @@ def functions(config: RewardConfig) -> tuple[Function, ...]:
     if made or (custom.path is None and config.model.path is not None):
         return tuple(made)
     key = "reward.custom_reward_function"
-    return (Function(ONLY, key, config.timeout_s, custom.path, custom.name, custom.reward_kwargs, "reward_kwargs"),)
+    return (Function(ONLY, key, config.timeout_s, custom.path, custom.name, custom.reward_kwargs),)
 
 
 def function_config(name: str, settings: Any) -> FunctionConfig:
@@ -122,7 +121,8 @@ def load(function: Function) -> Callable[..., Any]:
         ValueError: the file or module is missing or fails to load, has no such function, or the function does not take
             verl's keyword arguments and the configured ones. The sentence names the key to set.
     """
-    key, kwargs_key = function.key, f"{function.key}.{function.kwargs_key}"
+    key = function.key
+    kwargs_key = f"{key}.reward_kwargs" if function.name == ONLY else f"{key}.kwargs"
     reserved = (TABLE, *BATCH_KEYWORDS) if function.batch else KEYWORDS
     taken = sorted(set(function.kwargs) & set(reserved))
     if taken:

@@ -81,10 +81,10 @@ def test_a_function_that_cannot_be_called(tmp_path: Path, source: str, settings:
 
 
 def test_settings_become_functions_in_their_order() -> None:
-    assert functions(RewardConfig(timeout_s=7)) == (Function(ONLY, KEY, 7, kwargs_key="reward_kwargs"),)
+    assert functions(RewardConfig(timeout_s=7)) == (Function(ONLY, KEY, 7),)
     custom = CustomRewardConfig(path="a.b", name="grade", reward_kwargs={"x": 1})
     (grade,) = functions(RewardConfig(custom_reward_function=custom))
-    assert grade == Function(ONLY, KEY, 60, "a.b", "grade", {"x": 1}, "reward_kwargs")
+    assert grade == Function(ONLY, KEY, 60, "a.b", "grade", {"x": 1})
     given = [
         *("reward.functions.b.path=m", "reward.functions.b.weight=0.5", "reward.functions.b.batch=true"),
         *("reward.functions.b.timeout_s=9", "reward.functions.b.kwargs={longest: 200}"),
