@@ -14,6 +14,7 @@ import torch
 
 from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.config.learner import ActorConfig, PolicyLossConfig
+from pipeline.dynamic_sampling.ledger import IterationStats
 from pipeline.losses.registry import _POLICY_LOSSES, LossInput
 from pipeline.models.batch import TrainBatch
 from pipeline.stats import Stats
@@ -52,6 +53,7 @@ def rows_and_validation() -> set[str]:
     ages = iteration_metrics(table(*ROWS), max_staleness=1)
     made |= {name.replace("/share/0", "/share/{age}") for name in ages if not name.endswith("/share/1")}
     made |= set(iteration_metrics(table({"uid": "a", "version_runs": [{"version": 2, "tokens": 2}]})))
+    made |= set(IterationStats(groups=1, rows=1).metrics(batch=1))
     part = table({"uid": "a", "reward_parts": '{"part": 1}'})
     made |= {name.replace("/part/", "/{part}/") for name in iteration_metrics(part)}
     for name in metrics_of(VALIDATION):
