@@ -8,7 +8,6 @@ They skip forward and backward passes if the loss allows it; the step is the sam
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.algorithm import RolloutCorrectionConfig
@@ -21,8 +20,9 @@ from pipeline.models.packing import MicroBatch
 from pipeline.models.policy import Policy, load_policy
 from pipeline.stats import Stat, Stats, mean, merge
 from pipeline.track.metrics import log_prob_gap
+from pipeline.train import ranks
 from pipeline.train.correction import AllSum, Corrected, correct, parse
-from pipeline.train.learner import Learner, all_gather
+from pipeline.train.learner import Learner
 
 
 class Actor(Learner):
@@ -107,9 +107,9 @@ class Actor(Learner):
         tokens = rows.trained_tokens(index)
         keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
         own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
-        parts = all_gather(own.astype(np.float64))
+        parts = ranks.all_gather(own.astype(np.float64))
         chosen = self.loss.token_mask_fn(Candidates(*np.concatenate(parts, axis=1)), self.config)
-        before = sum(part.shape[1] for part in parts[: dist.get_rank()])
+        before = sum(part.shape[1] for part in parts[: ranks.rank()])
         rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
         rows.token_mask[tokens] = chosen[before : before + len(tokens)]
 

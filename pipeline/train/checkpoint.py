@@ -19,7 +19,6 @@ from typing import Any
 import pyarrow.fs as pafs
 import ray.train
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointUploadMode
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -30,6 +29,7 @@ from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
+from pipeline.train import ranks
 from pipeline.train.learner import Learner
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -60,7 +60,7 @@ class Saver:
         self._deadline = deadline
         self._save_settings = save_settings
         self._copied = copied
-        self._rank = dist.get_rank()
+        self._rank = ranks.rank()
         self._idle = threading.Event()
         self._idle.set()
         self._version = -1
@@ -93,7 +93,7 @@ class Saver:
                 "validated": state.validated,
                 "kl_coef": kl.coef,
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
-                "world_size": dist.get_world_size(),
+                "world_size": ranks.count(),
                 "mlflow_run_id": self._mlflow_run_id(),
             }
             (folder / PROGRESS).write_text(json.dumps(progress))
@@ -186,15 +186,13 @@ def restore(
         OSError: the storage did not answer.
         ValueError: the newest checkpoint is damaged.
     """
-    chosen: list[Any] = [None]
-    if dist.get_rank() == 0:
-        own = retry(lambda: newest(root), patience, root, "read")
-        chosen = [own.place if own else begin]
+    place = begin
+    if ranks.rank() == 0 and (own := retry(lambda: newest(root), patience, root, "read")):
+        place = own.place
     # One rank decides: others might find another checkpoint.
-    dist.broadcast_object_list(chosen)
-    if chosen[0] is None:
+    place = ranks.broadcast(place)
+    if place is None:
         return TrainerState(0, PromptCursor(), False)
-    place = chosen[0]
     filesystem, path = filesystem_of(place)
     checkpoint = Checkpoint(path, filesystem)
     with contextlib.ExitStack() as stack:
@@ -206,7 +204,7 @@ def restore(
             model, optimizer = part["model"], part["optimizer"]
             set_state_dict(learner.module, learner.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         progress = json.loads((Path(folder) / PROGRESS).read_text())
-        rng = Path(folder) / f"rng_{dist.get_rank()}.pt"
+        rng = Path(folder) / f"rng_{ranks.rank()}.pt"
         if rng.is_file():
             _set_rng(torch.load(rng, weights_only=True))
     kl.coef = progress["kl_coef"]

@@ -16,7 +16,8 @@ from pipeline.models.batch import TrainBatch
 from pipeline.models.packing import MicroBatch
 from pipeline.models.value import ValueModel, load_value_model
 from pipeline.stats import Stat, Stats, mean, merge
-from pipeline.train.learner import Learner, all_gather
+from pipeline.train import ranks
+from pipeline.train.learner import Learner
 
 
 class Critic(Learner):
@@ -51,7 +52,7 @@ class Critic(Learner):
         assert rows.values is not None
         values, returns, mask = (torch.from_numpy(x) for x in (rows.values, rows.returns, rows.mask))
         residuals, total = explained_variance(values, returns, mask)
-        merged = merge(all_gather({"residuals": Stat("std", residuals), "returns": Stat("std", total)}))
+        merged = merge(ranks.all_gather({"residuals": Stat("std", residuals), "returns": Stat("std", total)}))
         count, centre, spread = merged["returns"].values
         # A spread within rounding of the mean is that of a constant.
         if spread <= count * (1e-12 * centre) ** 2:

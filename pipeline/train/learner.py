@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.learner import ActorConfig, CriticConfig
@@ -24,6 +23,7 @@ from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
 from pipeline.models.sharing import share_prefixes, shared_size
 from pipeline.stats import Stat, Stats, mean
+from pipeline.train import ranks
 from pipeline.train.optim import build_optimizer, build_scheduler
 
 
@@ -108,7 +108,7 @@ class Learner(ABC):
         budget = self.shape.max_tokens
         packs = share_prefixes(rows, index, budget, self._shared_size)
         lengths = rows.pack_lengths(packs)
-        parts = int(self.all_reduce([minimum_parts(lengths, budget)], dist.ReduceOp.MAX)[0])
+        parts = int(self.all_reduce([minimum_parts(lengths, budget)], ranks.MAX)[0])
         for part in split_micro_batches(lengths, budget, parts):
             yield collate(rows, [packs[i] for i in part]).to(self.device)
 
@@ -136,7 +136,7 @@ class Learner(ABC):
         step = finite and tokens > self.all_reduce([rejected])[0]
         stats = {
             f"{self.name}/grad_norm": mean(norm, 1) if finite else mean(0, 0),
-            f"{self.name}/skipped_steps": Stat("sum", (float(not step) / dist.get_world_size(),)),
+            f"{self.name}/skipped_steps": Stat("sum", (float(not step) / ranks.count(),)),
             f"{self.name}/lr": Stat("max", (self.optimizer.param_groups[0]["lr"],)),
         }
         if step:
@@ -149,15 +149,6 @@ class Learner(ABC):
         self.scheduler.last_epoch = steps - 1
         self.scheduler.step()
 
-    def all_reduce(self, values: list[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
-        """The values summed (or reduced by `op`) over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op)
-        return tensor.tolist()
-
-
-def all_gather(value: Any) -> list[Any]:
-    """Every rank's `value`, in the order of ranks; a collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    def all_reduce(self, values: list[float], op: Any = ranks.SUM) -> list[float]:
+        """See `ranks.all_reduce`."""
+        return ranks.all_reduce(values, self.device, op)

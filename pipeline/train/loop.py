@@ -11,7 +11,6 @@ generated.
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,7 +18,6 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-import torch.distributed as dist
 
 from pipeline.advantage.kl import kl_controller
 from pipeline.config import save_yaml
@@ -40,6 +38,7 @@ from pipeline.threads import compute_threads
 from pipeline.track.metrics import iteration_metrics
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import Record, discard_trajectories
+from pipeline.train import ranks
 from pipeline.train.checkpoint import Saver, restore
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
@@ -54,8 +53,7 @@ class Loop:
 
     def __init__(self, settings: LoopSettings):
         self.config, self.schedule, self.run_dir = settings.config, settings.schedule, settings.run_dir
-        context = ray.train.get_context()
-        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.rank, self.world_size = ranks.rank(), ranks.count()
         self.device = ray.train.torch.get_device()
         trainer = self.config.trainer
         if self.device.type == "cpu":
@@ -79,7 +77,7 @@ class Loop:
             # An interrupted attempt may have recorded later iterations.
             discard_trajectories(self.run_dir, self.version + 1)
             self._store.call(PolicyStore.register_trainer, state, self.world_size)
-        dist.barrier()
+        ranks.barrier()
         blocks = ray.train.get_dataset_shard("rollouts").iter_batches(
             # A batch is a block is a chunk. Prefetching would wait for a chunk that this iteration's update admits.
             batch_size=None,
@@ -152,7 +150,7 @@ class Loop:
             with timed(timings, "gen"):
                 table = self.feed.next(self.version + 1, part)
                 # Ranks wait for each other here, so that the time counts as waiting for rows.
-                dist.barrier()
+                ranks.barrier()
             if table is None:
                 return None
             tables.append(table)
@@ -211,21 +209,18 @@ class Loop:
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
         stats += [memory_metrics(self.device), sequence_balance(table), self.publishers[POLICY].stats()]
-        parts: list[Any] = [None] * self.world_size
-        dist.gather_object(stats, parts if self.rank == 0 else None)
-        verdict: list[Any] = [None, False]
+        parts = ranks.all_gather(stats)
+        verdict: tuple[str | None, bool] = (None, False)
         if self.rank == 0:
             metrics = reduce(part for rank in parts for part in rank)
             metrics |= derived(metrics, metrics.pop("prompt"), metrics.pop("response"), self.world_size)
-            verdict = [
-                stop_reason(metrics, table, self.version, self.config),
-                self._store.ask(PolicyStore.status).stopping,
-            ]
+            reason = stop_reason(metrics, table, self.version, self.config)
+            verdict = reason, self._store.ask(PolicyStore.status).stopping
             self._store.call(PolicyStore.post, IterationTrained(self.version, metrics))
-        dist.broadcast_object_list(verdict)
-        if verdict[0] is not None:
-            raise FinalError(verdict[0])
-        return verdict[1]
+        reason, stopping = ranks.broadcast(verdict)
+        if reason is not None:
+            raise FinalError(reason)
+        return stopping
 
     def _describe(self) -> str:
         return f"trainer.deadlines.rows; {self._store.ask(PolicyStore.status).describe()}"

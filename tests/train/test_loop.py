@@ -127,7 +127,7 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
 
     monkeypatch.setattr("pipeline.train.loop.StreamedUpdate", LoggedUpdate)
     monkeypatch.setattr("pipeline.train.loop.TrainBatch", SimpleNamespace(from_table=lambda table: table))
-    monkeypatch.setattr("pipeline.train.loop.dist", SimpleNamespace(barrier=lambda: None))
+    monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(barrier=lambda: None))
     loop: Any = Loop.__new__(Loop)
     loop.config, loop.version, loop.rank, loop.critic = Config(), 4, 1, None
     loop.actor, loop.record = SimpleNamespace(needs_old_log_probs=True), SimpleNamespace(old_log_probs=record)

@@ -20,7 +20,8 @@ from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import SCHEMA, flat, ragged
 from pipeline.stats import Stats, reduce
-from pipeline.train.learner import Learner, all_gather
+from pipeline.train import ranks
+from pipeline.train.learner import Learner
 from pipeline.train.setup import build_actor
 from pipeline.train.update import StreamedUpdate
 
@@ -152,7 +153,7 @@ def worlds(rank: int, folder: str) -> Iterator[int]:
 def save_update(learner: Learner, rows: pa.Table, path: str, streamed: bool = False) -> None:
     """Train on this rank's share of `rows`; all ranks' metrics and the new weights are written to `path`."""
     chunks = in_chunks(rows)[dist.get_rank() :: dist.get_world_size()]
-    metrics = reduce(all_gather(update(learner, *(chunks if streamed else [pa.concat_tables(chunks)]))))
+    metrics = reduce(ranks.all_gather(update(learner, *(chunks if streamed else [pa.concat_tables(chunks)]))))
     state = full_state_dict(learner.module)
     if dist.get_rank() == 0:
         torch.save({"metrics": metrics, "state": state}, path)

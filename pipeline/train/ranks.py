@@ -1,0 +1,44 @@
+"""The ranks of a run: all train workers, each with its own rows. `rank` and `count` are no collectives."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+def rank() -> int:
+    """This worker's rank, from 0."""
+    return dist.get_rank()
+
+
+def count() -> int:
+    """Number of ranks."""
+    return dist.get_world_size()
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    dist.barrier()
+
+
+def all_reduce(values: list[float], device: torch.device, op: Any = SUM) -> list[float]:
+    """The values summed (or reduced by `op`) over all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op)
+    return tensor.tolist()
+
+
+def all_gather(value: Any) -> list[Any]:
+    """Every rank's `value`, in the order of ranks."""
+    values: list[Any] = [None] * count()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast(value: Any) -> Any:
+    """The `value` of rank 0."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
