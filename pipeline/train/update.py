@@ -52,7 +52,7 @@ class GradAccumulator:
         self._counts += rows.mask_counts(index)
 
     def step(self, rows: TrainBatch) -> Stats:
-        """Normalise the gradient and take the step; a collective. `rows` may be any rows of the iteration."""
+        """Normalise the gradient and take the step; a collective. `rows` are those of the last `add`."""
         learner = self._learner
         if not self._stats:
             # AdamW skips a parameter without a gradient, but moves one with a gradient of 0 by its momentum.
@@ -108,7 +108,7 @@ class StreamedUpdate:
                 self._open = self._open or GradAccumulator(learner, self._steps)
                 self._open.add(rows, list(range(len(rows))))
                 if len(self._parts) == (self._steps + 1) * self._parts_per_step and not learner.needs_old_log_probs:
-                    self._step()
+                    self._step(rows)
 
     def finish(self) -> Stats:
         """Take the remaining steps, when all parts were added; a collective. Returns this rank's metrics."""
@@ -118,18 +118,18 @@ class StreamedUpdate:
             self._stats.append(learner.iteration_metrics(rows))
         with timed(self._timings, f"update_{learner.name}"):
             if self._open:
-                self._step()
+                self._step(rows)
             for number, index in learner.mini_batches(rows):
                 if number == self._steps:
                     self._open = GradAccumulator(learner, number)
                     self._open.add(rows, index)
-                    self._step()
+                    self._step(rows)
         if not learner.needs_old_log_probs:
             del self._timings["timing_s/old_log_prob"]
         return merge([*self._stats, self._timings])
 
-    def _step(self) -> None:
+    def _step(self, rows: TrainBatch) -> None:
         assert self._open is not None
-        self._stats.append(self._open.step(self._parts[0]))
+        self._stats.append(self._open.step(rows))
         self._open = None
         self._steps += 1

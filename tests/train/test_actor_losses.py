@@ -261,9 +261,12 @@ def test_rows_without_advantage_stay_for_entropy_and_kl(tiny_model: Path, change
     assert moved(rows_passed(forced, rows)[2], weights) > 1e-4
 
 
-def test_a_mini_batch_without_any_advantage_is_a_step_without_a_gradient(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("loss", "prompts"), [("vanilla", None), ("clip_cov", 4)])
+def test_a_mini_batch_without_any_advantage_is_a_step_without_a_gradient(
+    tiny_model: Path, loss: str, prompts: int | None
+) -> None:
     """Momentum and weight decay act in it, as they do where such rows go through the model."""
-    config = make_config(tiny_model, "vanilla")
+    config = make_config(tiny_model, loss, ppo_mini_batch_size=prompts)
     config.actor.optim.weight_decay = 0.5
     shortened, whole = build_actor(config, CPU, 100), build_actor(config, CPU, 100)
     whole.skips_without_advantage = False
