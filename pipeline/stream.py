@@ -89,12 +89,13 @@ def build(
     advantage = Advantage(config.algorithm, client, deadlines.admission)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
+    policy = StorePolicy(client, deadlines.admission)
+    gate = several(together) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
+
     if uses_engines(config):
         args: tuple = (config.data, config.model, config.trainer, row_limits(config), schedule, client, run_dir)
         stream = source(schedule.pages, schedule.chunk_prompts, Prompts, args, config)
-        policy = StorePolicy(client, deadlines.admission)
         if rollout.elastic:
-            gate = several(together) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
             stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
         in_flight = rollout.in_flight(schedule.chunks_per_iteration)
         resources = engines(config, rollout.num_engines, in_flight, (rollout.fewest, rollout.most))
@@ -124,6 +125,10 @@ def build(
     if uses_policy_scores(config):
         args = (config.actor, rollout.temperature, client, deadlines.publish)
         stream = scored(stream, PolicyScore, config, "policy", *args)
+    if config.algorithm.use_kl_in_reward and not uses_engines(config):
+        # Recorded rows come before the KL coefficient of their version is there. Tasks that wait for it would keep the
+        # CPUs from those that bring earlier rows to the train workers.
+        stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)
     stream = stream.map_batches(advantage, **light)

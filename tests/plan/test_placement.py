@@ -65,6 +65,16 @@ def test_each_stage_is_given_its_labels(monkeypatch: pytest.MonkeyPatch, estimat
     assert set(selectors(monkeypatch, *all_of_them).values()) == {None}
 
 
+def test_recorded_rows_are_admitted_before_a_task_waits_for_their_kl_coefficient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kl = ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=true")
+    replay = ("data.train_files=null", "data.val_files=null", "data.recorded_run=/runs/recorded")
+    stages = ["Replay", "Reward", "Reference", "Gate", "Advantage", "Record"]
+    assert list(selectors(monkeypatch, *kl, *replay)) == stages
+    assert "Gate" not in selectors(monkeypatch, *replay) and "Gate" not in selectors(monkeypatch, *kl)
+
+
 def test_no_validation_stage_where_nothing_is_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Validation" in selectors(monkeypatch)
     assert "Validation" not in selectors(monkeypatch, "data.val_files=null")
