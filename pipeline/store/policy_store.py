@@ -261,15 +261,21 @@ class PolicyStore:
 
     async def wait_prompts_due(self, attempt: int, chunk: int, lookahead: int, timeout: float) -> None:
         """Hold the prompt source until chunk `chunk` is at most `lookahead` versions from admission."""
-        await self._until_due(attempt, chunk, lookahead, timeout, lambda: False)
+        await self._until_due(attempt, lambda: self._due(chunk, lookahead), chunk, lookahead, timeout)
 
     async def grant_page(self, attempt: int, page: int, chunk: int, lookahead: int, timeout: float) -> PageGrant:
-        """Dynamic sampling: as `wait_prompts_due`, for a page that has chunk `chunk`; at once when the run is over."""
+        """Dynamic sampling: as `wait_prompts_due`, for a page that has chunk `chunk`; at once when the run is over.
 
-        def known() -> bool:
-            return self.version >= self.base and (self._prompts.granted(page) or self.admission.over(self.version))
+        Never before the first version of the attempt is out, because a grant names the version it is made at.
+        """
 
-        await self._until_due(attempt, chunk, lookahead, timeout, known)
+        def ready() -> bool:
+            if self.version < self.base:
+                return False
+            known = self._prompts.granted(page) or self.admission.over(self.version)
+            return known or self._due(chunk, lookahead)
+
+        await self._until_due(attempt, ready, chunk, lookahead, timeout)
         return self._prompts.grant(page, self.version, self.admission.over(self.version))
 
     async def report_prompts(self, attempt: int, batches: Sequence[PromptBatch]) -> None:
@@ -363,12 +369,12 @@ class PolicyStore:
         """Version that chunk `chunk` of this attempt needs; -1 before `register_trainer`."""
         return -1 if self.base < 0 else self.base + self.admission.version_needed(chunk, self.dropped_groups)
 
-    async def _until_due(
-        self, attempt: int, chunk: int, lookahead: int, timeout: float, known: Callable[[], bool]
-    ) -> None:
-        def ready() -> bool:
-            return self.base >= 0 and (known() or self.version + lookahead >= self._needed(chunk))
+    def _due(self, chunk: int, lookahead: int) -> bool:
+        return self.base >= 0 and self.version + lookahead >= self._needed(chunk)
 
+    async def _until_due(
+        self, attempt: int, ready: Callable[[], bool], chunk: int, lookahead: int, timeout: float
+    ) -> None:
         await self._waits.until(
             attempt, ready, timeout, "prompts", lambda: self._versions.needs(self._needed(chunk) - lookahead)
         )

@@ -27,7 +27,7 @@ from pipeline.store.events import (
     VersionLoaded,
 )
 from pipeline.store.policy_store import PolicyStore, milliseconds
-from pipeline.store.prompt_ledger import PromptBatch
+from pipeline.store.prompt_ledger import PageGrant, PromptBatch
 from pipeline.store.status import StoreStatus, TrainerState
 from pipeline.store.versions import CRITIC, POLICY, Ticket
 from pipeline.weights.load import Shard, checksum
@@ -138,6 +138,18 @@ async def test_pace_runs_ahead_of_admission_by_the_lookahead() -> None:
         await publish(store, version)
         await settle()
         assert [wait.done() for wait in third] == expected
+
+
+@asynchronous
+async def test_pages_are_granted_at_a_version_of_the_attempt() -> None:
+    for base in (0, 3):
+        store = await begun(Admission(2, 4, 0, last_iteration=5), version=base)
+        first = asyncio.ensure_future(store.grant_page(1, 0, 1, 1, LONG))
+        await settle()
+        assert not first.done(), "the train loop has begun, and its version is not out"
+        await publish(store, base)
+        assert await first == PageGrant(base, True, False)
+        assert await store.grant_page(1, 1, 3, 1, LONG) == PageGrant(base, False, False)
 
 
 @asynchronous
