@@ -121,9 +121,9 @@ def build(
     if uses_reference(config):
         stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature)
     if uses_critic(config):
-        stream = scored(stream, Value, config, "value", config.critic, client, deadlines.publish)
+        stream = scored(stream, Value, config, "value", config.critic, client, deadlines)
     if uses_policy_scores(config):
-        args = (config.actor, rollout.temperature, client, deadlines.publish)
+        args = (config.actor, rollout.temperature, client, deadlines)
         stream = scored(stream, PolicyScore, config, "policy", *args)
     if config.algorithm.use_kl_in_reward and not uses_engines(config):
         # Recorded rows come before the KL coefficient of their version is there. Tasks that wait for it would keep the

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.packing import ModelInputs
 from pipeline.models.policy import Policy, load_policy
 from pipeline.rows import POLICY as COLUMNS
@@ -21,10 +22,7 @@ from pipeline.store.versions import POLICY
 
 
 class PolicyScore:
-    """Stage that adds the columns `POLICY` of `pipeline/rows.py`, at the rollout's temperature.
-
-    Publication and transfer of the weights of a version may take `timeout` seconds.
-    """
+    """Stage that adds the columns `POLICY` of `pipeline/rows.py`, at the rollout's temperature."""
 
     def __init__(
         self,
@@ -33,12 +31,12 @@ class PolicyScore:
         actor: ActorConfig,
         temperature: float,
         store: StoreClient,
-        timeout: float,
+        deadlines: DeadlineConfig,
     ) -> None:
         self._temperature, self._chunk_tokens = temperature, actor.logits_chunk_tokens
         model = scoring_model(model, scorer, actor.fsdp)
         self._replica = Replica(lambda: load_policy(model), scorer, "policy", model.share_prompts)
-        self._weights = StoreWeights(self._replica.module, store, POLICY, timeout, Policy.hf_name)
+        self._weights = StoreWeights(self._replica.module, store, POLICY, deadlines, Policy.hf_name)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with one sum (float32) per response token."""

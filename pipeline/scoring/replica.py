@@ -1,7 +1,7 @@
 """What the scoring stages share: a whole model on one device, and its weights from the policy store.
 
     replica = Replica(lambda: load_value_model(model), scorer, "value")
-    weights = StoreWeights(replica.module, store, CRITIC, timeout)   # not where the model is frozen
+    weights = StoreWeights(replica.module, store, CRITIC, deadlines)   # not where the model is frozen
     version = weights.bring_to(table)
     column = replica.score(table, lambda module, batch: ...)
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import ModelInputs, pack
@@ -101,7 +102,8 @@ class StoreWeights:
         module: loaded in place.
         store: the policy store, for this attempt.
         model: which of the published models, `POLICY` or `CRITIC`.
-        timeout: seconds that publication and transfer may take (`trainer.deadlines.publish`).
+        deadlines: `admission` is for the version that rows need, which in a replay may be to come; `publish` for the
+            transfer.
         published_name: turns a parameter's name in `module` into the one it was published under.
     """
 
@@ -110,10 +112,10 @@ class StoreWeights:
         module: nn.Module,
         store: StoreClient,
         model: str,
-        timeout: float,
+        deadlines: DeadlineConfig,
         published_name: Callable[[str], str] = str,
     ):
-        self._store, self._model, self._timeout = store, model, timeout
+        self._store, self._model, self._deadlines = store, model, deadlines
         self._parameters = {published_name(name): parameter for name, parameter in module.named_parameters()}
         self._version = -1
         """What the module holds; -1 before the first load."""
@@ -133,7 +135,7 @@ class StoreWeights:
             return -1
         version = pc.max(table["policy_version"]).as_py()
         if version > self._version:
-            ticket = self._store.wait(PolicyStore.weights, self._model, version, self._timeout)
+            ticket = self._store.wait(PolicyStore.weights, self._model, version, self._deadlines.admission)
             # A load that fails leaves the module between two versions.
             self._version = -1
             self._load(ticket)
@@ -145,7 +147,7 @@ class StoreWeights:
         device = next(iter(self._parameters.values())).device
         published = f"{self._model} weights: version {ticket.version}"
         missing = set(self._parameters)
-        for name, tensor in parameters(ticket.shards, lambda refs: fetch(refs, device, self._timeout)):
+        for name, tensor in parameters(ticket.shards, lambda refs: fetch(refs, device, self._deadlines.publish)):
             target = self._parameters.get(name)
             if target is None or target.shape != tensor.shape:
                 here = "does not know" if target is None else f"has with shape {tuple(target.shape)}"

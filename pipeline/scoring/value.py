@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeline.config.learner import CriticConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.packing import ModelInputs
 from pipeline.models.value import ValueModel, load_value_model
 from pipeline.rows import VALUE, append
@@ -20,17 +21,19 @@ from pipeline.store.versions import CRITIC
 
 
 class Value:
-    """Stage that adds the columns `VALUE`.
-
-    Publication and transfer of the weights of a version may take `timeout` seconds.
-    """
+    """Stage that adds the columns `VALUE`."""
 
     def __init__(
-        self, model: ModelConfig, scorer: ScorerConfig, critic: CriticConfig, store: StoreClient, timeout: float
+        self,
+        model: ModelConfig,
+        scorer: ScorerConfig,
+        critic: CriticConfig,
+        store: StoreClient,
+        deadlines: DeadlineConfig,
     ) -> None:
         model = scoring_model(model, scorer, critic.fsdp)
         self._replica = Replica(lambda: load_value_model(model, critic.path), scorer, "value", model.share_prompts)
-        self._weights = StoreWeights(self._replica.module, store, CRITIC, timeout)
+        self._weights = StoreWeights(self._replica.module, store, CRITIC, deadlines)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with one value (float32) per response token."""

@@ -10,13 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.policy import Policy
 from pipeline.rows import POLICY
 from pipeline.scoring.policy import PolicyScore
 from tests.scoring.generated import assert_near, distributions, generated
 from tests.scoring.published import LocalStore, shard_of
 
-TIMEOUT = 7.0
+DEADLINES = DeadlineConfig(admission=7.0)
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -43,7 +44,7 @@ def publish(store: LocalStore, version: int, folder: Path) -> None:
 
 def make_stage(store: LocalStore, model: Path, temperature: float, chunk: int, longest: int) -> PolicyScore:
     scorer, actor = ScorerConfig(max_token_len=longest), ActorConfig(logits_chunk_tokens=chunk)
-    return PolicyScore(ModelConfig(path=str(model)), scorer, actor, temperature, store, TIMEOUT)
+    return PolicyScore(ModelConfig(path=str(model)), scorer, actor, temperature, store, DEADLINES)
 
 
 def sums(folder: Path, table: pa.Table, temperature: float = 1.0) -> list[torch.Tensor]:
@@ -60,7 +61,7 @@ def test_equals_the_plain_model_with_the_published_weights(
     assert done.schema.equals(pa.schema([*table.schema, *POLICY]))
     assert_near(done["sum_pi_squared"], sums(trained, table, temperature))
     assert done["pi_version"].to_pylist() == [4] * len(table)
-    assert local_store.asked == [(local_store.attempt, "policy", 3, TIMEOUT)]
+    assert local_store.asked == [(local_store.attempt, "policy", 3, DEADLINES.admission)]
     # The weights make a difference that the comparison sees.
     before = torch.cat(sums(model, table, temperature))
     assert (before - torch.cat(sums(trained, table, temperature))).abs().max() > 0.01

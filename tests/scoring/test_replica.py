@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.packing import ModelInputs
 from pipeline.rows import flat
 from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
@@ -117,8 +118,8 @@ class Model(nn.Module):
         return {float(x) for parameter in self.parameters() for x in parameter.detach().unique()}
 
 
-def follow(store: LocalStore, module: nn.Module, timeout: float = 30.0, **options: Any) -> StoreWeights:
-    return StoreWeights(module, store, "critic", timeout, **options)
+def follow(store: LocalStore, module: nn.Module, admission: float = 30.0, **options: Any) -> StoreWeights:
+    return StoreWeights(module, store, "critic", DeadlineConfig(admission=admission, publish=7.0), **options)
 
 
 def bring(weights: StoreWeights, version: int) -> int:
@@ -180,7 +181,7 @@ def test_a_load_that_failed_half_way_is_not_taken_for_a_version(local_store: Loc
 
 
 def test_waits_end_with_phase_version_and_party(local_store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = follow(local_store, Model(0.0), timeout=0.05)
+    weights = follow(local_store, Model(0.0), admission=0.05)
     with pytest.raises(StoreTimeout, match=r"critic weights: .* policy version 3 from train rank 0"):
         bring(weights, 3)
     local_store.publish(0)
@@ -195,6 +196,6 @@ def test_waits_end_with_phase_version_and_party(local_store: LocalStore, monkeyp
     local_store.publish(1, critic=shard_of(Model(1.0)))
     monkeypatch.setattr(ray, "get", late)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    message = r"weights: a bucket of the 1 train ranks did not arrive within 0 s \(trainer.deadlines.publish"
+    message = r"weights: a bucket of the 1 train ranks did not arrive within 7 s \(trainer.deadlines.publish"
     with pytest.raises(TimeoutError, match=message):
         bring(weights, 1)

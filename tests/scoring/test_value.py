@@ -12,11 +12,14 @@ from transformers import AutoModelForCausalLM
 from pipeline.config.learner import CriticConfig, FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.value import ValueModel
 from pipeline.rows import FLOATS, VALUE
 from pipeline.scoring.value import Value
 from tests.scoring.generated import assert_near, generated
 from tests.scoring.published import LocalStore, shard_of
+
+DEADLINES = DeadlineConfig(admission=20.0)
 
 
 def settings(model: Path, scorer: str | None = None, critic: CriticConfig | None = None) -> tuple[Any, ...]:
@@ -44,7 +47,7 @@ def expected(critic: ValueModel, table: pa.Table) -> list[Tensor]:
 
 
 def test_values_are_those_of_the_critic_of_the_newest_row(local_store: LocalStore, tiny_model: Path) -> None:
-    stage = Value(*settings(tiny_model), local_store, 20.0)
+    stage = Value(*settings(tiny_model), local_store, DEADLINES)
     before = trained(tiny_model, 9)
     for version in (0, 1, 3):
         critic = trained(tiny_model, version)
@@ -58,11 +61,11 @@ def test_values_are_those_of_the_critic_of_the_newest_row(local_store: LocalStor
         # The comparison would see the weights of the version before.
         assert (torch.cat(expected(before, table)) - torch.cat(expected(critic, table))).abs().max() > 0.1
         before = critic
-    assert local_store.asked == [(local_store.attempt, "critic", version, 20.0) for version in (0, 1, 3)]
+    assert local_store.asked == [(local_store.attempt, "critic", version, DEADLINES.admission) for version in (0, 1, 3)]
 
 
 def test_no_rows_wait_for_nothing(local_store: LocalStore, tiny_model: Path) -> None:
-    done = Value(*settings(tiny_model), local_store, 20.0)(generated().slice(0, 0))
+    done = Value(*settings(tiny_model), local_store, DEADLINES)(generated().slice(0, 0))
     assert len(done) == 0 and done.schema.field("values").type == FLOATS and "value_version" in done.column_names
     assert local_store.asked == []
 
@@ -74,7 +77,7 @@ def test_type_of_the_computation(
     config = CriticConfig(fsdp=FSDPConfig(param_dtype=fsdp))
     critic, table = trained(tiny_model, 0), generated()
     local_store.publish(0, critic=shard_of(critic))
-    done = Value(*settings(tiny_model, scorer, config), local_store, 20.0)(table)
+    done = Value(*settings(tiny_model, scorer, config), local_store, DEADLINES)(table)
     exact = torch.cat(expected(critic, table))
     gap = (torch.tensor(done["values"].combine_chunks().flatten().to_pylist()).double() - exact).abs().max()
     assert 1e-4 < gap < 0.1 * exact.abs().max()
@@ -87,5 +90,5 @@ def test_the_critics_own_model(local_store: LocalStore, tiny_model: Path, tmp_pa
     other.save_pretrained(tmp_path)
     critic, table = trained(tmp_path, 0), generated()
     local_store.publish(0, critic=shard_of(critic))
-    stage = Value(*settings(tiny_model, critic=CriticConfig(path=str(tmp_path))), local_store, 20.0)
+    stage = Value(*settings(tiny_model, critic=CriticConfig(path=str(tmp_path))), local_store, DEADLINES)
     assert_near(stage(table)["values"], expected(critic, table))

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import Config
+from pipeline.config.trainer import DeadlineConfig
 from pipeline.run.faults import SECONDARY, kinds
 from pipeline.scoring.replica import StoreWeights
 from pipeline.store.versions import Ticket
@@ -175,11 +176,11 @@ def test_a_train_worker_that_cannot_be_read_counts_as_the_echo_of_its_death(agen
 def test_a_replica_reads_as_an_engine_does(agent: Agent) -> None:
     module = Model(1).bfloat16()
     store: Any = None
-    weights = StoreWeights(module, store, "policy", CALL_S)
+    weights = StoreWeights(module, store, "policy", DeadlineConfig(publish=CALL_S))
     weights._load(Ticket(4, [publisher().pack(Model(9), 4)]))
     check_is({name: parameter.detach() for name, parameter in module.named_parameters()}, 9)
     agent.state = "PROC"
-    weights._timeout = 0.01
+    weights._deadlines.publish = 0.01
     with pytest.raises(TimeoutError, match=r"train rank 0 was not read within .* \(trainer.deadl"):
         weights._load(Ticket(5, [publisher().pack(Model(9), 5)]))
 
