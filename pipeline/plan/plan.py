@@ -81,7 +81,8 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         iterations=_iterations(config, train_rows),
         train_rows=train_rows,
         stages=tuple(
-            replace(stage, labels=trainer.placed(stage.name.split(",")[0]) or {}) for stage in _stages(config)
+            replace(stage, labels=stage.labels or trainer.placed(stage.name.split(",")[0]) or {})
+            for stage in _stages(config)
         ),
         memory=memory,
         notes=tuple(notes(config, chunks, memory)),
@@ -98,7 +99,8 @@ def _stages(config: Config) -> Iterator[Stage]:
         most = rollout.most if rollout.elastic else 0
         yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.gpus, keys, most=most)
     else:
-        yield Stage("replay", 1, SHARED_STAGE_CPUS, keys=("", "the replay stage", ""))
+        keys = ("", "the replay stage", "")
+        yield Stage("replay", 1, SHARED_STAGE_CPUS, keys=keys, labels=trainer.placed("prompts") or {})
     yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
     if uses_filter(config):
         yield Stage("filter", 1, FILTER_CPUS, keys=("", "the filter stage", ""))

@@ -177,6 +177,11 @@ def test_engines_do_not_count(recorded: Path, tmp_path: Path) -> None:
     assert plan(replay_config(recorded, None, ["algorithm=remax"]), 12).greedy_rows_per_iteration == 0
 
 
+def test_rows_are_read_where_prompts_would_be(recorded: Path) -> None:
+    resolved = plan(replay_config(recorded, None, ["trainer.placement.prompts.role=data"]), ITERATIONS * BATCH)
+    assert {stage.name: stage.labels for stage in resolved.stages if stage.labels} == {"replay": {"role": "data"}}
+
+
 def test_too_few_cpus_are_summed_up(refused: Refused) -> None:
     refused("trainer.ray_num_cpus=2", parts=("trainer.ray_num_cpus=2", "the replay stage", "1 +"))
 
