@@ -131,7 +131,7 @@ def api_key(variable: str | None) -> str | None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse an address that is taken or not this machine's, before a model is loaded."""
+    """Raise ValueError, before a model is loaded, if the address is in use or does not belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as server:

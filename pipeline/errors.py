@@ -1,11 +1,11 @@
-"""Errors by what can be done about them, and errors of other libraries in a sentence."""
+"""Errors by their remedy, and errors of other libraries as one sentence."""
 
 import textwrap
 
 
 class FinalError(RuntimeError):
-    """What a restart from the last checkpoint would only meet again; the run ends at once, whatever
-    `trainer.max_failures` says."""
+    """An error that a restart from the last checkpoint would only repeat. The run ends at once, even if
+    `trainer.max_failures` allows restarts."""
 
 
 class PeerDied(ConnectionError):

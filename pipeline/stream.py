@@ -6,18 +6,18 @@
                            │                               ▲
                            └──────── policy store ◄────────┴─────── train workers
 
-Stages in brackets exist only where something reads what they write (`pipeline/derived.py`). In a replay, recorded rows
+A stage in brackets exists only if the settings need its output (`pipeline/derived.py`). In a replay, recorded rows
 enter at the reward stages.
 
-One streaming execution serves the whole run, so engines start once and stay warm. Three rules keep it exact:
+One streaming execution serves all iterations of an attempt, so engines start once and stay warm. Three rules:
 
-- A block is a chunk. `batch_size=None` hands a stage whole blocks (a number would bundle several into one task, and a
-  strictly on-policy run would wait for a chunk that waits for it), and `repartition(strict=True)` cuts them exactly
-  where a stage's input is not a chunk.
-- A failed row stays, with its error and a reason why it does not train. Equal blocks in a kept order are dealt to the
-  train workers in turn, so each gets the same number of rows of every iteration. Where dynamic sampling takes groups
-  out, the rows behind it are cut into whole chunks again.
-- Blocks are never shaped by size (`target_max_block_size=None`): a group that is split over two blocks has no mean.
+- One block is one chunk. `batch_size=None` hands a stage whole blocks. A number would bundle several chunks into one
+  task, and a strictly on-policy run would deadlock: the update would wait for a task that waits for the update. Where
+  a stage's output is not in chunks, `repartition(strict=True)` cuts it into chunks.
+- A failed row stays, with its error and a `drop_reason`, so all blocks have the same size. Ray Data keeps their order
+  and deals them to the train workers in turn, so each worker gets the same number of rows of every iteration. Where
+  dynamic sampling removes groups, the stream cuts the remaining rows into whole chunks again.
+- Ray Data never splits blocks by size (`target_max_block_size=None`): the mean of a group needs all its rows at once.
 """
 
 from typing import Any
@@ -62,35 +62,35 @@ from pipeline.track.trajectories import Record
 from pipeline.track.validation import Validation
 
 SOURCE_CPUS = 0.1
-"""Ray CPUs of the prompt source and of rate-limited rewards, which mostly wait."""
+"""Ray CPUs of an actor that mostly waits: the prompt source, the gate, the filter, rate-limited rewards."""
 WHOLE: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}
-"""A stage is handed whole blocks."""
+"""Arguments of `map_batches` for a stage that gets whole blocks."""
 
 
 def build(
     config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout] = Rollout
 ) -> Dataset:
-    """The stream of one attempt. Ray Train calls this again whenever its workers restart.
+    """Build the stream of one attempt. Ray Train calls this again whenever its workers restart.
 
     Args:
         config: the run's configuration.
-        schedule: which iterations and validations there are.
+        schedule: the iterations and validations of the run.
         store: handle of the policy store.
         run_dir: where trajectories are recorded.
-        rollout_stage: class of the rollout stage; benchmarks put a stand-in here.
+        rollout_stage: class of the rollout stage; benchmarks pass a substitute.
     """
-    # Ray Train builds the stream in its controller, which the driver's context does not reach.
+    # Ray Train calls this in its controller's process, which does not have the driver's `DataContext`.
     set_context()
     set_autoscaling(DataContext.get_current(), config.rollout.elastic)
     shorten_waits(DataContext.get_current())
     client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))
-    rollout, together = config.rollout, max(2, schedule.chunks_per_iteration)
+    rollout, concurrent = config.rollout, max(2, schedule.chunks_per_iteration)
     placed, deadlines = config.trainer.placed, config.trainer.deadlines
     advantage = Advantage(config.algorithm, client, deadlines.admission)
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
     policy = StorePolicy(client, deadlines.admission)
-    gate = several(together) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
+    gate = several(concurrent) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
 
     if uses_engines(config):
         args: tuple = (config.data, config.model, config.trainer, row_limits(config), schedule, client, run_dir)
@@ -104,19 +104,19 @@ def build(
     else:
         args = (config.data, uses_baselines(config), schedule, client, deadlines)
         stream = source(schedule.pages, chunk_rows, Replay, args, config)
-    stream = rewarded(stream, config, together)
-    # Equal resources let Ray run neighbours as one task: a chunk then costs one task after its engine, not four.
+    stream = rewarded(stream, config, concurrent)
+    # Ray Data fuses neighbouring stages of equal resources: after the engine a chunk costs one task, not four.
     light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, "label_selector": placed("reward"), **WHOLE}
     if schedule.validation:
         stream = stream.map_batches(Validation(run_dir, client), **light)
     if uses_baselines(config):
         stream = stream.map_batches(Baseline(), **light)
     if uses_filter(config):
-        # One after the other, as they come: the number of a group depends on those before it.
-        alone = several(1) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
+        # One chunk after the other, in order: the number of a group depends on the groups before it.
+        one_actor = several(1) | {"num_cpus": SOURCE_CPUS, "label_selector": placed("prompts")}
         rules = FilterRules.of(config, schedule.iterations)
         args = (rules, client, deadlines.engine_start)
-        stream = stream.map_batches(Filter, fn_constructor_args=args, **alone, **WHOLE)
+        stream = stream.map_batches(Filter, fn_constructor_args=args, **one_actor, **WHOLE)
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
     if uses_reference(config):
         stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature)
@@ -138,9 +138,9 @@ def build(
 
 
 def source(pages: int, chunk_rows: int, stage: type, args: tuple, config: Config) -> Dataset:
-    """Chunks of `chunk_rows` rows, made by one actor of class `stage`, which is handed one page number after the other.
+    """Chunks of `chunk_rows` rows. One actor of class `stage` makes them from page numbers, one page after the other.
 
-    A page is a block whose column `id` holds its number, from 0. No task makes these blocks.
+    Its input has one block per page, whose column `id` holds the number of the page, from 0.
     """
     numbers = ray.data.from_blocks([pa.table({"id": [page]}) for page in range(pages)])
     made = numbers.map_batches(
@@ -155,72 +155,74 @@ def source(pages: int, chunk_rows: int, stage: type, args: tuple, config: Config
 
 
 def set_context() -> None:
-    """Ray Data's rules for a stream whose blocks are chunks and that is not held back but by what it waits for."""
+    """Configure Ray Data for a stream whose blocks are chunks and which only the policy store paces."""
     context = DataContext.get_current()
     context.target_max_block_size = None
     context.enable_progress_bars = False
-    # Ray Data would set CPUs aside stage by stage, the first stages first, and trust that a stage left without any gets
-    # them when earlier ones end: here none ends before the run does. The policy store paces the stream instead.
+    # Ray Data would reserve CPUs for the first stages first, and a stage without CPUs would get some when an earlier
+    # stage ends. Here no stage ends before the run does. The policy store paces the stream instead.
     context.op_resource_reservation_enabled = False
-    # Without those shares Ray Data would hold a stage back as soon as finished blocks pile up before the train workers,
-    # who take none until the whole iteration is there: both sides would wait for ever.
+    # Without reservations Ray Data would pause a stage as soon as finished blocks pile up before the train workers.
+    # These take no block until the whole iteration is complete, so both sides would wait forever.
     context.downstream_capacity_backpressure_ratio = None
     context.execution_options.preserve_order = True
-    # A thread that looks at a task's memory costs a short task milliseconds.
+    # The thread that polls a task's memory would add milliseconds to each short task.
     context.memory_usage_poll_interval_s = None
 
 
-def rewarded(stream: Dataset, config: Config, together: int) -> Dataset:
+def rewarded(stream: Dataset, config: Config, concurrent: int) -> Dataset:
     """`stream` with the stages that score responses.
 
     Args:
-        stream: rows of whole chunks as the rollout stage leaves them.
+        stream: whole chunks, as the rollout stage returns them.
         config: the run's configuration.
-        together: chunks that are scored at the same time where calls are counted.
+        concurrent: chunks that the one reward actor scores at the same time, if `reward.rate_limit` is set.
     """
     if uses_reward_model(config):
-        judge = config.reward.model.path
-        stream = scored(stream, RewardModelScore, config, "reward_model", config.actor.fsdp, judge)
+        model_path = config.reward.model.path
+        stream = scored(stream, RewardModelScore, config, "reward_model", config.actor.fsdp, model_path)
     reward, longest = config.reward, config.data.max_response_length
     where: dict[str, Any] = {"label_selector": config.trainer.placed("reward")}
     if not reward.rate_limit.used:
         return stream.map_batches(Reward(reward, longest), num_cpus=reward.num_cpus, **where, **WHOLE)
-    # Calls are counted where they are made, so they are made in one place, for several chunks at a time.
-    args = (reward, longest, together)
+    # One actor counts calls against the limit, so it makes all of them, for several chunks at the same time.
+    args = (reward, longest, concurrent)
     return stream.map_batches(
-        SingleReward, fn_constructor_args=args, num_cpus=SOURCE_CPUS, **several(together), **where, **WHOLE
+        SingleReward, fn_constructor_args=args, num_cpus=SOURCE_CPUS, **several(concurrent), **where, **WHOLE
     )
 
 
 def several(chunks: int, size: int = 1, between: tuple[int, int] | None = None) -> dict[str, Any]:
-    """A pool of `size` asynchronous actors, each of which works on `chunks` chunks at a time.
+    """Arguments of `map_batches` for a pool of asynchronous actors.
 
     Args:
-        chunks: of an actor at a time.
-        size: actors; of a pool that changes, those at the start.
-        between: smallest and largest size of a pool that changes.
+        chunks: number of chunks that an actor works on at the same time.
+        size: number of actors; of an elastic pool, at the start.
+        between: smallest and largest size of an elastic pool.
     """
-    # Equal numbers: tasks in flight alone would wait in the actor's queue, one behind the other.
+    # The first limit alone would only lengthen the actor's queue; the second lets an actor work on all of them at once.
     tasks: dict[str, Any] = {"max_tasks_in_flight_per_actor": chunks, "max_concurrent_calls_per_actor": chunks}
     fewest, most = between or (size, size)
     return {"compute": ActorPoolStrategy(min_size=fewest, max_size=most, initial_size=size, **tasks)}
 
 
 def engines(config: Config, size: int, chunks: int, between: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Resources of the rollout stage: `size` engines with `chunks` chunks in flight in each, or a number of them that
-    changes `between` two."""
+    """Arguments of `map_batches` for the rollout stage: `size` engines with `chunks` chunks in flight in each.
+
+    `between` gives the smallest and the largest number of engines of an elastic pool.
+    """
     rollout = config.rollout
-    gives: dict[str, Any] = {"num_cpus": rollout.num_cpus, "num_gpus": rollout.num_gpus}
-    gives["label_selector"] = config.trainer.placed("rollout")
+    resources: dict[str, Any] = {"num_cpus": rollout.num_cpus, "num_gpus": rollout.num_gpus}
+    resources["label_selector"] = config.trainer.placed("rollout")
     if rollout.tensor_parallel_size > 1:
-        gives = tensor_parallel.actor_args(config)
-    return several(chunks, size, between) | gives | {"runtime_env": {"env_vars": engine_env(config)}}
+        resources = tensor_parallel.actor_args(config)
+    return several(chunks, size, between) | resources | {"runtime_env": {"env_vars": engine_env(config)}}
 
 
 def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) -> Dataset:
-    """`stream` with the stage of the pool `scoring.<name>`, which gets the model, that section and `args`.
+    """`stream` with a scoring stage. Its constructor gets the section `model`, the section `scoring.<name>` and `args`.
 
-    Each replica takes one chunk at a time, and has threads where Ray gives it one.
+    A replica scores one chunk after the other. Its number of compute threads is set here; Ray would set it to 1.
     """
     scorer: ScorerConfig = getattr(config.scoring, name)
     threads = compute_threads(scorer.num_threads, scorer.num_cpus)
@@ -238,12 +240,12 @@ def scored(stream: Dataset, stage: type, config: Config, name: str, *args: Any) 
 
 
 def engine_env(config: Config) -> dict[str, str]:
-    """Environment of an engine's process. Ray would give it one compute thread."""
+    """Environment variables of an engine's process. Ray would set its number of compute threads to 1."""
     threads = compute_threads(config.rollout.num_threads, config.rollout.num_cpus)
     env = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     if config.rollout.tensor_parallel_size > 1:
         env |= tensor_parallel.ENV
     if config.rollout.num_gpus == 0 and config.rollout.enforce_eager:
-        # vLLM compiles one function of its sampler even then: seconds of the first generation, and a C++ compiler.
+        # Even in eager mode vLLM compiles one function of its sampler, which takes seconds and needs a C++ compiler.
         env["TORCHDYNAMO_DISABLE"] = "1"
     return env

@@ -1,6 +1,6 @@
 """What is more than a new name for a key: where verl's number counts something else, or its word means something else.
 
-Each rule notes what it changes. General differences are told in docs/from_verl.md.
+Each rule notes what it changes. docs/from_verl.md describes the general differences.
 """
 
 import math
@@ -240,7 +240,7 @@ def engines(state: State) -> None:
         state.drop("rollout.tensor_parallel_size")
         key = f"{_ROLLOUT}.tensor_model_parallel_size"
         state.leave(key, f"an engine has GPUs of one node, and a node has {node}", cannot=True)
-    # Engines on GPUs prefill in chunks unless they are told otherwise.
+    # Engines on GPUs use chunked prefill unless a setting turns it off.
     if state.given.get(f"{_ROLLOUT}.enable_chunked_prefill") is False:
         state.set("rollout.engine_kwargs", {**state.get("rollout.engine_kwargs"), "enable_chunked_prefill": False})
 

@@ -154,7 +154,7 @@ CANNOT: dict[str, str] = {
     "the converted run waits for each iteration; algorithm.max_staleness lets engines generate ahead": (
         "trainer.v1.trainer_mode async_training.*"
     ),
-    "checkpoints call nobody back, and are not copied elsewhere": (
+    "checkpoints call no hooks, and are not copied elsewhere": (
         "trainer.checkpoint_callback_class trainer.default_hdfs_dir"
     ),
 }

@@ -1,7 +1,7 @@
 """Reads sharded checkpoints (`torch.distributed.checkpoint`) of unknown origin without running their code.
 
 PyTorch pickles a checkpoint's index (`.metadata`) and its plain values (such as a learning rate), and unpickling can
-run any code. Here the index may name nothing but the classes of an index, and values are read with `weights_only=True`.
+run any code. Here the index may contain only the classes of an index, and values are read with `weights_only=True`.
 """
 
 import io
@@ -44,14 +44,14 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads a checkpoint's folder, and unpickles no classes but those of an index."""
+    """Reads a checkpoint's folder. Of its index it unpickles only the classes in `INDEX_CLASSES`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index.
 
         Raises:
-            ValueError: it is damaged, or names a class that is no part of an index, or a file outside of the folder.
-            OSError: it cannot be read.
+            ValueError: the index is damaged, contains a foreign class, or names a file outside of the folder.
+            OSError: the index cannot be read.
         """
         file = Path(self.path) / ".metadata"
         try:

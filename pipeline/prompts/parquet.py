@@ -1,4 +1,4 @@
-"""A parquet file of prompts: checked by its footer, read a batch at a time, every row with its place.
+"""A parquet file of prompts: checked by its footer, read in batches, every row with its place.
 
 `pipeline/supervised` reads its files in the same way.
 """
@@ -74,9 +74,8 @@ class PromptFile:
     def read(self, slices: list[Slice], columns: list[str]) -> Iterator[tuple[Slice, pa.RecordBatch]]:
         """Rows of the slices in file order, in batches of at most `READ_ROWS` rows, each with its slice.
 
-        A slice inside a row group costs decoding the row group up to it.
-
-        Of `columns` (`name` or `name.field`), those that the file lacks are left out.
+        Reading a slice also decodes the rows before it in its row group. Of `columns` (`name` or `name.field`), those
+        that the file lacks are left out.
 
         Raises:
             OSError: the file is missing or damaged, or is not the one that was opened at the start.
@@ -105,7 +104,7 @@ class PromptFile:
             ) from error
 
     def data_sources(self) -> Iterator[tuple[Slice, pa.Array]]:
-        """The column `data_source`, a batch at a time. Raises as `read`."""
+        """The column `data_source`, in batches. Raises the same errors as `read`."""
         whole = [Slice(number, 0, rows) for number, rows in enumerate(self.row_groups)]
         for part, batch in self.read(whole, ["data_source"]):
             yield part, batch.column("data_source")
@@ -150,7 +149,7 @@ def open_parquet(
 
 
 def data_sources(files: list[PromptFile], allow_missing: bool = False) -> list[str]:
-    """Distinct `data_source` values of all rows, sorted. Reads that column alone, a batch at a time.
+    """Distinct `data_source` values of all rows, sorted. Reads only that column, in batches.
 
     Raises:
         OSError: a file cannot be read.

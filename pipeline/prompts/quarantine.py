@@ -1,7 +1,7 @@
 """Rows that cannot be used: set aside in `RUN/quarantine`, and counted, up to `data.max_bad_rows`.
 
-Each is one small parquet file of one row (`file`, `row_group`, `row`, `reason`, `content` as JSON), named after its
-place: a row that is met again, in a later epoch or after a restart, is counted once.
+Each bad row becomes a parquet file of one row (`file`, `row_group`, `row`, `reason`, `content` as JSON). The file's
+name is a hash of the row's place, so a row that is read again, in a later epoch or after a restart, counts once.
 """
 
 import hashlib
@@ -22,9 +22,11 @@ class Quarantine:
     def __init__(self, limit: int, run_dir: str | None = None) -> None:
         """
         Args:
-            limit: most bad rows; with 0 the first one ends the run.
-            run_dir: folder or URL, whose earlier bad rows count too; None only counts rows. Raises OSError where it
-                cannot be read.
+            limit: largest number of bad rows; with 0 the first one ends the run.
+            run_dir: the run's folder or URL; bad rows found there count too. None writes no files.
+
+        Raises:
+            OSError: the folder cannot be read.
         """
         self.limit = limit
         self._folder: str | None = None
@@ -37,15 +39,15 @@ class Quarantine:
 
     @property
     def count(self) -> int:
-        """Different rows set aside so far."""
+        """Number of distinct rows set aside so far."""
         return len(self._names)
 
     def add(self, place: Place, row: Any, error: ValueError) -> None:
         """Set aside a row, as read, because of `error`.
 
         Raises:
-            ValueError: it is one too many.
-            OSError: it cannot be written.
+            ValueError: there are now more bad rows than `limit`.
+            OSError: the row cannot be written.
         """
         reason = f"{place}: {error}"
         if self.limit == 0:

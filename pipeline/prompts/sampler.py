@@ -20,15 +20,16 @@ class Sampler(Plugin):
     """Takes every prompt once per epoch, in the order of the files or shuffled. Subclasses change what they need to."""
 
     def shares(self, iteration: int) -> Mapping[str, float] | None:
-        """How prompts divide over the data sources; the numbers need not sum to 1.
+        """The share of the prompts that each data source gets in an iteration; the numbers need not sum to 1.
 
-        Each data source is then an endless order of its own. Every one must be named, those that are left out with 0.
-        None, in all iterations or in none, leaves the rows of all sources in one order.
+        The result must name every data source of the files; 0 excludes a source. Each source is then read in its own
+        endless order. None instead puts the rows of all sources into one order. A sampler must return None either in
+        every iteration or in no iteration.
         """
         return None
 
     def chance(self, index: int, row: dict[str, Any]) -> float:
-        """How likely a row is to be taken when its turn comes; if it is not, the next in the order has its turn.
+        """The probability that a row is taken when its turn comes; if it is not taken, the next row follows.
 
         Args:
             index: number of the row in all training files, from 0.

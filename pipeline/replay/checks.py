@@ -31,7 +31,7 @@ UNREAD = tuple(
 """Keys that say how prompts are read and responses generated, which a replay does not do."""
 
 CHECKED_GROUPS = 256
-"""Groups whose tokens and rewards are tried before anything starts, from the first on."""
+"""Number of groups, from the first one, whose tokens and rewards are checked before the start."""
 
 
 def recorded_config(run_dir: Path) -> Config:
@@ -51,12 +51,12 @@ def recorded_config(run_dir: Path) -> Config:
 
 
 def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
-    """The settings of a replay that changes nothing: one pass over the rows, in the folder beside the recording's.
+    """The settings of a replay that changes nothing: one pass over the rows, in a folder beside the recording's.
 
     Args:
         recorded: settings of the run that was recorded.
         run_dir: its folder.
-        iterations: which of them, as `data.recorded_iterations`.
+        iterations: which recorded iterations to train on, in the form of `data.recorded_iterations`.
     """
     config, default = copy.deepcopy(recorded), Config()
     for name in (*UNREAD, "trainer.val_before_train", "trainer.test_freq", "trainer.resume"):
@@ -66,7 +66,7 @@ def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
     config.data.recorded_run, config.data.recorded_iterations = str(folder), iterations
     trainer.experiment_name, trainer.default_local_dir = f"{folder.name}-replay", str(folder.parent)
     trainer.total_epochs, trainer.total_training_steps = 1, None
-    # A replay that does anything else than the recorded run soon has another policy, which is no error.
+    # With other settings than the recording's, a replay's policy soon differs, and that is no error.
     trainer.max_log_prob_gap = None
     # Groups that agreed are not in the recording.
     config.algorithm.filter_groups.enable = False
@@ -138,7 +138,7 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def check_recording(config: Config) -> int:
-    """Check every file of `data.recorded_run` and try the reward on its prompts; the number of its groups.
+    """Check every file of `data.recorded_run`, and try the reward on its first prompts. Returns the number of groups.
 
     Raises:
         ConfigError: the settings do not fit the recording.

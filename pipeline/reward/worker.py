@@ -28,7 +28,7 @@ from pipeline.reward.result import MAX_ERROR, Answer
 from pipeline.reward.sandbox import processes
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
-SEND_S = 10  # seconds in which a worker must read what it is sent
+SEND_S = 10  # seconds in which a worker must read a message
 LOOK_S = 0.05  # seconds between two looks at a worker's memory
 EXIT_S = 0.2  # seconds that a process whose connection has ended may take to end itself
 
@@ -46,12 +46,12 @@ class Call:
     rows: list[list[str | None]]
     """data_source, response, and as JSON or None ground_truth and extra_info, of each row."""
     limit_s: float
-    """Seconds on the clock that the call may take."""
+    """Wall-clock seconds that the call may take."""
     answers: "Future[list[Answer]]" = field(default_factory=Future)
     deadline: float = math.inf
-    """When it must be answered; set when it begins."""
+    """Time by which the call must be answered; set when it begins."""
     alone: bool = False
-    """Whether a worker is given nothing else at the same time."""
+    """Whether the worker gets no other call at the same time."""
 
     @property
     def by_rule(self) -> bool:
@@ -73,7 +73,7 @@ class WorkerLost(Exception):
 
 
 class RewardWorker:
-    """A worker process as the pool sees it."""
+    """The pool's handle of one worker process."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.loading = True
@@ -82,7 +82,7 @@ class RewardWorker:
         self.began_at = time.monotonic()  # when it was started, or last given calls
         self.given = 0  # how many it was given then
         self._memory_mb, self._looked_at = config.worker_memory_mb, 0.0
-        # It takes what goes wrong before the functions are loaded.
+        # It records errors that occur before the functions are loaded.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self.connection, theirs = Pipe()
         # Without a time limit, a worker that does not read would hold up the pool.
@@ -98,7 +98,7 @@ class RewardWorker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        # A process that has ended already is met by `receive`.
+        # `receive` notices a process that has already ended.
         with suppress(WorkerLost):
             self._send(config)
 

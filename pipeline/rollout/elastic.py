@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from pipeline.rollout.policy_source import PolicySource
 
 STARTS = 3
-"""Engines in a row that may fail to start before the run ends; of a pool of one size, none may."""
+"""Consecutive engines of an elastic pool that may fail to start before the run ends; in a fixed pool none may."""
 FULL = 1.0
-"""Share of the chunks which its engines take at which a pool grows."""
+"""A pool grows when its engines have this share of the chunks that they can take."""
 NEVER = -1.0
 
 
 class Gate:
-    """Lets chunks pass when they are admitted, in their order."""
+    """The stage before an elastic engine pool. It passes chunks on, in order, as the policy store admits them."""
 
     def __init__(self, policy: "PolicySource"):
         self._policy = policy

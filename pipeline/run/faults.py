@@ -1,7 +1,7 @@
 """Whether train workers that failed are restarted from the newest checkpoint, or the run ends with a sentence.
 
-an error that a restart would meet again (`FinalError`, too many non-finite steps)           the run ends
-any error but a death, before the first iteration was trained: settings, model, start        the run ends
+an error that a restart would repeat (`FinalError`, too many non-finite steps)               the run ends
+any error but a death, before the first iteration is trained: settings, model, start         the run ends
 any other: a dead process or node, a deadline, storage that stayed away                      restart,
     but not more than `trainer.max_failures` times without a checkpoint in between           the run ends
 """
@@ -23,9 +23,9 @@ RAISED = re.compile(r"^(?:\x1b\[\d+m)*((?:\w+\.)*\w+): (.+)$", re.MULTILINE)
 GLOO = re.compile(r"\bgloo/transport/\w+/\w+\.\w+:\d+\]")
 """Where gloo says that it failed; torch raises that as a plain `RuntimeError`."""
 FINAL = {"FinalError", "FloatingPointError"}
-"""Classes of errors that a restart would meet again."""
+"""Classes of errors that a restart would repeat."""
 SECONDARY = {"StaleAttempt", "PeerDied", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo"}
-"""What the survivors of a death raise."""
+"""Errors that the other processes raise after one has died."""
 DEATH = SECONDARY | {
     *("RayActorError", "ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"),
     *("OwnerDiedError", "ObjectLostError", "ObjectReconstructionFailedError", "ObjectFetchTimedOutError"),
@@ -35,13 +35,13 @@ DEATH = SECONDARY | {
 
 
 class RunEnded(RuntimeError):
-    """Ends a run; the message is its sentence."""
+    """Ends the run without a restart; the message is the reason that the user reads."""
 
 
 class Restarts(UserCallback):
     """Decides about failures of the train workers; lives in Ray Train's controller.
 
-    Ray Train restarts the workers after every error that this lets pass, and none after one that is raised here.
+    Ray Train restarts the workers unless `after_exception` raises.
 
     Args:
         store: the policy store.
@@ -54,18 +54,18 @@ class Restarts(UserCallback):
         self._trained = False
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        """A checkpoint is whole."""
+        """Called when a report is complete; with a checkpoint it clears the count of restarts."""
         if checkpoint is not None:
             self._in_a_row, self._trained = 0, True
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        """Train workers failed, by rank.
+        """Called with the errors of the failed train workers, by rank.
 
         Raises:
-            RunEnded: they are not to be restarted.
+            RunEnded: the workers shall not be restarted.
         """
         found = {rank: kinds(error) for rank, error in worker_exceptions.items()}
-        # The rank that says most: one with a final error, else one that did not only meet another's death.
+        # The most informative rank: one with a final error, else one whose error does not follow from another's death.
         rank = min(found, key=lambda rank: (not found[rank] & FINAL, bool(found[rank] & SECONDARY)))
         reason = describe_failure(rank, worker_exceptions[rank])
         every = set[str]().union(*found.values())
@@ -93,7 +93,7 @@ class Restarts(UserCallback):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those it came from."""
+    """An error and the errors that caused it."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -103,7 +103,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def kinds(error: BaseException) -> set[str]:
-    """Names of the classes of an error and of those it came from, base classes included.
+    """Names of the classes of an error and of the errors that caused it, base classes included.
 
     Ray passes errors of other processes on as text: what stands in front of the message in a traceback's last line
     counts as a class, and nothing else in a message does.

@@ -101,7 +101,7 @@ def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
     if uses_critic(stored) != uses_critic(config):
         problems.append(f"the checkpoint has {'a' if uses_critic(stored) else 'no'} critic")
     if problems:
-        raise ConfigError(f"trainer.resume={found.place} cannot be gone on from: {'; '.join(problems)}")
+        raise ConfigError(f"trainer.resume={found.place} cannot be resumed from: {'; '.join(problems)}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The policy store as its callers see it: typed calls of one attempt, each with a deadline."""
+"""Typed calls of the policy store for the members of one attempt, each call with a deadline."""
 
 import asyncio
 import time
@@ -11,9 +11,9 @@ from pipeline.store.errors import StoreTimeout
 from pipeline.store.policy_store import PolicyStore
 
 ANSWER_S = 60.0
-"""Seconds the policy store may take to answer what it can answer at once."""
+"""Seconds in which the policy store must answer a call that need not wait."""
 PAUSE_S = 0.5
-"""Between attempts to reach a store that is restarting."""
+"""Seconds between two tries to reach a store that is restarting."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,15 +22,15 @@ T = TypeVar("T")
 class StoreClient:
     """Calls methods of `PolicyStore` for one attempt: `client.call(PolicyStore.post, event)`.
 
-    `call` is for what the store answers at once, `wait` and `awaited` for what waits in the store. After `ANSWER_S`
-    these ask whether the store still answers.
+    `call` is for methods that return at once, `wait` and `awaited` for methods that wait inside the store. Every
+    `ANSWER_S` seconds `wait` and `awaited` check that the store still answers.
 
-    All of them raise `StaleAttempt` where the train workers have restarted, `StoreTimeout` where the store does not
-    answer or a deadline passes, and `ray.exceptions.RayActorError` where the store has died or restarts.
+    All of them raise `StaleAttempt` if the train workers have restarted, `StoreTimeout` if the store does not answer or
+    a deadline passes, and `ray.exceptions.RayActorError` if the store has died or is restarting.
 
     Args:
         store: handle of the actor.
-        attempt: number of the attempt; the driver belongs to none, and uses `ask`.
+        attempt: number of the caller's attempt. The driver has none, and calls only `ask`.
     """
 
     def __init__(self, store: Any, attempt: int = -1):
@@ -39,19 +39,19 @@ class StoreClient:
     def ask(
         self, method: Callable[Concatenate[PolicyStore, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """The answer of a method that belongs to no attempt and answers at once."""
+        """Call a method that takes no attempt and returns at once."""
         return self._answer(method, self._send(method, *args, **kwargs), ANSWER_S)
 
     def call(
         self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """The answer of a method that answers at once."""
+        """Call a method that returns at once."""
         return self._answer(method, self._send(method, self.attempt, *args, **kwargs), ANSWER_S)
 
     def wait(
         self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """The answer of a method that waits."""
+        """Call a method that waits inside the store."""
         answer = self._send(method, self.attempt, *args, **kwargs)
         while True:
             try:
@@ -62,7 +62,7 @@ class StoreClient:
     async def awaited(
         self, method: Callable[Concatenate[PolicyStore, int, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """As `wait`, in an event loop."""
+        """Like `wait`, for callers in an event loop."""
         answer = asyncio.ensure_future(_result(self._send(method, self.attempt, *args, **kwargs)))
         try:
             while True:
@@ -77,10 +77,10 @@ class StoreClient:
             answer.cancel()
 
     def wait_until_ready(self, patience: float) -> None:
-        """Wait until the store answers, which may be restarting.
+        """Wait until the store, which may be restarting, answers.
 
         Raises:
-            StoreTimeout: it did not within `patience` seconds (`trainer.deadlines.store`).
+            StoreTimeout: it did not answer within `patience` seconds (`trainer.deadlines.store`).
         """
         deadline = time.monotonic() + patience
         while True:
@@ -110,14 +110,14 @@ async def _result(ref: Any) -> Any:
 def _frozen(method: Callable[..., Any], seconds: float) -> StoreTimeout:
     return StoreTimeout(
         f"{method.__name__}: the policy store gave no answer within {seconds:.0f} s; its process, or the network "
-        "to it, is held up"
+        "to it, is blocked"
     )
 
 
 def store_lost(seconds: float, error: BaseException) -> str:
-    """The sentence on a store that does not return."""
+    """The error message for a store that does not come back."""
     last = " ".join(str(error).split("\n")[0].split())
     return (
-        f"the policy store is gone: it has not answered for {seconds:.0f} s (trainer.deadlines.store); {last}. "
+        f"the policy store is lost: it has not answered for {seconds:.0f} s (trainer.deadlines.store); {last}. "
         "Start the same command again"
     )

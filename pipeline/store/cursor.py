@@ -1,4 +1,4 @@
-"""Where the prompts of a batch begin: all that a restarted prompt source or a resumed run needs to go on."""
+"""The place where a batch of prompts begins: all that a restarted prompt source or a resumed run needs to continue."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,9 +11,9 @@ class PromptCursor:
     epoch: int = 0
     """Pass over the files, from 0."""
     offset: int = 0
-    """Prompts of that pass that lie before the place."""
+    """Number of prompts of that pass before the place."""
     orders: dict[str, Any] = field(default_factory=dict)
-    """Places in the orders of data sources that are mixed by weight, by source."""
+    """Per data source, the place in its order; only where sources are mixed by weight."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """State of `data.sampler`."""
     generator: dict[str, Any] = field(default_factory=dict)
@@ -21,9 +21,9 @@ class PromptCursor:
     learnt: int = 0
     """Last iteration whose outcomes the sampler and the generator know."""
     batch: int = 1
-    """Number of the run's batch that begins here, from 1."""
+    """Number of the batch that begins here, counted over the whole run from 1."""
     skip: int = 0
-    """Prompts of that batch that are used up; only with dynamic sampling."""
+    """Number of prompts of that batch that are already used; only with dynamic sampling."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""

@@ -6,4 +6,4 @@ class StaleAttempt(RuntimeError):
 
 
 class StoreTimeout(TimeoutError):
-    """A wait for the policy store passed its deadline; the message names phase, version and party."""
+    """The policy store did not answer, or a wait inside it passed its deadline. The message names what was missing."""

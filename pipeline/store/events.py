@@ -1,4 +1,4 @@
-"""What the run tells the driver: events, and the log in which they wait until the driver has read them."""
+"""Events that the run sends to the driver, and the log that keeps them until the driver has read them."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ class AttemptFailed:
 
 @dataclass(frozen=True)
 class AttemptBegun:
-    """The train workers hold `version` and begin."""
+    """The train workers have loaded `version` and start."""
 
     version: int
 
@@ -35,11 +35,11 @@ class VersionLoaded:
     engine: str
     load_s: float
     update_s: float | None
-    """Seconds since the optimiser step; None for the first version of an attempt, which waited for the engines."""
+    """Seconds since the optimiser step; None for the first version of an attempt, because engines start after it."""
     idle_s: float
-    """Seconds since the engine's last event in which it had no admitted chunk."""
+    """Seconds without an admitted chunk since the engine's previous event."""
     busy_s: float
-    """Seconds since then in which it had one."""
+    """Seconds with an admitted chunk since then."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class IterationTrained:
 
 @dataclass(frozen=True)
 class ValidationAnnounced:
-    """`prompts` prompts validate a policy version."""
+    """A policy version is to be validated on `prompts` prompts."""
 
     version: int
     prompts: int
@@ -65,13 +65,14 @@ class PromptScores:
     data_source: str
     uid: str
     responses: int
-    """Those whose reward failed included."""
+    """Number of responses, including those whose reward failed."""
     scores: list[float]
     votes: list[int]
-    """Equal numbers stand for equal answers."""
+    """A number for each answer; equal answers have equal numbers."""
     accuracies: list[float] = field(default_factory=list)
-    """`acc` of the reward function, where it gives one."""
+    """`acc` of the reward function; empty if it returns none."""
     accuracy_votes: list[int] = field(default_factory=list)
+    """`votes` of the responses with an `acc`."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,14 @@ class ValidationScored:
 
 @dataclass(frozen=True)
 class CheckpointBegun:
-    """A checkpoint of `version` is about to be written; a run that resumes from it never repeats what it covers."""
+    """A checkpoint of `version` is about to be written; a run that resumes from it does not repeat earlier events."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A rank's part of a checkpoint is in the storage."""
+    """A rank's part of a checkpoint has been copied to the run's storage."""
 
     version: int
     rank: int
@@ -105,7 +106,7 @@ class TrainingEnded:
 
     version: int
     stopped: bool
-    """Whether it was asked to stop."""
+    """Whether the run was asked to stop."""
 
 
 Event = (
@@ -126,8 +127,8 @@ class EventLog:
     """Numbered events for one reader, kept until the reader confirms them.
 
     Args:
-        first: number before the first event. A log that replaces a lost one starts beyond all numbers of that one, so
-            a reader who asks for what follows the old ones misses none of the new.
+        first: number before the first event. After a crash, the new log must start above every number of the old log:
+            a reader that asks for events after an old number then misses no new one.
     """
 
     PAUSE_S = 0.05
@@ -142,9 +143,9 @@ class EventLog:
         self._events.append(event)
 
     async def read(self, after: int, timeout: float) -> tuple[int, list[Event]]:
-        """Events past number `after`, and the number of the last one; waits up to `timeout` seconds for one.
+        """The number of the last event, and the events after number `after`; waits up to `timeout` seconds for one.
 
-        Events up to `after` are confirmed thereby, and forgotten.
+        The call confirms the events up to `after`, and the log deletes them.
         """
         self._confirmed = max(self._confirmed, min(after, self._count))
         self._events = self._events[len(self._events) - (self._count - self._confirmed) :]
@@ -154,7 +155,7 @@ class EventLog:
         return self._count, list(self._events)
 
     async def flush(self, timeout: float) -> bool:
-        """Wait until the reader has confirmed all events that are there now; False when it takes longer."""
+        """Wait until the reader has confirmed all present events; False if that takes longer than `timeout` seconds."""
         last = self._count
         deadline = time.monotonic() + timeout
         while self._confirmed < last:

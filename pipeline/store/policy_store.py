@@ -1,25 +1,27 @@
 """The policy store: which policy version exists, where its weights are, and which chunk may start.
 
-One small actor between the train workers and the stream. It holds versions, object refs and the admission rule, never
-tensors and never rows. The protocol, for version v of one attempt (`StoreClient` has one method for each call):
+One small actor between the train workers and the stream. It holds versions, object refs and the admission rule, not
+tensors or rows. The protocol, for version v of one attempt (callers use `StoreClient`):
 
     train ranks   put their shards, `publish(v, shards)`      v becomes current when every rank has published
     prompt source `wait_prompts_due(chunk)`                   waits until the chunk may start, or soon may
     engine        `admit(chunk)` -> version, shards           waits until the chunk may start
-    engine        loads, `acknowledge(v, checksum)`           nothing is generated before that
-    filter        `report_groups(kept, dropped)`              dropped groups admit as many others
-    advantage     `kl_coef(v)`                                the coefficient that belongs to the rows of version v
-    value replica `weights("critic", v)` -> version, shards   the critic that belongs to the rows of version v
+    engine        loads, `acknowledge(v, checksum)`           the engine generates only after this call
+    filter        `report_groups(kept, dropped)`              each dropped group admits another one
+    validation    `record_validation(scores)`                 after the last scores, version v + 1 may become current
+    advantage     `kl_coef(v)`                                the KL coefficient for the rows of version v
+    value, policy `weights(model, v)` -> version, shards      the model's current weights, of version v or newer
 
-A version is all trained models, policy and critic, after the same iteration. One that is to be validated stays current
-until its validation has been recorded, however far ahead the trainer is (`versions.py`).
+A version is the weights of all trained models, policy and critic, after the same iteration. A version to be validated
+stays current until its validation is recorded, even if the trainer has published newer ones (`versions.py`).
 
-Every (re)start of the train workers is a new **attempt**: the stream starts over, `register_trainer` gives the version,
-and waits of older attempts fail at once. If the store itself dies, Ray starts it again, empty and with other numbers:
-all callers of the old one fail, the train workers restart, and an attempt begins.
+Each (re)start of the train workers begins a new **attempt**: a new stream is built, `register_trainer` reports the
+version, and the waits of older attempts fail at once. If the store itself dies, Ray starts an empty one with other
+numbers. Then all calls of the old attempt fail, the train workers restart, and a new attempt begins.
 
-A wait's deadline counts from the last heartbeat (a publication, an acknowledgement, the start of an attempt), so a slow
-but living run never trips it, and a dead one always does, naming phase and party.
+The deadline of a wait counts from the last heartbeat: the start of an attempt, a publication, an acknowledgement or
+recorded validation scores. So the deadline limits the time without progress, not the whole wait. Its error names the
+phase and the party.
 """
 
 import time
@@ -49,17 +51,17 @@ from pipeline.weights.load import Shard
 
 
 def milliseconds() -> int:
-    """Since 1970: a number that no store of the run has used, because none counts a thousand a second."""
+    """Milliseconds since 1970. No earlier store of the run has reached this number: none counts 1,000 per second."""
     return time.time_ns() // 1_000_000
 
 
 class PolicyStore:
-    """The state behind the actor; plain asyncio, usable without Ray. Calls of an ended attempt raise `StaleAttempt`.
+    """The class behind the actor; plain asyncio, usable without Ray. Calls of ended attempts raise `StaleAttempt`.
 
     Args:
         admission: chunk and batch sizes and the staleness bound.
-        first: gives the number before the first attempt and the first event. A store that Ray starts again must not
-            repeat a number of the one before: `milliseconds`.
+        first: returns the number before the first attempt and the first event. In a Ray actor this is `milliseconds`,
+            because a restarted store must not repeat a number of the old one.
     """
 
     def __init__(self, admission: Admission, first: Callable[[], int] = int):
@@ -88,7 +90,7 @@ class PolicyStore:
     # attempts
 
     async def new_attempt(self) -> int:
-        """Start over: called when the stream is (re)built."""
+        """Begin a new attempt with empty state; called whenever a stream is built. Returns its number."""
         async with self._changed:
             self.attempt += 1
             self._reset()
@@ -106,7 +108,7 @@ class PolicyStore:
         return self.attempt
 
     async def register_trainer(self, attempt: int, state: TrainerState, world_size: int) -> None:
-        """The restored train loop reports its version and the prompts that come next."""
+        """The restored train loop reports its version and the place of the next prompts."""
         async with self._changing(attempt):
             self.base = state.version
             self._versions.world_size = world_size
@@ -116,7 +118,7 @@ class PolicyStore:
             self._waits.heartbeat("the train loop")
 
     async def trainer_state(self, attempt: int, timeout: float) -> TrainerState:
-        """Wait for what `register_trainer` was given."""
+        """Wait for `register_trainer`; returns the state that it got."""
         await self._waits.until(attempt, lambda: self._trainer is not None, timeout, "start", "the train loop")
         assert self._trainer is not None
         return self._trainer
@@ -132,12 +134,12 @@ class PolicyStore:
         kl_coef: float = 0.0,
         validates: bool = False,
     ) -> None:
-        """One rank's part of a version.
+        """Publish one rank's part of a version.
 
         Args:
-            attempt: of the train workers.
-            version: its number.
-            shards: the rank's shard of each trained model, the policy (`POLICY`) always among them.
+            attempt: attempt of the train workers.
+            version: number of the version.
+            shards: the rank's shard of each trained model; it always includes the policy (`POLICY`).
             stepped_at: wall-clock time at which the rank's last optimiser step ended.
             kl_coef: coefficient of the KL in the reward for the rows of this version.
             validates: whether the version is to be validated.
@@ -152,56 +154,56 @@ class PolicyStore:
         """An engine has loaded a policy version.
 
         Args:
-            attempt: of the stream.
-            engine: its name.
-            version: what it has loaded.
-            crc: checksum of the weights it got.
+            attempt: attempt of the stream.
+            engine: name of the engine.
+            version: the version that it has loaded.
+            crc: checksum of the weights that it has loaded.
             load_s: seconds that loading took.
-            idle_s, busy_s: seconds since its last acknowledgement without and with admitted chunks.
+            idle_s, busy_s: seconds without and with admitted chunks since the engine's last acknowledgement.
 
         Raises:
-            FinalError: the engine's checksum is not the published one.
-            ValueError: the version is not known, or not current yet.
+            FinalError: the engine's checksum differs from the published one.
+            ValueError: the version is unknown, already deleted, or not current yet.
         """
         async with self._changing(attempt):
             entry = self._versions.get(version)
             if entry is None or version > self.version:
                 raise ValueError(
-                    f"engine {engine} acknowledged version {version}, which nobody may use (current is {self.version})"
+                    f"engine {engine} acknowledged version {version}, unknown or too new (current is {self.version})"
                 )
             if crc != entry.checksum:
                 raise FinalError(
                     f"engine {engine} loaded version {version} with checksum {crc:08x}, "
-                    f"published was {entry.checksum:08x}"
+                    f"but the published checksum is {entry.checksum:08x}"
                 )
-            # The first version of an attempt waited for the engines to start.
+            # In the first version of an attempt the seconds would include the start of the engines.
             update_s = time.time() - entry.stepped_at if version > self.base else None
             self._events.append(VersionLoaded(version, engine, load_s, update_s, idle_s, busy_s))
             self._waits.heartbeat(f"engine {engine}")
 
     async def weights(self, attempt: int, model: str, version: int, timeout: float) -> Ticket:
-        """The current weights of `model`, which are those of `version` or, in an asynchronous run, newer ones."""
+        """Wait for `version`; returns the current weights of `model`, which may be newer in an asynchronous run."""
         await self.wait_version(attempt, version, timeout, f"{model} weights")
         return self._versions.ticket(model)
 
     async def kl_coef(self, attempt: int, version: int, timeout: float) -> float:
-        """Coefficient of the KL in the reward for the rows of a version; waits for the version."""
+        """Wait for `version`; returns the coefficient of the KL in the reward for its rows."""
         await self.wait_version(attempt, version, timeout, "KL coefficient")
         return self._versions.kl_coef(version)
 
     # admission
 
     async def admit(self, attempt: int, chunk: int, timeout: float) -> Ticket | None:
-        """Wait until a chunk may start, and return the current weights.
+        """Wait until a chunk may start; returns the current weights.
 
-        None where dynamic sampling has all groups of the run, so that the chunk never starts.
+        Returns None if dynamic sampling already has all groups of the run, so that the chunk is not needed.
         """
 
         def ready() -> bool:
             if self.base < 0:
                 return False
             if self._filled():
-                # Not only when the last iteration is trained: that may wait for a validation behind this chunk.
+                # Do not wait for the last iteration, which may wait for a validation behind this chunk in the stream.
                 return True
             needless = self.admission.needless(self.base, chunk, self.dropped_groups)
             return self.version >= self._needed(chunk) and not needless
@@ -210,18 +212,18 @@ class PolicyStore:
         return None if self._filled() else self._versions.ticket(POLICY)
 
     async def admit_validation(self, attempt: int, version: int, timeout: float) -> Ticket:
-        """Wait for exactly `version`, which stays current until all of its validation is recorded.
+        """Wait for exactly `version`, which stays current until its whole validation is recorded.
 
         Raises:
             RuntimeError: a newer version is already current.
         """
         await self.wait_version(attempt, version, timeout, "validation")
         if self.version != version:
-            raise RuntimeError(f"validation of policy version {version} came too late: version {self.version} is out")
+            raise RuntimeError(f"validation of policy version {version} came too late: current is {self.version}")
         return self._versions.ticket(POLICY)
 
     async def report_groups(self, attempt: int, kept: int, dropped: int) -> None:
-        """Dynamic sampling: groups of this attempt that are trained, and that are not, so far."""
+        """Dynamic sampling: numbers of groups that this attempt has kept and dropped so far."""
         async with self._changing(attempt):
             self.kept_groups, self.dropped_groups = kept, dropped
             self._changed.notify_all()
@@ -229,7 +231,7 @@ class PolicyStore:
     # validation
 
     async def announce_validation(self, attempt: int, version: int, prompts: int) -> None:
-        """`prompts` prompts validate `version`; 0 if it is not validated (again)."""
+        """Announce that `version` is validated on `prompts` prompts; 0 if it has been validated before."""
         async with self._changing(attempt):
             if prompts:
                 self._events.append(ValidationAnnounced(version, prompts))
@@ -237,37 +239,35 @@ class PolicyStore:
             self._changed.notify_all()
 
     async def record_validation(self, attempt: int, scored: ValidationScored) -> None:
-        """Some prompts of a validation are scored, and their rows are on disk."""
+        """Record the scores of some prompts of a validation, whose rows are already on disk."""
         async with self._changing(attempt):
             self._events.append(scored)
             self._versions.record(scored.version, [prompt.uid for prompt in scored.prompts])
             self._waits.heartbeat(f"the validation of version {scored.version}")
 
     async def wait_version(self, attempt: int, version: int, timeout: float, phase: str = "version") -> None:
-        """Wait until `version` is current, and so all validations of earlier ones are recorded."""
+        """Wait until `version` is current; then the validations of all earlier versions are recorded."""
         await self._waits.until(
             attempt, lambda: self.version >= version, timeout, phase, lambda: self._versions.needs(version)
         )
 
     async def wait_validated(self, attempt: int, version: int, timeout: float) -> None:
-        """Wait until `version` is current and nothing of its validation is missing."""
+        """Wait until `version` is current and its whole validation, if any, is recorded."""
         what = f"the validation of policy version {version}"
         await self._waits.until(attempt, lambda: self._versions.validated(version), timeout, "checkpoint", what)
 
     async def is_validated(self, attempt: int, version: int) -> bool:
-        """Whether nothing of the validation of `version` is missing."""
+        """Whether the whole validation of `version`, if any, is recorded."""
         self._check(attempt)
         return self._versions.validated(version)
 
     async def wait_prompts_due(self, attempt: int, chunk: int, lookahead: int, timeout: float) -> None:
-        """Hold the prompt source until chunk `chunk` is at most `lookahead` versions from admission."""
+        """Wait until chunk `chunk` needs at most `lookahead` versions more than the current one to start."""
         await self._until_due(attempt, lambda: self._due(chunk, lookahead), chunk, lookahead, timeout)
 
     async def grant_page(self, attempt: int, page: int, chunk: int, lookahead: int, timeout: float) -> PageGrant:
-        """Dynamic sampling: as `wait_prompts_due`, for a page that has chunk `chunk`; at once when the run is over.
-
-        Never before the first version of the attempt is out, because a grant names the version it is made at.
-        """
+        """Dynamic sampling: like `wait_prompts_due`, for a page with chunk `chunk`. Once the attempt has a version, a
+        page does not wait if it was granted before or the last iteration is trained."""
 
         def ready() -> bool:
             if self.version < self.base:
@@ -279,7 +279,7 @@ class PolicyStore:
         return self._prompts.grant(page, self.version, self.admission.over(self.version))
 
     async def report_prompts(self, attempt: int, batches: Sequence[PromptBatch]) -> None:
-        """Batches of prompts whose beginnings are known."""
+        """Report the places where batches of prompts begin."""
         async with self._changing(attempt):
             self._prompts.add(batches)
             for batch in batches:
@@ -290,15 +290,15 @@ class PolicyStore:
     async def report_filled(
         self, attempt: int, iteration: int, batch: int, used: int, metrics: dict[str, float]
     ) -> None:
-        """Dynamic sampling: `iteration` has all its groups with the first `used` prompts of a batch."""
+        """Dynamic sampling: report that the first `used` prompts of a batch complete `iteration`."""
         async with self._changing(attempt):
             self._events.append(PromptsMade(iteration, self._prompts.end(iteration, batch, used) | metrics))
 
     async def begin_of_batch(self, attempt: int, batch: int) -> PromptCursor:
-        """Where the prompts of a batch of this attempt begin.
+        """Where a batch of this attempt begins.
 
         Raises:
-            KeyError: it is not known (any more).
+            KeyError: the batch is unknown, or already deleted.
         """
         self._check(attempt)
         return self._prompts.begin_of(batch)
@@ -307,50 +307,50 @@ class PolicyStore:
         """Where the prompts of `iteration` end.
 
         Raises:
-            KeyError: it is not known (yet, or any more).
+            KeyError: the place is not known yet, or already deleted.
         """
         self._check(attempt)
         return self._prompts.end_of(iteration, self.admission.drops_groups)
 
     async def end_prompts(self, attempt: int, version: int) -> None:
-        """No prompt follows those that `version` generates."""
+        """Report that the prompts which `version` generates are the last ones."""
         async with self._changing(attempt):
             self._last_version = version
 
     async def last_version(self, attempt: int) -> int | None:
-        """The last policy version that generates rows, once the prompts have ended."""
+        """The last policy version that generates rows; None until `end_prompts` is called."""
         self._check(attempt)
         return self._last_version
 
     # events for the driver
 
     async def post(self, attempt: int, event: Event) -> None:
-        """Leave an event for the driver (`read_events`)."""
+        """Append an event, which the driver gets from `read_events`."""
         async with self._changing(attempt):
             self._events.append(event)
 
     async def report_failure(self, reason: str) -> None:
-        """Tell the driver why the train workers are about to be restarted; for any attempt."""
+        """Report to the driver why the train workers are about to be restarted; belongs to no attempt."""
         self._events.append(AttemptFailed(reason))
 
     async def flush_events(self, attempt: int, version: int, timeout: float) -> None:
-        """Wait until the driver has recorded everything up to `version`; after a resume it would not be sent again.
+        """Wait until the driver has recorded all events so far; a run that resumes after `version` sends none again.
 
         Raises:
-            StoreTimeout: it did not within `timeout` seconds.
+            StoreTimeout: the driver took longer than `timeout` seconds.
         """
         await self.post(attempt, CheckpointBegun(version))
         if not await self._events.flush(timeout):
             raise StoreTimeout(
-                f"checkpoint: the driver did not record iteration {version} within {timeout:.0f} s, so it is not saved"
+                f"checkpoint: the driver did not record iteration {version} within {timeout:.0f} s; none is saved"
             )
 
     async def read_events(self, after: int, timeout: float) -> tuple[int, list[Event]]:
-        """Events past number `after`, waiting up to `timeout` seconds for one. Events read are forgotten."""
+        """The number of the last event, and the events after number `after`; see `EventLog.read`."""
         return await self._events.read(after, timeout)
 
     async def status(self) -> StoreStatus:
-        """What the run is doing."""
+        """The state of the run and of the waits in the store."""
         return StoreStatus(
             self.attempt,
             self.base,
@@ -362,11 +362,11 @@ class PolicyStore:
         )
 
     async def stop(self) -> None:
-        """Ask the train loop to end after the iteration it is in."""
+        """Ask the train loop to end after its current iteration."""
         self.stopping = True
 
     def _needed(self, chunk: int) -> int:
-        """Version that chunk `chunk` of this attempt needs; -1 before `register_trainer`."""
+        """The version that chunk `chunk` of this attempt needs; -1 before `register_trainer`."""
         return -1 if self.base < 0 else self.base + self.admission.version_needed(chunk, self.dropped_groups)
 
     def _due(self, chunk: int, lookahead: int) -> bool:
@@ -384,7 +384,7 @@ class PolicyStore:
 
     @asynccontextmanager
     async def _changing(self, attempt: int) -> AsyncIterator[None]:
-        """Change the state for an attempt that has not ended."""
+        """Hold the lock for a change of the state; raises `StaleAttempt` if the attempt has ended."""
         async with self._changed:
             self._check(attempt)
             yield

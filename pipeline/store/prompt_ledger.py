@@ -1,4 +1,4 @@
-"""Where the prompts of each batch begin and of each iteration end; a restarted source or run continues there."""
+"""The places in the data where batches begin and iterations end. A restarted prompt source or run continues there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 from pipeline.store.cursor import PromptCursor
 
 PAGES_KEPT = 1000
-"""Pages that may be made again."""
+"""Number of latest pages whose grants are kept, in case the prompt source must make a page again."""
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """A batch of prompts of the attempt."""
+    """One batch of the prompts of an attempt."""
 
     number: int
     """From 0 in each attempt; batch `n` ends where batch `n + 1` begins."""
     cursor: PromptCursor
-    """Where it begins."""
+    """Where the batch begins."""
     metrics: dict[str, int]
-    """Of the prompts that were made last."""
+    """Metrics of the prompts up to that place."""
     iteration: int | None = None
-    """The iteration that ends there; None with dynamic sampling, where the filter stage knows it."""
+    """The iteration that ends where this batch begins; None with dynamic sampling (the filter stage reports it)."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,26 @@ class PageGrant:
     """The permission to make a page of prompts."""
 
     version: int
-    """The current one."""
+    """The policy version that was current when the page was granted."""
     first: bool
-    """Whether no page before was made at this version."""
+    """Whether the page is the first one at this version."""
     over: bool
-    """Whether the last iteration is trained, so that no prompt is needed any more."""
+    """Whether the last iteration is trained, so that no more prompts are needed."""
 
 
 class PromptLedger:
-    """The ledger of one attempt.
+    """The ledger of the prompts of one attempt.
 
     Args:
         base: policy version that the attempt began with.
-        start: where its first batch begins.
+        start: where the first batch of the attempt begins.
     """
 
     def __init__(self, base: int, start: PromptCursor):
         self._base, self._start = base, start
         self._batches: dict[int, PromptBatch] = {0: PromptBatch(0, start, {})}
         self._ends: dict[int, tuple[int, int]] = {}
-        """With dynamic sampling: batch in which an iteration ends, and how many of its prompts are used up."""
+        """With dynamic sampling, by iteration: the batch where it ends, and how many prompts of the batch it used."""
         self._grants: dict[int, PageGrant] = {}
 
     def add(self, batches: Sequence[PromptBatch]) -> None:
@@ -57,20 +57,20 @@ class PromptLedger:
         """Where a batch begins.
 
         Raises:
-            KeyError: it is not known (any more).
+            KeyError: the batch is unknown, or already deleted.
         """
         return self._start if batch == 0 else self._batches[batch].cursor
 
     def end(self, iteration: int, batch: int, used: int) -> dict[str, int]:
-        """`iteration` ends after `used` prompts of a batch; the metrics of that batch."""
+        """Note that `iteration` ends after `used` prompts of a batch; returns the metrics of that batch."""
         self._ends[iteration] = batch, used
         return self._batches[batch].metrics if batch in self._batches else {}
 
     def end_of(self, iteration: int, filtered: bool) -> PromptCursor:
-        """Where the prompts that `iteration` has used up end.
+        """Where the prompts of `iteration` end.
 
         Raises:
-            KeyError: it is not known (yet, or any more).
+            KeyError: the place is not known yet, or already deleted.
         """
         if iteration == self._base:
             return self._start
@@ -78,7 +78,7 @@ class PromptLedger:
         return replace(self._batches[batch].cursor, skip=used)
 
     def grant(self, page: int, version: int, over: bool) -> PageGrant:
-        """The page is made now, or was made before and is made again."""
+        """Grant a page. A page that is made again gets the same grant as before."""
         if page not in self._grants:
             before = max((grant.version for grant in self._grants.values()), default=-1)
             self._grants[page] = PageGrant(version, version > before, over)
@@ -90,7 +90,7 @@ class PromptLedger:
         return page in self._grants
 
     def forget(self, version: int, filtered: bool) -> None:
-        """Remove what no part of a run at `version` can ask for."""
+        """Delete the places that no caller can ask for any more when `version` is current."""
         oldest = version - 1 - self._base
         if filtered:
             trained = [iteration for iteration in self._ends if iteration < version]

@@ -1,4 +1,4 @@
-"""What the train workers tell the policy store when they begin, and what the store says of the run."""
+"""What the train workers report to the policy store when they start, and what the store reports about the run."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from pipeline.store.cursor import PromptCursor
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the train workers hold when an attempt begins."""
+    """The restored state of the train workers when an attempt begins."""
 
     version: int
     cursor: PromptCursor
     """Where the prompts of the next iteration begin."""
     validated: bool
-    """Whether the validation of the version is recorded."""
+    """Whether the validation of the version is already recorded."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,16 @@ class StoreStatus:
     version: int
     stopping: bool
     waiting: dict[str, int]
-    """Callers by the phase in which they wait."""
+    """Number of waiting callers, by phase."""
     alive_s: float
     """Seconds since the last heartbeat."""
     alive_by: str
+    """Sender of the last heartbeat."""
 
     def describe(self) -> str:
-        """One clause about what the run waits for."""
+        """A clause that says what the run waits for."""
         waits = ", ".join(f"{count} in {phase}" for phase, count in self.waiting.items() if count) or "none"
         return (
-            f"policy version {self.version} is out, store waits: {waits}, last heartbeat {self.alive_s:.0f} s "
+            f"policy version {self.version} is current, store waits: {waits}, last heartbeat {self.alive_s:.0f} s "
             f"ago from {self.alive_by}"
         )

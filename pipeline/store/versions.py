@@ -1,8 +1,8 @@
-"""What the train workers have published: the weights of each version, and which version is the current one.
+"""The published versions: the weights of each one, and which one is current.
 
-Versions become current in their order, each when all ranks have published it. One that is to be validated stays current
-until its validation has been recorded, so a validation is of the version that it names. Strictly on-policy none ever
-waits: the rows that the next version is made from come after the validation.
+Versions become current in order, each as soon as all ranks have published it. A version that is to be validated stays
+current until its validation is recorded, so all its validation responses come from its own weights. In a strictly
+on-policy run this delays no version: the rows that train the next version follow the validation rows in the stream.
 """
 
 from collections import defaultdict
@@ -14,12 +14,12 @@ from pipeline.weights.load import Shard, checksum
 POLICY = "policy"
 CRITIC = "critic"
 KL_COEFS_KEPT = 1000
-"""Versions whose coefficients are known; no response is as old when it is scored."""
+"""Number of latest versions whose KL coefficients are kept; no row is that old when the advantage stage reads one."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """One model's weights of one version. For a chunk of prompts it is the permission to start."""
+    """The weights of one model at one version. As the answer to `admit` it also permits a chunk to start."""
 
     version: int
     shards: list[Shard]
@@ -27,15 +27,16 @@ class Ticket:
 
 @dataclass
 class Published:
-    """One version."""
+    """What the train ranks have published of one version."""
 
     validates: bool = False
-    """Whether it stays current until it has been validated."""
+    """Whether the version stays current until it has been validated."""
     shards: dict[str, dict[int, Shard]] = field(default_factory=dict)
     """By model and rank."""
     checksum: int = 0
-    """Of the policy."""
+    """Checksum of the policy's weights."""
     stepped_at: float = 0.0
+    """Wall-clock time at which the last rank's optimiser step ended."""
 
     def ranks(self) -> set[int]:
         return set(self.shards.get(POLICY, {}))
@@ -44,9 +45,9 @@ class Published:
 @dataclass
 class _Validation:
     prompts: int | None = None
-    """How many there are; None until the prompt stage has said."""
+    """Number of validation prompts; None until the prompt stage has announced it."""
     recorded: set[str] = field(default_factory=set)
-    """Those whose responses have been recorded."""
+    """`uid` of the prompts whose responses have been recorded."""
 
     @property
     def over(self) -> bool:
@@ -57,7 +58,7 @@ class Versions:
     """The versions of one attempt.
 
     Args:
-        max_staleness: for how many versions past its own an engine may still be loading one.
+        max_staleness: how many versions behind the current one an engine may still be loading a version.
     """
 
     def __init__(self, max_staleness: int):
@@ -69,13 +70,13 @@ class Versions:
         self._kl_coefs: dict[int, float] = {}
 
     def get(self, version: int) -> Published | None:
-        """What is known of a version; None where nothing is, or nothing any more."""
+        """The entry of a version; None if no rank has published it, or it is already deleted."""
         return self._published.get(version)
 
     def publish(
         self, version: int, shards: dict[str, Shard], stepped_at: float, kl_coef: float, validates: bool
     ) -> None:
-        """One rank's part of a version; see `PolicyStore.publish`."""
+        """Add one rank's part of a version; see `PolicyStore.publish`."""
         entry = self._published.setdefault(version, Published(validates))
         self._kl_coefs[version] = kl_coef
         self._kl_coefs.pop(version - KL_COEFS_KEPT, None)
@@ -87,12 +88,12 @@ class Versions:
             self._advance()
 
     def announce(self, version: int, prompts: int) -> None:
-        """`prompts` prompts validate `version`."""
+        """Note that `version` is validated on `prompts` prompts."""
         self._validations[version].prompts = prompts
         self._advance()
 
     def record(self, version: int, uids: Iterable[str]) -> None:
-        """The validation of these prompts is recorded."""
+        """Note that the validation responses to these prompts are recorded."""
         self._validations[version].recorded.update(uids)
         self._advance()
 
@@ -113,11 +114,11 @@ class Versions:
         return self._kl_coefs[version]
 
     def validated(self, version: int) -> bool:
-        """Whether the version is current, or was, and nothing of its validation is missing."""
+        """Whether the version is or was current, and its whole validation, if any, is recorded."""
         return version < self.current or (version == self.current and not self._awaits_validation(version))
 
     def needs(self, version: int) -> str:
-        """What a version that is not current yet waits for, in words."""
+        """What must happen before `version` becomes current, in words."""
         if self._complete(version):
             return f"policy version {version}, which follows when version {self.current} has been validated"
         missing = sorted(set(range(self.world_size)) - self._published.get(version, Published()).ranks())
@@ -141,7 +142,7 @@ class Versions:
         if self.current == before:
             return
         for old in [v for v in self._published if v < self.current]:
-            # An engine may still be loading it; its refs live on in the ticket.
+            # An engine may still be loading it, from the refs in its ticket.
             self._published[old].shards = {}
             if old < self.current - self._max_staleness - 1:
                 del self._published[old]

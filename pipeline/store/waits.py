@@ -1,4 +1,4 @@
-"""Waits whose deadline counts from the last heartbeat of the run."""
+"""Waits inside the policy store. Their deadlines count from the last heartbeat of the run."""
 
 import asyncio
 import time
@@ -9,17 +9,19 @@ from pipeline.store.errors import StoreTimeout
 
 
 class Waits:
-    """The waits of one store.
+    """The waits inside one store.
 
-    `check` raises if the attempt that it is given has ended.
+    Args:
+        check: gets the number of an attempt, and raises `StaleAttempt` if that attempt has ended.
     """
 
     def __init__(self, check: Callable[[int], None]):
         self.changed = asyncio.Condition()
-        """Notified whenever something has happened that may end a wait."""
+        """Notified after every change that may end a wait."""
         self.waiting: Counter[str] = Counter()
-        """Callers by the phase in which they wait."""
+        """Number of waiting callers, by phase."""
         self.alive_by = "the store's own start"
+        """Sender of the last heartbeat."""
         self._check, self._alive_at = check, time.monotonic()
 
     @property
@@ -28,7 +30,7 @@ class Waits:
         return time.monotonic() - self._alive_at
 
     def heartbeat(self, party: str) -> None:
-        """`party` has made progress; the caller holds `changed`."""
+        """Note that `party` has made progress. The caller must hold `changed`."""
         self._alive_at = time.monotonic()
         self.alive_by = party
         self.changed.notify_all()
@@ -36,7 +38,7 @@ class Waits:
     async def until(
         self, attempt: int, ready: Callable[[], bool], timeout: float, phase: str, what: str | Callable[[], str]
     ) -> None:
-        """Wait until `ready`. `phase` and `what` say in `waiting` and in the error what is waited for.
+        """Wait until `ready()` is true. `phase` (also in `waiting`) and `what` say in the error what is waited for.
 
         Raises:
             StoreTimeout: there was no heartbeat for `timeout` seconds.

@@ -78,7 +78,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             if not prompt.startswith(done) or not whole.startswith(prompt):
                 raise ValueError(
                     f"{place}: the chat template changes earlier messages at message {number}, so the tokens of each "
-                    "cannot be told apart; split the conversation into one row per answer."
+                    "cannot be distinguished; split the conversation into one row per answer."
                 )
             segments += [(prompt[len(done) :], False), (whole[len(prompt) :], True)]
             done = whole

@@ -33,10 +33,10 @@ class Learner(ABC):
     Args:
         name: `actor` or `critic`, the first part of its metrics' names.
         module: the model, equal on every rank, with a `decoder`; it is sharded in place.
-        config: optimiser, schedule, sharding and largest gradient norm.
+        config: the section `actor` or `critic`.
         shape: settings of the update.
         device: this rank's device.
-        iterations: iterations in which it is updated, for the schedule.
+        iterations: number of iterations that update it, for the learning-rate schedule.
         share_prompts: `model.share_prompts`.
     """
 

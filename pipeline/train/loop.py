@@ -2,10 +2,10 @@
 
     wait for rows ─► update critic and actor ─► publish the next version ─► report
 
-Version v of the policy has been trained in v iterations. Iteration k trains on rows of version k - 1, or of up to
-`algorithm.max_staleness` versions before it, and publishes version k. Reading rows and publishing versions drives the
-stream; it needs no other signal. With `trainer.stream_gradients` rows are read chunk by chunk, while others are
-generated.
+Policy version v is the policy after v iterations; version 0 is the initial one. Iteration k trains on rows of version
+k - 1, or of up to `algorithm.max_staleness` versions before it, and publishes version k. The loop controls the stream
+only by reading rows and publishing versions. With `trainer.stream_gradients` it trains on each chunk while engines
+generate the next ones.
 """
 
 import time
@@ -49,7 +49,7 @@ from pipeline.train.update import StreamedUpdate
 
 
 class Loop:
-    """One train worker."""
+    """The train loop of one train worker."""
 
     def __init__(self, settings: LoopSettings):
         self.config, self.schedule, self.run_dir = settings.config, settings.schedule, settings.run_dir
@@ -79,7 +79,7 @@ class Loop:
             self._store.call(PolicyStore.register_trainer, state, self.world_size)
         ranks.barrier()
         blocks = ray.train.get_dataset_shard("rollouts").iter_batches(
-            # A batch is a block is a chunk. Prefetching would wait for a chunk that this iteration's update admits.
+            # One batch is one block, which is one chunk. Prefetching would wait for a chunk that waits for this update.
             batch_size=None,
             batch_format="pyarrow",
             prefetch_batches=0,
@@ -91,7 +91,7 @@ class Loop:
     def run(self) -> TrainingEnded:
         """Iterate until the last iteration, the end of the data, or a request to stop; then save.
 
-        Raises CollectiveTimeout if another train worker did not come to a collective operation.
+        Raises CollectiveTimeout if another train worker did not reach a collective operation in time.
         """
         try:
             return self._run()
@@ -125,7 +125,7 @@ class Loop:
                 with timed(timings, "save_checkpoint"):
                     self._save(stopping)
         if not stopping:
-            # The stream still validates the last version.
+            # The stream may still be validating the last version.
             self.feed.drain()
         if self.saved != self.version:
             self._save(stopping)
@@ -143,7 +143,7 @@ class Loop:
         return [*([self.critic] if self.critic else []), *policy]
 
     def _update(self, timings: Stats) -> tuple[pa.Table, list[Stats]] | None:
-        """Train on the next iteration. Returns this rank's rows and metrics; None if the stream has ended."""
+        """Train on the next iteration's rows. Returns this rank's rows and metrics; None if the stream has ended."""
         updates = [StreamedUpdate(learner, self.feed.parts) for learner in self._trained()]
         tables: list[pa.Table] = []
         for part in range(self.feed.parts):
@@ -179,16 +179,16 @@ class Loop:
         if self.critic:
             shards[CRITIC] = self.publishers[CRITIC].pack(self.critic.module, self.version)
         if self.config.rollout.sleep and self.device.type == "cuda":
-            # A waking engine needs the memory that torch keeps after the update.
+            # An engine that wakes up needs the memory that torch has cached during the update.
             torch.cuda.empty_cache()
         validates = self.schedule.validates(self.version, False)
         self._store.call(PolicyStore.publish, self.version, shards, stepped_at, self.kl.coef, validates)
 
     def _save(self, stopping: bool) -> None:
-        """Save a checkpoint. A version that is to be validated is validated first, unless the run is stopping."""
+        """Save a checkpoint. Unless the run is stopping, wait first until the version has been validated."""
         state = None
         if self.rank == 0:
-            # A restart would not repeat validations of earlier versions.
+            # A run that resumes from this checkpoint would not repeat an earlier version's validation.
             wait = PolicyStore.wait_version if stopping else PolicyStore.wait_validated
             self._store.wait(wait, self.version, self.config.trainer.deadlines.rows)
             validated = self._store.call(PolicyStore.is_validated, self.version)
@@ -202,9 +202,9 @@ class Loop:
         self._store.call(PolicyStore.post, CheckpointSaved(version, self.rank, self.world_size))
 
     def _report(self, table: pa.Table, stats: list[Stats]) -> bool:
-        """Merge and post all ranks' metrics; a collective. Returns whether the run was asked to stop.
+        """Merge the metrics of all ranks and post them to the driver; a collective. Returns whether to stop.
 
-        Raises FinalError if the metrics are a reason to end the run.
+        Raises FinalError if the metrics exceed a limit that ends the run (`stop_reason`).
         """
         tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})

@@ -1,4 +1,4 @@
-"""The ranks of a run: all train workers, each with its own rows. `rank` and `count` are no collectives."""
+"""The ranks of a run: all train workers, each with its own rows. All but `rank` and `count` are collectives."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 def rank() -> int:
-    """This worker's rank, from 0."""
+    """The rank of this train worker, from 0."""
     return dist.get_rank()
 
 
@@ -19,7 +19,7 @@ def count() -> int:
 
 
 def barrier() -> None:
-    """Wait until all ranks are here."""
+    """Wait until every rank has called this."""
     dist.barrier()
 
 

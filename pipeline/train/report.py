@@ -16,7 +16,7 @@ TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
 class CollectiveTimeout(TimeoutError):
-    """The other train workers did not come to a collective operation."""
+    """Another train worker did not reach a collective operation in time."""
 
 
 def is_collective_timeout(error: RuntimeError) -> bool:

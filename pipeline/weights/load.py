@@ -1,4 +1,4 @@
-"""Loads published weights: object refs in, whole parameters out.
+"""The engine's side of the weight broadcast: object refs in, whole parameters out.
 
 Every train rank publishes its own shards as a few large byte buffers (`publish.py`). The receiver gathers one bucket at
 a time from all ranks, verifies its checksum and joins whole parameters, so the extra memory is bounded by

@@ -1,4 +1,4 @@
-"""The trainer's side of a weight update: own shards into the object store, refs to the policy store.
+"""The trainer's side of the weight broadcast: each rank puts its shards into the object store and publishes the refs.
 
 Every rank copies the rows it holds of each parameter into a few large byte buffers and puts those; nothing is gathered
 between ranks. Buckets are cut by the parameters' whole sizes, so every rank has the same parameters in the same bucket
@@ -99,9 +99,9 @@ class WeightPublisher:
     """Publishes one rank's weights of one model, version after version.
 
     Args:
-        rank, dtype, limit, put, rename: as of `pack`.
-        delta: publish changes beside whole buckets (`delta.py`); the last version's buckets are kept for that.
-        memory: where the buckets stay, in place of `put`.
+        rank, dtype, limit, put, rename: see `pack`.
+        delta: also publish the changes since earlier versions (`delta.py`); this keeps the last version's buckets.
+        memory: stores the buckets, in place of `put`.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class WeightPublisher:
         self._kept: list[np.ndarray] = []
         self._steps: list[Step] = []
         self.whole_bytes = 0
-        """Of the last version's buckets."""
+        """Size of the last version's buckets."""
         self.bytes = 0
-        """Of these, what an engine fetches that holds the version before."""
+        """Bytes that an engine fetches if it has the version before."""
 
     def stats(self) -> Stats:
         """Metrics of the last version."""

@@ -113,7 +113,7 @@ def test_a_restarted_store_is_read_on_with_its_own_numbers(run: Any) -> None:
 def test_a_store_that_does_not_come_back_ends_the_run(run: Any) -> None:
     (interrupted, problem), _, _ = run(messages(1, 1), AWAY, store=20.0)
     assert not interrupted
-    assert problem.startswith("the policy store is gone: it has not answered for 2")
+    assert problem.startswith("the policy store is lost: it has not answered for 2")
     assert "trainer.deadlines.store" in problem and "same command" in problem
 
 

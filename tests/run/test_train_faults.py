@@ -204,7 +204,7 @@ def test_a_store_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ray, "get", lambda future, timeout: future.result(timeout))
     status = StoreStatus(1, 0, 0, False, {}, 0.0, "x")
     StoreClient(Asked(RayActorError(error_msg="d"), ActorUnavailableError("u", None), status)).wait_until_ready(5.0)
-    with pytest.raises(StoreTimeout, match=r"the policy store is gone: .* for 0 s \(trainer.deadlines.store\)"):
+    with pytest.raises(StoreTimeout, match=r"the policy store is lost: .* for 0 s \(trainer.deadlines.store\)"):
         StoreClient(Asked(RayActorError(error_msg="it was killed"))).wait_until_ready(0.1)
 
 

@@ -18,7 +18,7 @@ def test_it_speaks_after_a_minute_and_then_less_and_less() -> None:
             said[second] = text
     assert list(said) == [60, 120, 240, 480, 960]
     assert said[120] == (
-        "nothing has moved for 120 s: policy version 4 is out, store waits: 3 in admission, last heartbeat 120 s "
+        "nothing has moved for 120 s: policy version 4 is current, store waits: 3 in admission, last heartbeat 120 s "
         "ago from engine a:1"
     )
 

@@ -250,7 +250,9 @@ async def test_the_kl_coefficient_of_a_version_outlives_its_weights() -> None:
 async def test_an_engine_must_have_loaded_what_was_published() -> None:
     store = await begun(world=2)
     shards = await publish(store, 0, world=2)
-    with pytest.raises(FinalError, match=r"engine e0 loaded version 0 with checksum 00000001, published was"):
+    with pytest.raises(
+        FinalError, match=r"engine e0 loaded version 0 with checksum 00000001, but the published checksum is"
+    ):
         await store.acknowledge(1, "e0", 0, 1, 0.5, 0.0, 0.0)
     with pytest.raises(ValueError, match=r"engine e0 acknowledged version 1, .*\(current is 0\)"):
         await store.acknowledge(1, "e0", 1, checksum(shards), 0.5, 0.0, 0.0)
@@ -277,7 +279,7 @@ async def test_a_version_that_stale_rows_may_use_can_be_acknowledged_late(stalen
         await store.acknowledge(1, "e0", version, checksum(published[version]), 0.1, 0.0, 0.0)
         with pytest.raises(FinalError, match="checksum"):
             await store.acknowledge(1, "e0", version, checksum(published[version]) ^ 1, 0.1, 0.0, 0.0)
-    with pytest.raises(ValueError, match="version 0, which nobody may use"):
+    with pytest.raises(ValueError, match="version 0, unknown or too new"):
         await store.acknowledge(1, "e0", 0, checksum(published[0]), 0.1, 0.0, 0.0)
 
 
@@ -291,7 +293,7 @@ async def test_validation_gets_exactly_its_version() -> None:
     assert not later.done()
     shards = await publish(store, 1)
     assert await later == Ticket(1, shards)
-    with pytest.raises(RuntimeError, match="validation of policy version 0 came too late: version 1 is out"):
+    with pytest.raises(RuntimeError, match="validation of policy version 0 came too late: current is 1"):
         await store.admit_validation(1, 0, LONG)
 
 

@@ -42,13 +42,13 @@ def extract_letter(solution_str: str) -> str:
 
 
 def compute_score(solution_str: str, ground_truth: int | str) -> dict[str, Any]:
-    """Score of a response, any text, to a question with lettered choices.
+    """Score a response to a question with lettered choices.
 
     Args:
-        ground_truth: place of the right choice, from 0, or its letter; digits in text are a place too.
+        ground_truth: index of the right choice, from 0, as a number or as text, or its letter.
 
     Raises:
-        ValueError: `ground_truth` is no place or letter.
+        ValueError: `ground_truth` is neither an index nor a letter.
     """
     truth = _read(ground_truth)
     letter = extract_letter(solution_str)
@@ -63,6 +63,6 @@ def _read(ground_truth: Any) -> str:
     if len(text) == 1 and text.upper() in LETTERS:
         return text.upper()
     raise ValueError(
-        "reward_model.ground_truth of a multiple-choice row must be the place of the right choice, from 0, or its "
+        "reward_model.ground_truth of a multiple-choice row must be the index of the right choice, from 0, or its "
         f"letter, not {str(ground_truth)[:100]!r}"
     )

@@ -44,5 +44,5 @@ def test_ground_truth_is_a_place_or_a_letter(truth: Any) -> None:
 
 @pytest.mark.parametrize("truth", [None, "", True, -1, 26, "99", "BB", 1.0, [1], "\u0661", "he jumps"])
 def test_unusable_ground_truth_is_an_error(truth: Any) -> None:
-    with pytest.raises(ValueError, match=r"ground_truth of a multiple-choice row must be the place"):
+    with pytest.raises(ValueError, match=r"ground_truth of a multiple-choice row must be the index"):
         compute_score("B", truth)

@@ -31,7 +31,7 @@ _NOT_RAISED = (AssertionError, StopIteration, StopAsyncIteration)
 
 
 class ProgramError(Exception):
-    """The program raised what is no built-in exception, or cannot be talked to."""
+    """The program raised an exception that is not built in, or its process does not answer properly."""
 
 
 class Channel:
@@ -42,7 +42,7 @@ class Channel:
         self.replies = open(replies, "rb", closefd=False)  # noqa: SIM115 - open until the process ends
 
     def reply(self) -> dict[str, Any]:
-        """The program's next answer, still packed; what it raised is raised here."""
+        """The program's next answer, still packed. An exception in the program is raised again here."""
         reply = values.receive(self.replies)
         if not isinstance(reply, dict):
             raise ProgramError("the program's answer is no answer")
@@ -67,7 +67,7 @@ class Channel:
         return self.read(self.ask(kind, *arguments).get("value"))
 
     def read(self, data: Any) -> Any:
-        """A packed value with its handles made `Remote` objects."""
+        """Unpack a value; its handles become `Remote` objects."""
         return values.unpack(data, self._object)
 
     def _object(self, index: int, name: str) -> Any:
