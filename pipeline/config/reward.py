@@ -80,7 +80,7 @@ class RateLimitConfig:
     a limit, the reward stage is a single actor."""
 
     max_concurrent: int | None = setting(None, at_least=1)
-    """Calls at a time; null: no limit."""
+    """Most concurrent calls; null: no limit."""
 
     max_per_minute: int | None = setting(None, at_least=1)
     """Calls that begin in any 60 seconds; null: no limit."""

@@ -71,7 +71,7 @@ class RolloutConfig:
     cost."""
 
     chunks_in_flight: int = setting(0, at_least=0)
-    """Chunks of an engine at a time; 0: its share of an iteration, and enough to fill `max_num_seqs`."""
+    """Chunks that an engine works on at once; 0: its share of an iteration, and enough to fill `max_num_seqs`."""
 
     num_cpus: float = setting(1, at_least=0)
     """Ray CPUs of an engine."""
@@ -98,7 +98,7 @@ class RolloutConfig:
     """GiB of KV cache of a CPU engine."""
 
     max_num_seqs: int = setting(256, at_least=1)
-    """Sequences an engine decodes at a time."""
+    """Most sequences that an engine decodes at once."""
 
     max_num_batched_tokens: int = 8192
     """Most tokens of one engine step."""
@@ -136,7 +136,7 @@ class RolloutConfig:
         return self.fewest < self.most
 
     def in_flight(self, chunks_per_iteration: int) -> int:
-        """Chunks one engine works on at a time."""
+        """Number of chunks that one engine works on at once."""
         share = -(-chunks_per_iteration // self.num_engines)
         fill = -(-self.max_num_seqs // (self.chunk_prompts * min(self.n, self.val_kwargs.n)))
         return self.chunks_in_flight or max(share, fill)

@@ -20,8 +20,7 @@ version, and the waits of older attempts fail at once. If the store itself dies,
 numbers. Then all calls of the old attempt fail, the train workers restart, and a new attempt begins.
 
 The deadline of a wait counts from the last heartbeat: the start of an attempt, a publication, an acknowledgement or
-recorded validation scores. So the deadline limits the time without progress, not the whole wait. Its error names the
-phase and the party.
+recorded validation scores. So it limits the time without progress. Its error names phase and party.
 """
 
 import time
