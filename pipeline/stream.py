@@ -126,8 +126,8 @@ def build(
         args = (config.actor, rollout.temperature, client, deadlines)
         stream = scored(stream, PolicyScore, config, "policy", *args)
     if config.algorithm.use_kl_in_reward and not uses_engines(config):
-        # Recorded rows come before the KL coefficient of their version is there. Tasks that wait for it would keep the
-        # CPUs from those that bring earlier rows to the train workers.
+        # Recorded rows can arrive before their version, and so its KL coefficient, is published. Tasks that wait for it
+        # would occupy the CPUs that the tasks of earlier rows need.
         stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
     if advantage.scope == "batch":
         stream = stream.repartition(target_num_rows_per_block=iteration_rows, strict=True)

@@ -24,7 +24,7 @@ NEVER = -1.0
 
 
 class Gate:
-    """The stage before an elastic engine pool. It passes chunks on, in order, as the policy store admits them."""
+    """A stage that passes chunks on, in order, as the policy store admits them: before an elastic pool or in a replay."""
 
     def __init__(self, policy: "PolicySource"):
         self._policy = policy

@@ -341,7 +341,7 @@ class PolicyStore:
         await self.post(attempt, CheckpointBegun(version))
         if not await self._events.flush(timeout):
             raise StoreTimeout(
-                f"checkpoint: the driver did not record iteration {version} within {timeout:.0f} s; none is saved"
+                f"checkpoint: not saved, the driver did not record iteration {version} within {timeout:.0f} s"
             )
 
     async def read_events(self, after: int, timeout: float) -> tuple[int, list[Event]]:

@@ -563,7 +563,7 @@ async def test_a_checkpoint_waits_until_the_driver_has_recorded_what_it_covers()
     assert not settled.done()
     await store.read_events(last, 0.0)
     await settled
-    with pytest.raises(StoreTimeout, match="checkpoint: the driver did not record iteration 2 within 0 s"):
+    with pytest.raises(StoreTimeout, match="checkpoint: not saved, the driver did not record iteration 2 within 0 s"):
         await store.flush_events(1, 2, 0.1)
     with pytest.raises(StaleAttempt):
         await store.flush_events(0, 2, 0.1)
