@@ -24,7 +24,7 @@ NEVER = -1.0
 
 
 class Gate:
-    """A stage that passes chunks on, in order, as the policy store admits them: before an elastic pool or in a replay."""
+    """A stage that passes chunks on, in order, as the policy store admits them; for elastic pools and replays."""
 
     def __init__(self, policy: "PolicySource"):
         self._policy = policy
