@@ -16,7 +16,7 @@ from pipeline.config.scoring import ScorerConfig
 
 
 def uses_engines(config: Config) -> bool:
-    """Whether engines generate responses; a replay has those of the run that was recorded."""
+    """Whether engines generate responses; a replay reads recorded responses instead."""
     return config.data.recorded_run is None
 
 
@@ -36,12 +36,12 @@ def uses_reward_model(config: Config) -> bool:
 
 
 def uses_policy_scores(config: Config) -> bool:
-    """Whether the stage `policy` goes over rows once more, for the sum of squared probabilities."""
+    """Whether the stage `policy` runs a forward pass over the rows, for the sum of squared probabilities."""
     return _needs(config, "sum_pi_squared")
 
 
 def uses_filter(config: Config) -> bool:
-    """Whether groups that agree are left out and replaced; a replay has the groups that were trained on."""
+    """Whether groups with equal rewards are removed and replaced; a replay reads only groups that were trained on."""
     return config.algorithm.filter_groups.enable and uses_engines(config)
 
 
@@ -87,12 +87,12 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig:
 
 
 def streams_gradients(config: Config) -> bool:
-    """Whether the first chunks of an iteration train while the others are still generated."""
+    """Whether the first chunks of an iteration are trained on while engines still generate the others."""
     return config.trainer.stream_gradients is not False and why_not_streamed(config) is None
 
 
 def why_not_streamed(config: Config) -> str | None:
-    """The setting that keeps training from beginning before an iteration is complete; None without one."""
+    """The setting that makes training wait for the complete iteration; None if no setting does."""
     prompts = config.rollout.chunk_prompts * config.trainer.num_workers
     chunks = config.data.train_batch_size // max(1, prompts)
     reasons = {
@@ -120,7 +120,7 @@ def _selects(config: Config) -> bool:
     try:
         return get_policy_loss(mode).token_mask_fn is not None
     except ValueError:
-        # It leads nowhere, which `check_algorithm` says.
+        # The import path is wrong; `check_algorithm` reports that.
         return False
 
 

@@ -1,4 +1,4 @@
-"""The KL to the reference policy in the reward: the penalty of each token, and the controller of its coefficient.
+"""The KL to the reference policy in the reward: the penalty of each token, and the KL controller (`algorithm.kl_ctrl`).
 
     reward of token t = score (on the last token) - coef * KL_t
 

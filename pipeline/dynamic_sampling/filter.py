@@ -1,12 +1,12 @@
-"""The filter stage of dynamic sampling (DAPO, Yu et al. 2025, section 3.2): groups whose rewards agree leave.
+"""The filter stage of dynamic sampling (DAPO, Yu et al. 2025, section 3.2): it removes groups with equal rewards.
 
-Such a group has advantages of 0 and teaches nothing. One actor takes the scored chunks in the order of the stream,
+Such a group has advantages of 0, so it trains nothing. One actor takes the scored chunks in the order of the stream,
 decides which groups stay (`ledger.py`), and reports the dropped ones to the policy store, which admits replacements.
-Rows that stay get the number of the iteration that trains them; the repartition behind this stage cuts them into whole
-chunks again.
+The remaining rows get the number of the iteration that trains on them; the repartition after this stage cuts them into
+whole chunks again.
 
-A reward that failed is no reward, so a group is judged by its other rows. With fewer than two of these it says nothing
-and is dropped, counted as `failed` and not as `equal`. Reward errors of all generated rows count towards
+The filter ignores rows whose reward failed. A group with fewer than two other rows is dropped, and counted as `failed`
+and not as `equal`. Reward errors of all generated rows count towards
 `reward.max_error_rate`: those of dropped groups never reach the trainer, which counts its own.
 """
 
@@ -43,8 +43,8 @@ class Filter:
 
         Raises:
             FinalError: an iteration cannot be filled, or the reward fails too often.
-            StaleAttempt: this actor stands in for one that died, and its ledger with it.
-            ValueError: the rows have no such metric.
+            StaleAttempt: this actor replaces one that died, and has no ledger of the earlier chunks.
+            ValueError: the rows lack `algorithm.filter_groups.metric`.
         """
         if not len(table):
             return table
@@ -82,7 +82,7 @@ class Filter:
         return decision
 
     def _complaint(self, table: pa.Table, decision: Decision) -> str | None:
-        """Why the run must not go on, if so."""
+        """The reason to end the run; None if there is none."""
         stats, iteration = decision.stats, decision.iteration
         if not decision.full and not decision.exhausted:
             return None
@@ -98,7 +98,7 @@ class Filter:
 
 
 def exhausted(rules: FilterRules, iteration: int, stats: IterationStats) -> str:
-    """The sentence on an iteration that is not full."""
+    """The error message for an iteration that cannot be filled."""
     dropped = stats.equal + stats.failed
     failed = f" and {stats.failed} had fewer than two responses with a reward" if stats.failed else ""
     way_out = (
@@ -147,7 +147,7 @@ def judge(table: pa.Table, metric: str) -> tuple[np.ndarray, ChunkStats]:
 
 
 def numbers(table: pa.Table, metric: str, good: np.ndarray) -> np.ndarray:
-    """What is compared, of the rows `good` [R]; see `judge`."""
+    """The values of `metric` in the rows where `good` [R] is true; see `judge`."""
     if metric == SCORE:
         return table[SCORE].to_numpy()[good].astype(np.float64)
     chosen = table.filter(pa.array(good))

@@ -148,7 +148,7 @@ class Ledger:
         iteration = self.base + first // rules.batch + 1
         full = kept >= room
         taken = room if full and not rules.carry else kept
-        # Nothing is taken of chunks that were under way when the last iteration was full.
+        # Chunks that were in flight when the last iteration became full contribute nothing.
         taken = max(0, min(taken, (rules.last_iteration - self.base) * rules.batch - first))
         full = full and taken > 0
         self.kept += taken

@@ -81,7 +81,7 @@ class PromptLoader:
 
     @property
     def learns(self) -> bool:
-        """Whether prompts depend on what became of those of earlier iterations."""
+        """Whether prompts depend on the outcomes of prompts of earlier iterations."""
         return any(learns(type(plugin)) for plugin in self._plugins.values())
 
     @property
@@ -156,7 +156,7 @@ class PromptLoader:
         )
 
     def counts(self) -> dict[str, int]:
-        """Metrics: what became of prompts so far, and how many of the last iteration were generated."""
+        """Metrics: numbers of filtered, truncated, unusable and skipped prompts so far, and of generated ones."""
         counts = {
             "prompts/filtered_overlong": self.encoder.filtered_overlong,
             "prompts/truncated": self.encoder.truncated,

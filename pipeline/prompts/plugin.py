@@ -67,7 +67,7 @@ def make(key: str, kind: type[P], data: DataConfig, seed: int, kwargs: Mapping[s
 
 
 def learns(kind: type[Plugin]) -> bool:
-    """Whether the class looks at what became of prompts."""
+    """Whether the class uses the outcomes of prompts."""
     return kind.update is not Plugin.update
 
 

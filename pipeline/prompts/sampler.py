@@ -2,7 +2,7 @@
 
 A sampler never sees an index of all rows. It gives the shares of the data sources in an iteration, the chance of a row
 to be taken when its turn in the order comes, or both. `PromptLoader` draws the random numbers, by seed and place, so a
-sampler whose state is restored goes on exactly.
+sampler whose state is restored continues exactly.
 """
 
 import base64

@@ -1,10 +1,10 @@
-"""The prompt stage: page numbers in, the prompts of those iterations out.
+"""The prompt stage: it gets page numbers and returns prompts.
 
 A **page** is the prompts of a few whole iterations, with the validation rows that are due between them: those of a
 version are placed before the first prompts that need it, so that they are admitted together. One actor turns pages into
 rows in turn, and the policy store paces it: a page is made when its first iteration is about to be admitted, so the
-prompts never run ahead of the run, however large the data. The cursor behind every iteration is kept in the store; a
-restarted actor and a resumed run go on from there.
+stage never reads far ahead of training, however large the data. The store keeps the place where each iteration ends; a
+restarted actor and a resumed run continue there.
 """
 
 import functools
@@ -39,15 +39,15 @@ from pipeline.store.status import TrainerState
 MAX_PAGES = 256
 """Pages of a run: each of them is a block from the start."""
 PAGE_PROMPTS = 256
-"""Prompts of a page, where an iteration has fewer and does not depend on what became of earlier prompts: a page costs
-as much time as a chunk."""
+"""Size of a page in prompts, if an iteration has fewer and does not depend on earlier outcomes: making a page takes as
+long as making a chunk."""
 LOOKAHEAD = 1
-"""Iterations whose prompts are made before they are admitted."""
+"""Number of iterations whose prompts are made before their admission."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which iterations there are, which policy versions are validated, and how iterations are laid into pages."""
+    """The iterations of a run, the policy versions to validate, and the division of iterations into pages."""
 
     iterations: int
     """Number of the last iteration."""
@@ -57,7 +57,7 @@ class Schedule:
     val_before_train: bool
     test_freq: int
     max_staleness: int = 0
-    """Versions that engines may be ahead."""
+    """`algorithm.max_staleness`: number of versions that a row may be old."""
     max_num_gen_batches: int | None = None
     """With dynamic sampling: batches of prompts that an iteration may take. Pages are then of batches."""
     page_prompts: int = 0
@@ -100,8 +100,8 @@ class Schedule:
     def feedback_lag(self) -> int:
         """Iterations between one whose outcomes are known and the first whose prompts may depend on it.
 
-        The prompts of a page are made when the version `max_staleness + 2` iterations before its first one is out; all
-        iterations of a page keep the same distance, also where a resumed run lays its pages differently.
+        The prompts of a page are made when the version `max_staleness + 2` iterations before its first iteration is
+        current. All iterations of a page keep that distance, even if a resumed run divides pages differently.
         """
         return self.max_staleness + 1 + self.page_iterations
 
@@ -162,13 +162,13 @@ def loaders(
 class Prompts:
     """The one actor of the prompt stage.
 
-    Without dynamic sampling a page is so many iterations. With it, how many prompts an iteration takes is known when it
-    is full. A page is then so many **batches** of prompts, each as large as an iteration. The stage reads the data as
-    often as that takes, and ends when the last iteration is trained. Prompts that are made and not needed are never
-    generated (`PolicyStore.admit`).
+    Without dynamic sampling a page is `Schedule.page_iterations` iterations. With it, the number of prompts that an
+    iteration takes is known only when the iteration is full. A page is then that many **batches** of prompts, each as
+    large as an iteration. The stage repeats the data as often as needed, and ends when the last iteration is trained.
+    Engines generate no surplus prompts (`PolicyStore.admit`).
 
-    With dynamic sampling the validation rows of a version are in front of the first page that is made at that version.
-    It stays current until they are recorded, and generates at least one batch, so there is such a page.
+    With dynamic sampling the validation rows of a version precede the first page that is made at that version. The
+    version stays current until they are recorded, and generates at least one batch, so there is such a page.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Prompts:
         self._loader, self._val = loaders(data, model, limits, trainer.seed, run_dir, epochs, schedule.feedback_lag)
         if self._endless and self._loader.learns:
             raise ValueError(
-                f"data.sampler={data.sampler} learns from what became of earlier prompts, and with "
+                f"data.sampler={data.sampler} learns from the outcomes of earlier prompts, and with "
                 "algorithm.filter_groups.enable=true those that were dropped are not recorded; use one that does not"
             )
         self._next_page = -1

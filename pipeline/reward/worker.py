@@ -65,7 +65,7 @@ class Call:
 
 
 class WorkerLost(Exception):
-    """A worker ended, or has to be ended; the message is the error of the rows under way."""
+    """A worker has ended, or must be ended; the message becomes the error of its unanswered rows."""
 
     def __init__(self, message: str, exhausted: bool = False) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
 """The rollout stage: prompt rows in, `n` trajectory rows for each out.
 
 The stage asks the policy store for admission, loads the admitted version, and then generates. It is asynchronous, so
-one engine works on many chunks at a time, in one batch.
+one engine works on many chunks concurrently, in one batch.
 
 - With `rollout.update=in_flight` the first chunk that is admitted to a newer version loads it while older chunks run;
   their responses continue with the new weights. The column `version_runs` names the version of each token.
@@ -43,7 +43,7 @@ from pipeline.store.versions import Ticket
 from pipeline.weights.load import checksum
 
 OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
-"""Names of errors after which an engine cannot generate any more, although its thread goes on."""
+"""Names of errors after which an engine cannot generate any more, although its thread still runs."""
 
 
 def restarted() -> bool:

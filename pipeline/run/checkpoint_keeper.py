@@ -43,12 +43,12 @@ class CheckpointKeeper:
         self._queue.start()
 
     def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of an iteration; those of a resumed run's past, too."""
+        """Note the metrics of an iteration, also of those before a resume."""
         if self._metric is not None and (value := metrics.get(self._metric)) is not None:
             self._queue.put("a metric", self._validated, iteration, value)
 
     def saved(self, version: int, rank: int, ranks: int) -> None:
-        """A rank's part of a checkpoint is in place."""
+        """Note that a rank's part of a checkpoint is in the storage."""
         self._parts[version].add(rank)
         if len(self._parts[version]) == ranks:
             del self._parts[version]
@@ -59,7 +59,7 @@ class CheckpointKeeper:
         self._parts.clear()
 
     def close(self) -> None:
-        """Wait for what is under way, `CLOSE_S` seconds at most."""
+        """Wait at most `CLOSE_S` seconds for pending deletions."""
         if self._queue.close(time.monotonic() + self.CLOSE_S):
             log.warning("old checkpoints in %s are still being deleted after %.0f s", self._root, self.CLOSE_S)
 

@@ -1,6 +1,6 @@
 """The policy stage: the sum over the vocabulary of squared probabilities, for the optimal token baselines.
 
-The engine returns the probability of the token it sampled, not of all others, so a replica of the policy goes over the
+The engine returns the probability of the token it sampled, not of all others, so a replica of the policy runs over the
 responses once more. Its weights may be newer than those that generated a row; `pi_version` records which they were.
 """
 

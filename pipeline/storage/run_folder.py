@@ -1,4 +1,4 @@
-"""Whether a run may write into its folder, and which checkpoint it begins with.
+"""Resuming: whether a run may write into its folder, and from which checkpoint it starts.
 
 A run that is started again with the same settings continues. With other settings it would mix two experiments in one
 curve, so it is refused, except for settings of length, reporting and layout (`MAY_DIFFER`).
