@@ -151,7 +151,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     from pipeline.plan.plan import plan
     from pipeline.plan.table import render
     from pipeline.replay import checks as replay
-    from pipeline.storage.run_folder import check_run_folder, reached, recover, starting_point
+    from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
 
     plan(config)
     name_from_root(config)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.advantage.estimators import Estimate, EstimatorInput, get_adv_estimator
-from pipeline.advantage.kl import kl_penalty
+from pipeline.advantage.kl_controller import kl_penalty
 from pipeline.config.algorithm import AlgorithmConfig
 from pipeline.rows import ADVANTAGE, FLOATS, KL_COEF, SCHEMA, append, flat, per_token, ragged
 from pipeline.store.client import StoreClient

@@ -13,7 +13,7 @@ from pipeline.config import Config, ConfigError, load_config, load_yaml
 from pipeline.config.schema import keys, value_of
 from pipeline.plan.plan import Plan
 from pipeline.plan.plan import plan as make_plan
-from pipeline.storage.run_folder import CONFIG_FILE, reached
+from pipeline.storage.resume import CONFIG_FILE, reached
 from pipeline.track.passk import MAX_RESPONSES
 
 RESULT = (

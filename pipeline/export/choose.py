@@ -12,7 +12,7 @@ import pyarrow.fs as pafs
 from pipeline.config import Config, load_yaml
 from pipeline.storage import checkpoints
 from pipeline.storage.filesystem import filesystem_of
-from pipeline.storage.run_folder import CONFIG_FILE
+from pipeline.storage.resume import CONFIG_FILE
 from pipeline.track.history import read_history
 
 METRICS = "metrics.jsonl"

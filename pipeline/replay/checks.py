@@ -14,7 +14,7 @@ from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.schema import keys, value_of
 from pipeline.derived import reward_parts, uses_baselines, uses_engines
 from pipeline.replay.recording import Recording, iteration_range
-from pipeline.storage.run_folder import CONFIG_FILE, may_differ
+from pipeline.storage.resume import CONFIG_FILE, may_differ
 from pipeline.train.correction import parse
 
 _READ = (

@@ -2,37 +2,19 @@
 
 Ray Data adds an actor to a pool as long as its actors have as many chunks as they take. In a strictly on-policy run the
 next iteration's chunks would fill every engine while they wait for the update. So only admitted chunks reach the
-engines of an elastic pool (`Gate`), and the pool grows while these fill it. It does not shrink: every engine is idle
+engines of an elastic pool (`gate.py`), and the pool grows while these fill it. It does not shrink: every engine is idle
 during an update, and starting one again costs more than keeping it. Rows do not depend on the number of engines:
 requests are seeded by prompt and sample, and chunks keep their order.
 """
 
-from typing import TYPE_CHECKING
-
-import pyarrow as pa
 from ray.data import DataContext
 from ray.data.context import AutoscalingConfig
-
-if TYPE_CHECKING:
-    from pipeline.rollout.policy_source import PolicySource
 
 STARTS = 3
 """Consecutive engines of an elastic pool that may fail to start before the run ends; in a fixed pool none may."""
 FULL = 1.0
 """A pool grows when its engines have this share of the chunks that they can take."""
 NEVER = -1.0
-
-
-class Gate:
-    """A stage that passes chunks on, in order, as the policy store admits them; for elastic pools and replays."""
-
-    def __init__(self, policy: "PolicySource"):
-        self._policy = policy
-
-    async def __call__(self, table: pa.Table) -> pa.Table:
-        split, chunk, version = (table[name][0].as_py() for name in ("split", "chunk", "iteration"))
-        await self._policy.admit(split, chunk, version)
-        return table
 
 
 def set_autoscaling(context: DataContext, elastic: bool) -> None:

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointUploadMode
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from pipeline.advantage.kl import KLController
+from pipeline.advantage.kl_controller import KLController
 from pipeline.models.checkpoint_reader import load_checkpoint
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest
 from pipeline.storage.filesystem import filesystem_of

@@ -19,7 +19,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from pipeline.advantage.kl import kl_controller
+from pipeline.advantage.kl_controller import kl_controller
 from pipeline.config import save_yaml
 from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError

@@ -25,7 +25,7 @@ def refusal(*overrides: str, **options: object) -> str:
 def test_import_loads_no_heavy_library():
     code = (
         "import sys, pipeline.config, pipeline.plan.checks, pipeline.plan.plan;"
-        "import pipeline.storage.run_folder, pipeline.run.versions;"
+        "import pipeline.storage.resume, pipeline.run.versions;"
         "print([name for name in ('torch', 'ray', 'vllm', 'transformers', 'mlflow') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

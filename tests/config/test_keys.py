@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.tiny import build_model
 from pipeline.advantage.estimators import Estimate, EstimatorInput
-from pipeline.advantage.kl import kl_controller
+from pipeline.advantage.kl_controller import kl_controller
 from pipeline.advantage.stage import Advantage
 from pipeline.config import Config
 from pipeline.config.algorithm import AlgorithmConfig

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from jobs.export import main
-from pipeline.advantage.kl import FixedKL
+from pipeline.advantage.kl_controller import FixedKL
 from pipeline.config import Config, save_yaml
 from pipeline.export import registry
 from pipeline.models.fsdp import full_state_dict

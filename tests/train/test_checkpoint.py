@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ray.train
 
-from pipeline.advantage.kl import AdaptiveKL
+from pipeline.advantage.kl_controller import AdaptiveKL
 from pipeline.config import Config, load_yaml, save_yaml
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict

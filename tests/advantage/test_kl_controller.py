@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.advantage.kl import AdaptiveKL, FixedKL, kl_controller, kl_penalty
+from pipeline.advantage.kl_controller import AdaptiveKL, FixedKL, kl_controller, kl_penalty
 from pipeline.config.algorithm import AlgorithmConfig, KLControlConfig
 
 positive = st.floats(1e-4, 100)

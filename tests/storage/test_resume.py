@@ -8,7 +8,7 @@ from pipeline.config import Config, ConfigError, load_config, save_yaml
 from pipeline.config.schema import keys
 from pipeline.storage.checkpoints import FOLDER, PROGRESS
 from pipeline.storage.filesystem import check_scheme, filesystem_of
-from pipeline.storage.run_folder import MAY_DIFFER, check_run_folder, reached, recover, starting_point
+from pipeline.storage.resume import MAY_DIFFER, check_run_folder, reached, recover, starting_point
 from tests.storage.test_checkpoints import written
 
 
