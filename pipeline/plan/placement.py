@@ -141,16 +141,16 @@ def check_resources(stages: Sequence[Stage], num_cpus: int | None = None, nodes:
         nodes = [local_node(num_cpus)]
         cpu_holder = f"trainer.ray_num_cpus={num_cpus} gives the local Ray" if num_cpus else holder
         remedy = "lower one of them, or raise trainer.ray_num_cpus (phases alternate, so it may exceed the CPUs)"
-    for kind, has, shared, advice in (
-        ("GPU", holder, 0.0, "lower one of them or use more GPUs"),
-        ("CPU", cpu_holder, SHARED_STAGE_CPUS, remedy),
+    for kind, has, advice in (
+        ("GPU", holder, "lower one of them or use more GPUs"),
+        ("CPU", cpu_holder, remedy),
     ):
         have = sum(node.resources.get(kind, 0.0) for node in nodes)
         need = sum(stage.count * stage.needs[kind] for stage in stages)
         if need > have + EPSILON:
             words, numbers = _sum(stages, kind)
-            if shared:
-                words, numbers = f"{words} + {shared:g} for prompts", f"{numbers} + {shared:g}"
+            if kind == "CPU" and any(stage.name == "prompts" for stage in stages):
+                words, numbers = f"{words} + {SHARED_STAGE_CPUS:g} for prompts", f"{numbers} + {SHARED_STAGE_CPUS:g}"
             raise ConfigError(f"the run needs {words} = {numbers} = {need:g} {kind}s and {has} {have:g}; {advice}")
     if not place(stages, nodes):
         wanted = ", ".join(f"{stage.count} x {stage.name} of {describe(stage.needs)}{stage.where}" for stage in stages)

@@ -91,6 +91,7 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
 
 def _stages(config: Config) -> Iterator[Stage]:
     rollout, trainer = config.rollout, config.trainer
+    with_prompts = trainer.placed("prompts") or {}
     if uses_engines(config):
         yield Stage("prompts", 1, SHARED_STAGE_CPUS)
         fewest = "rollout.num_engines" if rollout.min_engines is None else "rollout.min_engines"
@@ -100,10 +101,10 @@ def _stages(config: Config) -> Iterator[Stage]:
         yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.gpus, keys, most=most)
     else:
         keys = ("", "the replay stage", "")
-        yield Stage("replay", 1, SHARED_STAGE_CPUS, keys=keys, labels=trainer.placed("prompts") or {})
+        yield Stage("replay", 1, SHARED_STAGE_CPUS, keys=keys, labels=with_prompts)
     yield Stage("reward, advantage", 1, config.reward.num_cpus, keys=("", "reward.num_cpus", ""), at_least=True)
     if uses_filter(config):
-        yield Stage("filter", 1, FILTER_CPUS, keys=("", "the filter stage", ""))
+        yield Stage("filter", 1, FILTER_CPUS, keys=("", "the filter stage", ""), labels=with_prompts)
     for name, pool in scorers(config).items():
         keys = (f"scoring.{name}.num_workers", f"scoring.{name}.num_cpus", f"scoring.{name}.num_gpus")
         yield Stage(name, pool.num_workers, pool.num_cpus, pool.num_gpus, keys)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -81,8 +82,10 @@ class Record:
                 stream.write(content.getvalue())
             self._filesystem.move(aside, path)
         except OSError as error:
-            if self._filesystem.get_file_info(aside).type != pafs.FileType.NotFound:
-                self._filesystem.delete_file(aside)
+            # A storage that takes no file may not answer this either.
+            with suppress(OSError):
+                if self._filesystem.get_file_info(aside).type != pafs.FileType.NotFound:
+                    self._filesystem.delete_file(aside)
             raise OSError(
                 error.errno or 5,
                 f"the trajectories cannot be written to {path} ({error.strerror or error}); free space there, allow "

@@ -183,7 +183,7 @@ def test_rows_are_read_where_prompts_would_be(recorded: Path) -> None:
 
 
 def test_too_few_cpus_are_summed_up(refused: Refused) -> None:
-    refused("trainer.ray_num_cpus=2", parts=("trainer.ray_num_cpus=2", "the replay stage", "1 +"))
+    refused("trainer.ray_num_cpus=2", parts=("trainer.ray_num_cpus=2", "the replay stage", "= 1 + 1 + 2 x 1 = 4 CPUs"))
 
 
 # refusals

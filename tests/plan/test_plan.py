@@ -223,6 +223,12 @@ def test_nodes_that_hold_the_run_and_others(overrides, nodes, words):
         check_resources(stages, None, cluster(nodes))
 
 
+def test_the_filter_is_placed_with_the_prompts():
+    filtered = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc")
+    stages = small(*filtered, "trainer.placement.prompts.role=cpu").stages
+    assert [stage.name for stage in stages if stage.labels == {"role": "cpu"}] == ["prompts", "filter"]
+
+
 def test_a_local_ray_has_no_labels():
     with pytest.raises(ConfigError, match="on nodes labelled role=rollout"):
         validate(good(*SMALL, "trainer.ray_num_cpus=16", ENGINES))

@@ -90,6 +90,20 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
         Record(str(tmp_path))(_rows(1, 0))
 
 
+def test_storage_that_answers_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away:
+        def create_dir(self, path: str, recursive: bool) -> None:
+            raise OSError(errno.EIO, "no connection")
+
+        def get_file_info(self, path: str) -> None:
+            raise OSError(errno.EIO, "no connection")
+
+    record = Record(str(tmp_path))
+    monkeypatch.setattr(record, "_filesystem", Away())
+    with pytest.raises(OSError, match="trajectories cannot be written to .*chunk-000000.parquet"):
+        record(_rows(1, 0))
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record(str(tmp_path))
