@@ -28,7 +28,7 @@ from pipeline.reward.result import MAX_ERROR, Answer
 from pipeline.reward.sandbox import processes
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
-SEND_S = 10  # seconds in which a worker must read a message
+MESSAGE_S = 10  # seconds in which a worker must read a message, and end one that it has begun
 LOOK_S = 0.05  # seconds between two looks at a worker's memory
 EXIT_S = 0.2  # seconds that a process whose connection has ended may take to end itself
 
@@ -85,9 +85,10 @@ class RewardWorker:
         # It records errors that occur before the functions are loaded.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self.connection, theirs = Pipe()
-        # Without a time limit, a worker that does not read would hold up the pool.
+        # Without time limits, a worker that does not read, or stops in the middle of an answer, would hold up the pool.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_S, 0))
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         with theirs:
             self.process = subprocess.Popen(
@@ -121,7 +122,7 @@ class RewardWorker:
         """The ids and answers of the calls that it has answered since the last look.
 
         Raises:
-            WorkerLost: the process has ended.
+            WorkerLost: the process has ended, or has stopped in the middle of an answer.
             ValueError: it cannot load the functions.
         """
         answered: list[tuple[int, list[Answer]]] = []
@@ -134,6 +135,9 @@ class RewardWorker:
                     self.loading, self.asynchronous = False, message["asynchronous"]
                     continue
                 answered.append((message["id"], [(score, parts, error) for score, parts, error in message["answers"]]))
+        except BlockingIOError:
+            stopped = f"stopped in the middle of an answer, for {MESSAGE_S} s"
+            raise WorkerLost(f"WorkerError: the process of the reward function {stopped}") from None
         except (EOFError, OSError):
             # What it answered before comes first; the next look meets the end again.
             if not answered:

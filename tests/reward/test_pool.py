@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.reward import RateLimitConfig, RewardConfig
-from pipeline.reward import pool
+from pipeline.reward import pool, worker
 from pipeline.reward.functions import functions
 from pipeline.reward.stage import Reward
 from pipeline.reward.worker import Call, RewardWorker
@@ -83,6 +83,22 @@ def test_slow_rows_get_more_workers_up_to_the_limit(tmp_path: Path, monkeypatch:
         config.max_processes = limit
         used = pids(config, [GOOD] * 12)
         assert min(limit, 2) <= len(used) <= limit
+
+
+def test_a_worker_that_stops_in_the_middle_of_an_answer_does_not_hold_up_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MESSAGE_S", 1)
+    source = """
+import os, sys, time
+def compute_score(solution_str, **row):
+    if solution_str == "half":
+        os.write(int(sys.argv[2]), b"\\0\\0\\1\\0{")
+        time.sleep(60)
+    return 1.0
+"""
+    found = errors(Reward(custom(tmp_path, source, timeout_s=30.0))(table(["half", GOOD])))
+    assert "in the middle of an answer" in str(found[0]) and not found[1]
 
 
 def test_workers_that_are_not_needed_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
