@@ -106,8 +106,9 @@ def correction(state: State) -> None:
         if state.given.get(f"{_CORRECTION}.loss_type") == "reinforce":
             state.set("actor.policy_loss.loss_mode", "reinforce")
         elif state.get("actor.policy_loss.loss_mode") not in ("gpg", "dro"):
-            # The ratio of the loss is that weight already, and verl does not apply it twice, either.
-            state.drop(f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_threshold")
+            for key in (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_is_threshold"):
+                state.drop(key)
+                state.leave(key, "the ratio of the loss is that weight already; verl does not apply it twice, either")
     normalize = f"{_CORRECTION}.rollout_is_batch_normalize"
     if state.get(normalize) and (bypass or state.get(f"{_CORRECTION}.rollout_is") is None):
         state.drop(normalize)

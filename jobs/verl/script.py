@@ -1,14 +1,16 @@
 """The commands that a bash script would start, worked out from its text. Nothing is run, and no file is sourced.
 
-1. Assignments, arrays, defaults, arithmetic, functions, and `if`, `case`, `&&` and `||` on known values are followed as
-   bash does, in an environment that holds HOME, PWD and the variables that the caller names. Others count as not set.
-2. Everything else is undecided: loops, the output of commands, the files of the machine. A variable that is assigned
+1. Assignments, arrays, defaults, arithmetic, functions, `if`, `case`, `&&` and `||` on known values, and `for` over known
+   words are followed as bash does, in an environment that holds HOME, PWD and the variables that the caller names. Others
+   count as not set.
+2. Everything else is undecided: other loops, the output of most commands, the files of the machine. A variable that is assigned
    in an undecided part is unknown from then on, and a command there that trains is refused later.
 3. Slipstream runs on NVIDIA GPUs and CPUs, so `python3 -c 'import torch_npu'` fails.
 """
 
 import contextlib
 import itertools
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,8 +23,11 @@ from jobs.verl.words import ScriptError, Words, source_of
 Status = bool | None
 """Whether a test holds or a command succeeds; None where the text does not tell."""
 
-_IGNORED = ("set", "shopt", "ulimit", "wait", "sleep", "trap", "mkdir", "cd", ":", "true", "exec")
+_IGNORED = ("set", "shopt", "ulimit", "wait", "sleep", "trap", "mkdir", ":", "true", "exec")
 _READERS = ("read", "mapfile", "readarray", "getopts", "let", "unset")
+_STOPS = re.compile(r"\b(break|continue)\b")
+MAX_ROUNDS = 1000
+"""Most rounds of all loops together that are followed."""
 _NEVER = {"while": False, "until": True}
 _KEYWORDS = ("do_group", "then", "elif_clause", "else_clause", "fi")
 _COMPARISONS = {
@@ -64,6 +69,9 @@ class Script(Words):
         self._output: list[str] = []
         self._local: list[str] | None = None
         """Variables that the function that is read declares for itself; None outside of functions."""
+        self._folders: list[str] = []
+        """Folders that exist: that in which the script is started, and its own."""
+        self._rounds = 0
 
     def read(self, text: str, path: str = "run.sh") -> None:
         """Follow a script, whose file is `path`.
@@ -72,6 +80,9 @@ class Script(Words):
             ScriptError: it is not bash, or it does something that is not followed here.
         """
         self.variables |= {"0": path, "BASH_SOURCE": path}
+        here = self.variables.get("PWD")
+        if isinstance(here, str) and here.startswith("/") and not self.why(here):
+            self._folders = [here, os.path.dirname(os.path.normpath(os.path.join(here, path)))]
         try:
             self._run(self.parse(re.sub("[\ue000\ue001]", "", text.replace("\r\n", "\n"))))
         except _Ended:
@@ -83,7 +94,7 @@ class Script(Words):
         outer, commands = self._output, len(self.commands)
         self._output = []
         self._subshell(node)
-        result = "\n".join(self._output).rstrip("\n")
+        result = "".join(self._output).rstrip("\n")
         self._output = outer
         reads_file = any(child.type == "file_redirect" for child in node.named_children)
         return None if reads_file or len(self.commands) > commands else result
@@ -111,6 +122,11 @@ class Script(Words):
                 return self._if(node)
             case "case_statement":
                 return self._case(node)
+            case "for_statement" if (items := self._items(node)) is not None:
+                for item in items:
+                    self.bind(source_of(node.named_children[0]), item, self.line(node))
+                    self._all(node.named_children[-1].named_children)
+                return None
             case "while_statement" if self._all(_behind(node, node.children[0].type)) is _NEVER[node.children[0].type]:
                 return True
             case "function_definition" if self.doubt:
@@ -195,6 +211,14 @@ class Script(Words):
             reached = _both(reached, _opposite(fits))
         return None
 
+    def _items(self, node: Node) -> list[str] | None:
+        """The words that a loop goes through; None where they are not known, or where it may stop before the end."""
+        if [child.type for child in node.children[:3:2]] != ["for", "in"] or _STOPS.search(source_of(node)):
+            return None
+        items = [field for word in node.named_children[1:-1] for field in self.fields(word)]
+        self._rounds += len(items)
+        return None if self._rounds > MAX_ROUNDS or self.why(" ".join(items)) else items
+
     def _fits(self, value: str, patterns: list[Node]) -> Status:
         """Whether a value fits a pattern, which may be several nodes; a quoted one stands for itself."""
         text = "".join(map(self.text, patterns))
@@ -251,6 +275,14 @@ class Script(Words):
         return None
 
     def _command(self, node: Node) -> Status:
+        before = len(self._output)
+        try:
+            return self._redirected(node)
+        finally:
+            if any(re.match("[1&]?>", source_of(part)) for part in node.named_children if part.type == "file_redirect"):
+                del self._output[before:]
+
+    def _redirected(self, node: Node) -> Status:
         parts = list(node.named_children)
         if node.type == "redirected_statement" and parts[0].type == "command":
             parts[:1] = parts[0].named_children
@@ -298,9 +330,10 @@ class Script(Words):
         if name in ("source", "."):
             source = self.shown(" ".join(arguments))
             self.notes.append(f"line {line}: the file of `{source}` is not read; give it in front of this script")
-        elif name == "echo":
-            said = " ".join(others)
+        elif name in ("echo", "pwd", "basename", "dirname") and (said := self._said(name, others)) is not None:
             self._output.append(self.unknown(said, f"depends on line {self.doubt}") if self.doubt else said)
+        elif name in ("cd", "pushd", "popd"):
+            return self._change_folder(arguments, line)
         elif name == "getopts" and not self.arguments:
             return False
         elif name in _READERS or (name == "printf" and "-v" in others):
@@ -313,6 +346,43 @@ class Script(Words):
                 raise _Ended(name)
             return None
         return True
+
+    def _said(self, name: str, arguments: list[str]) -> str | None:
+        """What a command prints; None where that is not worked out."""
+        if name == "echo":
+            newline = arguments[:1] != ["-n"]
+            text = " ".join(arguments[not newline :])
+            return self.unknown(text, "is an echo with options") if re.match("-[neE]", text) else text + "\n" * newline
+        if name == "pwd":
+            folder = self.variables.get("PWD")
+            return f"{folder}\n" if isinstance(folder, str) and not arguments else None
+        if not 1 <= len(arguments) <= 1 + (name == "basename") or self.why(" ".join(arguments)):
+            return None
+        path = arguments[0].rstrip("/")
+        if not path or path.startswith("-"):
+            return None
+        folder, slash, last = path.rpartition("/")
+        if name == "dirname":
+            return f"{(folder.rstrip('/') or '/') if slash else '.'}\n"
+        suffix = arguments[1] if arguments[1:] and arguments[1] != last else ""
+        return f"{last.removesuffix(suffix)}\n"
+
+    def _change_folder(self, arguments: list[str], line: int) -> Status:
+        """Keep PWD. Only the folders above the script, and above the one in which it is started, are known to exist."""
+        before, (name, *others) = self.variables.get("PWD") or "", arguments
+        others = others[others[:1] == ["--"] :]
+        known = name == "cd" and len(others) == 1 and not others[0].startswith("-")
+        if known and isinstance(before, str) and not self.why(before + others[0]):
+            folder = os.path.normpath(os.path.join(before, others[0]))
+            if any(f"{below}/".startswith(f"{folder.rstrip('/')}/") for below in self._folders):
+                self.bind("PWD", folder, line)
+                self.bind("OLDPWD", before, line)
+                return True
+        for variable in ("PWD", "OLDPWD"):
+            self.bind(
+                variable, self.unknown(f"${variable}", f"depends on the folders of the machine (line {line})"), line
+            )
+        return None
 
     def _call(self, body: Node, arguments: list[str]) -> Status:
         outer = self.arguments, self._local

@@ -19,7 +19,8 @@ _BASH = Parser(Language(tree_sitter_bash.language()))
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|\$\([^)]*\)")
 _FILES_OR_BRACES = re.compile(r"[^=]*[*?]|.*\{[^{}\s]*(,|\.\.)[^{}\s]*\}")
-_EXPANSION = re.compile(r"\$\{?(\w+|[@*#])(\[[@*]\])?(?:(:?[-=+]).*)?\}?", re.DOTALL)
+_EXPANSION = re.compile(r"\$\{?(\w+|[@*#])(\[[@*0]\])?(?:(:?[-=+?]).*)?\}?", re.DOTALL)
+_ARITHMETIC_DEFAULT = re.compile(rb"(?<=[-=+])\$\(\([^\"'`${}\n]*\)\)(?=\})")
 _GLUED = ("concatenation", "string", "expansion", "binary_expression", "heredoc_redirect", "heredoc_body")
 _ESCAPES = {"n": "\n", "t": "\t"}
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
@@ -54,12 +55,27 @@ class Words:
         Raises:
             ScriptError: it is not bash.
         """
-        root = node = _BASH.parse(text.encode()).root_node
+        root = node = self._tree(text.encode())
         while broken := [child for child in node.children if child.has_error or child.is_missing]:
             node = broken[0]
         if root.has_error:
             raise ScriptError(f"line {self.line(node)}: a quote, a bracket or a keyword has no end here or before")
         self._check(root)
+        return root
+
+    def _tree(self, text: bytes) -> Node:
+        """The root of the tree, which may have errors.
+
+        The parser has no arithmetic with brackets in a default, as in `${A:-$(((B + C) * 2))}`, unless it is quoted.
+        """
+        root = _BASH.parse(text).root_node
+        if root.has_error:
+            quoted = _BASH.parse(_ARITHMETIC_DEFAULT.sub(rb'"\g<0>"', text)).root_node
+            places = (match.start() + 2 * count for count, match in enumerate(_ARITHMETIC_DEFAULT.finditer(text)))
+            # Where the piece is plain text, the quotes would be a part of it.
+            opened = (quoted.descendant_for_byte_range(place, place + 1) for place in places)
+            if not quoted.has_error and all(node and node.type == '"' and node.next_sibling for node in opened):
+                return quoted
         return root
 
     def _check(self, node: Node) -> None:
@@ -69,6 +85,7 @@ class Words:
             place = before.end_byte if before else node.start_byte
             between = (node.text or b"")[place - node.start_byte : child.start_byte - node.start_byte]
             split = before and before.is_named and child.is_named and not between and node.type not in _GLUED
+            split = split and not child.type.endswith("_clause")
             lone = (child.type == "$") != (node.type == "simple_expansion" and before is None)
             if split or lone or (between and node.type == "simple_expansion") or re.search(rb"\\[ \t\v\f]", between):
                 raise ScriptError(f"line {self.line(child)}: {source_of(node)[:60]!r} is not followed")
@@ -231,10 +248,13 @@ class Words:
         """The pieces of `$NAME` or `${...}`."""
         source, where = source_of(node), f"in line {self.line(node)}"
         match = _EXPANSION.fullmatch(source)
+        if re.fullmatch(r"\$\{@:[1-9]\}", source) and not self.arguments:
+            yield [], not quoted
+            return
         if not match:
             yield self.unknown(source, f"{where} is an expansion that is not worked out"), False
             return
-        name, every, operation = match[1], match[2], match[3] or ""
+        name, every, operation = match[1], (match[2] or "").removeprefix("[0]"), match[3] or ""
         value = self._lookup(name, bool(every))
         present = value is not None and (value not in ("", []) or not operation.startswith(":"))
         if (operation.endswith("+") and present) or (operation.endswith(("-", "=")) and not present):
@@ -243,7 +263,7 @@ class Words:
             if operation.endswith("="):
                 self.bind(name, "".join(_joined(piece) for piece, _ in others), self.line(node))
             yield from others
-        elif value is None and not operation:
+        elif not present and operation in ("", "?", ":?"):
             reason = (
                 "is an argument of the script" if name.isdecimal() else f"is not assigned before; give {name}=VALUE"
             )
@@ -251,7 +271,7 @@ class Words:
         elif value is not None and not operation.endswith("+"):
             if isinstance(value, list) and not quoted:
                 value = [part for element in value for part in element.split()]
-            elif isinstance(value, list) and "*" in (name, (every or "").strip("[]")):
+            elif isinstance(value, list) and "*" in (name, every.strip("[]")):
                 value = " ".join(value)
             yield value, not quoted
 

@@ -79,6 +79,13 @@ def test_a_value_that_is_not_known_is_neither_verls_default_nor_a_guess() -> Non
     assert not unknown["trainer.experiment_name"][1]
 
 
+def test_weights_that_a_loss_has_already_are_named() -> None:
+    weights = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"
+    named = left(f"{CORRECTION}.bypass_mode=true", f"{weights[0]}=token", f"{weights[1]}=2")
+    assert named.keys() == set(weights)
+    assert all("verl does not apply it twice" in reason and not cannot for reason, cannot in named.values())
+
+
 @pytest.mark.parametrize(
     ("argument", "part"),
     [

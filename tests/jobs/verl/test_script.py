@@ -104,6 +104,31 @@ launch data.b=2 "data.c=$(name x) y" """,
 while getopts "l:n:" option; do case $option in l) LR=$OPTARG ;; *) exit 1 ;; esac; done
 while [[ $# -gt 0 ]]; do case "$1" in --lr) LR=$2; shift 2 ;; *) shift ;; esac; done
 python3 -m verl data.lr=$LR""",
+    "lines of alternatives": """A=2
+if [[ $A == *"1"* ]]; then B=one
+elif   [[ $A == *"2"* || $A == *"3"* ]]; then B=two
+else B=none
+fi
+python3 -m verl data.b=$B""",
+    "arithmetic with brackets in defaults": """A=3
+B=${NONE:-$(((A + 1) * 2))}; C="x${NONE:-$(( (A - 1) % 2 ))}y"
+python3 -m verl data.b=$B data.c=$C data.d=${A:-$(((1)))}""",
+    "folders and file names": """HERE=$(pwd)
+MINE="$(cd -- "$(dirname "${BASH_SOURCE[0]}")" > /dev/null 2>&1 && pwd)"; ABOVE=$(cd "$(dirname "$0")/.." && pwd)
+(cd / && cd /)
+python3 -m verl data.here=$HERE/x data.mine=$MINE data.above=$ABOVE data.pwd=$PWD data.name=$(basename "$0" .sh) \\
+  data.file=$(basename $0) data.last=$(basename org/model-7b/) data.org=$(dirname org/model-7b) \\
+  data.root=$(dirname /x) data.dot=$(dirname x) data.all=$(basename .sh .sh) data.end=$(cd /; echo $PWD; cd; cd /)""",
+    "only what goes to the output": """A=$(echo -n x; echo y >&2; { echo z; } > /dev/null; echo w 2> /dev/null)
+python3 -m verl data.a=$A""",
+    "loops over known words": """LIST="3 4"; ALL=()
+for SIZE in 1 '2 b' $LIST; do
+  for KIND in k "$SIZE"; do ALL+=("data.x=$SIZE-$KIND"); done
+done
+for NEVER in ${NONE:-}; do ALL=(); done
+python3 -m verl "${ALL[@]}" data.last=$SIZE""",
+    "needed variables, further arguments": """python3 -m verl data.a=${HOME:?no home} data.b=${HOME?no} "${@:2}" ${@:3}
+echo ${NONE:?the end}""",
     "groups": """{ (A=0); A=1; B=2; }
 true && C=3 && (A=7; exit 0) && python3 -m verl data.a=$A data.b=$B data.c=$C""",
     "given as text": """CMD="python3 -m verl data.a=1"; CMD="$CMD data.b='two words'"
@@ -151,9 +176,12 @@ def test_words_are_what_bash_makes_of_them(words: str) -> None:
         script = follow(text)
     except ScriptError:
         return
-    (command,) = [command.arguments for command in script.commands if command.arguments[0] == "verl"]
-    known = not any(map(script.why, command))
-    assert not known or [*command[1:], ""] == shown.split("\0")
+    # A default that has no end in S may take the rest in, up to the name of the command.
+    commands = [command.arguments for command in script.commands if command.arguments[0] == "verl"]
+    assert len(commands) == ("\0" in shown)
+    for command in commands:
+        known = not any(map(script.why, command))
+        assert not known or [*command[1:], ""] == shown.split("\0")
 
 
 @settings(deadline=None)
@@ -189,7 +217,7 @@ UNKNOWN = {
     "$C": "((C++))",
     "$D": "A=`nproc`; export D=${A}x",
     "$E": "for E in $(seq 3); do :; done",
-    "$F": "for F in 1 2; do :; done",
+    "$F": "for ((F = 0; F < 2; F++)); do :; done",
     "$G": "FILES=(/data/*.parquet); G=$FILES",
     "$H": 'printf -v H "%s" 1',
     "$I": "let I=1",
@@ -199,7 +227,7 @@ UNKNOWN = {
     "$NOWHERE": "",
     "$1": "",
     "${HOME##*/}": "",
-    "${HOME[0]}": "",
+    "${HOME[1]}": "",
     "{a,b}": "",
     "$((-1 + 2))": "",
     "$((2 ** 3))": "",
@@ -252,6 +280,25 @@ def test_a_branch_that_may_end_the_script_is_not_the_one_that_starts_verl() -> N
     assert follow("if [ -f /x ]; then\n python3 -m verl\nfi").commands[0].doubt == 1
 
 
+def test_the_folder_is_unknown_behind_a_change_to_one_that_may_not_exist() -> None:
+    for change in ("cd /none", "cd $NONE/x", "pushd /none", "cd -", "if [ -d x ]; then cd /; fi"):
+        (reason,) = reasons(f"{change}\npython3 -m verl data.a=$PWD").values()
+        assert "line 1" in reason
+    assert started("(cd /none; A=1)\npython3 -m verl data.a=$PWD data.b=$(pwd)", PWD="/w") == ["data.a=/w", "data.b=/w"]
+
+
+def test_loops_that_end_early_or_run_long_are_unknown() -> None:
+    long = "for a in 1 2 3 4 5 6 7 8 9; do " * 9 + "A=1; " + "done; " * 9
+    for loop in (long, "for a in 1 2; do A=$a; break; done", "for a in $NONE; do A=$a; done", "for a; do A=$a; done"):
+        (reason,) = reasons(f"A=0\n{loop}\npython3 -m verl data.a=$A").values()
+        assert "depends on line 2, which only a run decides" in reason
+
+
+def test_a_variable_that_must_be_given_is_asked_for() -> None:
+    assert "give B=VALUE" in reasons("python3 -m verl data.a=${B:?no B}")["data.a=${B:?no B}"]
+    assert started("python3 -m verl data.a=${B:?no B}", B="1") == ["data.a=1"]
+
+
 def test_files_that_are_not_read_are_named() -> None:
     notes = follow("source ./env.sh\n. other.sh\nexport $(cat .env)\nexport PATH").notes
     assert [note.partition(":")[0] for note in notes] == ["line 1", "line 2", "line 3"]
@@ -287,6 +334,7 @@ def test_variables_of_the_caller_and_of_earlier_scripts() -> None:
         ("A=$\npython3 -m verl", 2),
         ("python3 -m verl data.a=<(ls)", 1),
         ("cat <<E | python3 -m verl data.a=1\nE\n", 1),
+        ("A=\nQ='${A:-$((1))}' B=${A:-$(((1 + 2) * 3))}", 2),
     ],
 )
 def test_what_is_not_followed_is_refused_with_its_line(script: str, line: int) -> None:
