@@ -313,8 +313,11 @@ def run(state: State) -> None:
     for key in ("trainer.test_freq", "trainer.save_freq", "trainer.max_ckpt_to_keep"):
         if state.get(key) == 0 or (key == "trainer.max_ckpt_to_keep" and state.get(key) < 1):
             state.drop(key)
+            state.leave(key, "0 is never, as by default")
     # verl's folder is the run's own; ours is the one of all runs.
     name = state.get("trainer.experiment_name").replace("/", "-")
+    if name != state.get("trainer.experiment_name"):
+        state.notes.append(f"trainer.experiment_name is the name of a folder, {name}")
     state.set("trainer.experiment_name", name)
     folder = state.values.get("trainer.default_local_dir", "").rstrip("/")
     if folder.endswith(f"/{name}") and folder != f"/{name}":

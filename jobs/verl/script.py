@@ -1,10 +1,10 @@
 """The commands that a bash script would start, worked out from its text. Nothing is run, and no file is sourced.
 
-1. Assignments, arrays, defaults, arithmetic, functions, `if`, `case`, `&&` and `||` on known values, and `for` over known
-   words are followed as bash does, in an environment that holds HOME, PWD and the variables that the caller names. Others
-   count as not set.
-2. Everything else is undecided: other loops, the output of most commands, the files of the machine. A variable that is assigned
-   in an undecided part is unknown from then on, and a command there that trains is refused later.
+1. Assignments, arrays, defaults, arithmetic, functions, `if`, `case`, `&&` and `||` on known values, and `for` over
+   known words are followed as bash does, in an environment that holds HOME, PWD and the variables that the caller
+   names. Others count as not set.
+2. Everything else is undecided: other loops, the output of most commands, the files of the machine. A variable that is
+   assigned in an undecided part is unknown from then on, and a command there that trains is refused later.
 3. Slipstream runs on NVIDIA GPUs and CPUs, so `python3 -c 'import torch_npu'` fails.
 """
 
@@ -234,6 +234,10 @@ class Script(Words):
         match node.type, [child.type for child in node.children]:
             case "test_command" | "parenthesized_expression", [_, _, _]:
                 return self._test(inner[0])
+            case "string" | "word" | "number" | "simple_expansion" | "expansion" | "concatenation", _:
+                text = self.text(node)
+                # Without quotes, `[ ... ]` takes other words than one for a test.
+                return None if self.why(text) or (node.type != "string" and len(text.split()) > 1) else bool(text)
             case "unary_expression" | "negated_command", ["!", _]:
                 return _opposite(self._test(inner[0]))
             case "unary_expression", ["test_operator", _] if source_of(inner[0]) in ("-z", "-n"):

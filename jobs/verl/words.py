@@ -158,10 +158,9 @@ class Words:
         if node.type == "comment":
             return []
         if _FILES_OR_BRACES.match(_QUOTED.sub("", source)) and node.type not in ("string", "raw_string"):
-            key, equals, value = source.partition("=")
-            return [
-                f"{key}{equals}" * bool(value) + self.unknown(value or key, f"in line {line} stands for more words")
-            ]
+            key, equals, words = source.partition("=")
+            mark = self.unknown(words or key, f"in line {line} stands for more words")
+            return [f"{key}{equals}" * bool(words) + mark]
         fields: list[str] = []
         current: str | None = None
         for value, splits in self._pieces(node):

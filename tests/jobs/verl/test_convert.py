@@ -86,6 +86,12 @@ def test_weights_that_a_loss_has_already_are_named() -> None:
     assert all("verl does not apply it twice" in reason and not cannot for reason, cannot in named.values())
 
 
+def test_values_that_are_written_otherwise_are_named() -> None:
+    assert "the name of a folder, org-run" in notes("trainer.experiment_name=org/run")
+    never = left("trainer.save_freq=0", "trainer.test_freq=0", "trainer.max_actor_ckpt_to_keep=3")
+    assert never.keys() == {"trainer.save_freq", "trainer.test_freq"}
+
+
 @pytest.mark.parametrize(
     ("argument", "part"),
     [

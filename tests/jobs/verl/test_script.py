@@ -86,6 +86,7 @@ if [ "$A" -gt 4 ] && [[ $NAME == two* && -n $A ]]; then B=1; elif true; then B=2
 case "$NAME" in one|three) C=1 ;; two*) C=2; echo "it's" ;; *) C=3 ;; esac
 if ! false; then D=1; fi
 [ -z "${NONE:-}" ] && E=yes || E=no
+VOID=; [ "$VOID" ] && E=1; [[ $A && ! $VOID ]] && [ "$A" ] && E+=2; [ $VOID ] || E+=3; [ "a b" ] && E+=4
 while false; do A=9; done
 python3 -m verl data.a=$A data.b=$B data.c=$C data.d=$D data.e=$E""",
     "device": """DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
