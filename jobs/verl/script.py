@@ -18,10 +18,8 @@ from fnmatch import fnmatchcase
 
 from tree_sitter import Node
 
-from jobs.verl.words import ScriptError, Words, source_of
-
-Status = bool | None
-"""Whether a test holds or a command succeeds; None where the text does not tell."""
+from jobs.verl.status import COMPARISONS, Status, both, either, opposite
+from jobs.verl.words import ScriptError, Words, file_name, source_of
 
 _IGNORED = ("set", "shopt", "ulimit", "wait", "sleep", "trap", "mkdir", ":", "true", "exec")
 _READERS = ("read", "mapfile", "readarray", "getopts", "let", "unset")
@@ -30,14 +28,6 @@ MAX_ROUNDS = 1000
 """Most rounds of all loops together that are followed."""
 _NEVER = {"while": False, "until": True}
 _KEYWORDS = ("do_group", "then", "elif_clause", "else_clause", "fi")
-_COMPARISONS = {
-    "-eq": int.__eq__,
-    "-ne": int.__ne__,
-    "-lt": int.__lt__,
-    "-le": int.__le__,
-    "-gt": int.__gt__,
-    "-ge": int.__ge__,
-}
 
 
 @dataclass(frozen=True)
@@ -113,11 +103,11 @@ class Script(Words):
             case "list":
                 left, operator, right = (child for child in node.children if child.type != "comment")
                 status = self._run(left)
-                goes_on = status if operator.type == "&&" else _opposite(status)
+                goes_on = status if operator.type == "&&" else opposite(status)
                 following = self._branch(goes_on, operator, [right])
                 return following if goes_on else status
             case "negated_command":
-                return _opposite(self._all(node.named_children))
+                return opposite(self._all(node.named_children))
             case "if_statement":
                 return self._if(node)
             case "case_statement":
@@ -192,8 +182,8 @@ class Script(Words):
             status: Status = True
             if part.type != "else_clause":
                 status = self._branch(reached, node, _behind(part, part.children[0].type))
-            self._branch(_both(reached, status), node, _behind(part, "else" if part.type == "else_clause" else "then"))
-            reached = _both(reached, _opposite(status))
+            self._branch(both(reached, status), node, _behind(part, "else" if part.type == "else_clause" else "then"))
+            reached = both(reached, opposite(status))
         return None
 
     def _case(self, node: Node) -> Status:
@@ -204,11 +194,11 @@ class Script(Words):
             place = next(place for place, child in enumerate(item.children) if child.type == ")")
             fits: Status = False
             for pattern in item.children[:place]:
-                fits = _either(fits, self._fits(subject, [pattern])) if pattern.is_named else fits
+                fits = either(fits, self._fits(subject, [pattern])) if pattern.is_named else fits
             if item.children[-1].type in (";&", ";;&"):
                 raise ScriptError(f"line {self.line(item)}: a case that goes on with the next one is not followed here")
-            self._branch(_both(reached, fits), node, [child for child in item.children[place:] if child.is_named])
-            reached = _both(reached, _opposite(fits))
+            self._branch(both(reached, fits), node, [child for child in item.children[place:] if child.is_named])
+            reached = both(reached, opposite(fits))
         return None
 
     def _items(self, node: Node) -> list[str] | None:
@@ -239,22 +229,22 @@ class Script(Words):
                 # Without quotes, `[ ... ]` takes other words than one for a test.
                 return None if self.why(text) or (node.type != "string" and len(text.split()) > 1) else bool(text)
             case "unary_expression" | "negated_command", ["!", _]:
-                return _opposite(self._test(inner[0]))
+                return opposite(self._test(inner[0]))
             case "unary_expression", ["test_operator", _] if source_of(inner[0]) in ("-z", "-n"):
                 text = self.text(inner[1])
                 return None if self.why(text) else bool(text) == (source_of(inner[0]) == "-n")
             case "binary_expression", [_, "&&", _]:
-                return _both(self._test(inner[0]), self._test(inner[1]))
+                return both(self._test(inner[0]), self._test(inner[1]))
             case "binary_expression", [_, "||", _]:
-                return _either(self._test(inner[0]), self._test(inner[1]))
+                return either(self._test(inner[0]), self._test(inner[1]))
             case "binary_expression", [_, "=" | "==", *_]:
                 return self._fits(self.text(inner[0]), inner[1:])
             case "binary_expression", [_, "!=", *_]:
-                return _opposite(self._fits(self.text(inner[0]), inner[1:]))
-            case "binary_expression", [_, "test_operator", _] if source_of(inner[1]) in _COMPARISONS:
+                return opposite(self._fits(self.text(inner[0]), inner[1:]))
+            case "binary_expression", [_, "test_operator", _] if source_of(inner[1]) in COMPARISONS:
                 left, right = self.text(inner[0]), self.text(inner[2])
                 if re.fullmatch(r"-?\d{1,18} -?\d{1,18}", f"{left} {right}"):
-                    return _COMPARISONS[source_of(inner[1])](int(left), int(right))
+                    return COMPARISONS[source_of(inner[1])](int(left), int(right))
         return None
 
     # Simple commands.
@@ -360,16 +350,8 @@ class Script(Words):
         if name == "pwd":
             folder = self.variables.get("PWD")
             return f"{folder}\n" if isinstance(folder, str) and not arguments else None
-        if not 1 <= len(arguments) <= 1 + (name == "basename") or self.why(" ".join(arguments)):
-            return None
-        path = arguments[0].rstrip("/")
-        if not path or path.startswith("-"):
-            return None
-        folder, slash, last = path.rpartition("/")
-        if name == "dirname":
-            return f"{(folder.rstrip('/') or '/') if slash else '.'}\n"
-        suffix = arguments[1] if arguments[1:] and arguments[1] != last else ""
-        return f"{last.removesuffix(suffix)}\n"
+        said = None if self.why(" ".join(arguments)) else file_name(name, arguments)
+        return None if said is None else said + "\n"
 
     def _change_folder(self, arguments: list[str], line: int) -> Status:
         """Keep PWD. Only the folders above the script, and above the one in which it is started, are known to exist."""
@@ -408,15 +390,3 @@ def _behind(node: Node, word: str) -> list[Node]:
     start = types.index(word) + 1
     end = next((place for place in range(start, len(types)) if types[place] in _KEYWORDS), len(types))
     return [child for child in node.children[start:end] if child.is_named]
-
-
-def _opposite(status: Status) -> Status:
-    return None if status is None else not status
-
-
-def _both(first: Status, second: Status) -> Status:
-    return False if False in (first, second) else None if None in (first, second) else True
-
-
-def _either(first: Status, second: Status) -> Status:
-    return _opposite(_both(_opposite(first), _opposite(second)))

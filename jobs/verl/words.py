@@ -20,7 +20,7 @@ _MARK = re.compile("\ue000([0-9]+)\ue001")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|\$\{[^}]*\}|\$\([^)]*\)")
 _FILES_OR_BRACES = re.compile(r"[^=]*[*?]|.*\{[^{}\s]*(,|\.\.)[^{}\s]*\}")
 _EXPANSION = re.compile(r"\$\{?(\w+|[@*#])(\[[@*0]\])?(?:(:?[-=+?]).*)?\}?", re.DOTALL)
-_ARITHMETIC_DEFAULT = re.compile(rb"(?<=[-=+])\$\(\([^\"'`${}\n]*\)\)(?=\})")
+_MISREAD = re.compile(rb"(?<=[-=+])(\$\(\([^\"'`${}\n]*\)\))(?=\})|\$([A-Za-z_]\w*)(?=/)|(?<=/)\$([A-Za-z_]\w*)")
 _GLUED = ("concatenation", "string", "expansion", "binary_expression", "heredoc_redirect", "heredoc_body")
 _ESCAPES = {"n": "\n", "t": "\t"}
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
@@ -55,27 +55,20 @@ class Words:
         Raises:
             ScriptError: it is not bash.
         """
-        root = node = self._tree(text.encode())
+        try:
+            return self._checked(_BASH.parse(text.encode()).root_node)
+        except ScriptError:
+            if (root := _mended(text.encode())) is None:
+                raise
+            return self._checked(root)
+
+    def _checked(self, root: Node) -> Node:
+        node = root
         while broken := [child for child in node.children if child.has_error or child.is_missing]:
             node = broken[0]
         if root.has_error:
             raise ScriptError(f"line {self.line(node)}: a quote, a bracket or a keyword has no end here or before")
         self._check(root)
-        return root
-
-    def _tree(self, text: bytes) -> Node:
-        """The root of the tree, which may have errors.
-
-        The parser has no arithmetic with brackets in a default, as in `${A:-$(((B + C) * 2))}`, unless it is quoted.
-        """
-        root = _BASH.parse(text).root_node
-        if root.has_error:
-            quoted = _BASH.parse(_ARITHMETIC_DEFAULT.sub(rb'"\g<0>"', text)).root_node
-            places = (match.start() + 2 * count for count, match in enumerate(_ARITHMETIC_DEFAULT.finditer(text)))
-            # Where the piece is plain text, the quotes would be a part of it.
-            opened = (quoted.descendant_for_byte_range(place, place + 1) for place in places)
-            if not quoted.has_error and all(node and node.type == '"' and node.next_sibling for node in opened):
-                return quoted
         return root
 
     def _check(self, node: Node) -> None:
@@ -210,6 +203,9 @@ class Words:
                 yield _unescaped(source), False
             case kind if kind in _PLAIN and not quoted:
                 parent = node.parent if node.parent is not None and node.parent.type == "concatenation" else node
+                if re.match(r"~[-+\w]", source_of(parent)) and parent.start_byte == node.start_byte:
+                    yield self.unknown(source, f"{where} may be another folder than HOME"), False
+                    return
                 if re.match(r"~(/|\Z)", source_of(parent)) and parent.start_byte == node.start_byte:
                     yield self.variables.get("HOME", "~"), False
                     source = source[1:]
@@ -328,3 +324,31 @@ def _joined(value: Value) -> str:
 def _unescaped(source: str) -> str:
     """The text of a piece of `"..."`."""
     return re.sub(r"\\([$`\"\\\n])", lambda match: match[1].strip("\n"), source)
+
+
+def _mended(text: bytes) -> Node | None:
+    """The tree of `text` in forms that the parser does not misread, where they mean the same; else None.
+
+    It misreads arithmetic with brackets in a default, as in `${A:-$(((B + C) * 2))}`, and `A=$B/$C/$D`.
+    """
+    new = _MISREAD.sub(lambda match: b'"%b"' % match[1] if match[1] else b"${%b}" % (match[2] or match[3]), text)
+    root = _BASH.parse(new).root_node
+    for count, match in enumerate(_MISREAD.finditer(text)):
+        place = match.start() + 2 * count
+        node = root.descendant_for_byte_range(place, place + 1)
+        # In quotes and the like, what is added would be a part of the text.
+        if not node or node.type not in ('"', "${", "comment") or (node.type == '"' and not node.next_sibling):
+            return None
+    return root
+
+
+def file_name(name: str, arguments: list[str]) -> str | None:
+    """What `basename` or `dirname` prints, without the line's end; None where that is not worked out."""
+    path = arguments[0].rstrip("/") if 1 <= len(arguments) <= 1 + (name == "basename") else ""
+    if not path or path.startswith("-"):
+        return None
+    folder, slash, last = path.rpartition("/")
+    if name == "dirname":
+        return (folder.rstrip("/") or "/") if slash else "."
+    suffix = arguments[1] if arguments[1:] and arguments[1] != last else ""
+    return last.removesuffix(suffix)

@@ -114,6 +114,9 @@ python3 -m verl data.b=$B""",
     "arithmetic with brackets in defaults": """A=3
 B=${NONE:-$(((A + 1) * 2))}; C="x${NONE:-$(( (A - 1) % 2 ))}y"
 python3 -m verl data.b=$B data.c=$C data.d=${A:-$(((1)))}""",
+    "folders in folders": """A=a; B=b; export C=$A/$B/$A D="$B/$A/$B" # not $A/$B
+E=$B/$A/x/$A
+python3 -m verl data.c=$C data.d=$D data.e=$E data.f=$A/$B/$A""",
     "folders and file names": """HERE=$(pwd)
 MINE="$(cd -- "$(dirname "${BASH_SOURCE[0]}")" > /dev/null 2>&1 && pwd)"; ABOVE=$(cd "$(dirname "$0")/.." && pwd)
 (cd / && cd /)
