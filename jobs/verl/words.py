@@ -203,7 +203,8 @@ class Words:
                 yield _unescaped(source), False
             case kind if kind in _PLAIN and not quoted:
                 parent = node.parent if node.parent is not None and node.parent.type == "concatenation" else node
-                if re.match("~[^/]", source_of(parent)) and parent.start_byte == node.start_byte:
+                others = re.match("~[^/]", source_of(parent)) and parent.start_byte == node.start_byte
+                if others or ":~" in source_of(parent):
                     yield self.unknown(source, f"{where} may be another folder than HOME"), False
                     return
                 if re.match(r"~(/|\Z)", source_of(parent)) and parent.start_byte == node.start_byte:
