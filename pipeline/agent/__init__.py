@@ -1,0 +1,135 @@
+"""What environments, tools and programs are written with: `from pipeline.agent import Environment, Observation`.
+
+This module needs Python 3.9 and nothing but the standard library, because environments may run in an interpreter of
+their own (`agent.python`), beside packages that do not fit those of the trainer.
+
+    class HigherLower(Environment):
+        def open(self, row, seed):
+            self.number = random.Random(seed).randint(1, 63)
+            return "Guess a number from 1 to 63."
+
+        def step(self, message):
+            ...
+            return Observation("higher", reward=0.0, done=False)
+
+    @tool(timeout_s=2)
+    def calc(expression: str) -> str:
+        '''The value of an arithmetic expression.
+
+        Args:
+            expression: such as "(3 + 4) * 25".
+        '''
+
+    async def run(row, chat):                          # a program, which drives the episode itself
+        draft = await chat([{"role": "user", "content": "Count to three."}])
+        return {"reward": float(draft.text == "1 2 3")}
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Awaitable, Callable, Dict, List, Optional, Union  # noqa: UP035 (Python 3.9)
+
+Content = Union[str, List[Dict[str, Any]], None]  # noqa: UP006, UP007
+"""Text of one message, whose role is `agent.observation_role`, or messages `{role, content}`; None for none."""
+
+
+class ToolError(Exception):
+    """A mistake of the model, raised by a tool: the model reads the message. Any other exception fails the row."""
+
+
+class EpisodeOver(Exception):
+    """The policy answers no more: no turn is left (`agent.max_turns`), or nothing fits. A program may let it pass."""
+
+
+@dataclass
+class Call:
+    """A tool call that the model wrote."""
+
+    id: str
+    name: str
+    arguments: Dict[str, Any]  # noqa: UP006
+
+
+@dataclass
+class Message:
+    """One answer of the model."""
+
+    text: str
+    """The answer without special tokens, reasoning and tool calls."""
+    reasoning: str = ""
+    """Text that the reasoning parser took out of the answer."""
+    calls: List[Call] = field(default_factory=list)  # noqa: UP006
+    """Tool calls that the tool parser took out of the answer."""
+    truncated: bool = False
+    """Whether the answer reached its length limit before the model ended it."""
+
+
+@dataclass
+class Observation:
+    """What an environment answers to a message."""
+
+    content: Content = None
+    """What the model reads next."""
+    done: bool = False
+    """Whether the episode ends here."""
+    reward: Optional[float] = None  # noqa: UP045
+    """Reward of the message; the rewards of an episode are summed."""
+    parts: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
+    """Further numbers for metrics, such as `acc`; a later observation replaces those of the same name."""
+
+
+Chat = Callable[..., Awaitable[Message]]
+"""What a program asks the policy with: `answer = await chat(messages, tools=None)`.
+
+`messages` are those of OpenAI's chat completions; answers of the policy may stand among them as they came. Messages
+that repeat an earlier chat, its answer included, and go on behind it continue that conversation. Others begin a new
+one, of which an episode may have `agent.max_contexts`. `tools` are schemas (`pipeline.agent.schema.schema_of` makes
+them); the answer then has `calls`, which the program makes itself. Several chats may be asked at once
+(`asyncio.gather`); one that is cancelled leaves no trace. It raises
+
+    EpisodeOver     The policy answers no more. The program may return what it has; where it lets the exception pass,
+                    its reward is 0. The row is no error.
+    ValueError      The messages or the tools are none.
+
+and never returns where the episode fails, as it does with messages that begin one conversation too many.
+"""
+
+
+class Environment:
+    """One episode. A new object is made for each, in a process of its own; all methods may be `async def`."""
+
+    def open(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
+        """Begin the episode.
+
+        Args:
+            row: `prompt` (messages), `data_source`, `ground_truth` and `extra_info` of the prompt.
+            seed: the same for all episodes of a group while `agent.same_seed_in_group` is set.
+
+        Returns:
+            What stands behind the row's prompt.
+        """
+        return None
+
+    def step(self, message: Message) -> Union[Observation, str]:  # noqa: UP007
+        """Answer a message of the model. A text is `Observation(text)`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the episode holds. The process ends afterwards."""
+
+
+def tool(function: Optional[Callable] = None, *, timeout_s: Optional[float] = None, name: Optional[str] = None) -> Any:  # noqa: UP045
+    """Mark a function as a tool: its signature and its docstring are the schema that the model reads.
+
+    A marked method of an environment is a tool that knows the episode.
+
+    Args:
+        function: plain or `async def`, whose parameters have type hints.
+        timeout_s: seconds of one call; None takes `agent.step_timeout_s`.
+        name: name that the model calls it by; None takes the function's.
+    """
+
+    def mark(function: Callable) -> Callable:
+        function.__tool__ = {"name": name or function.__name__, "timeout_s": timeout_s}  # type: ignore[attr-defined]
+        return function
+
+    return mark if function is None else mark(function)

@@ -1,0 +1,59 @@
+"""Commands that drive episodes, on the run's side: each asks at a path of the endpoint."""
+
+import asyncio
+from typing import Any
+
+from pipeline.agent import EpisodeOver, Observation
+from pipeline.agent.endpoint import Endpoint, Line
+from pipeline.agent.processes import CommandFailed, Session
+from pipeline.agent.questions import Chat
+
+
+class Command:
+    """The command of one episode, as `driven.Program`.
+
+    Args:
+        session: the process of the episode.
+        endpoint: where the command asks.
+        sampling: `temperature`, `top_p` and `top_k` of the answers.
+        longest: most tokens of one answer.
+    """
+
+    def __init__(self, session: Session, endpoint: Endpoint, sampling: dict[str, float], longest: int) -> None:
+        self._session, self._endpoint = session, endpoint
+        self._sampling, self._longest = sampling, longest
+        self.place, self.close = session.place, session.close
+
+    async def run(self, row: dict[str, Any], chat: Chat) -> Observation:
+        """What the command printed at its end, as the last observation.
+
+        Raises:
+            EpisodeOver: it failed after a refusal because the episode is over, as clients do that do not catch it.
+            EpisodeFailed: it failed otherwise.
+        """
+        refused: list[EpisodeOver] = []
+
+        async def ask(*args: Any) -> Any:
+            try:
+                return await chat(*args)
+            except EpisodeOver as over:
+                refused.append(over)
+                raise
+
+        line = Line(ask, self._sampling, self._longest)
+        variables = self._endpoint.open(line)
+        running = asyncio.ensure_future(self._session.command(row, variables))
+        both: list[asyncio.Future[Any]] = [running, line.failed]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if line.failed.done():
+                raise line.failed.result().error
+            return await running
+        except CommandFailed:
+            if refused:
+                raise refused[0] from None
+            raise
+        finally:
+            running.cancel()
+            await self._endpoint.end(variables)
+            await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,318 @@
+"""How the contexts of an episode grow: the policy answers, and observations follow.
+
+The tokens of a turn are those of the turn before, what was sampled, and the bridge to the next answer, put one behind
+the other. Nothing that was sampled is encoded again, so the trainer computes log-probs of exactly the tokens that the
+engine saw.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from pipeline.agent import EpisodeOver, Message
+from pipeline.agent.bridge import call_id
+from pipeline.agent.context import Context
+from pipeline.agent.language import Language
+from pipeline.agent.messages import recorded
+from pipeline.agent.processes import EpisodeFailed
+from pipeline.config.agent import AgentConfig
+from pipeline.generation import Generation
+
+Ask = Callable[[list[int], int, int], Awaitable[Generation]]
+"""The policy: tokens so far, most tokens of the answer, and the number of the turn, to the answer."""
+
+LEFT_OUT = "\n[... {} tokens are left out ...]\n"
+
+
+@dataclass
+class Answer:
+    """One answer of the policy."""
+
+    message: Message
+    malformed: str | None
+    """Why a tool call in it could not be read; None where all could."""
+    full: bool
+    """Whether no token fits behind it."""
+    prompt_tokens: int = 0
+    """Tokens that the policy was asked with."""
+    tokens: int = 0
+    """Tokens of the answer."""
+
+
+class Conversation:
+    """The contexts of one episode.
+
+    Args:
+        language: of the engine.
+        ask: the policy.
+        longest: most tokens behind a context's prompt.
+        stop: texts that end an answer.
+    """
+
+    def __init__(self, language: Language, ask: Ask, longest: int, stop: Sequence[str] = ()) -> None:
+        self._language, self._ask, self._longest, self._stop = language, ask, longest, stop
+        self.config: AgentConfig = language.config
+        self.contexts: list[Context] = []
+        self.turns = 0
+        """Answers of the policy."""
+        self.over = ""
+        """Why `chat` gives no further answers, `length` or `turns`."""
+        self.engine_s = 0.0
+        """Seconds in which the policy answered."""
+        self.cut_observations = 0
+        self.calls: Counter[str] = Counter()
+        """Calls in answers of `chat`, by the name of the tool."""
+        self.mistakes: Counter[str] = Counter()
+        """Calls in answers of `chat` that could not be read (`malformed`), or name no tool (`unknown`)."""
+        self._asked = self._made = 0
+        """Answers that were asked for, and calls that were read."""
+        self._answering: list[Context] = []
+        """Contexts to which the policy is answering."""
+        self._busy_since = 0.0
+
+    def begin(self, messages: list[dict[str, Any]], language: Language | None = None) -> Context:
+        """A new context, whose prompt is `messages`; without `language`, it is in that of the engine.
+
+        Raises:
+            EpisodeFailed: it is one too many, it is too long, its calls might be cut, or the chat template refuses it.
+            EpisodeOver: it is too long, and not the first.
+        """
+        language, most = language or self._language, self.config.max_contexts
+        if language.tools and self._stop:
+            raise EpisodeFailed(
+                f"rollout.stop or extra_info.sampling_params.stop is {list(self._stop)!r:.200} where the policy is "
+                "shown tools: a text could end an answer inside a call; leave it out"
+            )
+        if len(self.contexts) == most:
+            raise EpisodeFailed(
+                f"the messages do not continue an earlier conversation of the episode, which may have "
+                f"agent.max_contexts={most}; repeat those of the chat before with its answer as it was, and end with "
+                "something new"
+            )
+        try:
+            ids = language.bridge.prompt(messages, language.tools or None)
+        except ValueError as error:
+            raise EpisodeFailed(str(error)) from error
+        if len(ids) > language.max_prompt_length:
+            if self.contexts:
+                # It depends on what the policy wrote.
+                self._end("length")
+            raise EpisodeFailed(
+                f"the prompt with its tools and the environment's first messages has {len(ids)} tokens, more than "
+                f"data.max_prompt_length={language.max_prompt_length}"
+            )
+        return self._new(ids, recorded(messages), language, [_content(message) for message in messages])
+
+    def _new(self, ids: list[int], messages: list[dict[str, Any]], language: Language, heard: list[Any]) -> Context:
+        self.contexts.append(Context(ids, messages, language, heard))
+        return self.contexts[-1]
+
+    def _room(self, context: Context) -> int:
+        """Tokens that fit behind a context; a prompt with earlier answers in it takes some of them."""
+        total = self._language.max_prompt_length + self._longest
+        return min(self._longest, total - len(context.prompt_ids)) - len(context.ids)
+
+    async def answer(self, context: Context, most: int | None = None) -> Answer:
+        """Let the policy answer, in as many tokens as are left, and at most `most`."""
+        room = self._room(context)
+        limit = min(tokens for tokens in (room, self.config.max_turn_tokens, most) if tokens)
+        ids, number = context.prompt_ids + context.ids, self._asked
+        self._asked += 1
+        self._busy(context)
+        try:
+            generation = await self._ask(ids, limit, number)
+        finally:
+            self._done(context)
+        context.add_answer(generation)
+        self.turns += 1
+        truncated = generation.finish_reason == "length"
+        message, malformed = context.language.reader.read(context.answer, truncated)
+        context.calls, context.text, context.turn = message.calls, message.text, number
+        context.messages.append(as_recorded(message))
+        context.heard.append(_content(context.messages[-1]))
+        return Answer(message, malformed, truncated and limit == room, len(ids), len(context.answer))
+
+    def _busy(self, context: Context) -> None:
+        if not self._answering:
+            self._busy_since = time.monotonic()
+        self._answering.append(context)
+
+    def _done(self, context: Context) -> None:
+        self._answering = [other for other in self._answering if other is not context]
+        if not self._answering:
+            self.engine_s += time.monotonic() - self._busy_since
+
+    def observe(self, context: Context, messages: list[dict[str, Any]]) -> Context | None:
+        """Put messages behind the last answer.
+
+        Returns:
+            The context to go on with: this one, or with `agent.history=template` a new one where the chat template
+            shows earlier answers otherwise than they were sampled. None where no further answer would fit.
+
+        Raises:
+            EpisodeFailed: the chat template cannot continue with the messages.
+        """
+        language, bridge = context.language, context.language.bridge
+        heard = [*context.heard, *(_content(message) for message in messages)]
+        messages = [self._cut(message) for message in messages]
+        whole = [*context.messages, *messages]
+        try:
+            ids = bridge.after(context.answer, messages, context.calls)
+            if self.config.history == "template":
+                shown = bridge.prompt([_for_template(message) for message in whole], language.tools or None)
+                if bridge.text(shown) != bridge.text(context.prompt_ids + context.ids + ids):
+                    fits = len(shown) < language.max_prompt_length + self._longest
+                    return self._new(shown, whole, language, heard) if fits else None
+        except ValueError as error:
+            raise EpisodeFailed(str(error)) from error
+        context.messages, context.heard = whole, heard
+        # Observations behind which nothing is sampled would train nothing.
+        if len(ids) >= self._room(context):
+            return None
+        context.add_observation(ids)
+        return context
+
+    async def chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, most: int | None = None
+    ) -> Answer:
+        """The answer to `messages`, which continue the context that they begin with, or begin a new one.
+
+        A context is continued where the messages repeat its own, answers included, and end with at least one more. One
+        that is being answered cannot be continued. A chat that is cancelled leaves no trace.
+
+        Args:
+            messages: as `messages.checked_messages` returns them.
+            tools: schemas; a context has the same from its beginning to its end.
+            most: most tokens of the answer; None leaves it to `agent.max_turn_tokens`.
+
+        Raises:
+            EpisodeOver: no turn is left, or no further answer fits; each later chat raises it, too.
+            EpisodeFailed: as `begin` and `observe`.
+        """
+        try:
+            language = await self._language.with_tools(tools or [])
+        except ValueError as error:
+            raise EpisodeFailed(str(error)) from None
+        if self.over:
+            self._end(self.over)
+        if self.turns + len(self._answering) >= self.config.max_turns:
+            self._end("turns")
+        known = self._continued(messages, language)
+        new: list[dict[str, Any]] = []
+        if known is None:
+            context = self.begin(messages, language)
+        else:
+            new = _to_calls(known, messages[len(known.heard) :])
+            following = self.observe(known, new)
+            if following is None:
+                self._end("length")
+            context = following
+        try:
+            answer = await self.answer(context, most)
+        except BaseException:
+            if context is known:
+                context.drop_observation(len(new))
+            else:
+                del self.contexts[[each is context for each in self.contexts].index(True)]
+            raise
+        # Ids of calls begin at 0 in each answer; a program needs ids that are unique in the episode.
+        calls = [replace(call, id=call_id(self._made + i)) for i, call in enumerate(answer.message.calls)]
+        self._made += len(calls)
+        context.call_ids = [call.id for call in calls]
+        answer = replace(answer, message=replace(answer.message, calls=calls))
+        names = {tool["function"]["name"] for tool in language.tools}
+        called = [call.name if call.name in names else None for call in answer.message.calls]
+        self.calls.update(name for name in called if name is not None)
+        self.mistakes["unknown"] += called.count(None)
+        self.mistakes["malformed"] += answer.malformed is not None
+        return answer
+
+    def _end(self, over: str) -> NoReturn:
+        self.over = over
+        limit = f"agent.max_turns={self.config.max_turns}"
+        if over == "length":
+            limit = f"data.max_response_length={self._longest} or data.max_prompt_length"
+        raise EpisodeOver(f"the episode is over: no further answer is allowed by {limit}")
+
+    def _continued(self, messages: list[dict[str, Any]], language: Language) -> Context | None:
+        """The context with the longest conversation that `messages` repeat."""
+        wanted = [_content(message) for message in messages]
+        found: Context | None = None
+        for context in self.contexts:
+            known = context.heard
+            longer = found is None or len(known) > len(found.heard)
+            free = context.language is language and not any(context is other for other in self._answering)
+            # What else an assistant is to have said is none of the policy's answers.
+            follows = len(known) < len(wanted) and all(role != "assistant" for role, *_ in wanted[len(known) :])
+            if longer and free and follows and wanted[: len(known)] == known:
+                found = context
+        return found
+
+    def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message of at most `agent.max_observation_tokens`, cut in the middle."""
+        text, most = message["content"], self.config.max_observation_tokens
+        bridge = self._language.bridge
+        # A token is at least one byte, so most texts need not be encoded to be counted.
+        if len(text.encode()) <= most:
+            return message
+        ids = bridge.content_ids(text)
+        if len(ids) <= most:
+            return message
+        self.cut_observations += 1
+        mark = LEFT_OUT.format(len(ids) - most)
+        kept = max(0, most - len(bridge.content_ids(mark)))
+        head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
+        return message | {"content": bridge.text(head) + mark + bridge.text(tail)}
+
+
+def _to_calls(context: Context, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that follow a context, those of tools with the call of the answer that they name."""
+    named = []
+    for message in messages:
+        if message["role"] == "tool":
+            message = dict(message)
+            number = message.pop("tool_call_id", None)
+            if number in context.call_ids:
+                call = context.calls[context.call_ids.index(number)]
+                message |= {"tool_call_id": call.id, "name": call.name}
+        named.append(message)
+    return named
+
+
+def _content(message: dict[str, Any]) -> tuple[str, str, str]:
+    """What makes two messages the same: role, text and calls, however these are written."""
+    calls = message.get("calls") or [call["function"] for call in message.get("tool_calls") or []]
+    made = []
+    for call in calls:
+        arguments = call["arguments"]
+        with suppress(ValueError):
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        made.append([call["name"], arguments])
+    return message["role"], message.get("content") or "", json.dumps(made, sort_keys=True)
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A recorded message as chat templates read it."""
+    shown = {name: value for name, value in message.items() if name not in ("calls", "reasoning")}
+    if "reasoning" in message:
+        shown["reasoning_content"] = message["reasoning"]
+    if "calls" in message:
+        shown["tool_calls"] = [
+            {"id": call_id(number), "type": "function", "function": call}
+            for number, call in enumerate(message["calls"])
+        ]
+    return shown
+
+
+def as_recorded(message: Message) -> dict[str, Any]:
+    """An answer as it stands in the column `messages`."""
+    recorded: dict[str, Any] = {"role": "assistant", "content": message.text}
+    if message.reasoning:
+        recorded["reasoning"] = message.reasoning
+    if message.calls:
+        recorded["calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
+    return recorded

@@ -1,0 +1,320 @@
+"""OpenAI's chat completions on 127.0.0.1, for programs that know nothing of this project (`agent.command`).
+
+Each episode has a path of its own that cannot be guessed, which answers 410 when the episode has ended. Answers are
+those of `Conversation.chat`, so that tokens are recorded as they were sampled. What a client asks for and does not get,
+such as another temperature than the run's, is refused by name. A stream is the whole answer as one chunk.
+
+A client that repeats a request because it waited too long gets the answer to the first one: it says so
+(`x-stainless-retry-count`), or has hung up before it had the answer. While one client waits for an answer, the same
+request of another is refused, because it may be either the first one again or a wish for another answer.
+"""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from pipeline.agent import EpisodeOver
+from pipeline.agent.frames import MAX_FRAME, decode
+from pipeline.agent.messages import checked_messages, checked_tools
+from pipeline.agent.questions import Chat, ChatFailed
+
+IGNORED = (
+    *("model", "user", "seed", "store", "metadata", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+)
+"""What a request may say without an effect; the run has seeds of its own."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stream": (False, True),
+    "stop": ([],),
+    "logprobs": (False,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+}
+"""Values that change nothing; others are refused."""
+SAMPLED = ("temperature", "top_p", "top_k")
+LENGTHS = ("max_tokens", "max_completion_tokens")
+SHUTDOWN_S = 1.0
+
+
+class Refused(Exception):
+    """A request that is not answered.
+
+    Args:
+        message: a sentence for who wrote the client.
+        code: short, in OpenAI's manner.
+        status: of HTTP; the clients repeat none of those that are used.
+        param: key of the request.
+    """
+
+    def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.status, self.param = code, status, param
+
+    def response(self) -> web.Response:
+        """As OpenAI's clients read it."""
+        kind = "invalid_request_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return web.json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})
+
+
+@dataclass
+class Asked:
+    """A request to the policy."""
+
+    completion: asyncio.Task[dict[str, Any]]
+    left: list[Callable[[], bool]] = field(default_factory=list)
+    """Whether each client that waits for it has hung up."""
+    heard: bool = False
+    """Whether a client was there when the answer was."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether no client has, or will have, the answer."""
+        return not self.heard and all(left() for left in self.left)
+
+
+class Line:
+    """The path of one episode.
+
+    Args:
+        chat: of the episode's conversation.
+        sampling: `temperature`, `top_p` and `top_k` of its answers.
+        longest: most tokens of an answer.
+    """
+
+    def __init__(self, chat: Chat, sampling: dict[str, float], longest: int) -> None:
+        self._chat, self._sampling, self._longest = chat, sampling, longest
+        self.failed: asyncio.Future[ChatFailed] = asyncio.get_running_loop().create_future()
+        """What ended the episode: an error of a chat, for which the client can do nothing."""
+        self._answers: dict[bytes, Asked] = {}
+        """By the request."""
+        self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
+
+    async def close(self) -> None:
+        """Answer no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def answer(
+        self, body: bytes, repeated: bool, left: Callable[[], bool]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The completion, and the request.
+
+        Args:
+            body: of the request.
+            repeated: whether the client says that it asks again.
+            left: whether the client has hung up.
+
+        Raises:
+            Refused: there is none.
+        """
+        try:
+            request = decode(body)
+        except ValueError as error:
+            raise Refused(f"the body is {error}", "invalid_json") from None
+        messages, tools, most = self._checked(request)
+        key = hashlib.sha256(body).digest()
+        asked = self._answers.get(key)
+        if asked is not None and not repeated and not asked.lost:
+            if not asked.heard:
+                raise Refused(
+                    "the same request is being answered; wait for its answer, or let a key such as `seed` or `user` "
+                    "tell the two apart to get another one",
+                    "already_asked",
+                    409,
+                )
+            asked = None
+        if asked is None:
+            task = asyncio.create_task(self._complete(request, messages, tools, most))
+            asked = self._answers[key] = Asked(task)
+            self._tasks.add(task)
+            task.add_done_callback(lambda done: self._forget(key, done))
+        asked.left.append(left)
+        task = asked.completion
+        try:
+            completion = await asyncio.shield(task)
+            asked.heard = asked.heard or not left()
+            return completion, request
+        except EpisodeOver as over:
+            length = "max_response_length" in str(over)
+            code = "context_length_exceeded" if length else "max_turns_reached"
+            raise Refused(str(over), code, param="messages") from None
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise gone() from None
+        # Whatever it is, the run raises it, and the client need not wait until it is killed.
+        except Exception as error:  # noqa: BLE001
+            if not self.failed.done():
+                self.failed.set_result(ChatFailed(error))
+            raise Refused(f"the episode has failed: {error}", "episode_failed") from None
+        finally:
+            asked.left.remove(left)
+
+    def _forget(self, key: bytes, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._tasks.discard(task)
+        failed = task.cancelled() or task.exception() is not None
+        if failed and key in self._answers and self._answers[key].completion is task:
+            del self._answers[key]
+
+    def _checked(self, request: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int | None]:
+        """Messages, tools and most tokens of the answer. Raises Refused."""
+        most = None
+        for name, value in request.items():
+            if value is None or name in ("messages", "tools", "stream_options", *IGNORED):
+                continue
+            if name in LENGTHS:
+                if not isinstance(value, int) or not 1 <= value <= self._longest:
+                    raise Refused(
+                        f"{name}={value!r:.40}: an answer of this run has 1 to {self._longest} tokens "
+                        "(agent.max_turn_tokens, data.max_response_length); lower it or leave it out",
+                        "unsupported_value",
+                        param=name,
+                    )
+                most = min(value, most or value)
+            elif name in SAMPLED:
+                if value != self._sampling[name]:
+                    raise Refused(
+                        f"{name}={value!r:.40}: the run samples this answer with {self._sampling[name]:g}, and the "
+                        "importance ratios would be wrong with another one; leave it out",
+                        "unsupported_value",
+                        param=name,
+                    )
+            elif value not in NEUTRAL.get(name, ()):
+                raise Refused(f"{name!r:.40}={value!r:.40} is not supported; leave it out", "unsupported", param=name)
+        try:
+            return checked_messages(request.get("messages")), checked_tools(request.get("tools")), most
+        except ValueError as error:
+            raise Refused(str(error), "invalid_value", param="messages") from None
+
+    async def _complete(
+        self, request: dict[str, Any], messages: list[dict[str, Any]], tools: list[dict[str, Any]], most: int | None
+    ) -> dict[str, Any]:
+        answer = await self._chat(messages, tools, most)
+        said = answer.message
+        message: dict[str, Any] = {"role": "assistant", "content": said.text}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["content"] = said.text or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for call in said.calls
+            ]
+        reason = "length" if said.truncated else "tool_calls" if said.calls else "stop"
+        total = answer.prompt_tokens + answer.tokens
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": str(request.get("model") or "policy"),
+            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
+            "usage": {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": total},
+        }
+
+
+def gone() -> Refused:
+    """What a request to an episode that has ended gets."""
+    return Refused("the episode of this path has ended", "episode_ended", 410)
+
+
+class Endpoint:
+    """The server of one engine's episodes, on the event loop that it is started on."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, Line] = {}
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    async def start(self) -> None:
+        """Listen, unless it does."""
+        if self._runner is not None:
+            return
+        app = web.Application(client_max_size=MAX_FRAME)
+        app.router.add_post("/{path}/v1/chat/completions", self._completions)
+        app.router.add_route("*", "/{rest:.*}", self._unknown)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, line: Line) -> dict[str, str]:
+        """Give a line a path; the environment variables that lead a client there."""
+        path = secrets.token_urlsafe(24)
+        self._lines[path] = line
+        return {"OPENAI_BASE_URL": f"http://127.0.0.1:{self._port}/{path}/v1", "OPENAI_API_KEY": path}
+
+    async def end(self, variables: dict[str, str]) -> None:
+        """Take the path away."""
+        await self._lines.pop(variables["OPENAI_API_KEY"]).close()
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._line(request)
+            body = await request.read()
+            repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
+            # The episode may have ended while the body came.
+            completion, asked = await self._line(request).answer(body, repeated, lambda: hung_up(request))
+        except Refused as refused:
+            return refused.response()
+        except web.HTTPRequestEntityTooLarge:
+            return Refused(f"the body is longer than {MAX_FRAME:,} bytes", "too_large", 413).response()
+        if not asked.get("stream"):
+            return web.json_response(completion)
+        options = asked.get("stream_options")
+        usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return web.Response(body=streamed(completion, usage), content_type="text/event-stream")
+
+    def _line(self, request: web.Request) -> Line:
+        line = self._lines.get(request.match_info["path"])
+        if line is None:
+            raise gone()
+        return line
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        text = f"{request.method} {request.path[-40:]}: there is nothing but POST /chat/completions"
+        return Refused(text, "unknown_url", 404).response()
+
+
+def hung_up(request: web.Request) -> bool:
+    """Whether the client of a request has closed its connection."""
+    return request.transport is None or request.transport.is_closing()
+
+
+def streamed(completion: dict[str, Any], usage: bool) -> bytes:
+    """A completion as a stream of events, in which the answer is one chunk."""
+    [choice] = completion["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    common = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+    ]
+    if usage:
+        chunks.append({"choices": [], "usage": completion["usage"]})
+    events = [json.dumps(common | chunk) for chunk in chunks]
+    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()

@@ -1,0 +1,71 @@
+"""How conversations become tokens, and answers become messages."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.agent.bridge import Bridge
+from pipeline.agent.calls import Reader
+from pipeline.config.agent import AgentConfig
+from pipeline.errors import short_reason
+
+MAX_TOOL_LISTS = 64
+"""Different lists of tools that the programs of an engine may show the policy."""
+NO_TOOLS = "[]"
+
+
+@dataclass(frozen=True)
+class Language:
+    """The same for all episodes of an engine, and for all of their conversations with the same tools.
+
+    Args:
+        config: the section `agent`.
+        bridge, reader: tokens to the policy and from it.
+        tools: schemas of the tools.
+        max_prompt_length: most tokens of a context's prompt.
+        max_response_length: most tokens behind it, observations included.
+        prove: bridge and reader of other tools, or a ValueError; a program may show the policy tools of its own.
+    """
+
+    config: AgentConfig
+    bridge: Bridge
+    reader: Reader
+    tools: list[dict[str, Any]]
+    max_prompt_length: int
+    max_response_length: int
+    prove: Callable[[list[dict[str, Any]]], tuple[Bridge, Reader]] | None = None
+    _others: dict[str, "asyncio.Task[Language]"] = field(default_factory=dict, repr=False)
+
+    @property
+    def key(self) -> str:
+        """Names the tools; their order, and that of their keys, is what the policy reads."""
+        return json.dumps(self.tools) if self.tools else NO_TOOLS
+
+    async def with_tools(self, tools: list[dict[str, Any]]) -> "Language":
+        """The language of conversations with these tools.
+
+        Raises:
+            ValueError: the chat template cannot write them, no parser reads their calls, or there were too many lists.
+        """
+        key = json.dumps(tools)
+        if key == self.key:
+            return self
+        proving = self._others.get(key)
+        if proving is None:
+            if len(self._others) == MAX_TOOL_LISTS:
+                raise ValueError(f"the programs of the run have shown more than {MAX_TOOL_LISTS} lists of tools")
+            proving = self._others[key] = asyncio.create_task(self._with(tools))
+        return await asyncio.shield(proving)
+
+    async def _with(self, tools: list[dict[str, Any]]) -> "Language":
+        assert self.prove is not None, "only programs show tools"
+        try:
+            bridge, reader = await asyncio.to_thread(self.prove, tools)
+        # A program may show anything, and templates and parsers are foreign code.
+        except Exception as error:
+            raise ValueError(f"the policy cannot be shown the tools of the program: {short_reason(error)}") from error
+        return Language(
+            self.config, bridge, reader, tools, self.max_prompt_length, self.max_response_length, self.prove
+        )

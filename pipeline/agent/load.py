@@ -1,0 +1,335 @@
+"""The user's environment, tools and program, loaded from what the settings name.
+
+Needs Python 3.9 and nothing but the standard library; it runs in environment processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from pipeline.agent import Environment, verl
+from pipeline.agent.remote import MCP, OPENENV, ServerFailed
+from pipeline.agent.schema import schema_of
+
+if TYPE_CHECKING:
+    from pipeline.agent.mcp_client import Server
+
+MAX_ERROR = 1000  # characters
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass
+class Tool:
+    """A tool that the model may call."""
+
+    schema: dict[str, Any]
+    function: Callable[..., Any]
+    timeout_s: float | None = None
+    """Seconds of one call; None takes `agent.step_timeout_s`."""
+    episode: verl.ToolOfVerl | None = None
+    """Called when an episode begins and ends."""
+    method: bool = False
+    """Whether `function` is a method of the environment, and so knows the episode."""
+
+    @property
+    def name(self) -> str:
+        """The name that the model calls it by."""
+        return str(self.schema["function"]["name"])
+
+
+@dataclass
+class Code:
+    """What the settings name."""
+
+    environment: Callable[[], Environment] | None = None
+    """Makes the environment of an episode."""
+    closes: bool = False
+    """Whether there is something to do when an episode ends."""
+    tools: dict[str, Tool] = field(default_factory=dict)
+    servers: list[Server] = field(default_factory=list)
+    """MCP servers, which are connected for an episode."""
+    program: Callable[..., Any] | None = None
+    """Drives an episode: `async def run(row, chat)`."""
+    command: list[str] = field(default_factory=list)
+    """Drives an episode: program and arguments."""
+    folders: list[str] = field(default_factory=list)
+    """Of the user's files; an error names the deepest line in them."""
+
+    def words(self, error: BaseException) -> str:
+        """An exception with its place: `ValueError: boom (my_game.py, line 12)`."""
+        return words(error, self.folders)
+
+    def place(self, frame: FrameType | None) -> str:
+        """The innermost line of the user's code in a stack, such as ` (my_game.py, line 12)`, or nothing."""
+        while frame is not None:
+            if _below(frame.f_code.co_filename, self.folders):
+                return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
+            frame = frame.f_back
+        return ""
+
+
+def words(error: BaseException, folders: list[str]) -> str:
+    """As `Code.words`."""
+    text = f"{type(error).__name__}: {_text(error)}" if _text(error) else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({os.path.basename(error.filename)}, line {error.lineno})"
+    stack = traceback.extract_tb(error.__traceback__)
+    deepest = next((frame for frame in reversed(stack) if _below(frame.filename, folders)), None)
+    place = f" ({os.path.basename(deepest.filename)}, line {deepest.lineno})" if deepest is not None else ""
+    return text[:MAX_ERROR] + place
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    # The user's class may have a `__str__` that fails.
+    except Exception:  # noqa: BLE001
+        return ""
+
+
+def _below(file: str, folders: list[str]) -> bool:
+    return any(os.path.abspath(file).startswith(folder + os.sep) for folder in folders)
+
+
+def load(
+    environment: str | None,
+    kwargs: dict[str, Any],
+    tools: list[str],
+    program: str | None = None,
+    command: Sequence[str] = (),
+    within_s: float = 60.0,
+) -> Code:
+    """Import what the settings of the same names in the section `agent` name, and ask the servers among them.
+
+    Args:
+        within_s: seconds in which each server must answer.
+
+    Raises:
+        ValueError: it does not load or answer, or is no environment or tool; the sentence names the key.
+    """
+    code = Code()
+    verl.provide()
+    if environment is not None and environment.startswith(OPENENV):
+        _openenv(code, environment, kwargs, within_s)
+    elif environment is not None:
+        _environment(code, environment, kwargs)
+    for index, spec in enumerate(tools):
+        key = f"agent.tools[{index}]"
+        for tool in _of_server(code, key, spec, within_s) if spec.startswith(MCP) else _tools(code, key, spec):
+            if tool.name in code.tools:
+                raise ValueError(f"{key} is {spec}, but another tool is named {tool.name} too; a name stands for one")
+            code.tools[tool.name] = tool
+            code.closes = code.closes or tool.episode is not None
+    if program is not None:
+        code.program = _program(code, program)
+    if command:
+        code.command = _command(command)
+    return code
+
+
+def _command(command: Sequence[str]) -> list[str]:
+    # A run may have an interpreter that no PATH leads to.
+    name = sys.executable if command[0] == "python" else command[0]
+    found = shutil.which(name)
+    if found is None:
+        raise ValueError(f"agent.command begins with {command[0]}, which is no program in PATH; name its file")
+    return [found, *command[1:]]
+
+
+def _program(code: Code, spec: str) -> Callable[..., Any]:
+    made = _named(code, "agent.program", spec)
+    if not inspect.iscoroutinefunction(made):
+        raise ValueError(f"agent.program is {spec}, which is no coroutine function; write async def run(row, chat)")
+    try:
+        inspect.signature(made).bind("row", "chat")
+    except TypeError as error:
+        raise ValueError(f"agent.program is {spec}, which cannot be called with (row, chat): {error}") from None
+    return made
+
+
+def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
+    made = _named(code, "agent.environment", spec)
+    if verl.is_interaction(made):
+        code.environment = lambda: verl.Interaction(made, kwargs)
+        code.closes = True
+        return
+    if not (inspect.isclass(made) and issubclass(made, Environment)):
+        raise ValueError(
+            f"agent.environment is {spec}, which is no class that extends pipeline.agent.Environment, and no "
+            "interaction of verl's (start_interaction, generate_response)"
+        )
+    try:
+        inspect.signature(made).bind(**kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"agent.kwargs do not fit {spec}: {error}; it takes {made.__name__}{inspect.signature(made)}"
+        ) from None
+    code.environment = lambda: made(**kwargs)
+    code.closes = made.close is not Environment.close
+    for _, method in inspect.getmembers(made, _is_marked):
+        tool = _tool("agent.environment", method, True)
+        if tool.name in code.tools:
+            raise ValueError(
+                f"agent.environment is {spec}, of which two methods are tools named {tool.name}; rename one"
+            )
+        code.tools[tool.name] = tool
+
+
+def _openenv(code: Code, spec: str, kwargs: dict[str, Any], within_s: float) -> None:
+    """The environment of an OpenEnv server."""
+    try:
+        from pipeline.agent.openenv import OpenEnv
+    except ImportError as error:
+        raise ValueError(_lacking("agent.environment", spec, "websockets", error)) from None
+    try:
+        inspect.signature(OpenEnv).bind("url", within_s, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"agent.kwargs do not fit {spec}: {error}; it takes observation_field, action_field and reset_kwargs"
+        ) from None
+    code.environment = lambda: OpenEnv(spec[len(OPENENV) :].strip(), within_s, **kwargs)
+    code.closes = True
+    try:
+        code.environment().check()
+    except (ServerFailed, ValueError) as error:
+        raise ValueError(f"agent.environment: {error}") from None
+
+
+def _of_server(code: Code, key: str, spec: str, within_s: float) -> list[Tool]:
+    """The tools of an MCP server."""
+    try:
+        from pipeline.agent.mcp_client import Server
+    except ImportError as error:
+        raise ValueError(_lacking(key, spec, "mcp, from version 2 on,", error)) from None
+    server = Server(key, spec[len(MCP) :].strip())
+    try:
+        schemas = server.schemas(within_s)
+    except ServerFailed as error:
+        raise ValueError(f"{key}: {error}") from None
+    code.servers.append(server)
+    code.closes = True
+    return [Tool(schema, partial(server.call, schema["function"]["name"])) for schema in schemas]
+
+
+def _lacking(key: str, spec: str, package: str, error: ImportError) -> str:
+    return f"{key} is {spec}, which needs the package {package} in the interpreter of the episodes ({error})"
+
+
+def _tools(code: Code, key: str, spec: str) -> list[Tool]:
+    """The tools that an entry of `agent.tools` names: one, or all that are marked in a file."""
+    if spec.endswith((".yaml", ".yml")):
+        return _tools_of_verl(code, key, spec)
+    path, _, name = _split(spec)
+    if name:
+        named = _named(code, key, spec)
+        return [_tool_of_verl(key, named, {}, None) if verl.is_tool(named) else _tool(key, named)]
+    module = _module(code, key, path)
+    marked = [value for value in vars(module).values() if _is_marked(value)]
+    of_verl = [Tool(*entry) for entry in verl.function_tools(module.__name__)]
+    if of_verl:
+        return of_verl
+    if not marked:
+        raise ValueError(f"{key} is {spec}, in which no function is marked with @tool; mark it, or write {spec}:NAME")
+    return [_tool(key, function) for function in marked]
+
+
+def _tools_of_verl(code: Code, key: str, path: str) -> list[Tool]:
+    """The tools in verl's YAML file."""
+    try:
+        entries = verl.entries(path)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    tools = []
+    for entry in entries:
+        module, _, name = entry["class_name"].rpartition(".")
+        made = _named(code, key, f"{module}:{name}")
+        tools.append(_tool_of_verl(key, made, entry.get("config") or {}, entry.get("tool_schema")))
+    return tools
+
+
+def _tool_of_verl(key: str, made: Any, config: dict[str, Any], schema: dict[str, Any] | None) -> Tool:
+    try:
+        episode = verl.ToolOfVerl(made, config, schema)
+    except ValueError as error:
+        raise ValueError(f"{key}: {made.__name__}: {error}") from None
+    return Tool(episode.schema, episode.call, None, episode)
+
+
+def _is_marked(value: Any) -> bool:
+    return inspect.isfunction(value) and hasattr(value, "__tool__")
+
+
+def _tool(key: str, function: Any, method: bool = False) -> Tool:
+    if not inspect.isfunction(function):
+        raise ValueError(f"{key}: {function!r} is no function")
+    try:
+        # A bound method has the parameters that the model gives.
+        schema = schema_of(MethodType(function, key) if method else function)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    marks = getattr(function, "__tool__", {})
+    schema["function"]["name"] = marks.get("name", function.__name__)
+    return Tool(schema, function, marks.get("timeout_s"), method=method)
+
+
+def _named(code: Code, key: str, spec: str) -> Any:
+    """What `module:Name` or `/path/file.py:Name` stands for."""
+    path, _, name = _split(spec)
+    if not name:
+        raise ValueError(f"{key} is {spec}, which names no class or function; write {spec}:NAME")
+    module = _module(code, key, path)
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise ValueError(f"{key} is {spec}, but {path} has no {name} (it has: {', '.join(sorted(own)) or 'nothing'})")
+    return getattr(module, name)
+
+
+def _split(spec: str) -> tuple[str, str, str]:
+    path, colon, name = spec.rpartition(":")
+    return (path, colon, name) if colon else (spec, "", "")
+
+
+def _module(code: Code, key: str, path: str) -> ModuleType:
+    """The module of a file or of a dotted name, imported once."""
+    file = os.path.abspath(os.path.expanduser(path))
+    if not path.endswith(".py") and _MODULE.fullmatch(path):
+        name, spec = path, None
+    elif path.endswith(".py") and os.path.isfile(file):
+        # Two files of one name are two modules; one file that several settings name is loaded once.
+        name = f"agent_{os.path.basename(file)[:-3]}_{hashlib.blake2b(file.encode(), digest_size=4).hexdigest()}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        code.folders.append(os.path.dirname(file))
+        # Modules that lie beside the file can be imported.
+        if os.path.dirname(file) not in sys.path:
+            sys.path.append(os.path.dirname(file))
+    else:
+        raise ValueError(f"{key} is {path}, which is no Python file (.py) and no module; name one that exists")
+    module = sys.modules.get(name) or _imported(code, key, path, name, spec)
+    code.folders.append(os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or file)))
+    return module
+
+
+def _imported(code: Code, key: str, path: str, name: str, spec: Any) -> ModuleType:
+    try:
+        if spec is None:
+            return importlib.import_module(name)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    # A module may raise anything as it is loaded, `SystemExit` of a script included.
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        raise ValueError(f"{key}: importing {path} failed with {words(error, code.folders)}") from error

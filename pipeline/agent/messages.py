@@ -1,0 +1,126 @@
+"""Messages and tools that a program gives, which may be anything, in OpenAI's form."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.agent.calls import MAX_DEPTH, depth
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+NOTES = ("reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call", "id")
+"""Keys of an answer that clients send back; a context has the answer's own tokens."""
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: contents are texts, arguments of calls are objects.
+
+    Raises:
+        ValueError: something else is in them; the sentence is for who wrote the program.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of at least one message {role, content}")
+    checked = [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    if checked[-1]["role"] == "assistant":
+        raise ValueError("the last of the messages is the policy's own; end with one that it is to answer")
+    return checked
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"{place} is a {type(message).__name__}; expected {{role, content}}")
+    role = message.get("role")
+    if role not in ROLES:
+        raise ValueError(f"{place} has the role {role!r:.40}; expected one of {', '.join(ROLES)}")
+    known = {"role", "content", "name"}
+    checked = {"role": role, "content": _text(message.get("content"), place)}
+    if role == "assistant":
+        known |= {"tool_calls", *NOTES}
+        if message.get("tool_calls"):
+            checked["tool_calls"] = _calls(message["tool_calls"], place)
+    if role == "tool":
+        known.add("tool_call_id")
+    for key in ("tool_call_id", "name"):
+        value = message.get(key)
+        if key in known and value is not None:
+            if not isinstance(value, str):
+                raise ValueError(f"{place}.{key} is no text")
+            checked[key] = value
+    further = [key for key, value in message.items() if key not in known and value is not None]
+    if further:
+        raise ValueError(f"{place} has {', '.join(map(repr, further[:3]))}, which a message of {role} cannot have")
+    return checked
+
+
+def _text(content: Any, place: str) -> str:
+    """A content: a text, None, or parts that are texts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    wanted = f"{place}.content must be a text, or parts {{type: text, text: ...}}; the policy reads text alone"
+    if not isinstance(content, list):
+        raise ValueError(wanted)
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(wanted)
+    return "".join(part["text"] for part in content)
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    checked = []
+    for number, call in enumerate(calls if isinstance(calls, list) else [None]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"{place}.tool_calls[{number}] must be {{id, type: function, function: {{name, arguments}}}}"
+            )
+        arguments = function.get("arguments") or {}
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict) or depth(arguments) > MAX_DEPTH:
+            raise ValueError(
+                f"{place}.tool_calls[{number}].function.arguments must be an object, or its JSON, of few levels"
+            )
+        made = {"name": function["name"], "arguments": arguments}
+        checked.append({"id": str(call.get("id") or ""), "type": "function", "function": made})
+    return checked
+
+
+def checked_tools(tools: Any) -> list[dict[str, Any]]:
+    """Schemas of tools.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if tools is None:
+        return []
+    wanted = "must be {type: function, function: {name, description, parameters}}"
+    if not isinstance(tools, list) or depth(tools) > MAX_DEPTH:
+        raise ValueError(f"tools must be a list, each of which {wanted}")
+    names = set()
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if function is None or not isinstance(name, str) or not name:
+            raise ValueError(f"tools[{number}] {wanted}")
+        parameters = function.get("parameters", {})
+        if not isinstance(parameters, dict) or not isinstance(parameters.get("properties", {}), dict):
+            raise ValueError(f"tools[{number}].function.parameters must be a JSON schema of an object")
+        if name in names:
+            raise ValueError(f"tools[{number}] is named {name}, and so is another; a name stands for one")
+        names.add(name)
+    return tools
+
+
+def recorded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as they stand in the column `messages`."""
+    return [_recorded(message) for message in messages]
+
+
+def _recorded(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return rest | {"calls": [call["function"] for call in message["tool_calls"]]}

@@ -1,0 +1,109 @@
+"""The chats that a program asks for by frames (`chats.py`), on the run's side."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from pipeline.agent import EpisodeOver, Message
+from pipeline.agent.chats import MAX_CHATS
+from pipeline.agent.messages import checked_messages, checked_tools
+
+if TYPE_CHECKING:
+    from pipeline.agent.conversation import Answer
+
+Chat = Callable[..., Awaitable["Answer"]]
+"""`Conversation.chat`."""
+
+
+class ChatFailed(Exception):
+    """A chat raised `error`, for which the program can do nothing."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Questions:
+    """The chats of one program, which come as frames.
+
+        async with Questions(chat, send) as questions:
+            await questions.take(frame)
+
+    A chat that raises ends the block, which raises `ChatFailed` from what it raised. At its end no chat is left.
+
+    Args:
+        chat: of the episode's conversation.
+        send: sends a reply as one frame.
+    """
+
+    def __init__(self, chat: Chat, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        self._chat, self._send = chat, send
+        self._sending = asyncio.Lock()
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asking: dict[int, asyncio.Task[Answer]] = {}
+
+    async def __aenter__(self) -> "Questions":
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        try:
+            await self._group.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            chats = (each for each in group.exceptions if isinstance(each, ChatFailed))
+            raise next(chats, group.exceptions[0]) from None
+
+    async def take(self, frame: dict[str, Any]) -> None:
+        """Ask or cancel what a frame says.
+
+        Raises:
+            ValueError: it is no chat.
+        """
+        number = frame["chat"]
+        if not isinstance(number, int):
+            raise ValueError("a chat without a number")
+        if "cancel" in frame:
+            if number in self._asking:
+                self._asking[number].cancel()
+            return
+        while len(self._tasks) >= MAX_CHATS:
+            # The program that `chats.Chats` runs sends no more; another one waits.
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        task = self._group.create_task(self._answer(number, frame))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, number: int, frame: dict[str, Any]) -> None:
+        try:
+            messages, tools = checked_messages(frame.get("messages")), checked_tools(frame.get("tools"))
+        except ValueError as mistake:
+            return await self._reply({"chat": number, "mistake": str(mistake)})
+        asking = self._asking[number] = asyncio.ensure_future(self._chat(messages, tools))
+        try:
+            answer = await asking
+        except EpisodeOver as over:
+            return await self._reply({"chat": number, "over": str(over)})
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is None or own.cancelling():
+                raise
+            # The program has cancelled it, and waits for nothing.
+            return None
+        except Exception as error:
+            raise ChatFailed(error) from error
+        finally:
+            self._asking.pop(number, None)
+        await self._reply({"chat": number, "answer": as_fields(answer.message)})
+
+    async def _reply(self, reply: dict[str, Any]) -> None:
+        async with self._sending:
+            await self._send(reply)
+
+
+def as_fields(message: Message) -> dict[str, Any]:
+    """A message in a frame."""
+    calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.calls]
+    return {"text": message.text, "reasoning": message.reasoning, "truncated": message.truncated, "calls": calls}

@@ -1,0 +1,264 @@
+"""What the process of one episode does: it answers the run's requests by the user's code.
+
+Needs Python 3.9 and nothing but the standard library. Requests and answers are frames (`frames.py`), one answer for
+each request, in order:
+
+    {"id": 1, "do": "open", "row": {...}, "seed": 7}            {"id": 1, "opened": "Guess."}
+    {"id": 2, "do": "step", "message": {"text": "31", ...}}     {"id": 2, "content": "lower", "done": false, ...}
+    {"id": 3, "do": "call", "name": "calc", "arguments": {}}    {"id": 3, "text": "7"}, or {"id": 3, "mistake": "..."}
+    {"id": 4, "do": "close"}                                    {"id": 4}
+    {"id": 5, "do": "run", "row": {...}}                        {"id": 5, "reward": 1.0, "parts": {}}, or {"over": ""}
+
+    {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, "parts": {}}, or {"failed": ""}
+
+and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} where the user's code failed. A program that runs asks
+by further frames (`chats.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import random
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import Any
+
+from pipeline.agent import Call, Environment, Message, Observation, ToolError, chats, command
+from pipeline.agent.frames import encode, read
+from pipeline.agent.load import Code
+
+LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
+"""Signal that asks a process where it is, when its deadline is over."""
+
+
+class Replies:
+    """The episode of this process."""
+
+    def __init__(self, connection: socket.socket, code: Code) -> None:
+        self._connection = connection
+        self._code = code
+        self._environment: Environment | None = None
+        self._loop: Any = None  # the event loop of `async def` methods; made for the first of them
+        self._busy: int | None = None  # the request that the user's code works on
+        self._awaited: Any = None  # its coroutine, where it is `async def`
+        self._server = ""  # the server that is being connected
+        signal.signal(LATE, self._late)
+
+    def serve(self) -> None:
+        """Answer requests until the run closes the connection."""
+        while True:
+            request = read(self._connection)
+            if request is None:
+                return
+            self._busy = request["id"]
+            answer = self._answer(request)
+            self._busy = None
+            self._connection.sendall(answer)
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        """Tell where the user's code is; the run kills the process afterwards."""
+        if self._busy is not None:
+            places = [self._code.place(frame)]
+            coroutine = self._awaited
+            while getattr(coroutine, "cr_frame", None) is not None:
+                # The frame alone: what called it is the event loop.
+                places.append(self._code.place(coroutine.cr_frame))
+                coroutine = coroutine.cr_await
+            place = next((place for place in reversed(places) if place), self._server)
+            self._connection.sendall(encode({"id": self._busy, "late": place}))
+
+    def _answer(self, request: dict[str, Any]) -> bytes:
+        number = request["id"]
+        try:
+            answer = getattr(self, f"_{request['do']}")(request)
+        except ToolError as error:
+            key = "mistake" if request["do"] == "call" else "error"
+            return encode({"id": number, key: str(error) if key == "mistake" else self._code.words(error)})
+        # The user's code may raise anything, `SystemExit` included; its row carries the error, which is counted.
+        except BaseException as error:  # noqa: BLE001
+            if request["do"] == "run" and chats.passed_over(error):
+                return encode({"id": number, "over": str(error)})
+            return encode({"id": number, "error": self._code.words(error)})
+        try:
+            return encode({"id": number, **answer})
+        except ValueError as error:
+            return encode({"id": number, "error": f"ValueError: {self._name(request)} returned {error}"})
+
+    def _name(self, request: dict[str, Any]) -> str:
+        """What the user's code that answers a request is called."""
+        if request["do"] == "call":
+            return f"tool {request['name']}"
+        if request["do"] in ("run", "command"):
+            return "the program"
+        return f"{type(self._environment).__name__}.{request['do']}"
+
+    def _value(self, result: Any) -> Any:
+        """What a method returned, awaited where it is `async def`."""
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+
+        async def awaited() -> Any:
+            return await result
+
+        self._awaited = result
+        try:
+            return self._loop.run_until_complete(awaited())
+        finally:
+            self._awaited = None
+
+    def _open(self, request: dict[str, Any]) -> dict[str, Any]:
+        seed = request["seed"]
+        # All processes come from one, and would draw the same numbers.
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % (1 << 32))
+        if "torch" in sys.modules:
+            sys.modules["torch"].manual_seed(seed)
+        for tool in self._code.tools.values():
+            if tool.episode is not None:
+                tool.episode.open(request["row"])
+        for server in self._code.servers:
+            self._server = f" ({server.name})"
+            server.open()
+        self._server = ""
+        if self._code.environment is None:
+            return {"opened": None}
+        self._environment = self._code.environment()
+        content = self._value(self._environment.open(request["row"], seed))
+        return {"opened": checked_content(content, f"{type(self._environment).__name__}.open")}
+
+    def _step(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._environment is not None
+        message = request["message"]
+        calls = [Call(**call) for call in message.pop("calls")]
+        result = self._value(self._environment.step(Message(calls=calls, **message)))
+        name = f"{type(self._environment).__name__}.step"
+        if isinstance(result, str):
+            result = Observation(result)
+        if not isinstance(result, Observation):
+            raise ValueError(f"{name} returned {_shown(result)}; expected an Observation or a text")
+        return checked(result, name)
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        tool = self._code.tools[request["name"]]
+        first = (self._environment,) if tool.method else ()
+        result = self._value(tool.function(*first, **request["arguments"]))
+        if isinstance(result, str):
+            return {"text": result}
+        # Read back as the text of its JSON, without the header of the frame.
+        return {"text": encode(result)[4:].decode()}
+
+    def _run(self, request: dict[str, Any]) -> dict[str, Any]:
+        number, program = request["id"], self._code.program
+
+        def send(question: dict[str, Any]) -> None:
+            frame = encode({"id": number, **question})
+            # A frame must not stand within another one.
+            self._busy = None
+            self._connection.sendall(frame)
+            self._busy = number
+
+        async def run() -> Any:
+            assert program is not None
+            asking = chats.Chats(self._connection, send)
+            try:
+                return await program(request["row"], asking.chat)
+            finally:
+                asking.close()
+
+        observation = returned(self._value(run()), "the program")
+        return {"reward": observation.reward, "parts": observation.parts}
+
+    def _command(self, request: dict[str, Any]) -> dict[str, Any]:
+        printed = command.run(self._code.command, request["row"], request["variables"])
+        if "failed" in printed:
+            return printed
+        observation = returned(printed.get("result"), "agent.command")
+        return {"reward": observation.reward, "parts": observation.parts}
+
+    def _close(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._environment is not None:
+            closed: Any = self._environment.close()  # type: ignore[func-returns-value]
+            self._value(closed)
+        for tool in self._code.tools.values():
+            if tool.episode is not None:
+                self._value(tool.episode.close())
+        for server in self._code.servers:
+            server.close()
+        return {}
+
+
+def returned(result: Any, name: str) -> Observation:
+    """What a program returned, a number, a dict with a `reward` or None, as the last observation.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    parts = dict(result) if isinstance(result, dict) else {"reward": result}
+    observation = Observation(done=True, reward=parts.pop("reward", None), parts=parts)
+    checked(observation, name)
+    return observation
+
+
+def checked(observation: Observation, name: str) -> dict[str, Any]:
+    """The fields of an observation.
+
+    Args:
+        name: what returned it.
+
+    Raises:
+        ValueError: a field is of a wrong type, or the reward is not finite.
+    """
+    reward = observation.reward
+    if reward is not None:
+        try:
+            if isinstance(reward, (str, bytes)):
+                raise TypeError
+            reward = float(reward)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{name} returned a reward of {_shown(reward)}; expected a number or None") from None
+        if not math.isfinite(reward):
+            raise ValueError(f"{name} returned a reward of {reward}; expected a finite number")
+    done = observation.done
+    if done not in (True, False):
+        raise ValueError(f"{name} returned done={_shown(done)}; expected True or False")
+    parts = observation.parts
+    if not isinstance(parts, dict) or not all(isinstance(key, str) for key in parts):
+        raise ValueError(f"{name} returned parts of {_shown(parts)}; expected a dict of numbers by name")
+    content = checked_content(observation.content, name)
+    return {"content": content, "done": bool(done), "reward": reward, "parts": parts}
+
+
+def checked_content(content: Any, name: str) -> Any:
+    """What the model reads: a text, messages, or None.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    wanted = "expected a text, a list of messages {role, content} with texts, or None"
+    if not isinstance(content, list):
+        raise ValueError(f"{name} returned a content of {_shown(content)}; {wanted}")
+    for message in content:
+        fits = isinstance(message, dict) and set(message) == {"role", "content"}
+        if not fits or not all(isinstance(value, str) for value in message.values()):
+            raise ValueError(f"{name} returned the message {_shown(message)}; {wanted}")
+    return content
+
+
+def _shown(value: Any) -> str:
+    """A value in a sentence, cut."""
+    try:
+        text = repr(value)
+    # The user's class may have a `__repr__` that fails.
+    except Exception:  # noqa: BLE001
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,105 @@
+"""What replies to the answers of one episode: an environment, tools, or both.
+
+Calls of an answer go to the tools. An answer without calls goes to the environment, and ends the episode where there is
+none. A mistake of the model is something that it reads (`Reply.messages`); a failure of the environment raises
+`EpisodeFailed`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.agent import Call, Message
+from pipeline.agent.processes import EpisodeFailed, PolicyMistake, Session
+from pipeline.config.agent import AgentConfig
+
+
+@dataclass
+class Reply:
+    """What follows an answer."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """What the model reads next."""
+    ended: str = ""
+    """Why the episode ends here, as in the column `ended`; empty where it goes on."""
+    reward: float | None = None
+    """Reward of the answer."""
+    trains: bool = True
+    """Whether the answer trains."""
+
+
+class World:
+    """The replies of one episode.
+
+    Args:
+        config: the section `agent`.
+        session: the process of the episode's environment and tools; None where there are none.
+        tools: names of the tools that the model may call, with the seconds of one call or None.
+        environment: whether there is an environment.
+    """
+
+    def __init__(
+        self, config: AgentConfig, session: Session | None, tools: dict[str, float | None], environment: bool
+    ) -> None:
+        self.config, self._session, self._tools, self._environment = config, session, tools, environment
+        self.calls: Counter[str] = Counter(dict.fromkeys(tools, 0))
+        """Calls by the name of the tool; of every tool that there is."""
+        self.mistakes: Counter[str] = Counter()
+        """`malformed` and `unknown` calls, and calls that the tool refused (`tool_errors`)."""
+        self.parts: dict[str, Any] = {}
+        """Further numbers of the environment."""
+
+    async def reply(self, message: Message, malformed: str | None, last: bool) -> Reply:
+        """Reply to an answer.
+
+        Args:
+            message: the answer as it was read.
+            malformed: why a call in it could not be read; None where all could.
+            last: whether no further answer may follow; calls are not made then.
+
+        Raises:
+            EpisodeFailed: the environment or a tool failed.
+        """
+        if malformed is not None:
+            self.mistakes["malformed"] += 1
+            if self.config.on_malformed == "end":
+                return Reply(ended="malformed")
+            # A template may write a tool's message only behind a call that it answers.
+            reply = [{"role": "user", "content": f"Error: {malformed}"}]
+            return Reply(reply, trains=self.config.on_malformed != "mask")
+        if message.calls:
+            if last:
+                return Reply()
+            return Reply([self._result(call, await self._call(call, i)) for i, call in enumerate(message.calls)])
+        if not self._environment:
+            return Reply(ended="length" if message.truncated else "stop")
+        return await self._step(message)
+
+    async def _step(self, message: Message) -> Reply:
+        assert self._session is not None
+        observation = await self._session.step(message, self.config.step_timeout_s)
+        self.parts |= observation.parts
+        content = observation.content
+        if isinstance(content, str):
+            content = [{"role": self.config.observation_role, "content": content}]
+        if not content and not observation.done:
+            raise EpisodeFailed("`step` returned an observation without content that does not end the episode")
+        return Reply(content or [], "done" if observation.done else "", observation.reward)
+
+    async def _call(self, call: Call, number: int) -> str:
+        if number >= self.config.max_parallel_calls:
+            return f"Error: only {self.config.max_parallel_calls} calls are allowed in one answer."
+        if call.name not in self._tools:
+            self.mistakes["unknown"] += 1
+            return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}."
+        self.calls[call.name] += 1
+        seconds = self._tools[call.name] or self.config.step_timeout_s
+        assert self._session is not None
+        try:
+            return await self._session.call(call.name, call.arguments, seconds)
+        except PolicyMistake as mistake:
+            self.mistakes["tool_errors"] += 1
+            return f"Error: {mistake}"
+
+    def _result(self, call: Call, text: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

@@ -1,0 +1,294 @@
+"""The run's side of the process that environment processes are forked from (`host.py`)."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.agent import frames
+from pipeline.agent.host import END_S, START
+from pipeline.agent.remote import MCP, OPENENV
+from pipeline.config.agent import AgentConfig
+
+START_S = 120.0  # seconds in which the user's files must be imported
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV")
+"""Environment variables that environment processes get from the run."""
+_PACKAGE = Path(__file__).parent
+_MAX_LINE = 1000  # bytes of the last line on standard error
+_READ = 1 << 16
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the user's files hold."""
+
+    tools: list[dict[str, Any]]
+    """Schemas."""
+    timeouts: dict[str, float | None]
+    """Seconds of one call by tool; None takes `agent.step_timeout_s`."""
+    environment: bool
+    """Whether there is an environment."""
+    closes: bool
+    """Whether there is something to do when an episode ends."""
+    forks: bool
+    """Whether processes are forked; otherwise each episode starts a fresh interpreter."""
+
+
+class End(NamedTuple):
+    """How the process of an episode ended."""
+
+    words: str
+    started: bool = True
+    """False where the machine had no room for it."""
+    lost: bool = False
+    """Whether the zygote ended, and with it all processes of episodes."""
+
+
+class ZygoteLost(Exception):
+    """The zygote has ended; the message says how."""
+
+
+class Zygote:
+    """Handle of a keeper, its zygote, and the processes of their episodes.
+
+    Raises:
+        ValueError: (when made) the interpreter does not start.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        named = [spec for spec in [config.environment, *config.tools] if spec and spec.startswith((MCP, OPENENV))]
+        self._start_s = START_S + config.open_timeout_s * len(named)  # each server has so long to answer
+        self._python = sys.executable if config.python is None else os.path.expanduser(config.python)
+        self._loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._ended: dict[int, asyncio.Future[End]] = {}  # how the process of an episode ended, by its number
+        self._outbox: deque[tuple[bytes, socket.socket | None]] = deque()
+        self._inbox = bytearray()
+        self._mourning: asyncio.Task[None] | None = None
+        self.lost: str | None = None
+        """How it ended; None while it serves."""
+        # It records errors that occur before the files are imported.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        self._control, control = socket.socketpair()
+        self._life, life = socket.socketpair()
+        self._control.setblocking(False)
+        with control, life, tempfile.TemporaryFile() as settings:
+            settings.write(json.dumps(_settings(config)).encode())
+            settings.flush()
+            given = [settings.fileno(), control.fileno(), life.fileno()]
+            command = [self._python, "-c", START, "keep", *map(str, given), str(os.getpid())]
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                    pass_fds=given,
+                    env=_variables(config.env_vars, os.environ),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                for descriptor in (self._control, self._life, self._stderr):
+                    descriptor.close()
+                raise ValueError(
+                    f"agent.python: {self._python} cannot be started ({error.strerror}); name a Python interpreter, "
+                    "such as /venvs/games/bin/python"
+                ) from None
+        self._loop.add_reader(self._control, self._receive)
+
+    async def load(self) -> Loaded:
+        """What the user's files hold, once they are imported.
+
+        Raises:
+            ValueError: they do not load; the sentence names the key.
+        """
+        try:
+            async with asyncio.timeout(self._start_s):
+                first = await self._first
+        except TimeoutError:
+            raise ValueError(f"agent: importing environment and tools took longer than {self._start_s:g} s") from None
+        except ZygoteLost as lost:
+            raise ValueError(f"agent.python: {self._python}: {lost} as it began{self._last_line()}") from None
+        if "refused" in first:
+            raise ValueError(first["refused"])
+        return Loaded(**first)
+
+    def _last_line(self) -> str:
+        """A clause with the last line on standard error, if there is one."""
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _MAX_LINE))
+        lines = self._stderr.read().decode(errors="replace").strip().split("\n")
+        return f"; the last line that it wrote: {lines[-1]}" if lines[-1] else ""
+
+    def open(self, number: int, connection: socket.socket) -> asyncio.Future[End]:
+        """Start the process of an episode; `connection` is its end, which is closed here.
+
+        Returns:
+            A future of how the process ended.
+
+        Raises:
+            ZygoteLost: there is no zygote any more.
+        """
+        if self.lost is not None:
+            connection.close()
+            raise ZygoteLost(self.lost)
+        ended = self._ended[number] = self._loop.create_future()
+        self._send({"open": number}, connection)
+        return ended
+
+    def signal(self, number: int, kind: str) -> None:
+        """Send the process of an episode a signal, `kill` or `late`, if it is there."""
+        if self.lost is None and number in self._ended:
+            self._send({"number": number, "signal": kind})
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        self._lose("the run ended it")
+        self._life.close()
+        try:
+            await asyncio.to_thread(self._process.wait, 2 * END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, END_S)
+        self._stderr.close()
+
+    def _send(self, command: dict[str, Any], connection: socket.socket | None = None) -> None:
+        self._outbox.append((frames.encode(command), connection))
+        if len(self._outbox) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what the zygote takes now, and the rest later."""
+        while self._outbox:
+            frame, connection = self._outbox[0]
+            try:
+                if connection is None:
+                    sent = self._control.send(frame)
+                else:
+                    sent = socket.send_fds(self._control, [frame], [connection.fileno()])
+                    connection.close()
+            except BlockingIOError:
+                self._loop.add_writer(self._control, self._flush)
+                return
+            except OSError as error:
+                return self._lose(str(error))
+            # The descriptor went with the first byte.
+            self._outbox[0] = (frame[sent:], None)
+            if sent == len(frame):
+                self._outbox.popleft()
+        self._loop.remove_writer(self._control)
+
+    def _receive(self) -> None:
+        """Take in what the zygote reports."""
+        try:
+            data = self._control.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._control)
+            self._mourning = self._loop.create_task(self._mourn())
+            return
+        self._inbox += data
+        try:
+            self._take_in()
+        except ValueError as error:
+            # A thread of the user's files has written to the connection.
+            self._process.kill()
+            self._lose(f"the process that starts those of episodes sent {error}")
+
+    def _take_in(self) -> None:
+        """Take in the events that are there.
+
+        Raises:
+            ValueError: something there is no frame.
+        """
+        size = frames.HEADER.size
+        while len(self._inbox) >= size:
+            end = size + frames.length_of(bytes(self._inbox[:size]))
+            if len(self._inbox) < end:
+                return
+            event = frames.decode(bytes(self._inbox[size:end]))
+            del self._inbox[:end]
+            self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "ended" not in event:
+            if not self._first.done():
+                self._first.set_result(event)
+            return
+        ended = self._ended.pop(event["ended"], None)
+        if ended is not None and not ended.done():
+            started = "error" not in event
+            words = f"its process ended with {_code(event['code'])}" if started else event["error"]
+            ended.set_result(End(words, started))
+
+    async def _mourn(self) -> None:
+        """Find out how the zygote ended, which closed its connection."""
+        how = "closed its connection"
+        with suppress(subprocess.TimeoutExpired):
+            how = f"ended with {_code(await asyncio.to_thread(self._process.wait, END_S))}"
+        self._lose(f"the process that starts those of episodes {how}")
+
+    def _lose(self, how: str) -> None:
+        """All its episodes have failed."""
+        if self.lost is not None:
+            return
+        self.lost = how
+        self._loop.remove_reader(self._control)
+        self._loop.remove_writer(self._control)
+        self._control.close()
+        for _, connection in self._outbox:
+            if connection is not None:
+                connection.close()
+        self._outbox.clear()
+        if not self._first.done():
+            self._first.set_exception(ZygoteLost(how))
+            # A caller that waits for it gets it; there may be none.
+            self._first.exception()
+        for ended in self._ended.values():
+            if not ended.done():
+                ended.set_result(End(how, lost=True))
+        self._ended.clear()
+
+
+def _settings(config: AgentConfig) -> dict[str, Any]:
+    """The settings that an environment process gets (`host.START`)."""
+    return {
+        "path": [os.path.abspath(entry) for entry in sys.path] if config.python is None else None,
+        "package": str(_PACKAGE),
+        "code": {
+            "environment": config.environment,
+            "kwargs": config.kwargs,
+            "tools": config.tools,
+            "program": config.program,
+            "command": config.command,
+            "within_s": config.open_timeout_s,
+        },
+    }
+
+
+def _variables(chosen: dict[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of environment processes."""
+    variables = {name: inherited[name] for name in INHERITED if name in inherited}
+    # Hundreds of processes share the cores, and libraries that start threads as they are imported cannot be forked.
+    return {**variables, "OMP_NUM_THREADS": "1", **chosen}
+
+
+def _code(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}"
+    return f"signal {-code}"

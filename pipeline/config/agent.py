@@ -1,0 +1,205 @@
+"""Settings of multi-turn episodes (`agent.*`)."""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.config.bounds import setting
+from pipeline.config.schema import expected
+
+MOST_EPISODES = 4096
+"""Episodes that one engine plays at once, each in a process of its own; further ones wait."""
+
+CODE = ("environment", "kwargs", "tools", "program", "command")
+"""Keys of code that replies. An agent that has one of its own takes none of them from the section `agent`."""
+TOOL_AGENT, SINGLE_TURN = "tool_agent", "single_turn_agent"
+"""Agents that verl's files name: the section `agent` itself, and a single answer."""
+_KEY = re.compile(r"\bagent\.([a-z_]+)")
+
+
+@dataclass
+class AgentConfig:
+    """Episodes of several turns: the policy answers, an environment or tools reply, until the episode ends."""
+
+    environment: str | None = None
+    """Class that replies to answers: `my_game:HigherLower` or `/code/my_game.py:HigherLower`; or a server that does:
+    `openenv:ws://localhost:8000`."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's constructor; of an OpenEnv server `observation_field`, `action_field` and
+    `reset_kwargs`."""
+
+    tools: list[str] = field(default_factory=list)
+    """Tools that the policy may call: `my_tools:calc`, `/code/my_tools.py` for all of a file, or `mcp: COMMAND or URL`
+    for all of an MCP server."""
+
+    program: str | None = None
+    """Function that drives an episode itself, `async def run(row, chat)`: `my_program:run`."""
+
+    command: list[str] = field(default_factory=list)
+    """Program that drives an episode itself, by an OpenAI client: `[python, my_agent.py]`. `python` stands for
+    `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line."""
+
+    max_contexts: int = setting(1, at_least=1)
+    """Conversations of one episode, each a sequence of tokens; a program may begin several."""
+
+    history: str = setting("keep", choices=("keep", "template"))
+    """Earlier answers as a later turn sees them: `keep` what was sampled, or what the chat `template` shows; where that
+    differs (templates of reasoning models leave out thinking), the turn begins a new sequence of the row."""
+
+    python: str | None = None
+    """Interpreter of environment processes; null takes the run's own."""
+
+    env_vars: dict[str, str] = field(default_factory=dict)
+    """Environment variables of environment processes, beside `PATH`, `HOME`, `LANG` and `TMPDIR`."""
+
+    max_turns: int = setting(8, at_least=1)
+    """Answers of the policy in one episode."""
+
+    max_turn_tokens: int = setting(0, at_least=0)
+    """Tokens of one answer; 0 leaves the answer what remains of `data.max_response_length`."""
+
+    max_observation_tokens: int = setting(1024, at_least=8)
+    """Tokens of the content of one reply; a longer one is cut in the middle, with a mark."""
+
+    observation_role: str = setting("user", choices=("user", "tool"))
+    """Role of replies that an environment gives as text."""
+
+    parser: str = "auto"
+    """Tool parser, by vLLM's name; `auto` takes the first that reads calls of the model's own template; `none`."""
+
+    reasoning_parser: str = "none"
+    """Reasoning parser, by vLLM's name; `none` leaves reasoning in the text."""
+
+    max_parallel_calls: int = setting(8, at_least=1)
+    """Tool calls of one answer; further ones get an error that the model reads."""
+
+    on_malformed: str = setting("tell", choices=("tell", "end", "mask"))
+    """A tool call that cannot be read: `tell` the model, `end` the episode, or `mask` the answer and tell the model."""
+
+    open_timeout_s: float = setting(60.0, above=0)
+    """Seconds in which an environment must begin an episode; after them the row is an error."""
+
+    step_timeout_s: float = setting(30.0, above=0)
+    """Seconds in which an environment or a tool must reply; after them the row is an error."""
+
+    episode_timeout_s: float = setting(600.0, above=0)
+    """Seconds of one episode; after them `late` applies."""
+
+    late: str = setting("error", choices=("error", "score"))
+    """An episode that exceeds `episode_timeout_s` is an `error`, or is ended and gets the `score` it has so far."""
+
+    same_seed_in_group: bool = True
+    """Give all episodes of a prompt's group the same seed, so that they are the same task."""
+
+    reward: str | None = setting(None, choices=("environment", "function", "sum", None))
+    """Score of a row: the rewards of the `environment` or the program, the reward `function`'s, or the `sum`; null
+    takes the environment's where there is one."""
+
+    named: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Agents that rows choose by the column `agent_name`: `agent.named.NAME.KEY=value`, with the keys of this section.
+    Those that are left out are this section's, but `environment`, `kwargs`, `tools`, `program` and `command` belong
+    together: a name that has one of them takes none from here."""
+
+    def agents(self) -> "dict[str | None, AgentConfig]":
+        """The settings of each agent, by the name that rows choose it by; None: rows without one.
+
+        Raises:
+            ValueError: as `declared`.
+        """
+        declared = self.declared()
+        limits = {"episode_timeout_s": self.episode_timeout_s, "late": self.late}
+        plain = AgentConfig(reasoning_parser=self.reasoning_parser, **limits)  # type: ignore[arg-type]
+        return {TOOL_AGENT: declared[None], SINGLE_TURN: plain, **declared}
+
+    def declared(self) -> "dict[str | None, AgentConfig]":
+        """The settings of those of `agents` that the config declares: this section (None), and `named`.
+
+        Raises:
+            ValueError: a name has an unknown key, or a value of a wrong type.
+        """
+        return {None: replace(self, named={}), **{name: self._overlaid(name) for name in self.named}}
+
+    def _overlaid(self, name: str) -> "AgentConfig":
+        key, settings, default = f"agent.named.{name}", self.named[name], AgentConfig()
+        kinds = {inner: kind for inner, kind in get_type_hints(AgentConfig).items() if inner != "named"}
+        given = {code: getattr(default, code) for code in self._own(name) if code in CODE}
+        for inner, value in settings.items():
+            if inner not in kinds:
+                raise ValueError(f"there is no key {key}.{inner}; the keys of an agent are {', '.join(kinds)}")
+            try:
+                typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(default), {inner: value}))
+            except OmegaConfBaseException:
+                raise ValueError(f"{key}.{inner}={value!r} does not fit; expected {expected(kinds[inner])}") from None
+            given[inner] = getattr(typed, inner)
+        return replace(self, **{**given, "named": {}})
+
+    def _own(self, name: str | None) -> set[str]:
+        """Keys that an agent does not take from this section."""
+        given = set(self.named.get(name or "", ()))
+        return given | set(CODE) if given & set(CODE) else given
+
+    def scored_by_name(self) -> dict[str | None, str] | str:
+        """What scores rows, by their `agent_name`; `function` where none is an episode."""
+        return {name: agent.scored_by for name, agent in self.agents().items()} if self.used else "function"
+
+    def spelled(self, text: str, name: str | None) -> str:
+        """A sentence on the settings of one of `declared`, with keys as they are given: `agent.named.NAME.KEY`."""
+        own = self._own(name)
+        return _KEY.sub(lambda match: f"agent.named.{name}.{match[1]}" if match[1] in own else match[0], text)
+
+    @property
+    def used(self) -> bool:
+        """Whether the run's rows are episodes."""
+        return self.plays or bool(self.named)
+
+    @property
+    def plays(self) -> bool:
+        """Whether code replies to answers of this agent; otherwise its episodes are single answers."""
+        return self.environment is not None or self.driven or bool(self.tools)
+
+    @property
+    def driven(self) -> bool:
+        """Whether a program or a command drives the episodes."""
+        return self.program is not None or bool(self.command)
+
+    @property
+    def most_contexts(self) -> int:
+        """Sequences that one episode of this agent may have."""
+        return self.max_turns if self.history == "template" else self.max_contexts
+
+    @property
+    def scored_by(self) -> str:
+        """What scores this agent: `environment`, `function` or `sum`."""
+        return self.reward or ("environment" if self.environment is not None or self.driven else "function")
+
+    def problems(self) -> dict[str, object]:
+        """Sentences on settings of episodes that exclude each other, and whether each applies (see `sentences`)."""
+        alone = self.environment is None
+        return {
+            "agent.kwargs are arguments of the environment, and agent.environment is not set; leave them out": (
+                alone and self.kwargs
+            ),
+            "{agent.program} drives the episodes itself, without agent.environment and agent.tools; leave these out": (
+                self.program is not None and (not alone or self.tools)
+            ),
+            "{agent.command} drives the episodes itself, without agent.environment, agent.tools and agent.program; "
+            "leave these out": self.command and (not alone or self.tools or self.program is not None),
+            "{agent.reward} needs the rewards of agent.environment, which is not set; leave it out": (
+                alone and not self.driven and self.reward in ("environment", "sum")
+            ),
+            "{agent.tools} with agent.parser=none: no call of a tool would be found; leave the parser at auto": (
+                self.tools and self.parser == "none"
+            ),
+            "{agent.tools} with {agent.max_turns}: the model could call a tool and never read its reply; set max_turns "
+            "to 2 or more": self.tools and self.max_turns == 1 and alone,
+            "{agent.open_timeout_s} is above {agent.episode_timeout_s}, which ends the episode before; lower it": (
+                (self.driven or not alone) and self.open_timeout_s > self.episode_timeout_s
+            ),
+            "{agent.step_timeout_s} is above {agent.episode_timeout_s}, which ends the episode before; lower it": (
+                self.used and not self.driven and self.step_timeout_s > self.episode_timeout_s
+            ),
+        }

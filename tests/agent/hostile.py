@@ -1,0 +1,176 @@
+"""An environment that fails in many ways."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+from pipeline.agent import Environment, Observation, ToolError
+
+
+class Boom(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+class Hostile(Environment):
+    def open(self, row, seed):
+        if row["ground_truth"] == "content":
+            return 5
+        return "begin"
+
+    def step(self, message):
+        return getattr(self, message.text)()
+
+    def good(self):
+        return Observation("well", reward=0.5)
+
+    def boom(self):
+        raise Boom
+
+    def tool_error(self):
+        raise ToolError("no tool")
+
+    def leave(self):
+        sys.exit("bye")
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    def exit(self):
+        os._exit(3)
+
+    def crash(self):
+        ctypes.string_at(0)
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def loop(self):
+        while True:
+            pass
+
+    def sleep(self):
+        time.sleep(1000)
+
+    def stop(self):
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+        time.sleep(1000)
+
+    def catch(self):
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(1000)
+
+    def fork(self):
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(4)
+
+    def daemons(self):
+        for _ in range(3):
+            process = os.fork()
+            if process == 0:
+                os.setsid()
+                for _ in range(2):
+                    if os.fork() == 0:
+                        os.setsid()
+                        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                        time.sleep(1000)
+                os._exit(0)
+            os.waitpid(process, 0)
+        return Observation("well", reward=0.5)
+
+    def print(self):
+        for _ in range(1024):
+            sys.stdout.write("x" * (1 << 20))
+            sys.stderr.write("y" * (1 << 10))
+        return Observation("well", reward=0.5)
+
+    def close_all(self):
+        os.closerange(0, 1000)
+        time.sleep(1000)
+
+    def spend(self):
+        held = []
+        while True:
+            held.append(bytearray(1 << 28))
+
+    def nothing(self):
+        return None
+
+    def nan(self):
+        return Observation("", reward=float("nan"))
+
+    def text_reward(self):
+        return Observation("", reward="1.0")
+
+    def content(self):
+        return Observation(b"bytes")
+
+    def message(self):
+        return Observation([{"role": "user", "content": "x", "name": "y"}])
+
+    def done(self):
+        return Observation("", done="no")
+
+    def parts(self):
+        return Observation("", parts={"acc": float("inf")})
+
+    def object_parts(self):
+        return Observation("", parts={"acc": object()})
+
+    def deep(self):
+        value = {}
+        for _ in range(100_000):
+            value = {"x": value}
+        return Observation("", parts=value)
+
+    def long(self):
+        return Observation("x" * 100_000_000)
+
+    def surrogates(self):
+        return Observation("a\ud800b", reward=0.5)
+
+    def write(self):
+        """Write to the connection what is no frame."""
+        for descriptor in range(3, 20):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"\x7f\xff\xff\xff garbage")
+        return "x"
+
+    def thread(self):
+        threading.Thread(target=self.boom).start()
+        return Observation("well", reward=0.5)
+
+
+class Waiting(Environment):
+    async def step(self, message):
+        return await self.wait()
+
+    async def wait(self):
+        await asyncio.sleep(1000)
+
+
+class Forgetful(Environment):
+    """Its `close` leaves a file, and hangs if it is told to."""
+
+    def open(self, row, seed):
+        self.file = row["ground_truth"]
+        return "begin"
+
+    def step(self, message):
+        time.sleep(float(message.text))
+        return "slept"
+
+    def close(self):
+        with open(self.file, "w") as file:
+            file.write("closed")
+        if self.file.endswith("fail"):
+            raise ValueError("shut")
+        if self.file.endswith("hang"):
+            time.sleep(1000)

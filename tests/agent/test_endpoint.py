@@ -1,0 +1,421 @@
+"""OpenAI's client, as it is, against the endpoint, with a toy language and a scripted policy; commands that use it."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pipeline.agent import episode
+from pipeline.agent.commanded import Command
+from pipeline.agent.conversation import Conversation
+from pipeline.agent.endpoint import Endpoint, Line
+from pipeline.agent.episode import Episode
+from pipeline.agent.language import Language
+from pipeline.agent.processes import Processes
+from pipeline.config.agent import AgentConfig
+from tests.agent.test_episode import ROW, Policy, ToyBridge, ToyReader, text
+from tests.agent.test_program import TOOL, Slow, user
+
+SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
+Use = Callable[[openai.AsyncOpenAI, Conversation, Line], Awaitable[Any]]
+
+
+def language(config: AgentConfig, longest: int) -> Language:
+    toys: Any = ToyBridge(), ToyReader()
+    return Language(config, toys[0], toys[1], [], 200, longest, lambda tools: toys)
+
+
+def talk(policy: Any, use: Use, longest: int = 1000, **config: Any) -> Any:
+    """What `use` returns, which is given a client, the conversation that it leads to, and its line."""
+
+    async def main() -> Any:
+        section = AgentConfig(command=["x"], **config)
+        conversation, endpoint = Conversation(language(section, longest), policy, longest), Endpoint()
+        await endpoint.start()
+        line = Line(conversation.chat, SAMPLING, 100)
+        variables = endpoint.open(line)
+        base, key = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
+        try:
+            async with openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=1) as client:
+                result = await use(client, conversation, line)
+                if key in endpoint._lines:
+                    await endpoint.end(variables)
+                with pytest.raises(openai.APIStatusError) as ended:
+                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+                assert ended.value.status_code == 410
+                return result
+        finally:
+            await endpoint.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_the_client_plays_two_turns() -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        messages: list[Any] = [user("go")]
+        first = await client.chat.completions.create(model="m", messages=messages, temperature=0.7, seed=3, user="me")
+        assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("12", "stop")
+        assert (first.usage.prompt_tokens, first.usage.completion_tokens, first.usage.total_tokens) == (2, 3, 5)
+        messages += [first.choices[0].message, user("up")]
+        second = await client.chat.completions.create(model="m", messages=messages, max_tokens=2)
+        assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("40", "length")
+        assert second.id != first.id
+        (context,) = conversation.contexts
+        assert text(context.ids) == "12$<up>40"
+
+    talk(Policy("12", "40"), use)
+
+
+def test_the_plain_client_in_a_thread_streams() -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> Any:
+        def stream() -> tuple[str, int, Any]:
+            plain: Any = openai.OpenAI(base_url=str(client.base_url), api_key="any")
+            events = plain.chat.completions.create(
+                model="m", messages=[user("go")], stream=True, stream_options={"include_usage": True}
+            )
+            parts = list(events)
+            said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+            return said, parts[-1].usage.total_tokens, parts[1].choices[0].finish_reason
+
+        return await asyncio.to_thread(stream)
+
+    assert talk(Policy("12"), use) == ("12", 5, "stop")
+
+
+def test_tools_are_called_and_answered() -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        messages: list[Any] = [user("go")]
+        for number in range(2):
+            said = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+            [call] = said.choices[0].message.tool_calls
+            assert said.choices[0].finish_reason == "tool_calls" and call.id == f"call0000{number}"
+            assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"x": 1})
+            messages += [said.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+        last = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+        assert last.choices[0].message.content == "42" and last.choices[0].message.tool_calls is None
+        (context,) = conversation.contexts
+        assert text(context.ids) == "call calc$<7>call calc$<7>42$"
+        assert conversation.calls == {"calc": 2}
+        results = [message for message in context.messages if message["role"] == "tool"]
+        assert results[1] == {"role": "tool", "content": "7", "tool_call_id": "call_0", "name": "calc"}
+
+    talk(Policy("call calc", "call calc", "42"), use)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"n": 2}, "n"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"stop": ["x"]}, "stop"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 101}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"extra_body": {"guided_json": "x"}}, "guided_json"),
+        ({"messages": []}, "messages"),
+        ({"tools": [{"type": "web_search"}]}, "messages"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(asked: dict[str, Any], named: str) -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**{"model": "m", "messages": [user("go")], **asked})
+        assert refused.value.param == named
+        assert conversation.turns == 0 and not line.failed.done()
+
+    talk(Policy(), use)
+
+
+def test_bodies_that_are_none_and_other_paths() -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> list[int]:
+        base = str(client.base_url)
+        web, codes = client._client, []
+        for body in (b"{", b"[1]", b"[" * 100_000, b'{"messages": NaN}', b"x" * (17 << 20)):
+            codes.append((await web.post(f"{base}chat/completions", content=body)).status_code)
+        codes.append((await web.get(f"{base}models")).status_code)
+        codes.append((await web.post(base.replace("/v1/", "x/v1/") + "chat/completions", json={})).status_code)
+        return codes
+
+    assert talk(Policy(), use) == [400, 400, 400, 400, 413, 404, 410]
+
+
+def test_a_client_that_asks_again_gets_the_first_answer() -> None:
+    policy = Slow("12", "40", "99")
+
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        policy.seconds = 0.9
+        said = await client.with_options(timeout=0.4, max_retries=2).chat.completions.create(
+            model="m", messages=[user("go")]
+        )
+        assert said.choices[0].message.content == "12", "it asked while the answer was made"
+        policy.seconds = 0
+        body = {"model": "m", "messages": [user("go")]}
+        url, again = f"{client.base_url}chat/completions", {"x-stainless-retry-count": "1"}
+        one = await client._client.post(url, json={**body, "user": "a"})
+        two = await client._client.post(url, json={**body, "user": "a"}, headers=again)
+        assert one.json() == two.json() and one.json()["choices"][0]["message"]["content"] == "40"
+        assert conversation.turns == 2 and len(conversation.contexts) == 2
+
+    talk(policy, use, max_contexts=2)
+
+
+class Held(Policy):
+    """Answers when it is let."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__(*answers)
+        self.let = asyncio.Event()
+
+    async def __call__(self, ids: list[int], most: int, turn: int) -> Any:
+        generation = await super().__call__(ids, most, turn)
+        await self.let.wait()
+        return generation
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_client_that_hung_up_gets_the_answer_that_it_did_not_hear(late: bool) -> None:
+    policy = Held("12", "40", "99")
+
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        url, body = f"{client.base_url}chat/completions", {"messages": [user("go")]}
+        for turn in range(2):
+            policy.let.clear()
+            waits = asyncio.create_task(client._client.post(url, json=body))
+            await until(lambda turn=turn: len(policy.asked) > turn)  # type: ignore[misc]
+            [asked] = [asked for asked in line._answers.values() if not asked.completion.done()]
+            waits.cancel()
+            await until(lambda asked=asked: asked.lost)  # type: ignore[misc]
+            if late:
+                policy.let.set()
+                await until(lambda turn=turn: conversation.turns > turn)  # type: ignore[misc]
+            again = asyncio.create_task(client._client.post(url, json=body))
+            await until(lambda asked=asked: late or not asked.lost)  # type: ignore[misc]
+            policy.let.set()
+            said = (await again).json()["choices"][0]["message"]
+            body = {"messages": [*body["messages"], said, user("up")]}
+        (context,) = conversation.contexts
+        assert text(context.ids) == "12$<up>40$" and conversation.turns == 2
+
+    talk(policy, use)
+
+
+def test_a_request_of_two_clients_at_once_is_answered_once() -> None:
+    policy = Held("12", "40", "99")
+
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        def ask(**more: Any) -> Any:
+            return asyncio.ensure_future(client.chat.completions.create(model="m", messages=[user("go")], **more))
+
+        first = ask()
+        await until(lambda: len(policy.asked) == 1)
+        with pytest.raises(openai.ConflictError, match="let a key such as `seed`"):
+            await ask()
+        other = ask(seed=2)
+        await until(lambda: len(policy.asked) == 2)
+        policy.let.set()
+        assert [(await each).choices[0].message.content for each in (first, other)] == ["12", "40"]
+        assert (conversation.turns, len(conversation.contexts)) == (2, 2) and not line.failed.done()
+        assert (await ask()).choices[0].message.content == "99", "its answer was heard, so it asks for another one"
+
+    talk(policy, use, max_contexts=3)
+
+
+@pytest.mark.parametrize(("longest", "most", "code"), [(6, 8, "context_length_exceeded"), (99, 1, "max_turns_reached")])
+def test_an_episode_that_is_over(longest: int, most: int, code: str) -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        said = await client.chat.completions.create(model="m", messages=[user("go")])
+        messages = [user("go"), said.choices[0].message, user("up")]
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model="m", messages=messages)
+            assert refused.value.code == code
+        assert not line.failed.done()
+
+    talk(Policy("12"), use, longest=longest, max_turns=most)
+
+
+def test_half_a_character_is_a_question_mark() -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        body = b'{"messages": [{"role": "user", "content": "a\\ud800"}]}'
+        answer = await client._client.post(f"{client.base_url}chat/completions", content=body)
+        assert answer.status_code == 200
+        assert text(conversation.contexts[0].prompt_ids) == "a?"
+
+    talk(Policy("12"), use)
+
+
+def test_a_failure_is_told_to_the_run() -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="m", messages=[user("x" * 300)])
+        assert "data.max_prompt_length=200" in str(line.failed.result().error)
+
+    talk(Policy(), use)
+
+
+def test_a_chat_that_waits_ends_with_the_episode() -> None:
+    asked = asyncio.Event()
+
+    async def never(ids: list[int], most: int, turn: int) -> Any:
+        asked.set()
+        await asyncio.sleep(1000)
+
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("go")]))
+        await asked.wait()
+        await line.close()
+        with pytest.raises(openai.APIStatusError) as ended:
+            await asking
+        assert ended.value.status_code == 410 and conversation.contexts == []
+
+    talk(never, use)
+
+
+START = """
+import json, os, sys, time, urllib.request
+row = json.load(open(os.environ["SLIPSTREAM_ROW"]))
+def ask(messages, **more):
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, json.dumps({"messages": messages, **more}).encode(), method="POST")
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+messages = row["prompt"]
+"""
+TWICE = """
+messages += [ask(messages), {"role": "user", "content": "up"}]
+last = ask(messages)["content"]
+"""
+
+
+def command(
+    body: str,
+    policy: Any,
+    *,
+    start: str = START,
+    longest: int = 1000,
+    mark: str = "no such mark",
+    row: dict[str, Any] = ROW,
+    **config: Any,
+) -> Episode:
+    """The episode of a command that is this script; no process is left behind it whose command has the mark."""
+    section = AgentConfig(command=["python", "-c", start + body], **config)
+
+    async def main() -> Episode:
+        processes, endpoint = Processes(section), Endpoint()
+        await endpoint.start()
+
+        async def opened() -> Any:
+            session = await processes.open(row, 7, 20)
+            return Command(session, endpoint, SAMPLING, 100), None
+
+        try:
+            played = await episode.run(row, opened(), language(section, longest), policy, longest)
+            assert endpoint._lines == {}
+            async with asyncio.timeout(5):
+                while any(mark.encode() in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")):
+                    await asyncio.sleep(0.02)
+            return played
+        finally:
+            await processes.close()
+            await endpoint.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_command_plays() -> None:
+    body = TWICE + 'print("bye"); print(json.dumps({"reward": float(last), "acc": row["ground_truth"]}))'
+    played = command(body, Policy("12", "40"))
+    assert (played.error, played.ended, played.score, played.parts) == (None, "done", 40.0, {"acc": 1})
+    (context,) = played.contexts
+    assert text(context.prompt_ids) == "go" and text(context.ids) == "12$<up>40$"
+    assert [span[2] for span in context.spans] == [None, None, 40.0]
+
+
+def test_a_command_that_prints_nothing_is_scored_by_the_function() -> None:
+    assert "returned no reward" in str(command(TWICE + "print(5)", Policy("12", "40")).error)
+    played = command(TWICE, Policy("12", "40"), reward="function")
+    assert (played.error, played.ended, played.turns) == (None, "done", 2)
+
+
+@pytest.mark.parametrize("body", [TWICE, TWICE.replace("last = ask", "try:\n    last = ask") + "except: print('{}')"])
+def test_a_command_whose_episode_is_over_is_no_error(body: str) -> None:
+    played = command(body, Policy("12"), max_turns=1, reward="function")
+    assert (played.error, played.ended, played.score) == (None, "turns", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise ValueError('boom')", "exit code 1; the last line on its standard error: ValueError: boom"),
+        ("os.kill(os.getpid(), 9)", "agent.command ended with signal 9"),
+        ("print('x' * (1 << 26)); print('{\"reward\": NaN}')", "a reward of nan"),
+        ('ask(messages); print(\'{"reward": "much"}\')', "a reward of 'much'"),
+        ("print('{\"reward\": 1}')", "without an answer of the policy"),
+        ("ask(messages, temperature=0.1)", "HTTP Error 400"),
+        ("ask([{'role': 'user', 'content': 'x' * 300}])", "data.max_prompt_length=200"),
+        ("print('[' * 60000, end=''); time.sleep(30)", "took longer than 1 s (agent.episode_timeout_s)"),
+    ],
+)
+def test_commands_that_fail(body: str, words: str) -> None:
+    timeout_s = 1.0 if "sleep" in body else 20.0
+    assert words in str(command(body, Policy("12"), episode_timeout_s=timeout_s).error)
+
+
+def test_nothing_is_left_of_a_command(tmp_path: Path) -> None:
+    mark = str(tmp_path / "mark")
+    body = f"""
+import subprocess
+ask(messages)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", {mark!r}], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; open({mark!r}, 'w').write('x'); time.sleep(1000)"])
+while not os.path.exists({mark!r}): time.sleep(0.01)
+print(json.dumps({{"reward": 1.0, "seen": sorted(os.environ)}}))
+"""
+    played = command(body, Policy("12"), env_vars={"GAME": "x"}, mark=mark)
+    assert played.error is None and played.score == 1.0
+    seen = set(played.parts["seen"])
+    assert {"GAME", "OPENAI_API_KEY", "OPENAI_BASE_URL", "SLIPSTREAM_ROW"} <= seen
+    assert not any("TOKEN" in name or "PROXY" in name.upper() for name in seen)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_command_that_is_no_program() -> None:
+    async def main() -> None:
+        processes = Processes(AgentConfig(command=["no-such-program"]))
+        try:
+            with pytest.raises(ValueError, match="agent.command begins with no-such-program"):
+                await processes.start()
+        finally:
+            await processes.close()
+
+    asyncio.run(main())
+
+
+def test_the_example_plays_higher_lower() -> None:
+    script = Path(__file__).parents[2] / "examples" / "agents" / "higher_lower_client.py"
+    start = (
+        f"import runpy, os, sys; os.environ['GUESSES'] = '3'; runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    played = command("", Policy("99", "x", "1"), start=start)
+    assert (played.error, played.score, played.parts) == (None, 1.0, {"acc": 1, "guesses": 3})
+    assert text(played.contexts[0].ids) == "99$<lower>x$<A number.>1$"

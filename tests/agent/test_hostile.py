@@ -1,0 +1,252 @@
+"""Environments that fail: exactly their episodes fail, and nothing is left of them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.agent import Message, Observation
+from pipeline.agent.processes import EpisodeFailed, EpisodeLost, Processes
+from pipeline.config.agent import AgentConfig
+from tests.agent.test_processes import ROW, run
+
+FILE = str(Path(__file__).parent / "hostile.py")
+GOOD = Observation("well", reward=0.5)
+SECRET = "AGENT_TEST_MARK"
+
+FAILURES = {
+    "boom": r"^Boom \(hostile.py, line \d+\)$",
+    "tool_error": r"^ToolError: no tool \(hostile.py, line \d+\)$",
+    "leave": r"^SystemExit: bye \(hostile.py, line \d+\)$",
+    "interrupt": r"^KeyboardInterrupt \(hostile.py, line \d+\)$",
+    "exit": r"^ProcessError: its process ended with exit code 3, in step$",
+    "crash": r"^ProcessError: its process ended with signal SIGSEGV, in step$",
+    "kill": r"^ProcessError: its process ended with signal SIGKILL, in step$",
+    "loop": r"^TimeoutError: no answer from step after 2 s \(hostile.py, line \d+\)$",
+    "sleep": r"^TimeoutError: no answer from step after 2 s \(hostile.py, line \d+\)$",
+    "stop": r"^TimeoutError: no answer from step after 2 s$",
+    "catch": r"^TimeoutError: no answer from step after 2 s \(hostile.py, line \d+\)$",
+    "fork": r"^ProcessError: its process ended with exit code 4, in step$",
+    "close_all": r"^ProcessError: its process closed its connection, in step$",
+    "spend": r"^MemoryError \(hostile.py, line \d+\)$",
+    "nothing": r"^ValueError: Hostile.step returned None; expected an Observation or a text$",
+    "nan": r"^ValueError: Hostile.step returned a reward of nan; expected a finite number$",
+    "text_reward": r"^ValueError: Hostile.step returned a reward of '1.0'; expected a number or None$",
+    "content": r"^ValueError: Hostile.step returned a content of b'bytes'; expected a text, a list of messages",
+    "message": r"^ValueError: Hostile.step returned the message {'role': 'user', 'content': 'x', 'name': 'y'}; ",
+    "done": r"^ValueError: Hostile.step returned done='no'; expected True or False$",
+    "parts": r"^ValueError: Hostile.step returned no JSON",
+    "object_parts": r"^ValueError: Hostile.step returned no JSON \(a object\)$",
+    "deep": r"^ValueError: Hostile.step returned no JSON",
+    "long": r"^ValueError: Hostile.step returned 100,000,\d+ bytes, more than the 16,777,216 of a frame$",
+    "write": r"^ValueError: between the run and step stands a frame of 2,147,483,647 bytes",
+    "unknown": r"^AttributeError: 'Hostile' object has no attribute 'unknown' \(hostile.py, line \d+\)$",
+}
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that have the mark in their environment, zombies left out."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(mark: str, but: int = 0) -> None:
+    deadline = time.monotonic() + 10
+    while len(marked(mark)) > but:
+        assert time.monotonic() < deadline, [Path(f"/proc/{process}/stat").read_text() for process in marked(mark)]
+        time.sleep(0.02)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def config(mark: str, kind: str = "Hostile", **settings: Any) -> AgentConfig:
+    return AgentConfig(environment=f"{FILE}:{kind}", env_vars={SECRET: mark}, **settings)
+
+
+async def outcome(processes: Processes, what: str, timeout_s: float = 2) -> Observation | str:
+    """What a step gives, or the error of its episode."""
+    session = await processes.open(ROW, 1, 30)
+    try:
+        return await session.step(Message(what), timeout_s)
+    except EpisodeFailed as error:
+        return str(error)
+    finally:
+        await session.close()
+
+
+def test_exactly_the_episodes_that_fail_fail_and_nothing_is_left(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = descriptors()
+    kinds = [*FAILURES, "good", "daemons", "print", "surrogates", "thread"]
+
+    async def play(processes: Processes) -> list[Observation | str]:
+        await processes.start()
+        all_of_them = [name for kind in kinds for name in (kind, "good")]
+        hang = ("loop", "sleep", "stop", "catch")
+        return await asyncio.gather(*(outcome(processes, name, 2 if name in hang else 60) for name in all_of_them))
+
+    outcomes = run(config(str(tmp_path)), play)
+    assert outcomes[1::2] == [GOOD] * len(kinds)
+    of = dict(zip(kinds, outcomes[::2], strict=True))
+    for kind, words in FAILURES.items():
+        with pytest.raises(ValueError, match=words):
+            raise ValueError(f"{of[kind]}")
+    assert of["surrogates"] == Observation("a?b", reward=0.5)
+    assert [of["daemons"], of["print"], of["thread"]] == [GOOD] * 3
+    wait_until_gone(str(tmp_path))
+    assert descriptors() == before
+    assert os.listdir(tmp_path) == []
+
+
+def test_daemons_end_with_their_episode_and_not_before(tmp_path: Path) -> None:
+    async def play(processes: Processes) -> None:
+        await processes.start()
+        few = len(marked(str(tmp_path)))
+        session = await processes.open(ROW, 1, 10)
+        await session.step(Message("daemons"), 10)
+        assert await outcome(processes, "exit") == "ProcessError: its process ended with exit code 3, in step"
+        await asyncio.sleep(0.2)
+        assert len(marked(str(tmp_path))) == few + 1 + 6
+        await session.close()
+        await asyncio.to_thread(wait_until_gone, str(tmp_path), few)
+
+    run(config(str(tmp_path)), play)
+
+
+def test_what_open_returns_is_checked() -> None:
+    async def play(processes: Processes) -> None:
+        with pytest.raises(EpisodeFailed, match="Hostile.open returned a content of 5; expected a text, a list"):
+            await processes.open({**ROW, "ground_truth": "content"}, 1, 10)
+
+    run(config("x"), play)
+
+
+def test_a_coroutine_that_is_late_has_its_place() -> None:
+    async def play(processes: Processes) -> None:
+        session = await processes.open(ROW, 1, 10)
+        words = r"TimeoutError: no answer from step after 0.3 s \(hostile.py, line (\d+)\)"
+        with pytest.raises(EpisodeFailed, match=words) as failed:
+            await session.step(Message(""), 0.3)
+        line = int(str(failed.value).rpartition(" ")[2][:-1])
+        assert "asyncio.sleep(1000)" in Path(FILE).read_text().splitlines()[line - 1]
+
+    run(config("x", "Waiting"), play)
+
+
+def test_close_is_called_and_has_its_time(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr("pipeline.agent.processes.CLOSE_S", 1.0)
+    files = [tmp_path / name for name in ("plain", "cancelled", "hang", "fail")]
+
+    async def play(processes: Processes) -> None:
+        sessions = [await processes.open({**ROW, "ground_truth": str(file)}, 1, 10) for file in files]
+        step = asyncio.create_task(sessions[1].step(Message("0.3"), 10))
+        await asyncio.sleep(0.1)
+        step.cancel()
+        for session in sessions:
+            await session.close()
+        assert [file.exists() for file in files] == [False] * 4
+        with pytest.raises(EpisodeFailed, match="cancelled"):
+            await sessions[1].step(Message("0"), 10)
+
+    run(config(str(tmp_path), "Forgetful"), play)
+    assert [file.read_text() for file in files] == ["closed"] * 4
+    problems = sorted(record.getMessage().partition("left: ")[2] for record in caplog.records)
+    assert [problem.partition(" (")[0] for problem in problems] == ["ValueError: shut", "not done after 1 s"]
+    wait_until_gone(str(tmp_path))
+
+
+def test_a_zygote_that_dies_fails_its_episodes_and_another_one_starts(tmp_path: Path) -> None:
+    async def play(processes: Processes) -> None:
+        sessions = [await processes.open(ROW, 1, 10) for _ in range(3)]
+        await sessions[0].step(Message("daemons"), 10)
+        hanging = asyncio.create_task(sessions[1].step(Message("sleep"), 10))
+        await asyncio.sleep(0.1)
+        (zygote,) = [process for process in marked(str(tmp_path)) if depth(process) == 2]
+        os.kill(zygote, signal.SIGKILL)
+        words = "the process that starts those of episodes ended with signal SIGKILL"
+        with pytest.raises(EpisodeLost, match=words):
+            await hanging
+        with pytest.raises(EpisodeLost, match=words):
+            await sessions[2].step(Message("good"), 10)
+        assert await outcome(processes, "good") == GOOD
+        with pytest.raises(EpisodeFailed):
+            await sessions[0].step(Message("good"), 10)
+        await asyncio.to_thread(wait_until_gone, str(tmp_path), 2)
+
+    run(config(str(tmp_path)), play)
+    wait_until_gone(str(tmp_path))
+
+
+def depth(process: int) -> int:
+    """How many processes are between this one and a descendant, itself included; 0 for none."""
+    steps = 0
+    while process > 1:
+        if process == os.getpid():
+            return steps
+        steps += 1
+        try:
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return 0
+    return 0
+
+
+PARENT = """
+import asyncio, sys
+from pipeline.agent.processes import Processes
+from pipeline.agent import Message
+from pipeline.config.agent import AgentConfig
+from tests.agent.test_hostile import ROW, config
+async def main():
+    processes = Processes(config(sys.argv[1]))
+    sessions = [await processes.open(ROW, 1, 10) for _ in range(3)]
+    await sessions[0].step(Message("daemons"), 10)
+    tasks = [asyncio.create_task(session.step(Message("loop"), 100)) for session in sessions[1:]]
+    await asyncio.sleep(0.1)
+    print("ready", flush=True)
+    await asyncio.sleep(100)
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert len(marked(str(tmp_path))) == 2 + 3 + 6
+    process.kill()
+    process.wait()
+    wait_until_gone(str(tmp_path))
+    process.stdout.close()
+
+
+def test_ctrl_c_of_the_terminal_does_not_reach_environments(tmp_path: Path) -> None:
+    """A run that handles the signal can still close its episodes."""
+    script = PARENT.replace("asyncio.run(main())", "import signal; signal.signal(2, print); asyncio.run(main())")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.2)
+    assert len(marked(str(tmp_path))) == 2 + 3 + 6
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    wait_until_gone(str(tmp_path))
