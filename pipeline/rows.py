@@ -5,6 +5,8 @@ which turns each prompt into `n` rows, is the one exception) and its own columns
 with the stage that writes it and those that read it; any stretch of the stream can be written to parquet as it is.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +22,23 @@ RUNS = pa.list_(pa.struct([("version", pa.int64()), ("tokens", pa.int32())]))
 """Run lengths: which version generated how many tokens, in their order."""
 
 
-_TYPES = {"ints": INTS, "floats": FLOATS, "runs": RUNS, "mask": pa.list_(pa.int8())}
+SPANS = pa.list_(pa.struct([("kind", pa.int8()), ("tokens", pa.int32()), ("reward", pa.float32())]))
+"""Stretches of an episode's response in their order: `ANSWER` or `OBSERVATION`, its number of tokens, and the reward
+that an answer got; null where it got none."""
+ANSWER, OBSERVATION = 1, 0
+
+CONTEXTS = pa.list_(pa.struct([("prompt", INTS), ("tokens", pa.int32())]))
+"""The sequences of an episode in their order: the tokens of the prompt that each stands behind, and how many tokens of
+the row's response are its. The first one's prompt is `prompt_ids`, and null here."""
+
+_TYPES = {
+    "ints": INTS,
+    "floats": FLOATS,
+    "runs": RUNS,
+    "mask": pa.list_(pa.int8()),
+    "spans": SPANS,
+    "contexts": CONTEXTS,
+}
 
 
 def _columns(table: str) -> pa.Schema:
@@ -46,6 +64,7 @@ prompt | string | prompts | track | chat messages as JSON
 prompt_ids | ints | prompts | rollout, train | prompt tokens after the chat template
 ground_truth | string | prompts | reward | `reward_model.ground_truth` as JSON
 extra_info | string | prompts | reward | `extra_info` as JSON
+agent_name | string | prompts | rollout, reward | which of `agent.named` plays the row; null: the section `agent`
 """)
 
 ROLLOUT = _columns("""
@@ -61,6 +80,20 @@ engine | string | rollout | metrics | which engine: node and process
 generate_s | float32 | rollout | metrics | seconds from loaded weights to the last token
 load_s | float32 | rollout | metrics | seconds from admission to loaded weights
 """)
+
+AGENT = _columns("""
+contexts | contexts | rollout | reference, value, policy, train | sequences of the response; null or empty if it is one
+spans | spans | rollout | reward, advantage, track | answers and observations of the response, with the answers' rewards
+messages | string | rollout | reward, track | the whole conversation as JSON: role, content, calls
+env_score | float32 | rollout | reward | sum of the environment's rewards; 0 where it failed
+env_parts | string | rollout | reward | further numbers of the environment, as JSON
+env_error | string | rollout | reward | why the environment failed, else null
+turns | int32 | rollout | metrics | answers of the policy
+ended | string | rollout | metrics | why it ended: `done`, `stop`, `turns`, `length`, `timeout`, `malformed`, `error`
+episode | string | rollout | metrics | numbers of the episode as JSON: calls by tool, malformed calls, seconds
+""")
+"""Only with episodes (`agent.*`). The response is then everything behind the prompt, observations included, and the
+column `response` is the text of the last answer alone."""
 
 REWARD_MODEL = _columns("""
 rm_score | float32 | reward_model | reward | the reward model's number, null where it failed
@@ -110,7 +143,7 @@ kl | float32 | advantage | train, metrics | mean KL of the penalised tokens, nul
 drop_reason | string | advantage | train, metrics | why the row does not train (`reward_error`), null in rows that train
 """)
 SCHEMA = pa.schema(
-    [*PROMPT, *ROLLOUT, *REWARD_MODEL, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *KL_COEF, *ADVANTAGE]
+    [*PROMPT, *ROLLOUT, *AGENT, *REWARD_MODEL, *REWARD, *BASELINE, *REFERENCE, *VALUE, *POLICY, *KL_COEF, *ADVANTAGE]
 )
 
 
@@ -169,6 +202,21 @@ def per_token(table: pa.Table, name: str, offsets: np.ndarray) -> np.ndarray:
     return values
 
 
+def prompt_tokens(table: pa.Table) -> int:
+    """Number of prompt tokens, those of further contexts included."""
+    tokens = len(flat(table, "prompt_ids")[0])
+    if "contexts" in table.column_names:
+        prompts = table["contexts"].combine_chunks().flatten().field("prompt")
+        tokens += pc.sum(pc.list_value_length(prompts)).as_py() or 0
+    return tokens
+
+
+def policy_tokens(table: pa.Table) -> np.ndarray:
+    """[R] int64, response tokens of each row that the policy wrote; those of tools and environments do not count."""
+    mask, offsets = flat(table, "response_mask")
+    return np.diff(np.concatenate([[0], np.cumsum(mask > 0)])[offsets])
+
+
 def loss_mask(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """The tokens that train: `response_mask`, with zeros in rows that have a `drop_reason`.
 
@@ -206,3 +254,46 @@ def token_versions(table: pa.Table) -> np.ndarray:
     """[N] int64, the policy version that generated each response token, row after row."""
     runs = table["version_runs"].combine_chunks().flatten()
     return np.repeat(runs.field("version").to_numpy(), runs.field("tokens").to_numpy())
+
+
+class Spans(NamedTuple):
+    """The stretches of R episodes, K in all, row after row."""
+
+    answer: np.ndarray
+    """[K] bool, true for answers and false for observations."""
+    row: np.ndarray
+    """[K] int64, the row it belongs to."""
+    turn: np.ndarray
+    """[K] int64, number of the answer in its row, from 0; -1 for observations."""
+    tokens: np.ndarray
+    """[K + 1] int64, where its tokens begin."""
+    reward: np.ndarray
+    """[K] float64, reward of the answer, NaN where it got none."""
+
+
+def spans_of(table: pa.Table, offsets: np.ndarray) -> Spans:
+    """The column `spans`; `offsets` [R + 1] are those of the responses.
+
+    Raises:
+        ValueError: the spans of a row are null, or have more or fewer tokens than its response.
+    """
+    column = table["spans"].combine_chunks()
+    if column.null_count:
+        raise ValueError("column 'spans' is null in a row; an empty list is wanted there")
+    spans = column.flatten()
+    counts = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    row = np.repeat(np.arange(len(table)), counts)
+    tokens = spans.field("tokens").to_numpy().astype(np.int64)
+    lengths, found = np.diff(offsets), np.bincount(row, tokens, len(table)).astype(np.int64)
+    if not np.array_equal(found, lengths):
+        wrong = int(np.flatnonzero(found != lengths)[0])
+        raise ValueError(
+            f"the spans of a row of uid {table['uid'][wrong].as_py()} have {found[wrong]} tokens, and its response has "
+            f"{lengths[wrong]}; the rollout stage must write a span for every token"
+        )
+    answer = spans.field("kind").to_numpy() == ANSWER
+    before = np.cumsum(answer) - answer
+    first = np.cumsum(counts) - counts  # number of the first span of each row
+    turn = before - np.append(before, 0)[first][row]
+    reward = spans.field("reward").to_numpy(zero_copy_only=False).astype(np.float64)
+    return Spans(answer, row, np.where(answer, turn, -1), np.concatenate([[0], np.cumsum(tokens)]), reward)

@@ -10,7 +10,7 @@ What it asks for is checked when the row is read (`RowLimits`), so that a mistak
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -98,6 +98,21 @@ class RowLimits:
     """What a row is sampled with that asks for nothing."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Keys that no row may set, and why."""
+    agents: Collection[str | None] = (None,)
+    """Names that a row may choose its agent by."""
+
+    def check_agent(self, name: str | None) -> None:
+        """Refuse an agent that the config does not declare.
+
+        Raises:
+            ValueError: a sentence that names it and those that there are.
+        """
+        if name not in self.agents:
+            known = ", ".join(agent for agent in self.agents if agent)
+            raise ValueError(
+                f"`agent_name` is {name!r:.80}, which is no agent of the config ({known}); declare agent.named.{name}, "
+                "or name one of these in the row"
+            )
 
     def check(self, extra_info: Any) -> None:
         """Refuse what cannot be sampled.
@@ -109,8 +124,8 @@ class RowLimits:
         for key in found:
             if key in self.refused:
                 raise ValueError(
-                    f"`extra_info.{KEY}.{key}` is {found[key]!r}, and a training row may not set it: "
-                    f"{self.refused[key]}; remove it from the row"
+                    f"`extra_info.{KEY}.{key}` is {found[key]!r}, and this row may not set it: {self.refused[key]}; "
+                    "remove it from the row"
                 )
         wanted, longest = replace(self.own, **found), self.own.max_tokens
         if wanted.max_tokens > longest:
@@ -142,9 +157,13 @@ def row_limits(config: Config) -> dict[str, RowLimits]:
         why = f"{compares} needs log-probs over the whole vocabulary, and the engine renormalises them"
         refused |= dict.fromkeys(("top_p", "top_k", "min_tokens"), why)
     rollout, longest = config.rollout, config.data.max_response_length
+    agents = config.agent.agents()
+    calls = {}
+    if any(agent.tools for agent in agents.values()):
+        calls = {"stop": "a text could end an answer inside a call of agent.tools"}
     return {
-        "train": RowLimits(Sampling.of(rollout, longest, "train"), refused),
-        "val": RowLimits(Sampling.of(rollout, longest, "val")),
+        "train": RowLimits(Sampling.of(rollout, longest, "train"), refused | calls, agents.keys()),
+        "val": RowLimits(Sampling.of(rollout, longest, "val"), calls, agents.keys()),
     }
 
 

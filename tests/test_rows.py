@@ -36,3 +36,37 @@ def test_no_column_may_be_missing(name: str) -> None:
     values = {field.name: pa.nulls(1, field.type) for field in rows.ROLLOUT if field.name != name}
     with pytest.raises(ValueError, match=f"column '{name}' is missing"):
         rows.append(pa.table({"uid": ["a"]}), rows.ROLLOUT, values)
+
+
+SPAN = st.tuples(
+    st.sampled_from([rows.ANSWER, rows.OBSERVATION]), st.integers(0, 3), st.none() | st.floats(-2, 2, width=32)
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(SPAN, max_size=5), max_size=6), st.integers(0, 6))
+def test_spans_of_episodes(episodes: list[list[tuple[int, int, float | None]]], first: int) -> None:
+    made = [[dict(zip(("kind", "tokens", "reward"), span, strict=True)) for span in spans] for spans in episodes]
+    table = pa.table({"spans": pa.array(made, rows.SPANS), "uid": [str(row) for row in range(len(made))]}).slice(first)
+    lengths = [sum(span["tokens"] for span in spans) for spans in made[first:]]
+    found = rows.spans_of(table, np.cumsum([0, *lengths]))
+    begin, number = 0, 0
+    for row, spans in enumerate(made[first:]):
+        turn = 0
+        for span in spans:
+            is_answer = span["kind"] == rows.ANSWER
+            assert (found.row[number], found.answer[number]) == (row, is_answer)
+            assert found.turn[number] == (turn if is_answer else -1)
+            assert (found.tokens[number], found.tokens[number + 1]) == (begin, begin + span["tokens"])
+            reward = found.reward[number]
+            assert np.isnan(reward) if span["reward"] is None else reward == span["reward"]
+            turn, begin, number = turn + is_answer, begin + span["tokens"], number + 1
+    assert number == len(found.row)
+
+
+def test_spans_must_cover_the_response() -> None:
+    table = pa.table({"spans": pa.array([[], None], rows.SPANS), "uid": ["a", "b"]})
+    with pytest.raises(ValueError, match="'spans' is null in a row"):
+        rows.spans_of(table, np.array([0, 0, 0]))
+    with pytest.raises(ValueError, match="uid a have 0 tokens, and its response has 2"):
+        rows.spans_of(table.slice(0, 1), np.array([0, 2]))

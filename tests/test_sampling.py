@@ -95,9 +95,7 @@ def test_what_cannot_be_sampled_is_refused(config: Config, values: Any, words: s
 
 
 def test_training_rows_keep_the_temperature_that_the_trainer_takes(config: Config) -> None:
-    with pytest.raises(
-        ValueError, match="a training row may not set it: the trainer computes .* remove it from the row"
-    ):
+    with pytest.raises(ValueError, match="this row may not set it: the trainer computes .* remove it from the row"):
         row_limits(config)["train"].check({KEY: {"temperature": 0.5}})
     row_limits(config)["val"].check({KEY: {"temperature": 0.5}})
 
@@ -121,6 +119,16 @@ def test_training_rows_are_not_truncated_where_whole_distributions_are_compared(
     with pytest.raises(ValueError, match=named):
         row_limits(config)["train"].check(wanted)
     row_limits(config)["train"].check({KEY: {"max_tokens": 8, "stop": "x"}})
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_no_text_ends_an_answer_that_may_call_tools(config: Config, split: str) -> None:
+    config.agent.tools = ["my_tools:calc"]
+    row_limits(config)[split].check({KEY: {"max_tokens": 8}})
+    with pytest.raises(
+        ValueError, match="stop` is .*this row may not set it: a text could end an answer inside a call"
+    ):
+        row_limits(config)[split].check({KEY: {"stop": "x"}})
 
 
 def test_names_are_those_of_the_file() -> None:

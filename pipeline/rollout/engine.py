@@ -4,6 +4,10 @@ The thread owns the engine. Callers give it commands, which run between two step
 marked `when_idle` waits until no request is running, and the commands behind it wait for it: that is how weights change
 between chunks. An `update` changes them inside chunks; it waits only for those submitted with `one_version`. Finished
 requests are collected by chunk, so chunks overlap freely and the engine's batch stays full.
+
+A chunk of episodes holds a lease from its first turn to its last. Between two turns, while all episodes wait for their
+environments, no request runs, and the lease keeps a command `when_idle` waiting nevertheless. Requests of a granted
+lease run ahead of waiting commands: those wait for the episodes, and never the episodes for them.
 """
 
 import queue
@@ -20,12 +24,23 @@ class EngineDead(RuntimeError):
     """The engine's thread ended with an error; nothing more can be generated with it."""
 
 
+@dataclass(eq=False)
+class Lease:
+    """The right to whole episodes of one version; `granted` is for the loop's thread alone."""
+
+    one_version: bool
+    """Whether no `update` may run while it is held."""
+    granted: bool = False
+
+
 @dataclass
 class _Command:
     run: Callable[[Any], Any] | None
     """None ends the loop."""
     when_idle: bool = False
     updates: bool = False
+    lease: Lease | None = None
+    """The command runs ahead of waiting ones once this lease is granted."""
     future: Future = field(default_factory=Future)
 
 
@@ -45,6 +60,7 @@ class EngineLoop:
         build: makes the engine; called in the loop's own thread.
         start_timeout: seconds the engine may take to start.
         drain: finishes the steps that the engine has begun ahead and returns their outputs.
+        prepare: called with the engine and a prompt right before the prompt is added.
 
     Raises:
         TimeoutError: the engine did not start in time.
@@ -56,13 +72,16 @@ class EngineLoop:
         build: Callable[[], Any],
         start_timeout: float,
         drain: Callable[[Any], list[Any]] = lambda engine: [],
+        prepare: Callable[[Any, Any], None] = lambda engine, prompt: None,
     ):
-        self._drain = drain
+        self._drain, self._prepare = drain, prepare
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._waiting: deque[_Command] = deque()
         self._chunk_of: dict[str, _Chunk] = {}
         self._one_version = 0
         """Running requests that must see one version."""
+        self._leases: set[Lease] = set()
+        """The granted leases."""
         self._next_id = 0
         self._error: BaseException | None = None
         self.steps = 0
@@ -88,10 +107,31 @@ class EngineLoop:
         """
         return self._put(_Command(run, updates=True))
 
-    def submit(self, requests: Sequence[tuple[Any, Any]], one_version: bool = False) -> Future:
+    def lease(self, one_version: bool = False) -> Lease:
+        """Keep commands `when_idle` waiting from here until the lease is given back; with `one_version`, updates too.
+
+        Commands that were given before the lease run before it.
+        """
+        lease = Lease(one_version)
+
+        def grant(engine: Any) -> None:
+            lease.granted = True
+            self._leases.add(lease)
+
+        self.call(grant)
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        """End a lease; none of its requests may be running."""
+        self._put(_Command(lambda engine: self._leases.discard(lease), lease=lease))
+
+    def submit(
+        self, requests: Sequence[tuple[Any, Any]], one_version: bool = False, lease: Lease | None = None
+    ) -> Future:
         """Add one chunk of `(prompt, sampling params)` pairs. The future holds their outputs in the same order.
 
-        With `one_version`, no `update` runs before the chunk is done.
+        With `one_version`, no `update` runs before the chunk is done. With a `lease`, the requests run ahead of
+        commands that wait for it.
         """
         chunk = _Chunk(one_version)
         # A running future cannot be cancelled, so no caller sets its result while the loop is about to.
@@ -104,6 +144,7 @@ class EngineLoop:
             for prompt, params in requests:
                 request_id = str(self._next_id)
                 self._next_id += 1
+                self._prepare(engine, prompt)
                 engine.add_request(request_id, prompt, params)
                 chunk.order.append(request_id)
                 self._chunk_of[request_id] = chunk
@@ -114,8 +155,20 @@ class EngineLoop:
             if error is not None and not chunk.future.done():
                 chunk.future.set_exception(error)
 
-        self.call(add).add_done_callback(failed)
+        self._put(_Command(add, lease=lease)).add_done_callback(failed)
         return chunk.future
+
+    def abort(self, future: Future, lease: Lease | None = None) -> None:
+        """Drop the requests of a chunk, whose `future` then never holds anything."""
+
+        def drop(engine: Any) -> None:
+            ids = [request_id for request_id, chunk in self._chunk_of.items() if chunk.future is future]
+            for request_id in ids:
+                self._one_version -= self._chunk_of.pop(request_id).one_version
+            if ids:
+                engine.abort_request(ids)
+
+        self._put(_Command(drop, lease=lease))
 
     def close(self, timeout: float = 30.0) -> None:
         """Stop the thread; running requests are dropped, and their futures raise `EngineDead`."""
@@ -147,8 +200,12 @@ class EngineLoop:
     def _loop(self, engine: Any) -> None:
         waiting = self._waiting
         while True:
-            while not self._commands.empty() or not (self._chunk_of or waiting):
-                waiting.append(self._commands.get())
+            while not self._commands.empty() or self._nothing_to_do():
+                command = self._commands.get()
+                if command.run is None or (command.lease is not None and command.lease.granted):
+                    self._run(engine, command)
+                else:
+                    waiting.append(command)
             while waiting and not self._must_wait(waiting[0]):
                 self._run(engine, waiting.popleft())
             if self._chunk_of:
@@ -158,8 +215,13 @@ class EngineLoop:
                 self.steps += 1
                 self._collect(outputs)
 
+    def _nothing_to_do(self) -> bool:
+        return not self._chunk_of and not (self._waiting and not self._must_wait(self._waiting[0]))
+
     def _must_wait(self, command: _Command) -> bool:
-        return bool(command.when_idle and self._chunk_of) or (command.updates and self._one_version > 0)
+        if command.when_idle:
+            return bool(self._chunk_of or self._leases)
+        return command.updates and (self._one_version > 0 or any(lease.one_version for lease in self._leases))
 
     def _run(self, engine: Any, command: _Command) -> None:
         if command.run is None:

@@ -9,6 +9,8 @@ one engine works on many chunks concurrently, in one batch.
   The trainer computes when it has all chunks, so never beside an engine that is awake.
 - Where the advantage estimator reads baselines (ReMax), each training prompt has one greedy response more. Its row
   follows the sampled ones with split `baseline`, is scored like them, and leaves the stream at the baseline stage.
+- With `agent.*` each response is an episode of several turns (`episodes.py`). Weights change between whole episodes,
+  or in flight between and within turns.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -26,15 +28,19 @@ import pyarrow.compute as pc
 import ray
 
 from pipeline import rows
+from pipeline.agent.episode import Episode
 from pipeline.config import Config
+from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_baselines
 from pipeline.errors import FinalError
+from pipeline.generation import Generation
 from pipeline.rollout import vllm
 from pipeline.rollout.engine import EngineDead, EngineLoop
+from pipeline.rollout.episodes import Episodes, generations, with_episodes
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
 from pipeline.rollout.policy_source import PolicySource
@@ -60,7 +66,7 @@ class Rollout:
     """One engine of the pool.
 
     Args:
-        data, model, rollout, trainer: these sections.
+        data, model, rollout, agent, trainer: these sections.
         greedy: whether each training prompt has a greedy response more.
         policy: admits chunks and hands out weights.
     """
@@ -70,6 +76,7 @@ class Rollout:
         data: DataConfig,
         model: ModelConfig,
         rollout: RolloutConfig,
+        agent: AgentConfig,
         trainer: TrainerConfig,
         greedy: bool,
         policy: PolicySource,
@@ -91,8 +98,15 @@ class Rollout:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         length = data.max_prompt_length + data.max_response_length
         self.engine = EngineLoop(
-            lambda: vllm.build(model, rollout, length, trainer.seed), self._deadlines.engine_start, vllm.drain
+            lambda: vllm.build(model, rollout, length, trainer.seed),
+            self._deadlines.engine_start,
+            vllm.drain,
+            vllm.salt,
         )
+        self._episodes: Episodes | None = None
+        if agent.used:
+            run = self.engine, trainer.seed, rollout.seed_per_request
+            self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run)
         if rollout.sleep:
             # An engine that starts while the trainer computes would otherwise be awake beside it.
             self.engine.call(vllm.sleep, when_idle=True).result(timeout=self._deadlines.publish)
@@ -105,7 +119,8 @@ class Rollout:
         """
         ticket = await self._admit(table)
         if ticket is None:
-            return rows.without_rows(table, rows.ROLLOUT)
+            columns = rows.ROLLOUT if self._episodes is None else pa.schema([*rows.ROLLOUT, *rows.AGENT])
+            return rows.without_rows(table, columns)
         self._admitted += 1
         self._occupancy.enter()
         try:
@@ -142,47 +157,75 @@ class Rollout:
 
     async def _generate(self, table: pa.Table, ticket: Ticket) -> pa.Table:
         split, chunk = table["split"][0].as_py(), table["chunk"][0].as_py()
+        table = table.filter(pc.not_equal(table["split"], "pad"))
+        if self._episodes is not None:
+            await self._episodes.start(table)
         begun = time.perf_counter()
         # The engine may hold a newer version than the ticket's, because a later chunk may be admitted first. Nothing
-        # may be awaited from here until the requests are submitted: they carry the version's number.
+        # may be awaited from here until the requests or the lease are submitted: they are of this version.
         version = await self._bring_to(ticket)
         loaded = time.perf_counter()
-        table = table.filter(pc.not_equal(table["split"], "pad"))
-        requests = self._requests(table, version)
-        what = f"finish chunk {chunk} ({split}, policy version {version}, {len(requests)} requests)"
-        submitted = self.engine.submit(requests, one_version=split != "train")
-        outputs = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
+        what = f"finish chunk {chunk} ({split}, policy version {version}, {len(table)} prompts)"
+        if self._episodes is not None:
+            episodes = await self._run_episodes(self._episodes, table, version, what)
+        else:
+            submitted = self.engine.submit(self._requests(table), one_version=split != "train")
+            outputs = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
         done = time.perf_counter()
 
         def finish() -> pa.Table:
-            generations = [vllm.read(output, version) for output in outputs]
-            return self._rows(table, generations, done - loaded, loaded - begun)
+            seconds = done - loaded, loaded - begun
+            if self._episodes is not None:
+                made, mask = generations(episodes, version)
+                texts = [episode.response for episode in episodes]
+                return with_episodes(self._rows(table, made, texts, mask, *seconds), episodes)
+            made = [vllm.read(output, version) for output in outputs]
+            texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made])
+            return self._rows(table, made, texts, None, *seconds)
 
         # Other chunks are admitted and added meanwhile.
         generated = await asyncio.to_thread(finish)
         await self._wait_acknowledged()
         return generated
 
-    async def _within(self, seconds: float, future: Future, what: str, keys: str) -> Any:
+    async def _run_episodes(self, episodes: Episodes, table: pa.Table, version: int, what: str) -> list[Episode]:
+        training = table["split"][0].as_py() == "train"
+        lease = self.engine.lease(one_version=not training)
+        greedy = training and self._greedy
+        settings = [[own] * self._samples(training) + [own.greedy()] * greedy for own in self._sampling(table)]
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+            run = episodes.run(table, settings, lease, version)
+            return await self._within(self._deadlines.chunk, run, what, "trainer.deadlines.chunk")
+        finally:
+            self.engine.give_back(lease)
+
+    async def _within(self, seconds: float, waited: "Future | Awaitable[Any]", what: str, keys: str) -> Any:
+        awaitable = asyncio.wrap_future(waited) if isinstance(waited, Future) else waited
+        try:
+            return await asyncio.wait_for(awaitable, seconds)
         except TimeoutError:
             raise TimeoutError(f"engine {self.name} did not {what} within {seconds:.0f} s ({keys})") from None
 
-    def _requests(self, table: pa.Table, version: int) -> list[tuple[Any, Any]]:
-        rollout, split = self._rollout, table["split"][0].as_py()
-        training = split == "train"
-        own = Sampling.of(rollout, self._max_response_length, split)
+    def _requests(self, table: pa.Table) -> list[tuple[Any, Any]]:
+        training = table["split"][0].as_py() == "train"
         return vllm.requests(
             token_lists(table, "prompt_ids"),
             table["uid"].to_pylist(),
-            [own.of_row(text or "") for text in table["extra_info"].to_pylist()],
-            rollout.n if training else rollout.val_kwargs.n,
-            version=version,
-            seed=self._seed if rollout.seed_per_request else None,
-            ignore_eos=rollout.ignore_eos,
+            self._sampling(table),
+            self._samples(training),
+            seed=self._seed if self._rollout.seed_per_request else None,
+            ignore_eos=self._rollout.ignore_eos,
             greedy=training and self._greedy,
         )
+
+    def _samples(self, training: bool) -> int:
+        """Sampled responses to a prompt."""
+        return self._rollout.n if training else self._rollout.val_kwargs.n
+
+    def _sampling(self, table: pa.Table) -> list[Sampling]:
+        """How the responses to each prompt are sampled."""
+        own = Sampling.of(self._rollout, self._max_response_length, table["split"][0].as_py())
+        return [own.of_row(text or "") for text in table["extra_info"].to_pylist()]
 
     async def _bring_to(self, ticket: Ticket) -> int:
         """Load the ticket's version unless a newer one is loaded; the version that the engine then holds."""
@@ -236,9 +279,18 @@ class Rollout:
             self._asleep = True
 
     def _rows(
-        self, table: pa.Table, generations: Sequence[vllm.Generation], generate_s: float, load_s: float
+        self,
+        table: pa.Table,
+        generations: Sequence[Generation],
+        texts: list[str],
+        mask: np.ndarray | None,
+        generate_s: float,
+        load_s: float,
     ) -> pa.Table:
-        """The rows of prompts and their responses, equally many to each prompt, prompt by prompt."""
+        """The rows of prompts and their responses, equally many to each prompt, prompt by prompt.
+
+        `mask` [N] is 1 where the policy wrote a token; None: it wrote all.
+        """
         prompts, per_prompt = len(table), len(generations) // len(table)
         greedy = self._greedy and table["split"][0].as_py() == "train"
         table = table.take(np.repeat(np.arange(prompts), per_prompt))
@@ -253,15 +305,16 @@ class Rollout:
         runs = np.array([run for g in generations for run in g.version_runs], dtype=np.int64).reshape(-1, 2)
         run_offsets = np.cumsum([0, *(len(g.version_runs) for g in generations)])
         count = len(table)
+        mask = np.ones(len(tokens), np.int8) if mask is None else mask
         return rows.append(
             table,
             rows.ROLLOUT,
             {
                 "sample": sample,
                 "response_ids": rows.ragged(tokens, offsets, rows.INTS),
-                "response_mask": rows.ragged(np.ones(len(tokens), np.int8), offsets, pa.list_(pa.int8())),
+                "response_mask": rows.ragged(mask, offsets, pa.list_(pa.int8())),
                 "rollout_log_probs": rows.ragged(log_probs, offsets, rows.FLOATS),
-                "response": decoded(self._tokenizer, [g.token_ids.tolist() for g in generations]),
+                "response": texts,
                 "finish_reason": [g.finish_reason for g in generations],
                 "policy_version": [min(version for version, _ in g.version_runs) for g in generations],
                 "version_runs": rows.version_runs(runs[:, 0], runs[:, 1], run_offsets),
@@ -272,9 +325,9 @@ class Rollout:
         )
 
 
-def sections(config: Config) -> tuple[DataConfig, ModelConfig, RolloutConfig, TrainerConfig, bool]:
+def sections(config: Config) -> tuple[DataConfig, ModelConfig, RolloutConfig, AgentConfig, TrainerConfig, bool]:
     """The arguments of `Rollout` before the policy."""
-    return config.data, config.model, config.rollout, config.trainer, uses_baselines(config)
+    return config.data, config.model, config.rollout, config.agent, config.trainer, uses_baselines(config)
 
 
 def token_lists(table: pa.Table, name: str) -> list[list[int]]:

@@ -5,27 +5,16 @@ import functools
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
+from pipeline.generation import Generation
 from pipeline.rollout.tensor_parallel import engine_args
 from pipeline.sampling import Sampling
 from pipeline.weights.load import BACKEND, Shard, register
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One response: token ids `[T]` int32, their log-probs `[T]` float32, and why it ended."""
-
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    finish_reason: str
-    version_runs: tuple[tuple[int, int], ...]
-    """Policy versions in their order, each with the number of tokens that it generated."""
 
 
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
@@ -126,7 +115,6 @@ def requests(
     settings: Sequence[Sampling],
     n: int,
     *,
-    version: int,
     seed: int | None,
     ignore_eos: bool = False,
     greedy: bool = False,
@@ -141,7 +129,6 @@ def requests(
         uids: of the prompts.
         settings: how the samples of each prompt are sampled.
         n: samples of a prompt.
-        version: the policy version that the engine has when it gets the requests.
         seed: of the run; None leaves the samples to chance.
         ignore_eos: go on past the end-of-sequence token.
         greedy: whether each prompt has a greedy request.
@@ -150,14 +137,35 @@ def requests(
     params = functools.cache(functools.partial(_params, ignore_eos=ignore_eos))
     pairs = []
     for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
-        # What vLLM's renderer makes of token ids. The salt keeps a policy from reading prompt KV of an older one.
-        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": f"v{version}"}
         for sample, sampling in enumerate([chosen] * n + [chosen.greedy()] * greedy):
             own = copy.copy(params(sampling))
             drawn = seed is not None and sampling.temperature > 0
             own.seed = seed_of(f"{seed}/{uid}/{sample}") if drawn else None
-            pairs.append((dict(prompt), own))
+            pairs.append((prompt_of(ids), own))
     return pairs
+
+
+def prompt_of(ids: list[int]) -> dict[str, Any]:
+    """What vLLM's renderer makes of token ids; vLLM keeps the list, so it must not be changed."""
+    return {"type": "token", "prompt_token_ids": ids}
+
+
+def salt(engine: Any, prompt: dict[str, Any]) -> None:
+    """Keep a policy from reading KV of an older one: prompts of each version have a salt of their own."""
+    prompt["cache_salt"] = f"v{engine.get_weight_version()}"
+
+
+def turn(ids: list[int], sampling: Sampling, seed: int | None) -> tuple[Any, Any]:
+    """The request for one answer of an episode.
+
+    Args:
+        ids: the conversation so far, as tokens; vLLM keeps this list.
+        sampling: how the answer is sampled; `max_tokens` is its longest length.
+        seed: of the request; None leaves the answer to chance.
+    """
+    own = _params(sampling, False)
+    own.seed = seed if sampling.temperature > 0 else None
+    return prompt_of(ids), own
 
 
 def _params(chosen: Sampling, ignore_eos: bool) -> Any:

@@ -63,6 +63,9 @@ class FakeEngine:
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
         pass
 
+    def get_weight_version(self) -> str:
+        return self.version
+
     def set_weight_version(self, version: str) -> None:
         self.version = version
 

@@ -51,19 +51,24 @@ class Versions:
 
 
 class Place:
-    """What one engine process holds: the rollout stage, and the trainer's policy at every version."""
+    """What one engine process holds: the rollout stage, and the trainer's policy at every version.
 
-    def __init__(self, tie: bool, folder: str) -> None:
+    `change` changes the settings that the stage is made with.
+    """
+
+    def __init__(self, tie: bool, folder: str, change: Callable[[Config], None] = lambda config: None) -> None:
         import torch
 
-        from jobs.tiny import build_model, build_tokenizer, countdown_texts
+        from jobs.tiny import build_model
         from pipeline.models.policy import load_policy
         from pipeline.rollout.stage import Rollout, sections
 
         torch.set_num_threads(1)
-        tokenizer = build_tokenizer(countdown_texts(256, seed=0), vocab_size=320)
+        tokenizer = self.tokenizer()
         self.eos, self.vocab = tokenizer.eos_token_id, len(tokenizer)
-        build_model(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, tie=tie, seed=3).save_pretrained(folder)
+        model = build_model(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, tie=tie, seed=3)
+        model.generation_config.eos_token_id = self.ends()
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
         config = Config()
@@ -74,6 +79,7 @@ class Place:
         # Less than a chunk's prompts, so that prompts wait for a later step.
         config.rollout.max_num_batched_tokens = 256
         config.rollout.engine_kwargs = {"block_size": BLOCK}
+        change(config)
         self.config = config
         self.versions = Versions()
         self.loop = asyncio.new_event_loop()
@@ -81,6 +87,15 @@ class Place:
         self.weights: dict[int, dict[str, Any]] = {}
         self.publish()
         self.rollout = Rollout(*sections(config), self.versions)
+
+    def tokenizer(self) -> Any:
+        from jobs.tiny import build_tokenizer, countdown_texts
+
+        return build_tokenizer(countdown_texts(256, seed=0), vocab_size=320)
+
+    def ends(self) -> list[int]:
+        """Tokens that end an answer."""
+        return [self.eos]
 
     def publish(self) -> int:
         """The policy's weights as the next version: two ranks' shards, a handful of buckets, no Ray."""
@@ -128,6 +143,7 @@ class Place:
                 "prompt_ids": prompts,
                 "ground_truth": ["{}"] * (count + pads),
                 "extra_info": [extra_info] * (count + pads),
+                "agent_name": [None] * (count + pads),
             },
             schema=rows.PROMPT,
         )
@@ -368,11 +384,14 @@ def refused(damaged: bool) -> str:
 
 
 class Engine:
-    """The engine's process as the tests see it: `engine(function, *args)` runs the function there."""
+    """The engine's process as the tests see it: `engine(function, *args)` runs the function there.
 
-    def __init__(self, tie: bool, folder: Path) -> None:
+    `opens` makes its place there from `args`, and returns its process id.
+    """
+
+    def __init__(self, opens: Callable[..., int], *args: Any) -> None:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self.pid = self._pool.submit(open_place, tie, str(folder)).result(START_S)
+        self.pid = self._pool.submit(opens, *args).result(START_S)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._pool.submit(function, *args).result(CALL_S)
@@ -383,13 +402,13 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    running = Engine(True, tmp_path_factory.mktemp("engine") / "model")
+    running = Engine(open_place, True, str(tmp_path_factory.mktemp("engine") / "model"))
     yield running
     running.close()
 
 
 def test_log_probs_of_untied_heads_are_the_trainers_after_every_update(tmp_path: Path) -> None:
-    untied = Engine(False, tmp_path / "model")
+    untied = Engine(open_place, False, str(tmp_path / "model"))
     try:
         test_log_probs_are_the_trainers_after_every_update(untied)
     finally:

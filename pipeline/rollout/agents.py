@@ -1,0 +1,102 @@
+"""An agent of the config as an engine has it: its settings, the processes of its episodes, and its language."""
+
+import asyncio
+from typing import Any
+
+from pipeline.agent.bridge import Bridge
+from pipeline.agent.calls import Reader
+from pipeline.agent.commanded import Command
+from pipeline.agent.endpoint import SAMPLED, Endpoint
+from pipeline.agent.episode import Opened
+from pipeline.agent.language import Language
+from pipeline.agent.processes import Processes
+from pipeline.agent.world import World
+from pipeline.agent.zygote import Loaded
+from pipeline.config.agent import AgentConfig
+from pipeline.config.data import DataConfig
+from pipeline.sampling import Sampling
+
+NOTHING = Loaded([], {}, environment=False, closes=False, forks=False)
+"""What an agent has whose episodes are single answers."""
+
+
+class Agent:
+    """What plays the episodes of the rows that choose it.
+
+    Args:
+        config: its settings.
+        data: the section `data`.
+        tokenizer: of the model.
+        endpoint: where the commands of all agents ask.
+    """
+
+    def __init__(self, config: AgentConfig, data: DataConfig, tokenizer: Any, endpoint: Endpoint) -> None:
+        self.config, self.loaded = config, NOTHING
+        self._data, self._tokenizer, self._endpoint = data, tokenizer, endpoint
+        self._processes = Processes(config)
+        self._starting = asyncio.Lock()
+        self._language: Language | None = None
+
+    async def load(self) -> Loaded:
+        """Load environment and tools, unless it is done.
+
+        Raises:
+            ValueError: they do not load.
+        """
+        if self.config.plays:
+            self.loaded = await self._processes.start()
+        return self.loaded
+
+    async def start(self) -> Language:
+        """Load environment and tools, and prove that the tokenizer can continue conversations, unless it is done.
+
+        Raises:
+            ValueError: one of them cannot be done.
+        """
+        async with self._starting:
+            if self._language is None:
+                loaded = await self.load()
+                if self.config.command:
+                    await self._endpoint.start()
+                self._language = await asyncio.to_thread(
+                    language, self.config, self._data, self._tokenizer, loaded.tools
+                )
+            return self._language
+
+    async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Opened:
+        """Begin an episode; see `Processes.open`."""
+        config = self.config
+        if not config.plays:
+            return None, World(config, None, {}, environment=False)
+        session = await self._processes.open(row, seed, config.open_timeout_s)
+        if config.command:
+            chosen = {name: getattr(sampling, name) for name in SAMPLED}
+            longest = min(sampling.max_tokens, config.max_turn_tokens or sampling.max_tokens)
+            return Command(session, self._endpoint, chosen, longest), None
+        if config.program is not None:
+            return session, None
+        return session, World(config, session, self.loaded.timeouts, config.environment is not None)
+
+    async def close(self) -> None:
+        """End the processes of environment, tools and programs."""
+        await self._processes.close()
+
+
+def language(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> Language:
+    """How this tokenizer continues conversations with these tools.
+
+    Raises:
+        ValueError: its chat template cannot continue them, or no parser reads its tool calls.
+    """
+
+    def prove(tools: list[dict[str, Any]]) -> tuple[Bridge, Reader]:
+        roles = {config.observation_role} if config.environment is not None else set()
+        if tools or config.driven:
+            roles |= {"user"}
+        if tools:
+            roles |= {"tool"}
+        bridge = Bridge.prove(tokenizer, data.apply_chat_template_kwargs, roles, tools)
+        return bridge, Reader.prove(tokenizer, tools, config.parser, config.reasoning_parser, bridge)
+
+    bridge, reader = prove(tools)
+    return Language(config, bridge, reader, tools, data.max_prompt_length, data.max_response_length, prove)

@@ -1,0 +1,168 @@
+"""Episodes of a chunk: one coroutine for each sample, beside the engine's thread (see `pipeline/agent/`)."""
+
+import asyncio
+import json
+import resource
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline import rows
+from pipeline.agent import episode
+from pipeline.agent.context import joined
+from pipeline.agent.conversation import Ask
+from pipeline.agent.endpoint import Endpoint
+from pipeline.agent.episode import Episode
+from pipeline.config.agent import MOST_EPISODES, AgentConfig
+from pipeline.config.data import DataConfig
+from pipeline.generation import Generation
+from pipeline.rollout import vllm
+from pipeline.rollout.agents import Agent
+from pipeline.rollout.engine import EngineLoop, Lease
+from pipeline.sampling import Sampling
+
+
+class Episodes:
+    """The episodes of one engine.
+
+    Args:
+        agents: the settings of each agent, by the name that rows choose it by (`AgentConfig.agents`).
+        data: the section `data`.
+        tokenizer: of the model.
+        engine: generates the answers.
+        seed: of the run, from which episodes and answers get theirs.
+        seed_requests: whether each answer has a seed of its own (`rollout.seed_per_request`).
+    """
+
+    def __init__(
+        self,
+        agents: Mapping[str | None, AgentConfig],
+        data: DataConfig,
+        tokenizer: Any,
+        engine: EngineLoop,
+        seed: int,
+        seed_requests: bool,
+    ) -> None:
+        self._engine, self._seed, self._seed_requests = engine, seed, seed_requests
+        self._endpoint = Endpoint()
+        made = {id(config): Agent(config, data, tokenizer, self._endpoint) for config in agents.values()}
+        self._agents = {name: made[id(config)] for name, config in agents.items()}
+        # Each has a process and a descriptor, of which a node often allows 1,024.
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._places = asyncio.Semaphore(
+            MOST_EPISODES if allowed == resource.RLIM_INFINITY else min(MOST_EPISODES, allowed // 2)
+        )
+
+    async def start(self, table: pa.Table) -> None:
+        """Start the agents of the prompts in `table`: see `Agent.start`."""
+        for name in table["agent_name"].unique().to_pylist():
+            await self._agents[name].start()
+
+    async def close(self) -> None:
+        """End the processes of environments, tools and programs."""
+        for agent in self._agents.values():
+            await agent.close()
+        await self._endpoint.close()
+
+    async def run(self, table: pa.Table, settings: list[list[Sampling]], lease: Lease, version: int) -> list[Episode]:
+        """The episodes of a chunk, prompt by prompt.
+
+        Args:
+            table: the prompts.
+            settings: how the answers of each episode of each prompt are sampled.
+            lease: keeps the engine's weights as they are between two turns.
+            version: policy version, for an engine that labels no tokens.
+        """
+        columns = zip(*(table[name].to_pylist() for name in ("uid", "agent_name", *ROW)), settings, strict=True)
+        tasks = []
+        for uid, agent_name, prompt, source, truth, extra, samples in columns:
+            agent = self._agents[agent_name]
+            row = {
+                "prompt": json.loads(prompt),
+                "data_source": source,
+                "ground_truth": None if truth is None else json.loads(truth),
+                "extra_info": None if extra is None else json.loads(extra),
+            }
+            for sample, sampling in enumerate(samples):
+                name = f"{self._seed}/{uid}/{sample}"
+                game = vllm.seed_of(f"{self._seed}/{uid}" if agent.config.same_seed_in_group else name)
+                ask = self._policy(sampling, name, lease, version)
+                tasks.append(asyncio.create_task(self._play(agent, row, game, sampling, ask)))
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _play(self, agent: Agent, row: dict[str, Any], seed: int, sampling: Sampling, ask: Ask) -> Episode:
+        """One episode, once there is a place for it."""
+        async with self._places:
+            settings = await agent.start(), ask, sampling.max_tokens, sampling.stop
+            played = await episode.run(row, agent.open(row, seed, sampling), *settings)
+            if not played.lost:
+                return played
+            # Once, and with the same seeds: the zygote may have died of this very episode.
+            return await episode.run(row, agent.open(row, seed, sampling), *settings, played.numbers["episode_s"])
+
+    def _policy(self, sampling: Sampling, name: str, lease: Lease, version: int) -> Ask:
+        async def ask(ids: list[int], most: int, turn: int) -> Generation:
+            seed = vllm.seed_of(f"{name}/{turn}") if self._seed_requests else None
+            request = vllm.turn(ids, replace(sampling, max_tokens=most), seed)
+            future = self._engine.submit([request], lease=lease)
+            try:
+                outputs = await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                self._engine.abort(future, lease)
+                raise
+            return vllm.read(outputs[0], version)
+
+        return ask
+
+
+SPAN = ("kind", "tokens", "reward")
+ROW = ("prompt", "data_source", "ground_truth", "extra_info")
+"""Columns of a prompt that an environment sees."""
+
+
+def generations(episodes: list[Episode], version: int) -> tuple[list[Generation], np.ndarray]:
+    """What the episodes generated, and the mask of all their tokens [N]; `version`: of episodes without tokens."""
+    pairs = [joined(each.contexts, each.finish_reason, version) for each in episodes]
+    return [generation for generation, _ in pairs], np.concatenate([mask for _, mask in pairs])
+
+
+def with_episodes(table: pa.Table, episodes: list[Episode]) -> pa.Table:
+    """`table`, whose rows these episodes are, with the columns `AGENT` and with their prompts."""
+    prompts = pa.array([each.prompt_ids for each in episodes], rows.INTS)
+    table = table.set_column(table.column_names.index("prompt_ids"), table.schema.field("prompt_ids"), prompts)
+    spans = [
+        [dict(zip(SPAN, span, strict=True)) for context in each.contexts for span in context.spans] for each in episodes
+    ]
+    return rows.append(
+        table,
+        rows.AGENT,
+        {
+            "contexts": [_contexts(each) for each in episodes],
+            "spans": spans,
+            "messages": [Episode.to_json(each.messages) for each in episodes],
+            "env_score": [each.score for each in episodes],
+            "env_parts": [Episode.to_json(each.parts) for each in episodes],
+            "env_error": [each.error for each in episodes],
+            "turns": [each.turns for each in episodes],
+            "ended": [each.ended for each in episodes],
+            "episode": [Episode.to_json(each.numbers) for each in episodes],
+        },
+    )
+
+
+def _contexts(episode: Episode) -> list[dict[str, Any]] | None:
+    """The column `contexts` of a row; None for the one context behind the row's own prompt."""
+    if len(episode.contexts) < 2:
+        return None
+    # An episode may fail between a prompt and its answer.
+    first, *further = (context for number, context in enumerate(episode.contexts) if context.ids or number == 0)
+    lines = [{"prompt": None, "tokens": len(first.ids)}]
+    return lines + [{"prompt": context.prompt_ids, "tokens": len(context.ids)} for context in further]
