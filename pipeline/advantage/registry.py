@@ -36,7 +36,8 @@ class EstimatorInput:
     """[N] bool, true where the policy wrote the token; false on tokens of tools and environments."""
     token_rewards: np.ndarray
     """[N] float64, the score on the row's last trained token, less the KL penalty of each trained token; 0 on others.
-    They add up to `rewards` in rows with a trained token."""
+    They add up to `rewards` in rows with a trained token. What an environment rewarded an answer with is on the last
+    trained token of that answer, and the rest of the score on the row's."""
     log_probs: np.ndarray
     """[N] float64, log-probs that the tokens were sampled with."""
     values: np.ndarray | None = None
@@ -45,6 +46,9 @@ class EstimatorInput:
     """[R] float64, score of the prompt's greedy response; None where the estimator does not need it."""
     sum_pi_squared: np.ndarray | None = None
     """[N] float64, the policy's squared probabilities summed over the vocabulary, at each token; or None."""
+    turns: np.ndarray | None = None
+    """[N] int64, number of the answer that the token belongs to, from 0, and -1 on tokens of tools and environments;
+    None where rows are no episodes, which have one answer."""
     parts: dict[str, np.ndarray] | None = None
     """Name to [R] float64: the numbers the reward function returned for every row, and `score`; or None."""
 

@@ -2,22 +2,25 @@
 
 Tokens of tools and environments are no steps: they are skipped, and their advantages and returns are 0. Below, t runs
 over the trained tokens of a row, r_t is the token's reward and V_t the critic's value before it. Rewards and values
-after the last token are 0, also for a response that was cut at its length limit.
+after the last token are 0, also for a response that was cut at its length limit. gamma_t is `gamma` within a turn of an
+episode, and `gamma` times `turn_gamma` from the last token of a turn to the first of the next. The steps of an episode
+of several contexts are those of its contexts, one after the other: behind the last token of one comes V of the next
+one's first token, which stands behind another prompt.
 """
 
 import numpy as np
 
 from pipeline.advantage.registry import Estimate, EstimatorInput, register_adv_est
-from pipeline.advantage.sequences import discounted, trained_offsets
+from pipeline.advantage.sequences import discounted, spread, trained_offsets
 from pipeline.advantage.statistics import whiten
 from pipeline.config.algorithm import AlgorithmConfig
 
 
 @register_adv_est("gae", scope="batch", needs=("values",))
 def gae(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """Generalised advantage estimation (Schulman et al. 2016, equation 16): A_t = delta_t + gamma lam A_(t + 1).
+    """Generalised advantage estimation (Schulman et al. 2016, equation 16): A_t = delta_t + gamma_t lam A_(t + 1).
 
-    delta_t = r_t + gamma V_(t + 1) - V_t. The returns, the critic's target, are A_t + V_t. The advantages are then
+    delta_t = r_t + gamma_t V_(t + 1) - V_t. The returns, the critic's target, are A_t + V_t. The advantages are then
     whitened over the trained tokens of the batch (0 if they are all equal or fewer than two, where verl raises an
     error). Groups do not matter.
     """
@@ -26,41 +29,43 @@ def gae(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     offsets = trained_offsets(data.mask, data.offsets)
     following = np.append(values[1:], 0.0)[: len(values)]
     following[offsets[1:][np.diff(offsets) > 0] - 1] = 0.0
-    advantages = discounted(rewards + config.gamma * following - values, offsets, config.gamma * config.lam)
-    return Estimate(whiten(_spread(advantages, data.mask), data.mask), _spread(advantages + values, data.mask))
+    gamma = _discounts(data, config)
+    advantages = discounted(rewards + gamma * following - values, offsets, gamma * config.lam)
+    return Estimate(whiten(spread(advantages, data.mask), data.mask), spread(advantages + values, data.mask))
 
 
 @register_adv_est("reinforce_plus_plus", scope="batch")
 def reinforce_plus_plus(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """REINFORCE++ (Hu et al. 2025): A_t = whiten(G_t), G_t = r_t + gamma G_(t + 1).
+    """REINFORCE++ (Hu et al. 2025): A_t = whiten(G_t), G_t = r_t + gamma_t G_(t + 1).
 
     Whitened over the trained tokens of the batch (0 if all G_t are equal or fewer than two). Groups do not matter. The
     returns are G_t.
     """
-    returns = _returns(data, config.gamma)
+    returns = _returns(data, config)
     return Estimate(whiten(returns, data.mask), returns)
 
 
 @register_adv_est("remax", scope="group", needs=("baselines",))
 def remax(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """ReMax (Li et al. 2023): A_t = G_t - b, G_t = r_t + gamma G_(t + 1), b the score of the prompt's greedy response.
+    """ReMax (Li et al. 2023): A_t = G_t - b, G_t = r_t + gamma_t G_(t + 1), b the prompt's greedy response's score.
 
     b is not discounted, so with gamma below 1 (verl has no gamma here) it is too large for early tokens if scores are
     positive. Other samples of the group do not matter. The returns are G_t.
     """
     assert data.baselines is not None
-    returns = _returns(data, config.gamma)
+    returns = _returns(data, config)
     return Estimate(returns - data.per_token(data.baselines), returns)
 
 
-def _returns(data: EstimatorInput, gamma: float) -> np.ndarray:
+def _returns(data: EstimatorInput, config: AlgorithmConfig) -> np.ndarray:
     """[N] discounted sum of rewards from each trained token on, 0 where the mask is false."""
     offsets = trained_offsets(data.mask, data.offsets)
-    return _spread(discounted(data.token_rewards[data.mask], offsets, gamma), data.mask)
+    return spread(discounted(data.token_rewards[data.mask], offsets, _discounts(data, config)), data.mask)
 
 
-def _spread(trained: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """[N] the numbers of the trained tokens in their places, 0 elsewhere."""
-    tokens = np.zeros(len(mask))
-    tokens[mask] = trained
-    return tokens
+def _discounts(data: EstimatorInput, config: AlgorithmConfig) -> np.ndarray:
+    """The discount gamma_t from each trained token to the next one."""
+    turns = np.zeros(len(data.mask)) if data.turns is None else data.turns
+    # The last token of a row has no next one, so that it may hold any number.
+    later = np.maximum(np.diff(turns[data.mask], append=0), 0)
+    return config.gamma * config.turn_gamma**later

@@ -8,8 +8,17 @@ def trained_offsets(mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])[offsets]
 
 
-def discounted(values: np.ndarray, offsets: np.ndarray, factor: float) -> np.ndarray:
-    """[N] the sums y_t = x_t + factor * y_(t + 1) from each token to the end of its row, over values x [N].
+def spread(trained: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """[N] the numbers of the trained tokens in their places, 0 elsewhere; the inverse of `x[mask]`."""
+    tokens = np.zeros(len(mask))
+    tokens[mask] = trained
+    return tokens
+
+
+def discounted(values: np.ndarray, offsets: np.ndarray, factor: float | np.ndarray) -> np.ndarray:
+    """[N] the sums y_t = x_t + f_t * y_(t + 1) from each token to the end of its row, over values x [N].
+
+    `factor` is f, one number or [N], of which the last one of a row is not read.
 
     One step of the loop takes one token of every row that is long enough, from the end. So rounding in a row depends on
     that row alone; with differences of cumulative sums over the whole array it would not.
@@ -19,11 +28,12 @@ def discounted(values: np.ndarray, offsets: np.ndarray, factor: float) -> np.nda
     ends = offsets[1:][by_length]
     longest = int(lengths.max(initial=0))
     alive = np.searchsorted(-lengths[by_length], -np.arange(longest), side="left")
+    factors = np.broadcast_to(factor, len(values))
     sums = np.zeros(len(values))
     carry = np.zeros(len(lengths))
     for step in range(longest):
         tokens = ends[: alive[step]] - 1 - step
-        carry = values[tokens] + factor * carry[: alive[step]]
+        carry = values[tokens] + factors[tokens] * carry[: alive[step]]
         sums[tokens] = carry
     return sums
 

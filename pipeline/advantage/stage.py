@@ -4,7 +4,8 @@ A row whose reward failed stays in the stream but not in its group's statistics;
 `drop_reason`, and trains nothing. Validation rows get advantages 0.
 
 With `algorithm.use_kl_in_reward` each trained token pays the KL to the reference policy, and a row's reward is its
-score less all that its tokens pay.
+score less all that its tokens pay. The rewards that an environment gave to answers of an episode, where they are part
+of the score, go to the last tokens of these answers (`EstimatorInput.token_rewards`).
 """
 
 import json
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 from pipeline.advantage.estimators import Estimate, EstimatorInput, get_adv_estimator
 from pipeline.advantage.kl_controller import kl_penalty
 from pipeline.config.algorithm import AlgorithmConfig
-from pipeline.rows import ADVANTAGE, FLOATS, KL_COEF, SCHEMA, append, flat, per_token, ragged
+from pipeline.rows import ADVANTAGE, FLOATS, KL_COEF, SCHEMA, Spans, append, flat, per_token, ragged, spans_of
 from pipeline.store.client import StoreClient
 from pipeline.store.policy_store import PolicyStore
 
@@ -37,18 +38,28 @@ class Advantage:
         store: knows the coefficient of the KL in the reward of each policy version; without it, rows must have the
             column `kl_coef` where it is needed.
         timeout: seconds without a heartbeat after which the wait for a version fails.
+        turn_rewards: whether the rewards of answers (`spans`) are part of the score.
 
     Raises ValueError if `algorithm.adv_estimator` is unknown.
     """
 
-    def __init__(self, config: AlgorithmConfig, store: StoreClient | None = None, timeout: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        store: StoreClient | None = None,
+        timeout: float = 0.0,
+        turn_rewards: bool = False,
+    ) -> None:
         self.config, self._store, self._timeout = config, store, timeout
+        self._turn_rewards = turn_rewards
         self.estimator = get_adv_estimator(config.adv_estimator)
         self.scope, self.needs = self.estimator.scope, self.estimator.needs
         # Column to who reads it.
         self._reads = dict.fromkeys(("uid", "score", "rollout_log_probs"), "the advantage stage reads")
         reader = f"algorithm.adv_estimator {config.adv_estimator!r} needs"
         self._reads |= {NEED_COLUMNS[need]: reader for need in self.needs}
+        if turn_rewards:
+            self._reads["spans"] = "agent.reward needs"
         if config.use_kl_in_reward:
             self._reads |= dict.fromkeys(("ref_log_probs", "kl_coef"), "algorithm.use_kl_in_reward needs")
 
@@ -81,7 +92,8 @@ class Advantage:
             rows = _Rows(self._select(table, used), mask[tokens] > 0, lengths[used])
             if self.config.use_kl_in_reward:
                 rows.penalise(self.config.kl_penalty)
-            data = rows.estimator_input(self.config.gdpo_reward_keys if "parts" in self.needs else None)
+            part_keys = self.config.gdpo_reward_keys if "parts" in self.needs else None
+            data = rows.estimator_input(part_keys, self._turn_rewards)
             estimate = self._estimate(data, rows)
             advantages[tokens] = estimate.advantages * data.mask
             returns[tokens] = estimate.returns
@@ -105,7 +117,7 @@ class Advantage:
                     f"the rows have no column {name!r}, which {reader}; the stage {writer!r} should have written it "
                     "before the advantage stage"
                 )
-        there = [name for name in ("values", "baseline", "sum_pi_squared") if name in table.column_names]
+        there = [name for name in ("spans", "values", "baseline", "sum_pi_squared") if name in table.column_names]
         return table.select(list(dict.fromkeys([*self._reads, *there]))).filter(pa.array(used))
 
     def _estimate(self, data: EstimatorInput, rows: "_Rows") -> Estimate:
@@ -169,20 +181,23 @@ class _Rows:
         total = np.bincount(row_index, kl, len(coef))
         self.kl = np.divide(total, trained, out=np.full(len(coef), np.nan), where=trained > 0)
 
-    def estimator_input(self, part_keys: list[str] | None) -> EstimatorInput:
-        """The estimator's input; with `parts` if `part_keys`, the parts that every row must have, is not None."""
+    def estimator_input(self, part_keys: list[str] | None, turn_rewards: bool) -> EstimatorInput:
+        """The estimator's input; with `parts` if `part_keys`, the parts that every row must have, is not None, and with
+        the rewards of answers in their places if `turn_rewards`."""
         there = self.table.column_names
+        spans = spans_of(self.table, self.offsets) if "spans" in there else None
         baseline = "has baseline {} and no reward_error; the baseline stage writes one of both"
         return EstimatorInput(
             rewards=self.rewards,
             group=self.uid.dictionary_encode().indices.to_numpy().astype(np.int64),
             offsets=self.offsets,
             mask=self.mask,
-            token_rewards=self._scores_on_last_tokens() - self.penalties,
+            token_rewards=self._scores_on_tokens(spans if turn_rewards else None) - self.penalties,
             log_probs=self.log_probs,
             values=self._tokens("values") if "values" in there else None,
             baselines=self._numbers("baseline", baseline) if "baseline" in there else None,
             sum_pi_squared=self._tokens("sum_pi_squared") if "sum_pi_squared" in there else None,
+            turns=None if spans is None else np.repeat(spans.turn, np.diff(spans.tokens)),
             parts=None if part_keys is None else self._parts(part_keys),
         )
 
@@ -220,13 +235,27 @@ class _Rows:
         columns = {name: np.array([parts[name] for parts in found]) for name in sorted(common)}
         return {"score": self.scores, **columns}
 
-    def _scores_on_last_tokens(self) -> np.ndarray:
-        """[N] each row's score on its last trained token, 0 elsewhere; nothing for a row without trained tokens."""
-        token_rewards = np.zeros(len(self.mask))
-        trained = np.flatnonzero(self.mask)
-        if len(trained):
-            position = np.searchsorted(trained, self.offsets[1:]) - 1
-            last = trained[np.maximum(position, 0)]
-            placed = (position >= 0) & (last >= self.offsets[:-1])
-            token_rewards[last[placed]] = self.scores[placed]
+    def _scores_on_tokens(self, spans: Spans | None) -> np.ndarray:
+        """[N] each row's score on its last trained token, 0 elsewhere; nothing for a row without trained tokens.
+
+        With `spans`, the reward of an answer is on its own last trained token, and the rest of the score on the row's.
+        """
+        token_rewards, rest = np.zeros(len(self.mask)), self.scores
+        if spans is not None:
+            last = self._last_trained(spans.tokens[:-1], spans.tokens[1:])
+            paid = (last >= 0) & np.isfinite(spans.reward)
+            token_rewards[last[paid]] = spans.reward[paid]
+            row, reward = spans.row[paid], spans.reward[paid]
+            rest = rest - np.bincount(row, reward, len(rest))
+            # The score is a sum in float32; what rounding leaves is no reward.
+            size = np.abs(self.scores) + np.bincount(row, np.abs(reward), len(rest))
+            rest = np.where(np.abs(rest) <= np.finfo(np.float32).eps * size, 0.0, rest)
+        last = self._last_trained(self.offsets[:-1], self.offsets[1:])
+        token_rewards[last[last >= 0]] += rest[last >= 0]
         return token_rewards
+
+    def _last_trained(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[K] int64, the last trained token of each stretch of tokens; -1 where none trains."""
+        trained = np.concatenate([[-1], np.flatnonzero(self.mask)])
+        last = trained[np.searchsorted(trained, ends) - 1]
+        return np.where(last >= begins, last, -1)

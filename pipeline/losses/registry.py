@@ -3,7 +3,8 @@
 A loss is `f(data: LossInput, config: ActorConfig) -> (per_token, sums)` under `@register_policy_loss("name")`.
 
 1. Tokens are flat: a micro-batch is the response tokens of its sequences one after the other, `[N]`, without padding.
-   `row_index [N]` gives the sequence of each token. Sequences are never split.
+   `row_index [N]` gives the sequence of each token: a row's whole response, all contexts of an episode included.
+   Sequences are never split, except for losses that are `per_token`.
 2. A loss returns numbers per token; `agg_loss` divides them by counts of the whole global mini-batch. So neither loss
    nor gradient depends on micro-batches, packs or ranks. A loss of whole sequences gives each token its sequence's
    value.
@@ -114,13 +115,18 @@ class PolicyLoss:
     token_mask_fn: TokenMaskFunction | None = None
     zero_without_advantage: bool = False
     """Rows whose advantages are all 0 have neither loss nor gradient, so they may be skipped."""
+    per_token: bool = False
+    """A token's loss depends on no other token, so the contexts of a row may pass through the model apart."""
 
 
 _POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
 
 def register_policy_loss(
-    name: str, token_mask_fn: TokenMaskFunction | None = None, zero_without_advantage: bool = False
+    name: str,
+    token_mask_fn: TokenMaskFunction | None = None,
+    zero_without_advantage: bool = False,
+    per_token: bool = False,
 ) -> Callable[[LossFunction], LossFunction]:
     """Decorator that makes a loss known as `actor.policy_loss.loss_mode=name`.
 
@@ -128,7 +134,7 @@ def register_policy_loss(
     """
 
     def decorate(function: LossFunction) -> LossFunction:
-        entry = PolicyLoss(name, function, token_mask_fn, zero_without_advantage)
+        entry = PolicyLoss(name, function, token_mask_fn, zero_without_advantage, per_token)
         register("policy loss", _POLICY_LOSSES, name, entry)
         return function
 

@@ -8,48 +8,57 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.rows import flat, loss_mask, per_token
+from pipeline.models.contexts import unfold
+from pipeline.rows import loss_mask, per_token
 
 
 @dataclass
 class TokenBatch:
-    """R prompts with their responses, N response tokens in all, as flat numpy arrays."""
+    """R rows as C contexts (`contexts.py`): prompts with their responses, N response tokens in all, as flat arrays."""
 
     prompt_ids: np.ndarray
-    """int32, prompt tokens, row after row."""
+    """int32, prompt tokens, context after context."""
     prompt_offsets: np.ndarray
-    """[R + 1] int64, start of each row's prompt in `prompt_ids`."""
+    """[C + 1] int64, start of each context's prompt in `prompt_ids`."""
     response_ids: np.ndarray
     """[N] int32."""
     response_offsets: np.ndarray
-    """[R + 1] int64, start of each row's response in arrays of length N."""
+    """[C + 1] int64, start of each context's response in arrays of length N."""
+    context_offsets: np.ndarray
+    """[R + 1] int64, number of each row's first context."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TokenBatch":
-        """The tokens of generated rows, as views of Arrow's buffers.
+        """The tokens of generated rows, as views of Arrow's buffers where rows are one context.
 
-        Raises ValueError if a row has a response after an empty prompt.
+        Raises ValueError as `unfold` does.
         """
-        tokens = TokenBatch(*flat(table, "prompt_ids"), *flat(table, "response_ids"))
-        orphan = (np.diff(tokens.prompt_offsets) == 0) & (np.diff(tokens.response_offsets) > 0)
-        if orphan.any():
-            row = int(np.flatnonzero(orphan)[0])
-            raise ValueError(
-                f"row {row} (uid {_uid(table, row)}) has an empty prompt, and nothing predicts the first token of its "
-                "response; the chat template must produce at least one token"
-            )
-        return tokens
+        return TokenBatch(*unfold(table))
 
     def __len__(self) -> int:
-        return len(self.response_offsets) - 1
+        return len(self.context_offsets) - 1
+
+    @property
+    def are_contexts(self) -> bool:
+        """Whether every row is one context, so that rows and contexts have the same numbers."""
+        return bool(self.context_offsets[-1] == len(self))
+
+    @property
+    def row_offsets(self) -> np.ndarray:
+        """[R + 1] int64, start of each row's response in arrays of length N."""
+        return self.response_offsets[self.context_offsets]
 
     @property
     def lengths(self) -> list[int]:
-        """Prompt + response tokens of each row."""
+        """Prompt + response tokens of each context."""
         return (np.diff(self.prompt_offsets) + np.diff(self.response_offsets)).tolist()
 
+    def rows_of(self, contexts: np.ndarray) -> np.ndarray:
+        """The row that each of these contexts belongs to."""
+        return np.searchsorted(self.context_offsets, contexts, side="right") - 1
+
     def pack_lengths(self, packs: Sequence[Sequence[int]]) -> list[int]:
-        """Tokens of each pack: one prompt, and the responses of all its rows."""
+        """Tokens of each pack: one prompt, and the responses of all its contexts."""
         prompts, responses = np.diff(self.prompt_offsets), np.diff(self.response_offsets)
         return [int(prompts[pack[0]] + responses[list(pack)].sum()) for pack in packs]
 
@@ -87,11 +96,11 @@ class TrainBatch(TokenBatch):
         """The columns of a table of finished rows.
 
         Raises:
-            ValueError: a row has a list column with another length than `response_ids`, an advantage that trains and is
-                not finite, or a response after an empty prompt.
+            ValueError: as `unfold`, or a row has a list column with another length than `response_ids`, or an advantage
+                that trains and is not finite.
         """
         tokens = TokenBatch.from_table(table)
-        offsets = tokens.response_offsets
+        offsets = tokens.row_offsets
         optional = [name for name in ("ref_log_probs", "values") if name in table.column_names]
         columns = {
             name: per_token(table, name, offsets).astype(np.float32)
@@ -136,16 +145,17 @@ class TrainBatch(TokenBatch):
 
     def trained_tokens(self, index: list[int]) -> np.ndarray:
         """[M] indices into arrays of length N of these rows' tokens in the loss mask, row after row."""
-        starts = self.response_offsets[index]
-        tokens = ranges(starts, self.response_offsets[np.asarray(index, dtype=np.int64) + 1] - starts)
+        offsets = self.row_offsets
+        starts = offsets[index]
+        tokens = ranges(starts, offsets[np.asarray(index, dtype=np.int64) + 1] - starts)
         return tokens[self.loss_mask[tokens] > 0]
 
     def random_keys(self, index: list[int], seed: int, step: int) -> np.ndarray:
         """[M] uniform numbers in [0, 1) for `trained_tokens(index)`, which depend on the seed, the step, the row and
-        the token's position alone."""
-        drawn = [np.empty(0)]
+        the token's position in the row's response alone."""
+        drawn, offsets = [np.empty(0)], self.row_offsets
         for row in index:
-            trained = self.loss_mask[self.response_offsets[row] : self.response_offsets[row + 1]] > 0
+            trained = self.loss_mask[offsets[row] : offsets[row + 1]] > 0
             drawn.append(np.random.default_rng([seed, step, self.ids[row]]).random(len(trained))[trained])
         return np.concatenate(drawn)
 
@@ -157,7 +167,7 @@ class TrainBatch(TokenBatch):
     def _count(self, flags: np.ndarray) -> np.ndarray:
         """[R] true flags [N] of each row."""
         totals = np.concatenate([[0], np.cumsum(flags)])
-        return np.diff(totals[self.response_offsets])
+        return np.diff(totals[self.row_offsets])
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -1,87 +1,136 @@
-"""Which rows share a forward pass.
+"""Which packs share a forward pass.
 
-Rows are grouped by length until the padded size, rows * longest row, reaches the token budget, so padding is small. A
-pack of rows behind one prompt (`sharing.py`) counts as one row here. Each pass gathers weights from all ranks, so all
-ranks must run equally many; a rank can be asked for an exact number of micro-batches.
+Packs (`packing.py`) are grouped by length until the padded size, packs * longest pack, reaches the token budget, so
+padding is small. Packs that must stay together, those of one row, are a unit, and have the size of its longest pack
+each. Each pass gathers weights from all ranks, so all ranks must run equally many; a rank can be asked for an exact
+number of micro-batches.
 """
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 
-def minimum_parts(lengths: list[int], max_tokens: int) -> int:
-    """Fewest micro-batches that hold rows of these lengths within `max_tokens` padded tokens each; 0 without rows.
+def minimum_parts(lengths: list[int], max_tokens: int, units: list[int] | None = None) -> int:
+    """Fewest micro-batches that hold packs of these lengths within `max_tokens` padded tokens each; 0 without packs.
 
-    Raises ValueError if a single row is longer than `max_tokens`.
+    Arguments and errors are those of `split_micro_batches`.
     """
-    return len(_fill(_longest_first(lengths, max_tokens)[1], max_tokens))
+    return len(_Units(lengths, max_tokens, units).fill(max_tokens))
 
 
-def split_micro_batches(lengths: list[int], max_tokens: int, parts: int | None = None) -> list[list[int]]:
-    """Rows of each micro-batch: exactly `parts` of them, or as few as possible if `parts` is None.
+def split_micro_batches(
+    lengths: list[int], max_tokens: int, parts: int | None = None, units: list[int] | None = None
+) -> list[list[int]]:
+    """Packs of each micro-batch: exactly `parts` of them, or as few as possible if `parts` is None.
 
-    Every row is in one batch, every batch has rows * longest <= max_tokens, and the largest padded size is as small as
-    `parts` batches allow. Batches are empty only if there are fewer rows than parts; then the last ones are. The
-    longest rows come first, so that memory runs out at once or never.
+    Every pack is in one batch, every batch has packs * longest <= max_tokens, and the largest padded size is as small
+    as `parts` batches allow. Batches are empty only if there are fewer units than parts; then the last ones are. The
+    longest packs come first, so that memory runs out at once or never.
 
     Args:
-        lengths: prompt + response tokens of each row.
+        lengths: prompt + response tokens of each pack.
         max_tokens: `actor.ppo_max_token_len_per_gpu`.
-        parts: number of micro-batches, at least `minimum_parts(lengths, max_tokens)`.
+        parts: number of micro-batches, at least `minimum_parts(lengths, max_tokens, units)`.
+        units: how many neighbouring packs must stay together, unit by unit; None if no packs must. They also stay
+            neighbours, in their order.
 
-    Raises ValueError if a single row is longer than `max_tokens`, or `parts` is below the minimum.
+    Raises ValueError if a single unit is longer than `max_tokens`, or `parts` is below the minimum.
     """
-    order, ordered = _longest_first(lengths, max_tokens)
-    minimum = len(_fill(ordered, max_tokens))
+    made = _Units(lengths, max_tokens, units)
+    minimum = len(made.fill(max_tokens))
     parts = minimum if parts is None else parts
     if parts < minimum:
         raise ValueError(f"{len(lengths)} rows need at least {minimum} micro-batches, but {parts} were asked for")
-    if not order:
+    if not len(made):
         return [[] for _ in range(parts)]
 
-    size = bisect_left(range(max_tokens), True, lo=ordered[0], key=lambda size: len(_fill(ordered, size)) <= parts)
+    size = bisect_left(range(max_tokens), True, lo=made.largest, key=lambda size: len(made.fill(size)) <= parts)
     heap: list[tuple[int, int, int]] = []
 
     def push(start: int, stop: int) -> None:
-        # Largest padded size first; a batch of one row, which cannot be divided, last.
-        rows = stop - start
-        heapq.heappush(heap, (-ordered[start] * rows if rows > 1 else 0, start, stop))
+        # Largest padded size first; a batch of one unit, which cannot be divided, last.
+        heapq.heappush(heap, (-made.padded(start, stop) if stop - start > 1 else 0, start, stop))
 
     start = 0
-    for rows in _fill(ordered, size):
-        push(start, start + rows)
-        start += rows
-    while len(heap) < min(parts, len(order)):
+    for stop in made.fill(size):
+        push(start, stop)
+        start = stop
+    while len(heap) < min(parts, len(made)):
         _, start, stop = heapq.heappop(heap)
         middle = (start + stop) // 2
         push(start, middle)
         push(middle, stop)
     bounds = sorted((start, stop) for _, start, stop in heap)
-    return [order[start:stop] for start, stop in bounds] + [[] for _ in range(parts - len(bounds))]
+    return [made.packs(start, stop) for start, stop in bounds] + [[] for _ in range(parts - len(bounds))]
 
 
-def _longest_first(lengths: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
-    """The rows from the longest to the shortest, and their lengths, at least 1."""
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    if order and lengths[order[0]] > max_tokens:
-        longest = lengths[order[0]]
-        raise ValueError(
-            f"row {order[0]} has {longest} tokens (prompt + response), {longest - max_tokens} more than the "
-            f"{max_tokens} that one forward pass may hold; raise actor.ppo_max_token_len_per_gpu to at least {longest}"
+class _Units:
+    """Units of packs, from the one with the longest pack to the one with the shortest; arguments as above."""
+
+    def __init__(self, lengths: list[int], max_tokens: int, units: list[int] | None):
+        first: Sequence[int] = range(len(lengths) + 1)
+        longest = lengths
+        self._single = units is None
+        if units is not None:
+            first = list(accumulate(units, initial=0))
+            longest = [max(lengths[a:b]) for a, b in zip(first, first[1:], strict=False)]
+        order = sorted(range(len(longest)), key=lambda unit: -longest[unit])
+        self._ordered = [max(longest[unit], 1) for unit in order]
+        self.order = order
+        """The packs, unit after unit."""
+        self._before = first
+        """[U + 1] where each unit begins in `order`."""
+        self.largest = max(self._ordered[:1], default=0)
+        """Padded size of the largest unit."""
+        if units is not None:
+            self.order = [pack for unit in order for pack in range(first[unit], first[unit + 1])]
+            self._before = list(accumulate((units[unit] for unit in order), initial=0))
+            self.largest = max(map(self.padded, range(len(order)), range(1, len(order) + 1)), default=0)
+        if self.largest > max_tokens:
+            raise ValueError(self._too_large(max_tokens))
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def padded(self, start: int, stop: int) -> int:
+        """Padded size of a batch of the units from `start` to `stop - 1`."""
+        return self._ordered[start] * (self._before[stop] - self._before[start])
+
+    def packs(self, start: int, stop: int) -> list[int]:
+        """The packs of the units from `start` to `stop - 1`."""
+        return self.order[self._before[start] : self._before[stop]]
+
+    def fill(self, budget: int) -> list[int]:
+        """At which units the fewest batches within `budget` padded tokens each end; no unit is larger.
+
+        Filling each batch with the longest units left is optimal where units are single packs: any batch that holds the
+        longest has room for equally many, and taking longer ones leaves the shorter.
+        """
+        ends: list[int] = []
+        start = 0
+        while start < len(self._ordered):
+            most = budget // self._ordered[start]
+            if self._single:
+                start = min(start + most, len(self._ordered))
+            else:
+                start = bisect_right(self._before, self._before[start] + most) - 1
+            ends.append(start)
+        return ends
+
+    def _too_large(self, max_tokens: int) -> str:
+        place = next(i for i in range(len(self._ordered)) if self.padded(i, i + 1) > max_tokens)
+        longest, packs = self._ordered[place], self._before[place + 1] - self._before[place]
+        raised = f"raise actor.ppo_max_token_len_per_gpu to at least {self.padded(place, place + 1)}"
+        if packs == 1:
+            return (
+                f"row {self.packs(place, place + 1)[0]} has {longest} tokens (prompt + response), "
+                f"{longest - max_tokens} more than the {max_tokens} that one forward pass may hold; {raised}"
+            )
+        return (
+            f"a row has {packs} contexts of up to {longest} tokens (prompt + response), and all of them must pass "
+            f"through the model together, padded to {packs} x {longest} = {packs * longest} tokens, more than the "
+            f"{max_tokens} that one forward pass may hold; {raised}, or choose a policy loss of single tokens and "
+            "another actor.loss_agg_mode than seq-mean-token-mean, which let contexts pass apart"
         )
-    return order, [max(lengths[row], 1) for row in order]
-
-
-def _fill(ordered: list[int], budget: int) -> list[int]:
-    """Sizes of the fewest batches that hold these lengths (longest first) within `budget` padded tokens each.
-
-    Filling each batch with the longest rows left is optimal: any batch that holds the longest row has room for equally
-    many, and taking longer ones leaves the shorter.
-    """
-    sizes: list[int] = []
-    row = 0
-    while row < len(ordered):
-        size = min(budget // ordered[row], len(ordered) - row)
-        sizes.append(size)
-        row += size
-    return sizes

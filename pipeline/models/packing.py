@@ -1,6 +1,6 @@
-"""Packs of rows become the tensors of a forward pass.
+"""Packs of contexts become the tensors of a forward pass.
 
-A pack is one row, or several rows behind one copy of their prompt (`sharing.py`). Packs are padded on the right.
+A pack is one context, or several behind one copy of their prompt (`sharing.py`). Packs are padded on the right.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from pipeline.models.batch import TokenBatch, TrainBatch, ranges
 
 @dataclass
 class ModelInputs:
-    """Input of one forward pass: B packs of T positions, with N response tokens in S rows."""
+    """Input of one forward pass: B packs of T positions, with N predicted response tokens of S rows."""
 
     input_ids: Tensor
     """[B, T] int64, a prompt and one or more responses, padded on the right."""
     lengths: Tensor
     """[B] int64, tokens of each pack that are not padding."""
     positions: Tensor | None
-    """[B, T] int64, positions in each row's own sequence; None where every pack is one row."""
+    """[B, T] int64, positions in each context; None where every pack is one context."""
     segment_ids: Tensor | None
     """[B, T] int64, 0 in the prompt, k in the k-th response of the pack, -1 in padding; None as `positions`."""
     logit_index: Tensor
@@ -31,7 +31,8 @@ class ModelInputs:
     targets: Tensor
     """[N] int64, the response tokens."""
     row_index: Tensor
-    """[N] int64, row of each response token, below `sequences`."""
+    """[N] int64, row of each response token, below `sequences`: all contexts of a row have one number, if they stand
+    together in `packs`."""
     sequences: int
     """S, the number of rows; 1 without rows."""
     token_index: np.ndarray
@@ -60,20 +61,25 @@ class MicroBatch(ModelInputs):
     token_mask: Tensor | None
 
 
-def pack(rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0) -> ModelInputs:
-    """Model inputs of the rows in `packs`, in that order; the rows of a pack share one prompt (`sharing.py`).
+def pack(
+    rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0, read: np.ndarray | None = None
+) -> ModelInputs:
+    """Model inputs of the contexts in `packs`, in that order; those of a pack share one prompt (`sharing.py`).
+
+    Of response tokens that are not in `read` [N] (bool, None for all), nothing is predicted: they stand in `input_ids`
+    alone, as prompts do.
 
     Without packs they are one pad token and no response token (N = 0): a pass over them keeps this rank in step with
     the others, and its gradient is exactly 0.
     """
-    order = np.asarray([row for members in packs for row in members], dtype=np.int64)
+    order = np.asarray([context for members in packs for context in members], dtype=np.int64)
     sizes = np.asarray([len(members) for members in packs], dtype=np.int64)
-    first = np.cumsum(sizes) - sizes  # position in `order` of each pack's first row
+    first = np.cumsum(sizes) - sizes  # position in `order` of each pack's first context
     prompt_starts = rows.prompt_offsets[order[first]]
     prompt_counts = rows.prompt_offsets[order[first] + 1] - prompt_starts
     starts = rows.response_offsets[order]
     counts = rows.response_offsets[order + 1] - starts
-    before = np.cumsum(counts) - counts  # response tokens of all rows before
+    before = np.cumsum(counts) - counts  # response tokens of all contexts before
     before_in_pack = before - np.repeat(before[first], sizes)
     lengths = prompt_counts + np.add.reduceat(counts, first) if len(sizes) else np.ones(1, dtype=np.int64)
     width = max(int(lengths.max()), 1)
@@ -102,6 +108,16 @@ def pack(rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0
         segment_ids = np.full(shape, -1, dtype=np.int64)
         segment_ids.flat[prompt_index] = 0
         segment_ids.flat[response_index] = np.repeat(np.arange(len(order)) - np.repeat(first, sizes) + 1, counts)
+    row_number = np.arange(len(order))
+    if not rows.are_contexts:
+        # Not the rows' own numbers: their order is that of the packs.
+        row_number = np.cumsum(np.diff(rows.rows_of(order), prepend=-1) != 0) - 1
+    row_index = np.repeat(row_number, counts)
+    if read is not None:
+        chosen = read[token_index]
+        logit_index, targets, row_index, token_index = (
+            values[chosen] for values in (logit_index, targets, row_index, token_index)
+        )
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         lengths=torch.from_numpy(lengths),
@@ -109,15 +125,16 @@ def pack(rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0
         segment_ids=None if segment_ids is None else torch.from_numpy(segment_ids),
         logit_index=torch.from_numpy(logit_index),
         targets=torch.from_numpy(targets),
-        row_index=torch.from_numpy(np.repeat(np.arange(len(order)), counts)),
-        sequences=max(len(order), 1),
+        row_index=torch.from_numpy(row_index),
+        sequences=int(row_number[-1]) + 1 if len(order) else 1,
         token_index=token_index,
     )
 
 
 def collate(rows: TrainBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0) -> MicroBatch:
-    """The micro-batch of the rows in `packs`, in that order; see `pack`."""
-    inputs = pack(rows, packs, pad_token_id)
+    """The micro-batch of the contexts in `packs`, in that order; see `pack`. Of tokens that do not train, such as those
+    of tools and environments, it has nothing but their ids."""
+    inputs = pack(rows, packs, pad_token_id, rows.mask > 0)
     columns: dict[str, Any] = {}
     for name in MicroBatch.__annotations__:
         values = getattr(rows, name)

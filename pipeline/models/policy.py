@@ -67,7 +67,7 @@ class Policy(Pretrained):
             temperature: divides the logits; above 0.
             chunk_tokens: positions whose logits exist at a time.
             with_entropy: also compute the entropy of each distribution.
-            positions: [B, T] int64, for packs (`sharing.attention_inputs`); None if every pack is one row.
+            positions: [B, T] int64, for packs (`sharing.attention_inputs`); None if every pack is one context.
             segment_ids: [B, T] int64, as `positions`.
 
         Returns:

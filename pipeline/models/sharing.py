@@ -1,11 +1,11 @@
-"""Prompt sharing: rows with the same prompt pass through the model behind one copy of it.
+"""Prompt sharing: contexts with the same prompt pass through the model behind one copy of it.
 
     alone       prompt a1 a2      prompt b1 b2 b3
     together    prompt a1 a2 b1 b2 b3
 
 A response sees the prompt and itself, and its positions continue from the prompt's end. Log-probs and gradients are
-those of the rows alone, up to rounding. The prompt is computed once, but attention also covers masked positions and
-needs a kernel that takes a mask, so a row joins others only if that is clearly cheaper.
+those of the contexts alone, up to rounding. The prompt is computed once, but attention also covers masked positions and
+needs a kernel that takes a mask, so a context joins others only if that is clearly cheaper.
 """
 
 import inspect
@@ -17,44 +17,70 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.models.batch import TokenBatch
+from pipeline.models.batch import TokenBatch, ranges
 
 logger = logging.getLogger(__name__)
 
 MAX_COST = 0.8
-"""Largest cost of a row in a pack, relative to its cost alone. Below 1 because the costs are rough estimates."""
+"""Largest cost of a context in a pack, relative to its cost alone. Below 1 because the costs are rough estimates."""
 TOLERANCE = 0.02
 """Relative difference of hidden states that is taken for rounding, also in bfloat16."""
 
 
+def pack_rows(
+    rows: TokenBatch, index: Sequence[int], max_tokens: int, hidden_size: int | None, whole: bool
+) -> tuple[list[list[int]], list[int] | None]:
+    """Packs of all contexts of the rows `index`, and which of them must stay together: `units` of `micro_batches.py`.
+
+    Args:
+        rows, max_tokens, hidden_size: as in `share_prefixes`.
+        index: rows.
+        whole: keep the contexts of a row together. A row of several contexts then shares no prompt.
+    """
+    if rows.are_contexts:
+        return share_prefixes(rows, index, max_tokens, hidden_size), None
+    chosen = np.asarray(index, dtype=np.int64)
+    first = rows.context_offsets[chosen]
+    counts = rows.context_offsets[chosen + 1] - first
+    if not whole:
+        contexts, place = ranges(first, counts), ranges(np.zeros_like(counts), counts)
+        # The first contexts of neighbouring rows, which may have the same prompt, become neighbours.
+        contexts = contexts[np.argsort(place, kind="stable")]
+        return share_prefixes(rows, contexts.tolist(), max_tokens, hidden_size), None
+    single = counts == 1
+    packs = share_prefixes(rows, first[single].tolist(), max_tokens, hidden_size)
+    units = [1] * len(packs) + counts[~single].tolist()
+    return packs + [[context] for context in ranges(first[~single], counts[~single]).tolist()], units
+
+
 def share_prefixes(rows: TokenBatch, index: Sequence[int], max_tokens: int, hidden_size: int | None) -> list[list[int]]:
-    """Packs of the rows `index`, in that order; the rows of a pack share one copy of their prompt.
+    """Packs of the contexts `index`, in that order; those of a pack share one copy of their prompt.
 
     The cost of L tokens in one sequence is estimated as L * (6 H + L), which also bounds a pack's length: per layer and
     token about 24 H^2 operations in matrices and 4 L H in attention (half of that if it is causal).
 
     Args:
         rows: rows with any prompts; only neighbours in `index` share.
-        index: rows.
-        max_tokens: most tokens of a pack; a single row may be longer.
+        index: contexts.
+        max_tokens: most tokens of a pack; a single context may be longer.
         hidden_size: H of the model; None shares nothing (`shared_size`).
     """
     if hidden_size is None:
-        return [[row] for row in index]
+        return [[context] for context in index]
     offsets = rows.prompt_offsets
     packs: list[list[int]] = []
     length, pack_prompt = 0, np.empty(0)
-    for row in index:
-        prompt = rows.prompt_ids[offsets[row] : offsets[row + 1]]
-        response = int(rows.response_offsets[row + 1] - rows.response_offsets[row])
+    for context in index:
+        prompt = rows.prompt_ids[offsets[context] : offsets[context + 1]]
+        response = int(rows.response_offsets[context + 1] - rows.response_offsets[context])
         alone, joined = len(prompt) + response, length + response
         added_cost = joined * (6 * hidden_size + joined) - length * (6 * hidden_size + length)
         cheaper = added_cost < MAX_COST * alone * (6 * hidden_size + alone / 2)
         if packs and joined <= max_tokens and cheaper and np.array_equal(prompt, pack_prompt):
-            packs[-1].append(row)
+            packs[-1].append(context)
             length = joined
         else:
-            packs.append([row])
+            packs.append([context])
             length, pack_prompt = alone, prompt
     return packs
 
@@ -63,7 +89,7 @@ def attention_inputs(positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor
     """Arguments of a decoder, beside the ids, for packs.
 
     Args:
-        positions: [B, T] int64, positions in each row's own sequence.
+        positions: [B, T] int64, positions in each context.
         segment_ids: [B, T] int64, 0 in the prompt, k in the k-th response of the pack, -1 in padding.
     """
     keys, queries = segment_ids[:, None, :], segment_ids[:, :, None]
@@ -84,7 +110,7 @@ def hidden_states(
 
 @torch.no_grad()
 def obstacle(decoder: Any) -> str | None:
-    """Why rows cannot share a prompt in this decoder, which is not sharded yet; None if they can.
+    """Why contexts cannot share a prompt in this decoder, which is not sharded yet; None if they can.
 
     It looks at the configuration, and then tries: two responses behind one prompt must have the hidden states that each
     has alone.
@@ -118,7 +144,7 @@ def obstacle(decoder: Any) -> str | None:
 
 
 def shared_size(setting: str, module: Any, device: torch.device) -> int | None:
-    """The model's hidden size if rows share their prompt in it, else None.
+    """The model's hidden size if contexts share their prompt in it, else None.
 
     Args:
         setting: `model.share_prompts`.

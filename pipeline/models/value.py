@@ -48,7 +48,7 @@ class ValueModel(nn.Module):
         Args:
             input_ids: [B, T] int64, padded on the right with any id.
             logit_index: [N] int64, flat positions in B*T, as in `Policy.forward`.
-            positions: [B, T] int64, for packs (`sharing.attention_inputs`); None if every pack is one row.
+            positions: [B, T] int64, for packs (`sharing.attention_inputs`); None if every pack is one context.
             segment_ids: [B, T] int64, as `positions`.
 
         Returns:

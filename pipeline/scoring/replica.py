@@ -5,8 +5,8 @@
     version = weights.bring_to(table)
     column = replica.score(table, lambda module, batch: ...)
 
-Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`). A token's number depends on its own row
-alone.
+Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`). A token's number depends on its own context
+(`pipeline/models/contexts.py`) alone.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import ModelInputs, pack
-from pipeline.models.sharing import share_prefixes, shared_size
+from pipeline.models.sharing import pack_rows, shared_size
 from pipeline.rows import FLOATS, ragged
 from pipeline.store.client import StoreClient
 from pipeline.store.policy_store import PolicyStore
@@ -70,29 +70,31 @@ class Replica(Generic[M]):
         """One number for each response token.
 
         Args:
-            table: generated rows (`prompt_ids`, `response_ids`); there may be none, and responses may be empty.
+            table: generated rows (`prompt_ids`, `response_ids`, perhaps `contexts`); there may be none, and responses
+                may be empty.
             forward: gives the numbers [n] of the n response tokens of one forward pass.
 
         Returns:
             list column of float32, as long as `response_ids` in every row.
 
         Raises:
-            ValueError: a row is longer than a forward pass may be, or has a response after an empty prompt.
+            ValueError: as `unfold`, or a context is longer than a forward pass may be.
         """
         rows = TokenBatch.from_table(table)
         longest = max(rows.lengths, default=0)
         if longest > self.max_token_len:
+            row = rows.rows_of(np.array(rows.lengths.index(longest)))
             raise ValueError(
-                f"row {rows.lengths.index(longest)} has {longest} tokens (prompt + response), more than the "
+                f"row {row} has {longest} tokens (prompt + response), more than the "
                 f"{self.max_token_len} of one forward pass; raise scoring.{self.name}.max_token_len to at least "
                 f"{longest}"
             )
         numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
-        packs = share_prefixes(rows, range(len(rows)), self.max_token_len, self._shared_size)
+        packs, _ = pack_rows(rows, range(len(rows)), self.max_token_len, self._shared_size, whole=False)
         for part in split_micro_batches(rows.pack_lengths(packs), self.max_token_len):
             batch = pack(rows, [packs[i] for i in part]).to(self.device)
             numbers[batch.token_index] = forward(self.module, batch).float().cpu().numpy()
-        return ragged(numbers, rows.response_offsets, FLOATS)
+        return ragged(numbers, rows.row_offsets, FLOATS)
 
 
 class StoreWeights:

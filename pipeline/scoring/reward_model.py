@@ -1,13 +1,16 @@
 """The reward-model stage: one number per response from a sequence-classification model.
 
-1. The chat template of the reward model renders the conversation again: its tokens need not be the policy's.
-2. What the policy wrote is text and nothing else. Where a response spells a special token of the reward model (an end
-   of turn, say, and a user who is full of praise behind it), a space takes its place.
+1. The chat template of the reward model renders the conversation again: its tokens need not be the policy's. Of an
+   episode that is the whole conversation, with its tool calls.
+2. What the policy, a tool or an environment wrote is text and nothing else. Where it spells a special token of the
+   reward model (an end of turn, say, and a user who is full of praise behind it), a space takes its place.
 3. A response that cannot be scored is not a 0: `rm_error` says why, and the reward stage counts the row as failed.
 """
 
 import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +28,27 @@ from pipeline.rows import REWARD_MODEL, append
 from pipeline.scoring.replica import Replica, scoring_model
 
 KEY = "reward.model.path"
+
+
+Conversation = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""Messages of the prompt file, and what the policy, tools and environments wrote behind them."""
+
+
+def conversations(table: pa.Table) -> Iterator[Conversation]:
+    """The conversation of each row; an episode's has its tool calls in the form of chat templates."""
+    prompts = map(json.loads, table["prompt"].to_pylist())
+    if "messages" not in table.column_names:
+        for prompt, response in zip(prompts, table["response"].to_pylist(), strict=True):
+            yield prompt, [{"role": "assistant", "content": response}]
+        return
+    for prompt, messages in zip(prompts, table["messages"].to_pylist(), strict=True):
+        written = []
+        for message in json.loads(messages)[len(prompt) :]:
+            shown: dict[str, Any] = {"role": message["role"], "content": message["content"] or ""}
+            if message.get("calls"):
+                shown["tool_calls"] = [{"type": "function", "function": call} for call in message["calls"]]
+            written.append(shown)
+        yield prompt, written
 
 
 class RewardModelScore:
@@ -50,9 +74,9 @@ class RewardModelScore:
         """`table` with one number (float32) per row, or why there is none."""
         errors: list[str | None] = []
         chosen: dict[int, list[int]] = {}
-        for row, (prompt, response) in enumerate(zip(table["prompt"], table["response"], strict=True)):
+        for row, conversation in enumerate(conversations(table)):
             try:
-                chosen[row] = self._tokens(prompt.as_py(), response.as_py())
+                chosen[row] = self._tokens(conversation)
                 errors.append(None)
             except ValueError as error:
                 errors.append(f"ValueError: {error}")
@@ -65,11 +89,12 @@ class RewardModelScore:
         columns = {"rm_score": pa.array(scores, pa.float32(), mask=failed), "rm_error": errors}
         return append(table, REWARD_MODEL, columns)
 
-    def _tokens(self, prompt: str, response: str) -> list[int]:
-        answer = {"role": "assistant", "content": self._special.sub(" ", response)}
+    def _tokens(self, conversation: Conversation) -> list[int]:
+        prompt, written = conversation
+        written = [self._as_text(message) for message in written]
         # A template is foreign code and may raise anything.
         try:
-            text = str(self._tokenizer.apply_chat_template([*json.loads(prompt), answer], tokenize=False))
+            text = str(self._tokenizer.apply_chat_template([*prompt, *written], tokenize=False))
         except Exception as error:
             raise ValueError(f"the reward model's chat template fails: {short_reason(error)}") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -81,6 +106,14 @@ class RewardModelScore:
                 "once (its own limit or scoring.reward_model.max_token_len)"
             )
         return ids
+
+    def _as_text(self, value: Any) -> Any:
+        """`value` of JSON's types, with spaces for the special tokens in it."""
+        if isinstance(value, str):
+            return self._special.sub(" ", value)
+        if isinstance(value, dict):
+            return {self._as_text(name): self._as_text(inner) for name, inner in value.items()}
+        return [self._as_text(inner) for inner in value] if isinstance(value, list) else value
 
     @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:

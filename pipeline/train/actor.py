@@ -171,7 +171,7 @@ class Actor(Learner):
     def _correct(self, rows: TrainBatch, all_sum: AllSum | None) -> Corrected:
         """Decoupled mode: weights and rejection between the engine's and the old policy, once for all steps."""
         old, engine = rows.old_log_probs, rows.rollout_log_probs
-        return correct(self.correction, old, engine, rows.mask, rows.response_offsets, all_sum)
+        return correct(self.correction, old, engine, rows.mask, rows.row_offsets, all_sum)
 
     def _correct_batch(self, batch: MicroBatch, log_probs: Tensor) -> Corrected:
         """Bypass mode: weights and rejection between the engine's and the current policy."""

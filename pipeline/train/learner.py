@@ -21,7 +21,7 @@ from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import clip_grad_norm, shard
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
-from pipeline.models.sharing import share_prefixes, shared_size
+from pipeline.models.sharing import pack_rows, shared_size
 from pipeline.stats import Stat, Stats, mean
 from pipeline.train import ranks
 from pipeline.train.optim import build_optimizer, build_scheduler
@@ -103,13 +103,19 @@ class Learner(ABC):
             for number, index in enumerate(np.array_split(np.arange(len(rows)), self.shape.mini_batches)):
                 yield epoch * self.shape.mini_batches + number, index.tolist()
 
-    def micro_batches(self, rows: TrainBatch, index: list[int]) -> Iterator[MicroBatch]:
-        """Micro-batches of the rows `index`, equally many on every rank, since each pass is a collective."""
+    def micro_batches(self, rows: TrainBatch, index: list[int], whole_rows: bool = False) -> Iterator[MicroBatch]:
+        """Micro-batches of the rows `index`, equally many on every rank, since each pass is a collective.
+
+        Args:
+            rows: any rows.
+            index: which of them.
+            whole_rows: keep the contexts of a row in one micro-batch.
+        """
         budget = self.shape.max_tokens
-        packs = share_prefixes(rows, index, budget, self._shared_size)
+        packs, units = pack_rows(rows, index, budget, self._shared_size, whole_rows)
         lengths = rows.pack_lengths(packs)
-        parts = int(self.all_reduce([minimum_parts(lengths, budget)], ranks.MAX)[0])
-        for part in split_micro_batches(lengths, budget, parts):
+        parts = int(self.all_reduce([minimum_parts(lengths, budget, units)], ranks.MAX)[0])
+        for part in split_micro_batches(lengths, budget, parts, units):
             yield collate(rows, [packs[i] for i in part]).to(self.device)
 
     def optimizer_step(self, tokens: float, rejected: float) -> Stats:

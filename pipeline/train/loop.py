@@ -27,6 +27,7 @@ from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import save_hf
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.rows import flat, policy_tokens, prompt_tokens
 from pipeline.stats import Stat, Stats, reduce
 from pipeline.storage import checkpoints
 from pipeline.store.client import ANSWER_S, StoreClient
@@ -206,14 +207,16 @@ class Loop:
 
         Raises FinalError if the metrics exceed a limit that ends the run (`stop_reason`).
         """
-        tokens = {name: pc.sum(pc.list_value_length(table[f"{name}_ids"])).as_py() for name in ("prompt", "response")}
+        tokens = {"prompt": prompt_tokens(table), "response": len(flat(table, "response_ids")[0])}
+        tokens["policy"] = int(policy_tokens(table).sum())
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
         stats += [memory_metrics(self.device), sequence_balance(table), self.publishers[POLICY].stats()]
         parts = ranks.all_gather(stats)
         verdict: tuple[str | None, bool] = (None, False)
         if self.rank == 0:
             metrics = reduce(part for rank in parts for part in rank)
-            metrics |= derived(metrics, metrics.pop("prompt"), metrics.pop("response"), self.world_size)
+            prompt, response, policy = (metrics.pop(name) for name in tokens)
+            metrics |= derived(metrics, prompt, response, policy, self.world_size)
             reason = stop_reason(metrics, table, self.version, self.config)
             verdict = reason, self._store.ask(PolicyStore.status).stopping
             self._store.call(PolicyStore.post, IterationTrained(self.version, metrics))

@@ -47,7 +47,8 @@ class GradAccumulator:
         """Add the gradient of the rows `index`, which belong to the step's mini-batch; a collective."""
         learner = self._learner
         learner.select_tokens(rows, index)
-        for batch in learner.micro_batches(rows, learner.rows_to_train(rows, index, self._number)):
+        trained = learner.rows_to_train(rows, index, self._number)
+        for batch in learner.micro_batches(rows, trained, learner.shape.whole_rows):
             self._backward(batch)
         self._counts += rows.mask_counts(index)
 

@@ -28,16 +28,28 @@ class Row:
     sum_pi_squared: list[float] = field(default_factory=list)
     baseline: float = 0.0
     format: float = 0.0
+    turns: list[int] = field(default_factory=list)
+    """The answer of each token, also where the mask is 0."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """By turn; what is left of the score is on the last token."""
 
     def __post_init__(self):
-        for name, fill in (("penalties", 0.0), ("values", 0.0), ("log_probs", -1.0), ("sum_pi_squared", 0.5)):
+        for name, fill in (
+            *(("penalties", 0.0), ("values", 0.0), ("log_probs", -1.0), ("sum_pi_squared", 0.5), ("turns", 0)),
+        ):
             setattr(self, name, getattr(self, name) or [fill] * len(self.mask))
 
     @property
     def token_rewards(self) -> list[float]:
         rewards = [-p if m else 0.0 for p, m in zip(self.penalties, self.mask, strict=True)]
+        rest = self.score
+        for turn, reward in self.turn_rewards.items():
+            tokens = [t for t, m in enumerate(self.mask) if m and self.turns[t] == turn]
+            if tokens:
+                rewards[tokens[-1]] += reward
+                rest -= reward
         if any(self.mask):
-            rewards[max(t for t, m in enumerate(self.mask) if m)] += self.score
+            rewards[max(t for t, m in enumerate(self.mask) if m)] += rest
         return rewards
 
     @property
@@ -47,7 +59,7 @@ class Row:
     def without_masked_tokens(self) -> "Row":
         kept = {
             name: [x for x, m in zip(getattr(self, name), self.mask, strict=True) if m]
-            for name in ("mask", "penalties", "values", "log_probs", "sum_pi_squared")
+            for name in ("mask", "penalties", "values", "log_probs", "sum_pi_squared", "turns")
         }
         return replace(self, **kept)
 
@@ -77,6 +89,7 @@ def flat(rows: list[Row]) -> EstimatorInput:
         baselines=each("baseline"),
         sum_pi_squared=tokens("sum_pi_squared"),
         parts={key: each(key) for key in KEYS},
+        turns=tokens("turns", np.int64),
     )
 
 
@@ -115,6 +128,7 @@ def ragged_rows(draw: st.DrawFn, min_size: int = 0) -> list[Row]:
     rows = []
     for score, group, mask, form in shapes:
         n = len(mask)
+        turns = np.cumsum(rng.integers(0, 2, n)).tolist()
         pi = rng.uniform(0.02, 0.98, n)
         rows.append(
             Row(
@@ -127,6 +141,8 @@ def ragged_rows(draw: st.DrawFn, min_size: int = 0) -> list[Row]:
                 (pi**2 + rng.uniform(0, 1, n) * (1 - pi) ** 2).tolist(),
                 float(rng.normal()),
                 float(form),
+                turns,
+                {turn: float(rng.integers(-2, 3)) for turn in set(turns) if rng.integers(0, 2)},
             )
         )
     return rows

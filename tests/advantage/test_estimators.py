@@ -107,7 +107,8 @@ def test_numbers_on_masked_tokens_do_not_matter(name, rows):
 @few
 @given(rows=ragged_rows())
 def test_masked_tokens_are_no_steps(name, rows):
-    without = estimate(name, [row.without_masked_tokens() for row in rows], gamma=0.9, lam=0.8)
-    for got, expected in zip(estimate(name, rows, gamma=0.9, lam=0.8), without, strict=True):
+    discounts = {"gamma": 0.9, "lam": 0.8, "turn_gamma": 0.7}
+    without = estimate(name, [row.without_masked_tokens() for row in rows], **discounts)
+    for got, expected in zip(estimate(name, rows, **discounts), without, strict=True):
         trained = [[x for x, m in zip(xs, row.mask, strict=True) if m] for row, xs in zip(rows, got, strict=True)]
         assert_close(trained, expected)

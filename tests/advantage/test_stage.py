@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from pipeline.advantage.estimators import NEEDS, Estimate, EstimatorInput, register_adv_est
 from pipeline.advantage.stage import Advantage
 from pipeline.config.algorithm import AlgorithmConfig
-from pipeline.rows import ADVANTAGE, BASELINE, KL_COEF, POLICY, PROMPT, REFERENCE, REWARD, ROLLOUT, VALUE
+from pipeline.rows import (
+    ADVANTAGE,
+    AGENT,
+    ANSWER,
+    BASELINE,
+    KL_COEF,
+    OBSERVATION,
+    POLICY,
+    PROMPT,
+    REFERENCE,
+    REWARD,
+    ROLLOUT,
+    VALUE,
+)
 from pipeline.store.policy_store import PolicyStore
 from pipeline.weights.load import Shard
 from tests.scoring.published import LocalStore, get
@@ -53,16 +66,16 @@ def table(*rows: dict, schema: pa.Schema = BEFORE) -> pa.Table:
     return pa.Table.from_pylist(made, schema=schema)
 
 
-def run(rows: pa.Table, **config) -> dict[str, list]:
-    done = Advantage(AlgorithmConfig(**config))(rows)
+def run(rows: pa.Table, turn_rewards: bool = False, **config) -> dict[str, list]:
+    done = Advantage(AlgorithmConfig(**config), turn_rewards=turn_rewards)(rows)
     assert done.schema.equals(pa.schema([*rows.schema, *ADVANTAGE]))
     return done.select(["advantages", "returns", "drop_reason", "uid", "reward", "kl"]).to_pydict()
 
 
-def seen(rows: pa.Table, **config) -> EstimatorInput:
+def seen(rows: pa.Table, turn_rewards: bool = False, **config) -> EstimatorInput:
     """What an estimator gets to see of these rows."""
     SEEN.clear()
-    run(rows, **({"adv_estimator": "test_reads_everything"} | config))
+    run(rows, turn_rewards, **({"adv_estimator": "test_reads_everything"} | config))
     return SEEN.pop()
 
 
@@ -307,3 +320,100 @@ def test_rows_that_are_refused(row, schema, config, words):
 
 def test_a_kl_of_masked_tokens_is_not_read():
     run(penalised({**MASKED, "ref_log_probs": [math.nan] * 4}), use_kl_in_reward=True)
+
+
+WITH_SPANS = pa.schema([*BEFORE, *AGENT, *REFERENCE])
+
+
+def episode(*spans: tuple[int, int, float | None], **row) -> dict:
+    """A row of these spans (kind, tokens, reward); all tokens of answers train, unless the row has a mask."""
+    mask = [int(kind == ANSWER) for kind, tokens, _ in spans for _ in range(tokens)]
+    made = [dict(zip(("kind", "tokens", "reward"), span, strict=True)) for span in spans]
+    return {"uid": "a", "mask": mask, "spans": made} | row
+
+
+def say(tokens: int, reward: float | None = None) -> tuple[int, int, float | None]:
+    return ANSWER, tokens, reward
+
+
+def see(tokens: int) -> tuple[int, int, float | None]:
+    return OBSERVATION, tokens, None
+
+
+EPISODES = [
+    episode(say(2, 0.5), see(3), say(1), see(1), say(2, 2.0), score=2.5),
+    # The environment said more than was rewarded, as with a function beside it, or a penalty.
+    episode(say(1, 1.0), see(1), say(2, -1.0), score=0.25),
+    # The policy wrote the middle answer, and it does not train: what it earned goes to the end.
+    episode(say(1, 1.0), see(2), say(2, 4.0), see(1), say(1, 8.0), score=13.0, mask=[1, 0, 0, 0, 0, 0, 1]),
+    # No answer, none that trains, one that was cut to nothing, and an answer behind which the environment went on.
+    episode(score=1.0),
+    episode(say(2, 3.0), see(1), score=3.0, mask=[0, 0, 0]),
+    episode(say(2, 1.0), see(2), say(0, 2.0), score=3.0),
+    episode(say(1), see(2), score=0.5),
+]
+
+
+def test_rewards_of_answers_stand_on_their_last_tokens():
+    whole = table(*EPISODES, schema=WITH_SPANS)
+    data = seen(whole, adv_estimator="test_reads_rewards", turn_rewards=True)
+    tokens = [part.tolist() for part in np.split(data.token_rewards, data.offsets[1:-1])]
+    assert tokens == [
+        [0, 0.5, 0, 0, 0, 0, 0, 0, 2],
+        [1, 0, 0, -0.75],
+        [1, 0, 0, 0, 0, 0, 12],
+        [],
+        [0, 0, 0],
+        [0, 3, 0, 0],
+        [0.5, 0, 0],
+    ]
+    turns = [part.tolist() for part in np.split(data.turns, data.offsets[1:-1])]
+    assert turns[0] == [0, 0, -1, -1, -1, 1, -1, 2, 2] and turns[2] == [0, -1, -1, 1, 1, -1, 2]
+    assert turns[3:] == [[], [0, 0, -1], [0, 0, -1, -1], [0, -1, -1]]
+    assert data.rewards.tolist() == [2.5, 0.25, 13, 1, 3, 3, 0.5]
+    # Where a function scores alone, the environment's rewards are no part of it; turns are turns.
+    alone = seen(whole, adv_estimator="test_reads_rewards")
+    assert alone.token_rewards[data.offsets[0] : data.offsets[1]].tolist() == [0] * 8 + [2.5]
+    assert alone.turns.tolist() == data.turns.tolist()
+    assert seen(table({"uid": "a", "score": 1.0}), adv_estimator="test_reads_rewards").turns is None
+
+
+def test_rounding_of_the_score_is_no_reward():
+    rewards = [float(np.float32(reward)) for reward in (0.1, 0.2, 0.7, 1e-3)]
+    spans = [span for reward in rewards for span in (say(1, reward), see(1))]
+    score = float(np.float32(0.1 + 0.2 + 0.7 + 1e-3))
+    assert score != sum(rewards)
+    data = seen(table(episode(*spans, score=score), schema=WITH_SPANS), True, adv_estimator="test_reads_rewards")
+    assert data.token_rewards.tolist() == [x for reward in rewards for x in (reward, 0)]
+
+
+def test_the_kl_is_paid_beside_rewards_of_answers():
+    row = episode(say(1, 0.5), see(1), say(1, 1.0), score=1.5, kl_coef=0.5)
+    row |= {"rollout_log_probs": [-1.0, -9.0, -2.0], "ref_log_probs": [-1.5, -1.0, -1.0]}
+    config = {"adv_estimator": "test_reads_rewards", "use_kl_in_reward": True, "kl_penalty": "kl"}
+    got = run(table(row, schema=WITH_SPANS), True, **config)
+    assert got["advantages"] == [[0.25, 0, 1.5]] and got["reward"] == [1.75]
+
+
+def test_turn_rewards_need_spans_that_fit():
+    with pytest.raises(ValueError, match="no column 'spans', which agent.reward needs; the stage 'rollout' should"):
+        run(table({"uid": "a", "score": 1.0}), True)
+    wrong = episode(say(2), see(1), score=1.0, mask=[1, 1])
+    rows = table(
+        EPISODES[0], {**EPISODES[0], "score": 0.0, "reward_error": "x"}, wrong | {"uid": "b"}, schema=WITH_SPANS
+    )
+    with pytest.raises(ValueError, match="spans of a row of uid b have 3 tokens, and its response has 2"):
+        run(rows)
+    # Rows that failed are left out with their spans.
+    data = seen(rows.slice(0, 2), True, adv_estimator="test_reads_rewards")
+    assert data.turns.tolist() == [0, 0, -1, -1, -1, 1, -1, 2, 2]
+
+
+def test_turn_grpo_in_the_stage():
+    rows = [episode(say(1, 0.0), see(1), say(1, 1.0), score=1.0), episode(say(1, 1.0), see(2), say(1, -1.0), score=0.0)]
+    got = run(table(*rows, schema=WITH_SPANS), True, adv_estimator="turn_grpo", norm_adv_by_std_in_grpo=False)
+    assert got["advantages"] == [[0.5, 0, 1], [-0.5, 0, 0, -1]]
+    assert got["returns"] == [[1, 0, 1], [0, 0, 0, -1]]
+    # A function's score says nothing about the first of two answers, so both get what GRPO gives.
+    got = run(table(*rows, schema=WITH_SPANS), adv_estimator="turn_grpo", norm_adv_by_std_in_grpo=False)
+    assert got["advantages"] == [[0.5, 0, 0.5], [-0.5, 0, 0, -0.5]]

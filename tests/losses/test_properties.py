@@ -128,3 +128,30 @@ def test_the_farthest_policies_stay_finite(name, advantage, log_prob, old_log_pr
     assert np.isfinite([*got.losses.values(), *got.gradient]).all()
     assert all(np.isfinite(total) for total, _ in got.sums.values())
     assert got.sums["ppo_kl"][0] == pytest.approx(np.clip(old_log_prob - log_prob, -20, 20))
+
+
+@every_loss
+@settings(max_examples=20, deadline=None)
+@given(rows=batches())
+def test_a_token_of_a_per_token_loss_depends_on_no_other(name, rows):
+    rows = choose(name, rows, CONFIG)
+    pieces = [
+        Row(
+            *(getattr(row, column)[[token]] for column in ("log_probs", "old_log_probs", "advantages", "mask")),
+            token_mask=row.token_mask[[token]],
+        )
+        for row in rows
+        for token in range(len(row.log_probs))
+    ]
+    whole, apart = evaluate(name, rows, CONFIG), evaluate(name, pieces, CONFIG)
+    same = np.allclose(whole.per_token, apart.per_token, rtol=1e-9, atol=1e-12)
+    same &= np.allclose(whole.gradient, apart.gradient, rtol=1e-9, atol=1e-12)
+    assert same or not get_policy_loss(name).per_token
+
+
+@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
+def test_these_losses_read_whole_sequences(name):
+    assert not get_policy_loss(name).per_token
+    row = Row([-1.0, -1.2, -0.8], [-1.1, -1.0, -1.0], [1.0, 1.0, 1.0])
+    other = replace(row, log_probs=row.log_probs + [0, 0, 0.05])
+    assert evaluate(name, [row], CONFIG).per_token[0] != evaluate(name, [other], CONFIG).per_token[0]

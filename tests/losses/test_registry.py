@@ -53,7 +53,9 @@ def test_a_name_is_taken_once():
     vanilla = get_policy_loss("vanilla").function
     with pytest.raises(ValueError, match="'vanilla' is registered twice"):
         register_policy_loss("vanilla")(lambda data, config: vanilla(data, config))
-    register_policy_loss("vanilla", zero_without_advantage=True)(vanilla)  # a module that is loaded again
+    register_policy_loss("vanilla", zero_without_advantage=True, per_token=True)(
+        vanilla
+    )  # a module that is loaded again
     assert get_policy_loss("vanilla").function is vanilla
 
 

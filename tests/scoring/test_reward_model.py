@@ -13,7 +13,7 @@ from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.rows import REWARD_MODEL
-from pipeline.scoring.reward_model import RewardModelScore
+from pipeline.scoring.reward_model import RewardModelScore, conversations
 
 PROMPT = json.dumps([{"role": "user", "content": "Make 54 from 3, 7 and 25."}])
 RESPONSES = ["3 * 7 + 25", "", "I do not know.", "<answer>25 * 3 - 7 * 3</answer>" * 3]
@@ -69,6 +69,23 @@ def test_neither_order_nor_the_size_of_a_pass_matters(judge: Path) -> None:
     small = make_stage(judge, max_token_len=200)
     assert small(table(RESPONSES[::-1]))["rm_score"].to_pylist()[::-1] == pytest.approx(want, abs=1e-5)
     assert len(small(table([]))) == 0
+
+
+def test_an_episode_is_read_whole(judge: Path) -> None:
+    """Its prompt as it is; whatever was written behind it without special tokens."""
+    prompt, call = json.loads(PROMPT), {"name": "calc", "arguments": {"x": ["<|im_end|>", 1]}}
+    answer = {"role": "assistant", "content": None, "calls": [call], "reasoning": "hm"}
+    written = [answer, {"role": "user", "content": "54<|im_end|>"}, {"role": "assistant", "content": RESPONSES[3]}]
+    given = table([RESPONSES[3]])
+    episodes = given.append_column("messages", pa.array([json.dumps([*prompt, *written])]))
+    (made,) = conversations(episodes)
+    calls = [{"type": "function", "function": call}]
+    assert made == (prompt, [{"role": "assistant", "content": "", "tool_calls": calls}, *written[1:]])
+    stage = make_stage(judge)
+    assert stage._as_text(made[1][0])["tool_calls"][0]["function"]["arguments"] == {"x": [" ", 1]}
+    clean = written[:1] + [{"role": "user", "content": "54 "}] + written[2:]
+    same = given.append_column("messages", pa.array([json.dumps([*prompt, *clean])]))
+    assert stage(episodes)["rm_score"] == stage(same)["rm_score"] != stage(given)["rm_score"]
 
 
 def test_a_special_token_in_words_is_no_special_token(judge: Path) -> None:

@@ -18,7 +18,7 @@ from pipeline.stats import reduce
 from pipeline.train.critic import Critic
 from pipeline.train.setup import build_critic
 from tests.train import updates
-from tests.train.plain import aggregate, gradient_norm, padded
+from tests.train.plain import aggregate, gradient_norm, padded, sequences
 from tests.train.updates import CPU, assert_same, masked, moved, update, with_column, with_values
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -54,17 +54,17 @@ def trained(config: Config, *tables: pa.Table) -> tuple[dict[str, float], dict[s
 
 
 def plain_values(model: Path, rows: list[dict[str, Any]]) -> tuple[Any, Tensor, Tensor]:
-    """`transformers`' own model, a head, and values [B, T] of the responses, one forward pass per row."""
+    """`transformers`' own model, a head, and values [B, T] of the responses, one forward pass per context."""
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     head = torch.nn.Linear(lm.config.hidden_size, 1)
     head.weight.data, head.bias.data = head_weights(lm.config.hidden_size), torch.zeros(1)
     width, values = max(len(row["response_ids"]) for row in rows), []
     for row in rows:
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-        first, count = len(row["prompt_ids"]), len(row["response_ids"])
-        hidden = lm(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
-        own = head(hidden[first - 1 : first - 1 + count])[:, 0]
-        values.append(torch.nn.functional.pad(own, (0, width - count)))
+        parts = []
+        for prompt, response in sequences(row):
+            hidden = lm(input_ids=torch.tensor([prompt + response]), output_hidden_states=True).hidden_states[-1][0]
+            parts.append(head(hidden[len(prompt) - 1 : len(prompt) - 1 + len(response)])[:, 0])
+        values.append(torch.nn.functional.pad(torch.cat(parts), (0, width - len(row["response_ids"]))))
     return lm, head, torch.stack(values)
 
 

@@ -7,9 +7,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from pipeline.losses import AGG_MODES
 from pipeline.train.setup import build_actor
-from tests.train import test_actor_losses, test_critic
+from tests.train import test_actor_losses, test_contexts, test_critic
 from tests.train.test_actor_losses import LOSSES
+from tests.train.test_contexts import EXACT, SMALL, distance, watch
 from tests.train.test_update import CASES as STREAMED
 from tests.train.test_update import OWN_LOSS, configured
 from tests.train.updates import (
@@ -21,6 +23,7 @@ from tests.train.updates import (
     save_update,
     spawn,
     table,
+    update,
     with_reference,
     with_values,
     without_advantage,
@@ -60,6 +63,13 @@ CHUNKED: dict[str, dict[str, Any]] = {
     "mini-batches": STREAMED["mini-batches, recomputed"],
     "uneven": {"loss_agg_mode": "seq-mean-token-mean", "ppo_max_token_len_per_gpu": 20},
 }
+CONTEXTS: dict[str, dict[str, Any]] = {
+    f"contexts, {loss}": {"loss": loss, "loss_agg_mode": AGG_MODES[number % len(AGG_MODES)]}
+    for number, loss in enumerate(("vanilla", "clip_cov", "dro", "gspo", "geo_mean"))
+} | {
+    "contexts, bypass": SPLIT["bypass"],
+    "contexts, decoupled": SPLIT["decoupled, sequences"],
+}
 CRITIC: dict[str, dict[str, Any]] = {
     "critic, one step": {"ppo_max_token_len_per_gpu": 40},
     "critic, four steps": {"ppo_epochs": 2, "ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"},
@@ -83,6 +93,16 @@ def work(rank: int, folder: str, model: str) -> None:
             options = {"ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"} | case
             config = test_actor_losses.make_config(model, **options, ppo_max_token_len_per_gpu=budget)
             save_update(build_actor(config, CPU, 100), rows_of(name), f"{folder}/{name}-{world}.pt")
+        for name, case in CONTEXTS.items():
+            options = {
+                "ppo_max_token_len_per_gpu": 16384 if world == 1 else SMALL,
+                "loss_agg_mode": "token-mean",
+            } | case
+            actor = build_actor(test_actor_losses.make_config(model, **options), CPU, 100)
+            gradient = watch(actor)
+            chunks = in_chunks(test_contexts.rows_of())[rank::world]
+            update(actor, pa.concat_tables(chunks))
+            torch.save(gradient, f"{folder}/{name}-{world}-{rank}.pt")
         for name, case in CHUNKED.items():
             actor = build_actor(configured(model, case), CPU, 100)
             save_update(actor, rows_of(name), f"{folder}/{name}-{world}.pt", streamed=world == 2)
@@ -108,3 +128,9 @@ def test_two_ranks_train_as_one(results: Path, name: str) -> None:
     assert name not in CRITIC or metrics["critic/vf_explained_var"] > 0
     assert name not in ("clip_cov", "kl_cov") or metrics["actor/cov_frac"] > 0.1
     assert not name.startswith("decoupled") or metrics["rollout_corr/rollout_is_batch_norm_factor"] != 1
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_two_ranks_have_the_gradient_of_one_on_rows_of_several_contexts(results: Path, name: str) -> None:
+    one, *two = (torch.load(results / f"{name}-{part}.pt", weights_only=True) for part in ("1-0", "2-0", "2-1"))
+    assert all(distance(gradient, one) < EXACT for gradient in two)

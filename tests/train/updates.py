@@ -31,13 +31,14 @@ COLUMNS = pa.schema([SCHEMA.field(name) for name in NAMES])
 CPU = torch.device("cpu")
 
 
-def table(seed: int = 0) -> pa.Table:
-    """One iteration: 8 prompts with 2 responses of 0 to 9 tokens each, some masked; one row is masked as a whole."""
+def table(seed: int = 0, longest: int = 9) -> pa.Table:
+    """One iteration: 8 prompts with 2 responses of up to `longest` tokens each, some masked; one row is masked as a
+    whole, one has no tokens."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(5, 300, rng.integers(1, 8)) for _ in range(PROMPTS)]
     rows = []
     for number in range(PROMPTS * N):
-        length = 0 if number == 5 else int(rng.integers(1, 10))
+        length = 0 if number == 5 else int(rng.integers(1, longest + 1))
         rows.append(
             {
                 "uid": str(number // N),
@@ -60,6 +61,22 @@ def with_column(rows: pa.Table, name: str, numbers: np.ndarray) -> pa.Table:
     if name in rows.column_names:
         return rows.set_column(rows.column_names.index(name), field, column)
     return rows.append_column(field, column)
+
+
+def with_contexts(rows: pa.Table, seed: int = 3) -> pa.Table:
+    """`rows`, two of three of which are cut into two to four contexts anywhere, behind prompts of 1 to 7 tokens."""
+    rng = np.random.default_rng(seed)
+    column: list[list[dict[str, Any]] | None] = []
+    for number, length in enumerate(np.diff(flat(rows, "response_ids")[1])):
+        if number % 3 == 0:
+            column.append([None, []][number % 2])
+            continue
+        cuts = np.sort(rng.integers(0, length + 1, rng.integers(1, 4)))
+        tokens = np.diff([0, *cuts, length])
+        prompts = [None, *(rng.integers(5, 300, rng.integers(1, 8)) for _ in cuts)]
+        column.append([{"prompt": prompt, "tokens": count} for prompt, count in zip(prompts, tokens, strict=True)])
+    field = SCHEMA.field("contexts")
+    return rows.append_column(field, pa.array(column, field.type))
 
 
 def masked(rows: pa.Table) -> pa.Table:
