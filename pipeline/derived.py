@@ -20,6 +20,21 @@ def uses_engines(config: Config) -> bool:
     return config.data.recorded_run is None
 
 
+def uses_agent(config: Config) -> bool:
+    """Whether rows are episodes of several turns."""
+    return config.agent.used
+
+
+def uses_turn_rewards(config: Config) -> bool:
+    """Whether the rewards that an environment or a program gives to answers are part of the score."""
+    return any(agent.scored_by != "function" for agent in config.agent.declared().values())
+
+
+def most_contexts(config: Config) -> int:
+    """Sequences of tokens that a row may have."""
+    return max(agent.most_contexts for agent in config.agent.declared().values()) if uses_agent(config) else 1
+
+
 def uses_critic(config: Config) -> bool:
     """Whether a critic is trained, and the stage `value` evaluates it."""
     return _needs(config, "values") if config.critic.enable is None else config.critic.enable
@@ -76,6 +91,9 @@ WITHOUT_RATIO = ("gpg", "reinforce", "dro")
 SELECTING = ("clip_cov", "kl_cov")
 """Built-in losses that compare a token with all others of its mini-batch."""
 
+OF_SEQUENCES = ("gspo", "geo_mean")
+"""Built-in losses in which a token's loss depends on other tokens of its row."""
+
 
 def rollout_correction(config: Config) -> RolloutCorrectionConfig:
     """The off-policy correction in force: with `rollout_is` as one of `token`, `sequence` and `none`."""
@@ -112,15 +130,32 @@ def why_not_streamed(config: Config) -> str | None:
 
 def _selects(config: Config) -> bool:
     mode = config.actor.policy_loss.loss_mode
-    if ":" not in mode:
-        return mode in SELECTING
-    # A function of the user's own: torch is loaded for these alone.
+    return mode in SELECTING if ":" not in mode else _declares(mode, "token_mask_fn")
+
+
+def needs_whole_rows(config: Config, part: ActorConfig | CriticConfig) -> bool:
+    """Whether the loss of actor or critic reads other tokens of a token's row, so that all contexts of an episode must
+    pass through the model together."""
+    actor = config.actor
+    if (part.loss_agg_mode or actor.loss_agg_mode) == "seq-mean-token-mean":
+        return True
+    if isinstance(part, CriticConfig):
+        return False
+    mode, correction = actor.policy_loss.loss_mode, rollout_correction(config)
+    of_sequences = mode in OF_SEQUENCES if ":" not in mode else not _declares(mode, "per_token")
+    corrects = correction.rollout_is != "none" or correction.rollout_rs is not None
+    return of_sequences or (corrects and actor.old_log_probs == "engine")
+
+
+def _declares(loss_mode: str, flag: str) -> bool:
+    """Whether a loss of the user's own, given by its import path, is registered with this flag; False if the path is
+    wrong, which `check_algorithm` reports."""
+    # Torch is loaded for these alone.
     from pipeline.losses import get_policy_loss
 
     try:
-        return get_policy_loss(mode).token_mask_fn is not None
+        return bool(getattr(get_policy_loss(loss_mode), flag))
     except ValueError:
-        # The import path is wrong; `check_algorithm` reports that.
         return False
 
 
@@ -144,6 +179,8 @@ class UpdateShape:
     """Divisor of `seq-mean-token-sum-norm`."""
     max_nonfinite_steps: int
     """Consecutive optimiser steps that may have a gradient that is not finite."""
+    whole_rows: bool
+    """Whether all contexts of a row must be in one micro-batch."""
 
     @classmethod
     def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
@@ -156,6 +193,7 @@ class UpdateShape:
             agg_mode=part.loss_agg_mode or actor.loss_agg_mode,
             scale_factor=actor.loss_scale_factor or float(config.data.max_response_length),
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+            whole_rows=needs_whole_rows(config, part),
         )
 
     @property

@@ -37,6 +37,22 @@ def test_a_kl_brings_the_reference(kl):
     assert uses_reference(good(kl))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rewarded"),
+    [
+        ("", False),
+        ("agent.environment=a:Game", True),
+        ("agent.environment=a:Game agent.reward=sum", True),
+        ("agent.environment=a:Game agent.reward=function", False),
+        ("agent.program=a:run", True),
+        ("agent.command=[python]", True),
+        ("agent.tools=[a:calc]", False),
+    ],
+)
+def test_answers_have_rewards_where_these_are_part_of_the_score(overrides, rewarded):
+    assert derived.uses_turn_rewards(good(*overrides.split())) == rewarded
+
+
 def test_pools_in_the_order_of_the_stream():
     keys = ("critic.enable=true", "actor.use_kl_loss=true", "reward.model.path=judge")
     config = good("algorithm.adv_estimator=optimal_token_baseline", *keys)
@@ -73,6 +89,7 @@ def test_the_losses_that_compare_all_tokens_are_known_without_torch():
     own = [loss for loss in _POLICY_LOSSES.values() if loss.function.__module__.startswith("pipeline.")]
     assert {loss.name for loss in own if loss.token_mask_fn is not None} == set(derived.SELECTING)
     assert set(derived.WITHOUT_RATIO) <= {loss.name for loss in own}
+    assert {loss.name for loss in own if not loss.per_token} == set(derived.OF_SEQUENCES)
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,15 @@ class AlgorithmConfig:
     gamma: float = setting(1.0, at_least=0, at_most=1)
     """Discount per token of `gae`, `reinforce_plus_plus` and `remax`."""
 
+    turn_gamma: float = setting(1.0, at_least=0, at_most=1)
+    """Discount per turn of an episode, of `turn_grpo`, and beside `gamma` of `gae`, `reinforce_plus_plus` and
+    `remax`."""
+
     lam: float = setting(1.0, at_least=0, at_most=1)
     """GAE's lambda: 1 is the whole return, 0 one step."""
 
     norm_adv_by_std_in_grpo: bool = True
-    """Divide advantages of `grpo`, `gdpo` and `grpo_passk` by the group's standard deviation."""
+    """Divide advantages of `grpo`, `turn_grpo`, `gdpo` and `grpo_passk` by the group's standard deviation."""
 
     gdpo_reward_keys: list[str] = field(default_factory=list)
     """Rewards that `gdpo` normalises one by one: parts of the reward, or `score`."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from pipeline.config.agent import AgentConfig
 from pipeline.config.algorithm import AlgorithmConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.learner import ActorConfig, CriticConfig
@@ -19,6 +20,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -107,7 +107,14 @@ class SFTDataConfig(SupervisedDataConfig):
     """The conversations to learn from."""
 
     messages_key: str = "messages"
-    """Column that holds the conversation as chat messages; the assistant's messages are learnt."""
+    """Column that holds the conversation as chat messages; the assistant's messages are learnt, except those whose
+    `loss_mask` is 0."""
+
+    tools_key: str = "tools"
+    """Column of schemas of the tools that the conversation may call, as a list or JSON text, where files have it."""
+
+    enable_thinking_key: str = "enable_thinking"
+    """Column of the chat template's argument `enable_thinking`, true, false or null, where files have it."""
 
     truncation: str = setting("error", choices=("error", "right"))
     """A longer conversation is an error (`error`), or loses its end (`right`)."""

@@ -137,6 +137,9 @@ class TrainerConfig:
     log_samples: int = setting(8, at_least=0)
     """Sample trajectories in the tracker's table, per validation and per 10 iterations."""
 
+    log_traces: int = setting(2, at_least=0, at_most=100)
+    """Rows of each iteration, and of each validation, that MLflow gets as [traces](trace.md#look-at-rows)."""
+
     weight_bucket_mb: int = setting(512, at_least=1)
     """MiB of weights that travel as one buffer."""
 

@@ -70,7 +70,7 @@ ray_init.num_cpus -> trainer.ray_num_cpus
 ray_kwargs.ray_init.num_cpus -> trainer.ray_num_cpus
 """
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-_CORRECTION = "algorithm.rollout_correction"
+_CORRECTION, _TURNS = "algorithm.rollout_correction", f"{_ROLLOUT}.multi_turn"
 
 
 def _renamed() -> Iterator[tuple[str, str]]:
@@ -111,16 +111,30 @@ RULED: dict[str, str] = {
     "critic.ppo_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
     f"{_CORRECTION}.bypass_mode": "actor.old_log_probs=engine",
     f"{_CORRECTION}.loss_type": "actor.policy_loss.loss_mode",
+    **dict.fromkeys(
+        (f"{_TURNS}.tool_config_path", f"{_TURNS}.function_tool_path", "data.tool_config_path"), "agent.tools"
+    ),
+    "data.function_tool_path": "agent.tools",
+    f"{_TURNS}.enable": "agent.tools or agent.environment",
+    f"{_TURNS}.interaction_config_path": "agent.environment",
+    f"{_TURNS}.max_assistant_turns": "agent.max_turns",
+    f"{_TURNS}.max_user_turns": "agent.max_turns",
+    f"{_TURNS}.max_parallel_calls": "agent.max_parallel_calls",
+    f"{_TURNS}.max_tool_response_length": "agent.max_observation_tokens",
+    f"{_TURNS}.tool_response_truncate_side": "agent.max_observation_tokens",
+    f"{_TURNS}.format": "agent.parser",
+    f"{_ROLLOUT}.agent.default_agent_loop": "agent.tools or agent.environment",
     "reward.reward_model.enable": "reward.model.path",
     "reward_model.enable": "reward.model.path",
 }
 """Keys that are no renaming, and those of ours that the rules of `jobs.verl` make of them."""
 
 CANNOT: dict[str, str] = {
-    "responses have one turn, and there are no tools or agents": (
-        "actor_rollout_ref.rollout.multi_turn.* actor_rollout_ref.rollout.agent.* actor_rollout_ref.rollout.custom.* "
-        "data.tool_config_path data.function_tool_path data.continuous_token.*"
+    "verl's agent loops do not run here; write an agent.environment or agent.program": (
+        "actor_rollout_ref.rollout.agent.agent_loop* actor_rollout_ref.rollout.agent.custom_async_server* "
+        "actor_rollout_ref.rollout.custom.* *.multi_turn.completion_callback"
     ),
+    "what was sampled stays in the context as it was": "*.multi_turn.use_inference_chat_template",
     "images, video and audio are not read": (
         "*.freeze_vision_tower *.limit_images data.*image* data.*video* data.*audio* data.*multi_modal* "
         "data.mm_processor_kwargs* *.use_preprocessed_multimodal_input *.mm_processor_cache_gb *.vision_*"
@@ -197,6 +211,11 @@ LOST: dict[str, str] = {
         "actor_rollout_ref.rollout.n_gpus_per_node *.scheduling_policy *.disable_log_stats *.router_config_path "
         "actor_rollout_ref.rollout.skip* actor_rollout_ref.rollout.moe_* *.checkpoint_engine.* skip.*"
     ),
+    "episodes run beside the engines": "actor_rollout_ref.rollout.agent.num_workers",
+    "tokens are never encoded again, so there is nothing to compare": (
+        "*.multi_turn.tokenization_sanity_check_mode data.continuous_token.*"
+    ),
+    "verl does not read it": "*.multi_turn.num_repeat_rollouts",
     "vLLM is the engine": "actor_rollout_ref.rollout.name *.engine_kwargs.* *.engine_kwargs",
     "all responses are trained; algorithm.max_staleness keeps others from waiting for slow ones": "*.over_sample_rate",
     "the run is on CPUs or NVIDIA GPUs (trainer.use_gpu)": "trainer.device",
@@ -247,7 +266,6 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "*reward_manager*": ("naive", "dapo", "gdpo", "register"),
     "*.optimizer": ("AdamW",),
     "*.optimizer_impl": ("torch.optim",),
-    "*.agent.num_workers": tuple(range(1, 1025)),
     "*.lora_alpha": tuple(range(1, 1025)),
     "actor_rollout_ref.rollout.name": ("vllm",),
     "*.use_remove_padding": (True,),

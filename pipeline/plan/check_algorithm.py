@@ -8,7 +8,14 @@ from pipeline.advantage import registry as estimators
 from pipeline.advantage.estimators import Estimator, get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
-from pipeline.derived import WITHOUT_RATIO, rollout_correction, uses_critic, uses_policy_scores, why_not_streamed
+from pipeline.derived import (
+    WITHOUT_RATIO,
+    rollout_correction,
+    uses_agent,
+    uses_critic,
+    uses_policy_scores,
+    why_not_streamed,
+)
 from pipeline.train.correction import parse
 
 POLICY_LOSSES = (
@@ -21,7 +28,7 @@ CLIPPED_RATIO = ("vanilla", "gspo", "cispo", "clip_cov")
 """Those of them that hold the ratio above 1 - `clip_ratio_low`; for the others it bounds something else or nothing."""
 
 COMPARE_IN_GROUP = (
-    *("grpo", "gdpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),
+    *("grpo", "turn_grpo", "gdpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 """Built-in estimators that compare a response with the others of its group."""
@@ -105,6 +112,9 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         ),
         "{algorithm.adv_estimator_kwargs}: no built-in estimator reads it; leave it out, or name one of your own": (
             algorithm.adv_estimator_kwargs and built_in(estimator.function)
+        ),
+        "{algorithm.turn_gamma} discounts from turn to turn, and rows have one; set it to 1": (
+            algorithm.turn_gamma != 1 and not uses_agent(config)
         ),
         f"{{trainer.stream_gradients}} is not possible here: {why}; set it to null": (
             config.trainer.stream_gradients and why

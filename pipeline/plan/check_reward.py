@@ -12,7 +12,10 @@ from pipeline.reward.functions import function_config, functions
 from pipeline.reward.rules import rule_of
 from pipeline.reward.sandbox.rule import DATA_SOURCES
 
-TAKEN = ("score", "acc", "pred", "rm_score", "raw_score", "overlong_penalty", "length_penalty", "repetition_penalty")
+TAKEN = (
+    *("score", "acc", "pred", "rm_score", "env_score", "raw_score"),
+    *("overlong_penalty", "length_penalty", "repetition_penalty"),
+)
 """Parts of a reward that have a meaning, so that no function may have their names."""
 
 _RULE_OPTIONS = "its options are in reward.rule_kwargs"

@@ -11,8 +11,8 @@ from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
-from pipeline.derived import scorers, uses_critic, uses_engines
-from pipeline.plan import check_algorithm, check_reward, models
+from pipeline.derived import most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
+from pipeline.plan import check_agent, check_algorithm, check_reward, models
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
 from pipeline.replay import checks as replay
@@ -36,6 +36,11 @@ def check(config: Config) -> None:
 def _problems(config: Config) -> Iterator[str]:
     single = list(violations(config))
     yield from single
+    try:
+        config.agent.declared()
+    except ValueError as error:
+        yield str(error)
+        return
     for section in (config.algorithm, config.actor, config.trainer):
         yield from sentences(config, section.problems())
     if uses_engines(config):
@@ -43,6 +48,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from sentences(config, _sections(config))
     yield from _prompts(config)
     yield from check_reward.problems(config)
+    yield from check_agent.problems(config)
     yield from replay.problems(config)
     yield from check_algorithm.problems(config)
     try:
@@ -160,6 +166,7 @@ def _batches(config: Config) -> Iterator[str]:
                 f"{name}.ppo_mini_batch_size={mini} must be a multiple of rollout.chunk_prompts x trainer.num_workers "
                 f"= {chunk} x {workers} = {chunk * workers}, so that every worker gets whole chunks"
             )
+        yield from _episode_in_a_pass(config, name, learner)
     passes |= {f"scoring.{name}.max_token_len": pool.max_token_len for name, pool in scorers(config).items()}
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     for key, longest in passes.items():
@@ -168,6 +175,22 @@ def _batches(config: Config) -> Iterator[str]:
                 f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
                 f"{prompt + response} tokens, more than {key}={longest}; raise it or shorten rows"
             )
+
+
+def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticConfig) -> Iterator[str]:
+    """All contexts of the longest episode must fit into one forward pass, if the loss needs them together."""
+    key = "max_turns" if config.agent.history == "template" else "max_contexts"
+    most = most_contexts(config)
+    budget = learner.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    tokens = most * (prompt + response)
+    if most > 1 and tokens > budget and needs_whole_rows(config, learner):
+        yield (
+            f"the longest episode has agent.{key} x (data.max_prompt_length + data.max_response_length) = "
+            f"{most} x ({prompt} + {response}) = {tokens} tokens, which the loss of the {name} needs in one forward "
+            f"pass, more than {name}.ppo_max_token_len_per_gpu={budget}; raise it, or choose a policy loss of single "
+            "tokens, such as vanilla, and another loss_agg_mode than seq-mean-token-mean, such as token-mean"
+        )
 
 
 def _neighbours(batch: int, step: int) -> str:

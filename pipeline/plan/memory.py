@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.config import Config
-from pipeline.derived import scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
+from pipeline.derived import most_contexts, scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
 from pipeline.plan.models import ModelFiles, read_model
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -120,7 +120,8 @@ def _row_bytes(config: Config) -> int:
         if used and pa.types.is_list(column.type) and column.type != rows.RUNS
     )
     responses = config.data.train_batch_size * (config.rollout.n + uses_baselines(config))
-    prompt_bytes = config.data.max_prompt_length * rows.INTS.value_type.bit_width // 8
+    prompts = most_contexts(config)
+    prompt_bytes = prompts * config.data.max_prompt_length * rows.INTS.value_type.bit_width // 8
     return responses * (prompt_bytes + config.data.max_response_length * per_token)
 
 

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from pipeline.config import Config, ConfigError
-from pipeline.derived import UpdateShape, scorers, uses_baselines, uses_critic, uses_engines, uses_filter
+from pipeline.derived import (
+    UpdateShape,
+    scorers,
+    uses_agent,
+    uses_baselines,
+    uses_critic,
+    uses_engines,
+    uses_filter,
+)
 from pipeline.plan.checks import check
 from pipeline.plan.memory import Memory, estimate
 from pipeline.plan.placement import SHARED_STAGE_CPUS, Stage
@@ -33,6 +41,8 @@ class Plan:
     critic: UpdateShape | None
     """None without a critic."""
     chunks_in_flight_per_engine: int
+    episodes_per_engine: int
+    """Most training episodes that one engine plays at once, each with a process of its own; 0 without episodes."""
     iterations: int | None
     """Iterations of the run; None where the number of training prompts is not known."""
     train_rows: int | None
@@ -78,6 +88,7 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         actor=UpdateShape.of(config, config.actor),
         critic=UpdateShape.of(config, config.critic) if uses_critic(config) else None,
         chunks_in_flight_per_engine=rollout.in_flight(chunks),
+        episodes_per_engine=episodes_at_once(config),
         iterations=_iterations(config, train_rows),
         train_rows=train_rows,
         stages=tuple(
@@ -85,8 +96,17 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
             for stage in _stages(config)
         ),
         memory=memory,
-        notes=tuple(notes(config, chunks, memory)),
+        notes=tuple(notes(config, chunks, memory, episodes_at_once(config))),
     )
+
+
+def episodes_at_once(config: Config) -> int:
+    """The number of `Plan.episodes_per_engine`."""
+    rollout = config.rollout
+    chunks = config.data.train_batch_size // rollout.chunk_prompts
+    admitted = -(-chunks * (1 + config.algorithm.max_staleness) // rollout.num_engines)
+    episodes = min(admitted, rollout.in_flight(chunks)) * rollout.chunk_prompts * rollout.n
+    return episodes if uses_agent(config) and uses_engines(config) else 0
 
 
 def _stages(config: Config) -> Iterator[Stage]:

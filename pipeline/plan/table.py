@@ -8,6 +8,7 @@ from pipeline.config import Config
 from pipeline.derived import (
     UpdateShape,
     rollout_correction,
+    uses_agent,
     uses_critic,
     uses_engines,
     uses_reference,
@@ -29,6 +30,18 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     )
     table.add_row("algorithm", ", ".join(_algorithm(config)))
     table.add_row("training prompts", "not counted" if plan.train_rows is None else f"{plan.train_rows:,}")
+    if uses_agent(config):
+        by = {
+            "environment": "environment or program",
+            "function": "reward",
+            "sum": "environment or program, and reward",
+        }
+        agents = {name: by[agent.scored_by] for name, agent in config.agent.declared().items() if name or agent.plays}
+        if config.agent.named:
+            listed = "; ".join(f"{name or 'without a name'}: {words}" for name, words in agents.items())
+            table.add_row("rows", f"episodes of several turns of agents that rows choose, scored by {listed}")
+        else:
+            table.add_row("rows", f"episodes of several turns, scored by {agents[None]}")
     if sampling := ", ".join(_sampling(config)):
         table.add_row("sampling", sampling)
     table.add_row("iterations", "as many as the prompts give" if plan.iterations is None else f"{plan.iterations:,}")
@@ -46,7 +59,9 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
         warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
         table.add_row("of the critic", _steps(plan.critic) + warmup)
     if uses_engines(config):
-        table.add_row("one engine", f"{plan.chunks_in_flight_per_engine} chunks in flight", end_section=True)
+        processes = plan.episodes_per_engine
+        each = f", up to {processes:,} episodes at once, each with a process" if processes else ""
+        table.add_row("one engine", f"{plan.chunks_in_flight_per_engine} chunks in flight{each}", end_section=True)
     else:
         data = config.data
         which = f"iterations {data.recorded_iterations}" if data.recorded_iterations else "all iterations"

@@ -6,11 +6,13 @@ from fnmatch import fnmatch
 
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
+from pipeline.config.agent import MOST_EPISODES
 from pipeline.config.bounds import as_argument, sentences
 from pipeline.config.schema import keys, value_of
 from pipeline.derived import (
     rollout_correction,
     scorers,
+    uses_agent,
     uses_critic,
     uses_engines,
     uses_policy_scores,
@@ -22,7 +24,7 @@ from pipeline.plan.check_algorithm import POLICY_LOSSES, built_in, loss_mode
 from pipeline.plan.memory import Memory, shown
 from pipeline.replay import checks as replay
 
-_LIKE_GRPO = ("grpo", "grpo_passk", "gdpo")
+_LIKE_GRPO = ("grpo", "turn_grpo", "grpo_passk", "gdpo")
 _READ_BY_LOSS = {
     "dro_beta": ("dro",),
     "tau_*": ("sapo",),
@@ -34,6 +36,7 @@ _READ_BY_LOSS = {
 _READ_BY_ESTIMATOR = {
     "lam": ("gae",),
     "gamma": ("gae", "reinforce_plus_plus", "remax"),
+    "turn_gamma": ("turn_grpo", "gae", "reinforce_plus_plus", "remax"),
     "f_norm": ("gpg",),
     "norm_adv_by_std_in_grpo": _LIKE_GRPO,
     "gdpo_reward_*": ("gdpo",),
@@ -41,18 +44,34 @@ _READ_BY_ESTIMATOR = {
 }
 """Keys of `algorithm`: the built-in estimators that read them."""
 
+_OF_ENVIRONMENT = ("agent.observation_role", "agent.same_seed_in_group")
+"""Keys that only runs with an environment read."""
+_NOT_OF_PROGRAM = (
+    "agent.observation_role",
+    "agent.max_parallel_calls",
+    "agent.on_malformed",
+    "agent.step_timeout_s",
+)
+"""Keys that runs with a program do not read."""
 
-def notes(config: Config, chunks: int, memory: Memory | None) -> Iterator[str]:
+
+def notes(config: Config, chunks: int, memory: Memory | None, episodes: int = 0) -> Iterator[str]:
     """One sentence each, for a config that can be run.
 
     Args:
         config: the run's configuration.
         chunks: chunks of an iteration.
         memory: what the run needs, where the model's shape is known.
+        episodes: most episodes that one engine plays at once.
     """
     yield from replay.notes(config)
     if uses_engines(config):
         yield from sentences(config, _pools(config, chunks, memory))
+    if episodes > MOST_EPISODES:
+        yield (
+            f"one engine has up to {episodes:,} episodes at once and plays {MOST_EPISODES:,} of them, each in a "
+            "process; the others wait, and a lower rollout.chunks_in_flight would let other engines have them"
+        )
     yield from sentences(config, _algorithm(config))
     if config.algorithm.max_staleness:
         yield from sentences(config, _stale(config))
@@ -89,7 +108,7 @@ def _algorithm(config: Config) -> dict[str, object]:
     algorithm, actor = config.algorithm, config.actor
     estimator, mode = get_adv_estimator(algorithm.adv_estimator), loss_mode(config)
     kl_loss, kl_in_reward, kl_type = actor.use_kl_loss, algorithm.use_kl_in_reward, actor.kl_loss_type
-    by_spread = estimator.name in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
+    by_spread = estimator.name in ("grpo", "turn_grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
     return {
         f"{{critic.enable}} trains a critic that algorithm.adv_estimator={estimator.name} does not read; it learns the "
         "estimator's returns": uses_critic(config) and "values" not in estimator.needs,
@@ -109,6 +128,13 @@ def _algorithm(config: Config) -> dict[str, object]:
         f"{{actor.policy_loss.loss_mode}} clips the ratio of the response, which hardly ever leaves 1 - "
         f"{actor.clip_low:g} to 1 + {actor.clip_high:g}; its paper has 3e-4 and 4e-4 (algorithm=gspo)": (
             mode == "gspo" and max(actor.clip_low, actor.clip_high) > 0.01
+        ),
+        "{algorithm.adv_estimator} compares tokens at one place of the response, and replies of different lengths move "
+        "answers; tir_optimal_token_baseline counts places in answers alone": (
+            uses_agent(config) and estimator.name == "optimal_token_baseline"
+        ),
+        "{algorithm.adv_estimator} compares turns, and rows have one: it is grpo here": (
+            estimator.name == "turn_grpo" and not uses_agent(config)
         ),
         "{actor.clip_ratio_c} truncates the weights of {actor.policy_loss.loss_mode}; its paper hardly does "
         "(algorithm=dppo)": mode in ("dppo_tv", "dppo_kl") and actor.clip_ratio_c < 10,
@@ -168,12 +194,19 @@ def _unread(config: Config) -> Iterator[str]:
         **dict.fromkeys(replay.UNREAD, not uses_engines(config)),
         "scoring.reference.path": not uses_reference(config),
         "reward.model.weight": not uses_reward_model(config),
+        "agent.*": not uses_agent(config),
     }
     if mode in POLICY_LOSSES:
         unread |= {f"actor.policy_loss.{key}": mode not in by for key, by in _READ_BY_LOSS.items()}
     if built_in(estimator.function):
         unread |= {f"algorithm.{key}": estimator.name not in by for key, by in _READ_BY_ESTIMATOR.items()}
     patterns = [pattern for pattern, applies in unread.items() if applies]
+    agents = config.agent.declared().values()
+    if all(agent.driven for agent in agents):
+        patterns += _NOT_OF_PROGRAM
+    elif all(agent.environment is None and not agent.driven for agent in agents):
+        patterns += _OF_ENVIRONMENT
+    patterns += ("agent.max_contexts",) if not any(agent.driven for agent in agents) else ()
     for name, key in keys(Config).items():
         if value_of(config, name) != key.default and any(fnmatch(name, pattern) for pattern in patterns):
             yield f"{name}={as_argument(value_of(config, name))}"

@@ -32,9 +32,10 @@ def test_no_pattern_hides_behind_a_wider_one() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "part", "cannot"),
     [
-        (f"{ROLLOUT}.multi_turn.enable", True, "one turn", True),
-        (f"{ROLLOUT}.multi_turn.enable", False, SAME, False),
-        (f"{ROLLOUT}.agent.num_workers", 8, SAME, False),
+        (f"{ROLLOUT}.agent.agent_loop_config_path", "loops.yaml", "agent loops do not run here", True),
+        (f"{ROLLOUT}.agent.agent_loop_config_path", None, SAME, False),
+        (f"{ROLLOUT}.multi_turn.use_inference_chat_template", True, "stays in the context", True),
+        (f"{ROLLOUT}.agent.num_workers", 8, "beside the engines", False),
         ("data.image_key", "images", "images", True),
         ("actor_rollout_ref.model.lora_rank", 32, "LoRA", True),
         ("actor_rollout_ref.model.lora_rank", 0, SAME, False),
@@ -61,6 +62,7 @@ def test_reasons(key: str, value: object, part: str, cannot: bool) -> None:
     ("key", "part"),
     [
         ("actor_rollout_ref.actor.optim.warmup_style", "did you mean actor.optim.lr_scheduler_type?"),
+        (f"{ROLLOUT}.multi_turn.enable", "did you mean agent.tools or agent.environment?"),
         ("trainer.nnodes", "did you mean trainer.num_workers, rollout.num_engines"),
         ("actor_rollout_ref.model.lora_rank", "which verl has; all weights are trained"),
         (f"{ROLLOUT}.name", "which verl has; vLLM is the engine"),

@@ -30,6 +30,7 @@ KL = "algorithm.use_kl_in_reward=true"
         ("algorithm.adv_estimator=os:getcwd", "called with data and config"),
         ("algorithm.adv_estimator=pipeline.losses.ppo:vanilla", "registered as another kind of function"),
         ("algorithm.adv_estimator_kwargs.limit=3", "no built-in estimator reads it"),
+        ("algorithm.turn_gamma=0.9", "algorithm.turn_gamma=0.9 discounts from turn to turn, and rows have one"),
         (f"{GAE} critic.enable=false", "reads values and critic.enable=false"),
         ("critic.warmup=5", "critic.warmup=5 trains a critic first"),
         (f"{GAE} critic.ppo_mini_batch_size=48", "critic.ppo_mini_batch_size=48 does not divide"),

@@ -176,3 +176,26 @@ def test_nixl_needs_memory_that_it_can_register(monkeypatch):
     segments = "trainer.env_vars.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     assert "nixl cannot register memory" in refusal("trainer.weight_transport=nixl", segments)
     check(good(segments))
+
+
+EPISODES = "agent.program=a:run agent.max_contexts=3 data.max_prompt_length=10 data.max_response_length=30 "
+
+
+def test_an_episode_that_does_not_fit_into_a_pass_is_refused_where_its_contexts_must_pass_together():
+    tight, whole = "actor.ppo_max_token_len_per_gpu=119", "actor.policy_loss.loss_mode=gspo"
+    wanted = (
+        "the longest episode has agent.max_contexts x (data.max_prompt_length + data.max_response_length) = 3 x (10 + "
+        "30) = 120 tokens, which the loss of the actor needs in one forward pass, more than actor.ppo_max_token_len_per"
+        "_gpu=119; raise it, or choose"
+    )
+    bypass = "actor.old_log_probs=engine algorithm.rollout_correction.rollout_is=token actor.policy_loss.loss_mode="
+    for setting in (whole, "actor.loss_agg_mode=seq-mean-token-mean", bypass + "reinforce"):
+        assert wanted in refusal(*EPISODES.split(), tight, *setting.split()), setting
+        check(good(*EPISODES.split(), "actor.ppo_max_token_len_per_gpu=120", *setting.split()))
+    check(good(*EPISODES.split(), tight))
+    check(good(*EPISODES.split(), tight, "actor.old_log_probs=recompute"))
+    check(good(*EPISODES.split(), tight, whole, "agent.max_contexts=2"))
+    critic = "algorithm.adv_estimator=gae actor.loss_agg_mode=seq-mean-token-mean actor.ppo_max_token_len_per_gpu=150"
+    assert "the loss of the critic needs" in refusal(
+        *EPISODES.split(), *critic.split(), "critic.ppo_max_token_len_per_gpu=119"
+    )

@@ -43,6 +43,14 @@ def test_memory_of_a_local_model(tmp_path):
     assert "1024" not in shown(*overrides) and "memory of an engine" in shown(*overrides)
 
 
+def test_every_context_of_an_episode_may_have_a_prompt(tmp_path):
+    write_model(tmp_path, {"a": [100, 10]}, num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
+    overrides = [f"model.path={tmp_path}", "data.max_prompt_length=10", "data.max_response_length=30"]
+    one, three = (small(*overrides, "agent.program=a:run", f"agent.max_contexts={n}") for n in (1, 3))
+    rows = one.config.data.train_batch_size * one.config.rollout.n
+    assert three.memory.rows - one.memory.rows == rows * 2 * 10 * 4
+
+
 def test_sizes_of_the_decoder_are_read_from_text_config(tmp_path):
     sizes = {"vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     write_model(tmp_path, {"a": [100, 10]}, text_config=sizes)

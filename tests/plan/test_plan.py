@@ -59,6 +59,19 @@ def test_hand_worked_numbers():
     assert numbers.gpus == 0
 
 
+def test_episodes_at_once():
+    """8 chunks of 8 prompts x 4 samples over 3 engines, and as many again for each iteration ahead."""
+    assert small().episodes_per_engine == 0 and "episodes" not in shown()
+    assert small("agent.environment=a:B").episodes_per_engine == 3 * 8 * 4
+    assert small("agent.environment=a:B", "algorithm.max_staleness=1").episodes_per_engine == 6 * 8 * 4
+    assert small("agent.environment=a:B", "rollout.chunks_in_flight=1").episodes_per_engine == 8 * 4
+    many = ["agent.environment=a:B", "rollout.n=256"]
+    assert any("up to 6,144 episodes at once and plays 4,096 of them" in note for note in small(*many).notes)
+    assert "up to 96 episodes at once" in shown("agent.environment=a:B")
+    assert "scored by environment or program " in shown("agent.environment=a:B")
+    assert "scored by reward " in shown("agent.tools=[a:b]")
+
+
 def test_iterations():
     assert small().iterations is None
     assert small("trainer.total_epochs=2", train_rows=1000).iterations == 31

@@ -31,6 +31,12 @@ UNREAD = "set, and read by nothing in this run: "
         ("actor.policy_loss.loss_mode=gspo", "its paper has 3e-4 and 4e-4"),
         ("actor.policy_loss.loss_mode=dppo_tv", "actor.clip_ratio_c=3 truncates the weights"),
         ("actor.use_kl_loss=true rollout.num_gpus=1", "the reference replicas on 1 CPUs each"),
+        (
+            "agent.tools=[a:b] algorithm.adv_estimator=optimal_token_baseline",
+            "replies of different lengths move",
+        ),
+        ("algorithm.adv_estimator=turn_grpo", "algorithm.adv_estimator=turn_grpo compares turns, and rows have one"),
+        ("agent.tools=[a:b] algorithm.turn_gamma=0.5", f"{UNREAD}algorithm.turn_gamma=0.5"),
         ("rollout.num_engines=65", "rollout.num_engines=65: 1 engines stay idle"),
         ("rollout.num_engines=3", "64 chunks do not divide evenly"),
         ("rollout.update=in_flight", "rollout.update=in_flight with algorithm.max_staleness=0"),
@@ -47,6 +53,13 @@ UNREAD = "set, and read by nothing in this run: "
 def test_what_is_probably_not_meant_is_noted(overrides, words):
     notes = plan(good(*overrides.split())).notes
     assert len([note for note in notes if words in note]) == 1, notes
+
+
+def test_an_estimator_of_turns_fits_episodes():
+    notes = plan(
+        good("agent.environment=a:Game", "algorithm.adv_estimator=turn_grpo", "algorithm.turn_gamma=0.5")
+    ).notes
+    assert not [note for note in notes if "algorithm." in note]
 
 
 @pytest.mark.parametrize("overrides", ["", f"{STALE}=1", f"{STALE}=4", f"{STALE}=1 {BYPASS}"])

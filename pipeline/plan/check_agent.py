@@ -1,0 +1,109 @@
+"""Settings of episodes that cannot be run. Part of `checks.check`; `rollout/dry.py` tries the user's code."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipeline.config import Config
+from pipeline.config.agent import AgentConfig
+from pipeline.config.bounds import sentences, violations
+from pipeline.derived import uses_agent, uses_engines
+
+_MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_ONE = re.compile(rf"(?:{_MODULE}|.*\.py):[A-Za-z_]\w*", re.ASCII)
+_FILE = re.compile(r".*\.(?:py|ya?ml)", re.ASCII)
+_MCP = re.compile(r"mcp:\s*\S.*")
+_OPENENV = re.compile(r"openenv:(?:ws|http)s?://\S+")
+_NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """One sentence per problem."""
+    for named in config.agent.named:
+        if not _NAME.fullmatch(named):
+            yield f"agent.named: {named!r} is not the name of an agent; write letters, digits, _ and -"
+    found: dict[str, None] = {}
+    for name, agent in config.agent.declared().items():
+        own = [] if name is None else list(violations(agent, "agent."))
+        for text in (*own, *_of_agent(replace(config, agent=agent))):
+            found[config.agent.spelled(text, name)] = None
+    # What is wrong with the section is found in each agent that takes it from there.
+    yield from (text for text in found if text not in set(violations(config.agent, "agent.")))
+    if uses_agent(config):
+        yield from sentences(config, _rewards(config))
+
+
+def _of_agent(config: Config) -> Iterator[str]:
+    """Sentences on one agent, whose settings are the section."""
+    agent = config.agent
+    yield from sentences(config, agent.problems())
+    yield from _names(agent)
+    if agent.plays and uses_engines(config):
+        yield from sentences(config, _generation(config))
+
+
+def _names(agent: AgentConfig) -> Iterator[str]:
+    """Names that cannot be those of an environment, a tool or a variable."""
+    if agent.environment is not None and not (
+        _OPENENV.fullmatch(agent.environment) or _ONE.fullmatch(agent.environment)
+    ):
+        yield (
+            f"agent.environment={agent.environment!r} is not the name of a class; write module:Class, such as "
+            "my_game:HigherLower, the file, such as /code/my_game.py:HigherLower, or openenv:URL"
+        )
+    if agent.program is not None and not _ONE.fullmatch(agent.program):
+        yield (
+            f"agent.program={agent.program!r} is not the name of a function; write module:function, such as "
+            "my_program:run, or the file, such as /code/my_program.py:run"
+        )
+    for number, tool in enumerate(agent.tools):
+        if not isinstance(tool, str):
+            yield f"agent.tools[{number}]={tool!r} is no text; write it in quotes, such as 'mcp: COMMAND'"
+        elif not any(form.fullmatch(tool) for form in (_ONE, _FILE, _MCP)):
+            yield (
+                f"agent.tools[{number}]={tool!r} is not the name of a tool; write module:function, such as "
+                "my_tools:calc, a file, such as /code/my_tools.py, or mcp: COMMAND or URL"
+            )
+        elif tool in agent.tools[:number]:
+            yield f"agent.tools[{number}]={tool} is given twice; leave one of them out"
+    for variable in agent.env_vars:
+        if not _VARIABLE.fullmatch(variable):
+            yield f"agent.env_vars: {variable!r} is not the name of an environment variable"
+
+
+def _rewards(config: Config) -> dict[str, object]:
+    """Rewards of which nothing would come."""
+    reward = config.reward
+    own = all(agent.scored_by == "environment" for agent in config.agent.declared().values())
+    instead = (
+        "does nothing: the environment or the program gives the rewards; set agent.reward=sum to add it to them, "
+        "agent.reward=function to score with it alone, or leave it out"
+    )
+    table: dict[str, object] = {
+        f"{{reward.custom_reward_function.path}} {instead}": own and reward.custom_reward_function.path is not None,
+        f"{{reward.rule_kwargs}} {instead}": own and reward.rule_kwargs,
+        f"{{reward.model.path}} {instead}": own and reward.model.path is not None,
+    }
+    for name in reward.functions:
+        table[f"reward.functions.{name} {instead}"] = own
+    return table
+
+
+def _generation(config: Config) -> dict[str, object]:
+    """Settings of generation that episodes cannot have."""
+    agent, data, rollout = config.agent, config.data, config.rollout
+    return {
+        "{rollout.ignore_eos}: an answer would not end before the episode is full; leave it out with agent.environment "
+        "and agent.tools": rollout.ignore_eos,
+        "{rollout.stop} with {agent.tools}: a text could end an answer inside a call; leave it out": (
+            rollout.stop and agent.tools
+        ),
+        "{agent.max_turn_tokens} is above {data.max_response_length}, which all answers and replies of an episode "
+        "share; lower it": agent.max_turn_tokens > data.max_response_length,
+        "{rollout.min_tokens} is above {agent.max_turn_tokens}, and both count the tokens of one answer; lower it": (
+            0 < agent.max_turn_tokens < rollout.min_tokens
+        ),
+        "{trainer.deadlines.chunk} is not above {agent.episode_timeout_s}: a chunk takes as long as its longest "
+        "episode; raise the first or lower the second": config.trainer.deadlines.chunk <= agent.episode_timeout_s,
+    }
