@@ -19,6 +19,10 @@ LOGGERS: dict[str, Callable[[TrackedRun], Logger]] = {
 }
 
 
+TRACE_TRIES = 8
+"""Traces are worth less than metrics; with the pauses between them these take minutes."""
+
+
 class AsyncLoggers:
     """The trackers of `run` that `names` has; `console` among them is left out.
 
@@ -47,6 +51,13 @@ class AsyncLoggers:
             return
         for logger, queue in self._loggers.values():
             queue.put(f"the samples of iteration {iteration}", logger.samples, iteration, rows)
+
+    def traces(self, split: str, iteration: int, moment: float, count: int) -> None:
+        """Send recorded rows of an iteration to MLflow as traces, if there is one; `moment` is Unix seconds."""
+        what = f"the traces of {'validation' if split == 'val' else 'iteration'} {iteration}"
+        for logger, queue in self._loggers.values():
+            if count and isinstance(logger, MlflowLogger):
+                queue.put(what, logger.traces, split, iteration, moment, count, tries=TRACE_TRIES)
 
     def image(self, path: Path) -> None:
         """Send a picture; an older one that still waits is left out."""

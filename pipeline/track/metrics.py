@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.rows import flat, loss_mask, token_versions
+from pipeline.rows import flat, loss_mask, policy_tokens, token_versions
 from pipeline.stats import Stat, Stats, mean, summary
+from pipeline.track.episodes import episode_metrics
 
 MOST_PARTS = 32
 """Parts of a reward that become metrics, the first ones in the order of their names."""
@@ -21,8 +22,8 @@ _PART = re.compile(r"\w[\w.\-/]{0,63}", re.ASCII)
 def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: int = 0) -> Stats:
     """Metrics of the finished rows that one rank trains on in one iteration; groups must be whole on a rank.
 
-    Scores, rewards, parts and groups leave out rows whose reward failed; lengths count every row; advantages, returns
-    and values are over tokens that train.
+    Scores, rewards, parts and groups leave out rows whose reward failed; lengths count every row, and of it the tokens
+    that the policy wrote; advantages, returns and values are over tokens that train.
 
     Args:
         table: columns of `pipeline.rows.SCHEMA`; optional ones (`reward`, `kl`, ...) may be missing or null throughout.
@@ -49,7 +50,8 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
         **summary(rewards.to_numpy()[good], "critic/rewards"),
         **summary(flat(table, "advantages")[0][chosen], "critic/advantages"),
         **summary(flat(table, "returns")[0][chosen], "critic/returns"),
-        **_lengths(table, np.diff(offsets)),
+        **_lengths(table, policy_tokens(table)),
+        **episode_metrics(table),
         "reward/error_rate": mean((~good).sum(), len(good)),
         **{f"reward/{name}/mean": mean(parts[name][1].sum(), len(parts[name][1])) for name in list(parts)[:MOST_PARTS]},
         **_groups(table["uid"].filter(pa.array(good)), score, raw_score >= solved_at),
@@ -62,7 +64,7 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
         **summary(_present(table["load_s"]), "rollout/load_s", ("mean", "max")),
     }
     if _has(table, "version_runs"):
-        stats |= _token_ages(table, trained_version, np.diff(offsets))
+        stats |= _token_ages(table, np.repeat(trained_version, np.diff(offsets)))
     if _has(table, "values"):
         stats |= summary(flat(table, "values")[0][chosen], "critic/values")
     if _has(table, "baseline"):
@@ -88,9 +90,9 @@ def _ages(staleness: np.ndarray, most: int) -> Stats:
     return stats
 
 
-def _token_ages(table: pa.Table, trained_version: np.ndarray, tokens: np.ndarray) -> Stats:
-    """Of response tokens, `tokens` [R] per row: weights may change while a row is generated."""
-    ages = np.repeat(trained_version, tokens) - token_versions(table)
+def _token_ages(table: pa.Table, trained_version: np.ndarray) -> Stats:
+    """Of the policy's tokens: weights may change while a row is generated. `trained_version` [N]: of every token."""
+    ages = (trained_version - token_versions(table))[flat(table, "response_mask")[0] > 0]
     versions = pc.list_value_length(table["version_runs"]).to_numpy()
     return {
         "training/token_staleness": mean(ages.sum(), len(ages)),

@@ -11,6 +11,8 @@
 4. Only `MlflowClient` with explicit ids: the fluent interface keeps a run per thread.
 5. Unless set otherwise, `MLFLOW_HTTP_REQUEST_MAX_RETRIES` is 0 and `MLFLOW_HTTP_REQUEST_TIMEOUT` 30 s (the
    `RetryQueue` retries), and MLflow's progress bars and usage reports are off.
+6. Traces are read from the recorded rows, in this thread, and sent with ids that follow from run and row. An iteration
+   that is trained again replaces its traces where it samples the same rows.
 """
 
 import logging
@@ -21,10 +23,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.track.conversation import COLUMNS
 from pipeline.track.datasets import dataset_inputs
 from pipeline.track.loggers import TrackedRun, shown
 from pipeline.track.provenance import flattened, git_commit, versions
 from pipeline.track.retry_queue import Rejected
+from pipeline.track.samples import Rows, watched
+from pipeline.track.traces import Trace
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -71,7 +76,7 @@ class MlflowLogger:
         self._id_file = run.folder / "mlflow_run_id"
         self._server = os.environ.get("MLFLOW_TRACKING_URI")
         self._store = local_store((run.store_of or run.folder).absolute())
-        self._run_id = ""
+        self._run_id = self._experiment_id = ""
 
     def start(self) -> None:
         client = self._client
@@ -83,7 +88,7 @@ class MlflowLogger:
             self._resume = True
         else:
             client.update_run(run.info.run_id, status="RUNNING")
-        self._run_id = run.info.run_id
+        self._run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
         self._log_settings(run)
         if inputs := dataset_inputs(self._run.settings):
             client.log_inputs(self._run_id, inputs)
@@ -109,6 +114,27 @@ class MlflowLogger:
         # for ever would cost ever more, one per iteration would overflow the tag.
         first = iteration // ITERATIONS_PER_TABLE * ITERATIONS_PER_TABLE
         self._client.log_table(self._run_id, table, f"samples/from_iteration_{first:06d}.json")
+
+    def traces(self, split: str, iteration: int, time: float, count: int) -> None:
+        from mlflow.tracing.client import TracingClient
+
+        try:
+            rows = Rows(str(self._run.folder), iteration, split)
+            chosen = [rows.read(number, COLUMNS) for number in watched(rows, split, count)]
+            run = self._run_id, self._run.name, self._experiment_id
+            traces = [Trace(row, iteration, *run, ended=time) for row in chosen]
+            infos, spans = [trace.info() for trace in traces], [span for trace in traces for span in trace.spans()]
+        except FileNotFoundError:
+            # Restarted train workers have discarded the rows; they train the iteration again.
+            return
+        except (ValueError, OSError) as error:
+            raise Rejected(str(error)) from error
+        client = TracingClient(self._client.tracking_uri)
+        # Spans that an earlier try of the iteration has, and this one lacks, would stay otherwise.
+        client.delete_traces(self._experiment_id, trace_ids=[info.trace_id for info in infos])
+        for info in infos:
+            client.start_trace(info)
+        client.log_spans(self._experiment_id, spans)
 
     def image(self, path: Path) -> None:
         self._client.log_artifact(self._run_id, str(path))

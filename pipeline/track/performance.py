@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.rows import flat
+from pipeline.rows import flat, prompt_tokens
 from pipeline.stats import Stat, Stats, summary
 
 GIB = 2**30
@@ -15,13 +15,16 @@ PHASES = ("old_log_prob", "update_critic", "update_actor")
 """Phases of the trainer that go through prompt and response tokens."""
 
 
-def derived(metrics: dict[str, float], prompt_tokens: float, response_tokens: float, workers: int) -> dict[str, float]:
+def derived(
+    metrics: dict[str, float], prompt_tokens: float, response_tokens: float, policy_tokens: float, workers: int
+) -> dict[str, float]:
     """Rates that follow from an iteration's finished `metrics`; those without their part, or tokens, are left out.
 
     Args:
         metrics: of all ranks, with `timing_s/step`.
         prompt_tokens: of the iteration's rows on all ranks.
         response_tokens: of the same.
+        policy_tokens: those of them that the engines sampled.
         workers: train workers.
     """
     total, seconds = prompt_tokens + response_tokens, metrics["timing_s/step"]
@@ -33,8 +36,8 @@ def derived(metrics: dict[str, float], prompt_tokens: float, response_tokens: fl
     if "timing_s/gen" in metrics:
         found["perf/train_idle"] = min(1.0, metrics["timing_s/gen"] / seconds)
     if generation := metrics.get("rollout/generate_s/max"):
-        found["perf/rollout_tokens_per_s"] = response_tokens / generation
-    for phase, tokens in {"gen": response_tokens, **dict.fromkeys(PHASES, total)}.items():
+        found["perf/rollout_tokens_per_s"] = policy_tokens / generation
+    for phase, tokens in {"gen": policy_tokens, **dict.fromkeys(PHASES, total)}.items():
         if f"timing_s/{phase}" in metrics and tokens:
             found[f"timing_per_token_ms/{phase}"] = metrics[f"timing_s/{phase}"] * 1000 / tokens
     return found
@@ -55,5 +58,5 @@ def memory_metrics(device: torch.device) -> Stats:
 
 def sequence_balance(table: pa.Table) -> Stats:
     """Tokens (prompts and responses) of one rank's rows; merged, the smallest, largest and mean number over ranks."""
-    tokens = sum(len(flat(table, name)[0]) for name in ("prompt_ids", "response_ids"))
+    tokens = prompt_tokens(table) + len(flat(table, "response_ids")[0])
     return summary(np.array([tokens]), "global_seqlen")

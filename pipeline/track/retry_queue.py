@@ -4,6 +4,8 @@
 2. A call that fails is repeated with growing pauses; those behind it wait, so the order is kept.
 3. Beyond `capacity` the oldest calls are dropped and counted.
 4. The first failure is a warning, then the 8th, the 64th, ...; `close` says which calls were never made.
+5. A call with a limit of tries goes behind the others when it fails, and is given up after the last one: what
+   matters less never holds the others up.
 
 MLflow's own asynchronous logging is not used: it drops a batch after a few minutes without an answer, its flush has no
 deadline, and it does not cover parameters, tables and artifacts.
@@ -14,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class _Call:
     function: Callable[..., None]
     arguments: tuple[Any, ...]
     keep: bool
+    tries: int | None
 
 
 class RetryQueue:
@@ -53,7 +56,7 @@ class RetryQueue:
         self._waiting: deque[_Call] = deque()
         self._busy = False
         self._last_error = "no answer yet"
-        self._dropped = self._rejected = 0
+        self._dropped = self._rejected = self._given_up = 0
         self._closing = threading.Event()
         self._abandoned = False
         self._changed = threading.Condition()
@@ -64,7 +67,13 @@ class RetryQueue:
         self._thread.start()
 
     def put(
-        self, what: str, function: Callable[..., None], *arguments: Any, keep: bool = False, latest: bool = False
+        self,
+        what: str,
+        function: Callable[..., None],
+        *arguments: Any,
+        keep: bool = False,
+        latest: bool = False,
+        tries: int | None = None,
     ) -> None:
         """Queue `function(*arguments)`, which is called until it returns without an exception.
 
@@ -74,11 +83,13 @@ class RetryQueue:
             arguments: with what.
             keep: neither drop this call for want of room, nor when it is rejected.
             latest: a waiting call of the same `what` is replaced by this one.
+            tries: failures after which the call is given up, and counted; after each it goes behind those that wait.
+                None repeats it at once, until it succeeds.
         """
         with self._changed:
             if latest:
                 self._waiting = deque(call for call in self._waiting if call.what != what)
-            self._waiting.append(_Call(what, function, arguments, keep))
+            self._waiting.append(_Call(what, function, arguments, keep, tries))
             if len(self._waiting) > self._capacity:
                 oldest = next((call for call in self._waiting if not call.keep), None)
                 if oldest is not None:
@@ -105,6 +116,8 @@ class RetryQueue:
             parts.append(f"{self._dropped} were dropped when {self._capacity} were waiting")
         if self._rejected:
             parts.append(f"{self._rejected} were refused")
+        if self._given_up:
+            parts.append(f"{self._given_up} were given up (last error: {self._last_error})")
         return f"{self._name} lacks records: {'; '.join(parts)}" if parts else None
 
     def _work(self) -> None:
@@ -117,7 +130,7 @@ class RetryQueue:
                 if call.keep or not isinstance(error, Rejected):
                     failures += 1
                     self._last_error = _short(error)
-                    if failures == warn_at:
+                    if call.tries is None and failures >= warn_at:
                         warn_at *= WARN_EVERY_POWER_OF
                         log.warning(
                             "%s could not take %s (try %d: %s); the run goes on, records are kept and sent when it "
@@ -127,7 +140,10 @@ class RetryQueue:
                             failures,
                             self._last_error,
                         )
-                    self._put_back(call)
+                    if call.tries == 1:
+                        self._give_up(call)
+                    else:
+                        self._put_back(call)
                     self._pause(min(self._first_pause_s * 2 ** min(failures - 1, 32), self._longest_pause_s))
                     continue
                 self._rejected += 1
@@ -150,8 +166,16 @@ class RetryQueue:
 
     def _put_back(self, call: _Call) -> None:
         with self._changed:
-            self._waiting.appendleft(call)
+            if call.tries is None:
+                self._waiting.appendleft(call)
+            else:
+                self._waiting.append(replace(call, tries=call.tries - 1))
             self._busy = False
+
+    def _give_up(self, call: _Call) -> None:
+        self._given_up += 1
+        if self._given_up == 1:
+            log.warning("%s did not take %s (the last try: %s)", self._name, call.what, self._last_error)
 
     def _pause(self, seconds: float) -> None:
         # The end of the run cannot wait out a long pause, it has a deadline of its own.

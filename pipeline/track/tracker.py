@@ -122,6 +122,10 @@ class Tracker:
         """Send a table of sample trajectories (`prompt`, `response`, `score`, ...) to the trackers."""
         self._loggers.samples(iteration, rows)
 
+    def traces(self, split: str, iteration: int, count: int) -> None:
+        """Send `count` recorded rows of an iteration to MLflow as traces; of `val`, the policy version."""
+        self._loggers.traces(split, iteration, time.time(), count)
+
     def finish(self, status: str, summary: Mapping[str, str] | None = None) -> list[str]:
         """Draw the last plot, flush the trackers within the deadline and print the table. Works once.
 

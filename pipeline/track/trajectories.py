@@ -132,6 +132,26 @@ def recorded_files(run_dir: str) -> dict[int, list[str]]:
     return {number: _files(filesystem, path) for number, path in _iterations(filesystem, root, "train")}
 
 
+def recorded_iterations(run_dir: str, split: str) -> list[int]:
+    """Iterations with rows of `split`, in order; of `val`, policy versions.
+
+    Raises:
+        ValueError: the file system of a URL is unknown.
+    """
+    filesystem, root = filesystem_of(run_dir)
+    return [number for number, path in _iterations(filesystem, root, split) if _files(filesystem, path)]
+
+
+def iteration_files(run_dir: str, iteration: int, split: str) -> list[str]:
+    """Files of one iteration, as paths of the folder's file system; empty where it has none.
+
+    Raises:
+        ValueError: the file system of a URL is unknown.
+    """
+    filesystem, root = filesystem_of(run_dir)
+    return _files(filesystem, _folder(root, split, iteration))
+
+
 def discard_trajectories(run_dir: str, iteration: int) -> list[int]:
     """Remove training rows of `iteration` and later ones and validation rows of versions after `iteration - 1`.
 

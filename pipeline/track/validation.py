@@ -17,6 +17,7 @@ from pipeline.stats import Stat, Stats, mean
 from pipeline.store.client import StoreClient
 from pipeline.store.events import PromptScores, ValidationScored
 from pipeline.store.policy_store import PolicyStore
+from pipeline.track.episodes import episode_metrics
 from pipeline.track.passk import best_at_k, maj_at_n
 from pipeline.track.trajectories import Record
 
@@ -36,7 +37,7 @@ class Validation:
         self._record(validation)
         version = validation["iteration"][0].as_py()
         seconds = pc.max(validation["generate_s"]).as_py()
-        scored = ValidationScored(version, prompt_scores(validation), seconds)
+        scored = ValidationScored(version, prompt_scores(validation), seconds, episode_metrics(validation, "val-agent"))
         self._store.call(PolicyStore.record_validation, scored)
         return table.filter(pc.invert(for_validation))
 

@@ -22,6 +22,7 @@ from pipeline.track.metrics import iteration_metrics, log_prob_gap
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.train.correction import RULES, correct, parse
 from pipeline.train.setup import build_actor, build_critic
+from tests.track.test_episodes import EPISODES
 from tests.track.test_metrics import ROWS, SCORED, table
 from tests.track.test_performance import TIMES
 from tests.track.test_validation import VALIDATION, metrics_of
@@ -47,9 +48,11 @@ def documented() -> set[str]:
 
 def rows_and_validation() -> set[str]:
     made: set[str] = set()
-    for rows in (ROWS, SCORED):
-        made |= {*iteration_metrics(table(*rows)), *sequence_balance(table(*rows))}
-    made |= {*log_prob_gap([-1.0, -2.0], [-1.1, -2.2], [1, 1]), *derived(TIMES, 6, 4, 2)}
+    for rows in (ROWS, SCORED, EPISODES):
+        found = iteration_metrics(table(*rows))
+        made |= {re.sub("^agent/tool/.*", "agent/tool/{tool}", name) for name in found}
+        made |= set(sequence_balance(table(*rows)))
+    made |= {*log_prob_gap([-1.0, -2.0], [-1.1, -2.2], [1, 1]), *derived(TIMES, 6, 4, 3, 2)}
     ages = iteration_metrics(table(*ROWS), max_staleness=1)
     made |= {name.replace("/share/0", "/share/{age}") for name in ages if not name.endswith("/share/1")}
     made |= set(iteration_metrics(table({"uid": "a", "version_runs": [{"version": 2, "tokens": 2}]})))

@@ -21,14 +21,14 @@ TIMES = {
 
 
 def test_rates_by_hand():
-    assert derived(TIMES, prompt_tokens=600, response_tokens=400, workers=2) == pytest.approx(
+    assert derived(TIMES, prompt_tokens=600, response_tokens=400, policy_tokens=200, workers=2) == pytest.approx(
         {
             "perf/total_num_tokens": 1000,
             "perf/time_per_step": 4.0,
             "perf/throughput": 1000 / 4 / 2,
             "perf/train_idle": 0.25,
-            "perf/rollout_tokens_per_s": 500,
-            "timing_per_token_ms/gen": 2.5,
+            "perf/rollout_tokens_per_s": 250,
+            "timing_per_token_ms/gen": 5.0,
             "timing_per_token_ms/old_log_prob": 0.5,
             "timing_per_token_ms/update_critic": 0.25,
             "timing_per_token_ms/update_actor": 2.0,
@@ -37,13 +37,13 @@ def test_rates_by_hand():
 
 
 def test_what_has_no_part_or_no_tokens_is_left_out():
-    assert derived({"timing_s/step": 2.0, "timing_s/update_actor": 1.0}, 10, 0, 1) == {
+    assert derived({"timing_s/step": 2.0, "timing_s/update_actor": 1.0}, 10, 0, 0, 1) == {
         "perf/total_num_tokens": 10,
         "perf/time_per_step": 2.0,
         "perf/throughput": 5.0,
         "timing_per_token_ms/update_actor": 100.0,
     }
-    empty = derived(TIMES, 0, 0, 1)
+    empty = derived(TIMES, 0, 0, 0, 1)
     assert empty["perf/throughput"] == 0 and not [name for name in empty if name.startswith("timing_per_token_ms")]
 
 

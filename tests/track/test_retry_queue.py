@@ -116,6 +116,33 @@ def test_refused_record_is_dropped_and_the_next_follows(caplog: pytest.LogCaptur
     assert any("bad name" in record.getMessage() for record in caplog.records)
 
 
+def test_a_call_with_a_limit_of_tries_makes_way_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[str] = []
+
+    def fail(name: str) -> None:
+        tries.append(name)
+        raise ConnectionError("no answer")
+
+    def fail_once() -> None:
+        tries.append("record")
+        if tries.count("record") == 1:
+            raise ConnectionError("no answer")
+
+    queue = RetryQueue("tracker", first_pause_s=0.01, longest_pause_s=0.02)
+    queue.put("a trace", fail, "trace", tries=3)
+    queue.put("a record", fail_once)
+    queue.put("another trace", fail, "other", tries=2)
+    queue.start()
+    lacking = queue.close(_soon())
+    assert tries == ["trace", "record", "record", "other", "trace", "other", "trace"]
+    assert lacking == "tracker lacks records: 2 were given up (last error: ConnectionError: no answer)"
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [message.split(" (")[0] for message in messages] == [
+        "tracker could not take a record",
+        "tracker did not take another trace",
+    ]
+
+
 def test_only_the_latest_drawing_waits() -> None:
     got: list[int] = []
     queue = RetryQueue("plot")

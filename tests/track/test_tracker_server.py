@@ -15,6 +15,7 @@ import pytest
 from pipeline.track.history import read_history
 from pipeline.track.loggers import TrackedRun
 from pipeline.track.tracker import Tracker
+from tests.track.conversations import episode, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -75,7 +76,9 @@ def test_what_was_logged_while_the_server_was_down_arrives_later(
         return [(point.step, point.value) for point in client.get_metric_history(run_id, "critic/score/mean")]
 
     for iteration in (1, 2):
+        write(tmp_path / "run", episode(iteration=iteration))
         tracker.log(iteration, {"critic/score/mean": iteration / 10})
+        tracker.traces("train", iteration, 1)
     deadline = time.monotonic() + 60
     while not (tmp_path / "run" / "mlflow_run_id").is_file() or len(points()) < 2:
         assert time.monotonic() < deadline
@@ -83,11 +86,16 @@ def test_what_was_logged_while_the_server_was_down_arrives_later(
     server.kill()
     begun = time.monotonic()
     for iteration in (3, 4, 5):
+        write(tmp_path / "run", episode(iteration=iteration))
         tracker.log(iteration, {"critic/score/mean": iteration / 10})
+        tracker.traces("train", iteration, 1)
     assert time.monotonic() - begun < 2, "a run does not wait for its tracker"
     time.sleep(1.5)
     server.start()
     tracker.log(6, {"critic/score/mean": 0.6})
     assert tracker.finish("finished") == []
+    traces = client.search_traces(locations=[client.get_experiment_by_name("p").experiment_id])
+    assert sorted(trace.info.tags["iteration"] for trace in traces) == ["1", "2", "3", "4", "5"]
+    assert {len(trace.data.spans) for trace in traces} == {7}
     assert points() == [(iteration, pytest.approx(iteration / 10)) for iteration in range(1, 7)]
     assert [record["iteration"] for record in read_history(tracker.metrics_path)] == [1, 2, 3, 4, 5, 6]

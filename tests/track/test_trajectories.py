@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.rows import RUNS, SCHEMA
+from pipeline.rows import CONTEXTS, RUNS, SCHEMA, SPANS
 from pipeline.track.trajectories import Record, discard_trajectories, read_trajectories
 
 
@@ -19,6 +19,10 @@ def _rows(iteration: int, chunk: int, *, split: str = "train", offset: int = 0, 
     for field in SCHEMA:
         if field.type == RUNS:
             columns[field.name] = [[{"version": 1, "tokens": 2}]] * rows
+        elif field.type == SPANS:
+            columns[field.name] = [[{"kind": 1, "tokens": 2, "reward": None}]] * rows
+        elif field.type == CONTEXTS:
+            columns[field.name] = [[{"prompt": [3], "tokens": 2}]] * rows
         elif pa.types.is_list(field.type):
             columns[field.name] = [[1, 2]] * rows
         elif pa.types.is_string(field.type):

@@ -1,0 +1,154 @@
+"""A recorded row as a conversation: the prompt, then answers of the policy and what replied to them.
+
+A row of an episode has its messages and the lengths of its stretches (`messages`, `spans`); a row of one response is a
+conversation with one answer.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from pipeline.rows import ANSWER, OBSERVATION
+
+COLUMNS = (
+    *("split", "chunk", "uid", "sample", "data_source", "prompt", "prompt_ids", "response_ids", "response_mask"),
+    *("rollout_log_probs", "response", "finish_reason", "version_runs", "engine", "generate_s", "score"),
+    *("reward_parts", "reward_error", "spans", "contexts", "messages", "ended", "episode"),
+)
+"""Columns that a conversation and its facts are made of; runs lack some."""
+
+WHY = {
+    "done": "the environment ended it",
+    "stop": "the model ended it",
+    "turns": "it reached agent.max_turns",
+    "length": "it reached the limit of its length",
+    "timeout": "it reached agent.episode_timeout_s",
+    "malformed": "a tool call could not be read",
+    "error": "the environment failed",
+    "abort": "the engine gave it up",
+}
+"""Values of `ended` and `finish_reason` in words."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer of the policy, or what replied to it."""
+
+    answer: bool
+    messages: list[dict[str, Any]]
+    """One for an answer, any number for a reply: `role` and `content`, and where known `calls`, `reasoning`, `name`."""
+    start: int
+    """Its first token in the response."""
+    tokens: int
+    """0 for a reply that the policy did not read, or that is in the prompt of the next sequence."""
+    sequence: int
+    """Number of the row's sequence that it is in, from 0."""
+    context: int
+    """Tokens that stand before it in its sequence, the prompt included."""
+    versions: list[int]
+    """Policy versions of its tokens, in their order."""
+    reward: float | None = None
+    """The environment's reward of an answer."""
+    log_prob: float | None = None
+    """Mean log-prob of an answer's tokens at the engine."""
+    trains: bool = False
+    """Whether its tokens are in the loss."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row."""
+
+    prompt: list[dict[str, Any]]
+    prompts: list[list[int]]
+    """Tokens of the prompts of the row's sequences; most rows have one."""
+    turns: list[Turn]
+
+
+def conversation(row: Mapping[str, Any]) -> Conversation:
+    """The conversation of a row of `trajectories/` or `validation/`, with those of `COLUMNS` that its run has."""
+    prompt = json.loads(row["prompt"])
+    spans: Sequence[Mapping[str, Any]]
+    if row.get("messages") is None:
+        messages = [*prompt, {"role": "assistant", "content": row["response"]}]
+        spans = [{"kind": ANSWER, "tokens": len(row["response_ids"]), "reward": None}]
+    else:
+        messages, spans = json.loads(row["messages"]), row["spans"]
+    spans = _in_pairs(spans)
+    before, parts = _split(messages, len(prompt), len(spans) // 2)
+    runs = np.array([(run["version"], run["tokens"]) for run in row["version_runs"]], dtype=np.int64).reshape(-1, 2)
+    versions = np.repeat(runs[:, 0], runs[:, 1])
+    mask, log_probs = np.array(row["response_mask"]), np.array(row["rollout_log_probs"], dtype=np.float64)
+    contexts = row.get("contexts") or [{"prompt": None, "tokens": len(row["response_ids"])}]
+    prompts = [row["prompt_ids"] if one["prompt"] is None else one["prompt"] for one in contexts]
+    ends = np.cumsum([one["tokens"] for one in contexts])
+    turns = []
+    start = 0
+    for span, part in zip(spans, parts, strict=True):
+        answer, end = span["kind"] == ANSWER, start + span["tokens"]
+        # A reply without tokens stands at the end of the sequence of its answer.
+        sequence = min(int(np.searchsorted(ends, start, "right" if end > start else "left")), len(prompts) - 1)
+        if part or end > start:
+            turns.append(
+                Turn(
+                    answer=answer,
+                    messages=part,
+                    start=start,
+                    tokens=span["tokens"],
+                    sequence=sequence,
+                    context=len(prompts[sequence]) + start - int(ends[sequence] - contexts[sequence]["tokens"]),
+                    versions=list(dict.fromkeys(versions[start:end].tolist())),
+                    reward=span["reward"],
+                    log_prob=float(log_probs[start:end].mean()) if answer and end > start else None,
+                    trains=bool(mask[start:end].any()),
+                )
+            )
+        start = end
+    return Conversation(before, prompts, turns)
+
+
+def content(message: Mapping[str, Any]) -> str:
+    """The text of a message; content that is no text as JSON."""
+    text = message.get("content")
+    return text if isinstance(text, str) else "" if text is None else json.dumps(text, ensure_ascii=False)
+
+
+def why_ended(row: Mapping[str, Any]) -> str:
+    """Why the row ended, as `word: sentence`."""
+    word = row.get("ended") or row["finish_reason"]
+    return f"{word}: {WHY[word]}" if word in WHY else str(word)
+
+
+def _in_pairs(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """`spans` with a reply behind each answer: one without tokens where the episode has none."""
+    none = {"kind": OBSERVATION, "tokens": 0, "reward": None}
+    pairs: list[Mapping[str, Any]] = []
+    for span in spans:
+        if span["kind"] == ANSWER and len(pairs) % 2:
+            pairs.append(none)
+        pairs.append(span)
+    return [*pairs, none] if len(pairs) % 2 else pairs
+
+
+def _split(
+    messages: list[dict[str, Any]], prompt: int, answers: int
+) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """What stands before the first answer, and the messages of each answer and of the reply behind it, in turns.
+
+    Args:
+        messages: the whole conversation.
+        prompt: number of its messages that are the row's prompt, which may hold answers of its own.
+        answers: number of answers; an episode that failed may lack the message of the last one.
+    """
+    places = [place for place in range(prompt, len(messages)) if messages[place]["role"] == "assistant"]
+    places = places[len(places) - answers :] if answers < len(places) else places
+    places.append(len(messages))
+    parts: list[list[dict[str, Any]]] = []
+    for place, end in pairwise(places):
+        parts += [messages[place : place + 1], messages[place + 1 : end]]
+    parts += [[] for _ in range(2 * answers - len(parts))]
+    return messages[: places[0]], parts

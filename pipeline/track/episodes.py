@@ -1,0 +1,77 @@
+"""Metrics of episodes of several turns: how long they are, why they end, which tools are called, who waits for whom."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.rows import flat, spans_of
+from pipeline.stats import Stats, mean, summary
+
+ENDED = ("done", "stop", "turns", "length", "timeout", "malformed", "error")
+"""Values of the column `ended`."""
+MOST_TOOLS = 32
+"""Tools that get a metric of their own, the first ones in the order of their names."""
+
+_NAME = re.compile(r"\w[\w.\-]{0,63}", re.ASCII)
+
+
+def episode_metrics(table: pa.Table, group: str = "agent") -> Stats:
+    """Metrics of the episodes in `table`, under `group`; none where its rows are no episodes.
+
+    Args:
+        table: rows with the columns `rows.ROLLOUT` and `rows.AGENT`.
+        group: first part of the names.
+    """
+    if "episode" not in table.column_names or table["episode"].null_count == len(table):
+        return {}
+    mask, offsets = flat(table, "response_mask")
+    spans = spans_of(table, offsets)
+    lengths = np.diff(spans.tokens)
+    observed = np.bincount(spans.row, np.where(spans.answer, 0, lengths), len(table))
+    ended = Counter(table["ended"].to_pylist())
+    stats = {
+        **summary(table["turns"].to_numpy(), "turns"),
+        **{f"ended/{why}": mean(ended[why], len(table)) for why in ENDED},
+        "env_error_rate": mean(pc.sum(pc.is_valid(table["env_error"])).as_py(), len(table)),
+        "trained_share": mean((mask > 0).sum(), len(mask)),
+        **summary(lengths[spans.answer], "answer_tokens", ("mean", "max")),
+        **summary(observed, "observation_tokens", ("mean", "max")),
+        **_of_numbers([json.loads(text) for text in table["episode"].to_pylist()]),
+    }
+    return {f"{group}/{name}": stat for name, stat in stats.items()}
+
+
+def _of_numbers(episodes: list[dict]) -> Stats:
+    """Metrics of the numbers that the rollout stage counted (the column `episode`)."""
+
+    def each(name: str) -> np.ndarray:
+        return np.array([episode.get(name, 0) for episode in episodes], dtype=np.float64)
+
+    calls = Counter[str]()
+    for episode in episodes:
+        # `update`, unlike a sum of counters, keeps tools that were never called.
+        calls.update(episode["calls"])
+    made, malformed, unknown = sum(calls.values()), each("malformed").sum(), each("unknown").sum()
+    stats = {
+        "cut_observations": mean(each("cut_observations").sum(), len(episodes)),
+        **summary(each("episode_s"), "episode_s", ("mean", "max")),
+        **summary(each("env_s"), "env_s", ("mean", "max")),
+        "env_wait_share": mean(each("env_s").sum(), each("episode_s").sum()),
+    }
+    if not calls:
+        return stats
+    without = sum(not any(episode["calls"].values()) for episode in episodes)
+    named = [name for name in sorted(calls) if _NAME.fullmatch(name)]
+    tried = made + malformed + unknown
+    return stats | {
+        "calls/mean": mean(made, len(episodes)),
+        "no_call_rate": mean(without, len(episodes)),
+        "malformed_rate": mean(malformed, tried),
+        "unknown_rate": mean(unknown, tried),
+        "tool_error_rate": mean(each("tool_errors").sum(), made),
+        **{f"tool/{name}": mean(calls[name], len(episodes)) for name in named[:MOST_TOOLS]},
+    }

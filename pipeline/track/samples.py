@@ -1,0 +1,129 @@
+"""Which of the recorded rows people look at: one that they choose, or a few of every iteration."""
+
+import difflib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.storage.filesystem import filesystem_of
+from pipeline.track.trajectories import FOLDERS, iteration_files, recorded_iterations
+
+KEYS = ("uid", "sample", "score", "reward_error")
+"""Columns that rows are chosen by."""
+SHOWN = 8
+"""Most uids that an error names."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which row of an iteration; all that are given must fit, and of several rows that do, the first is taken."""
+
+    uid: str | None = None
+    sample: int | None = None
+    order: str | None = None
+    """`best`, `worst` (by score, failed rows left out) or `failed`."""
+    seed: int | None = None
+    """Of a draw among the rows."""
+
+
+class Rows:
+    """The recorded rows of one iteration: first their keys, whole rows when asked for.
+
+    Args:
+        run_dir: the run's folder or URL.
+        iteration: which; of validation, the policy version. None is the latest.
+        split: `train` or `val`.
+
+    Raises:
+        FileNotFoundError: there is no such iteration, or no row of any.
+        ValueError: a file is damaged.
+    """
+
+    def __init__(self, run_dir: str, iteration: int | None = None, split: str = "train") -> None:
+        files = [] if iteration is None else iteration_files(run_dir, iteration, split)
+        if not files:
+            known = recorded_iterations(run_dir, split)
+            if not known:
+                raise FileNotFoundError(f"{run_dir} has no rows in {FOLDERS[split]}/; the first iteration writes some")
+            if iteration is not None:
+                raise FileNotFoundError(
+                    f"{run_dir}/{FOLDERS[split]} has no rows of iteration {iteration}; there are iterations "
+                    f"{known[0]} to {known[-1]}"
+                )
+            iteration = known[-1]
+            files = iteration_files(run_dir, iteration, split)
+        self.iteration = iteration
+        self._filesystem, _ = filesystem_of(run_dir)
+        tables = [self._read(name, KEYS) for name in files]
+        self.keys: list[dict[str, Any]] = pa.concat_tables(tables).to_pylist()
+        """`KEYS` of each row."""
+        self.places = [(name, row) for name, table in zip(files, tables, strict=True) for row in range(len(table))]
+        """File and number of each row."""
+
+    def read(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
+        """Row `number` with those of `columns` that the run has."""
+        name, row = self.places[number]
+        return self._read(name, columns).slice(row, 1).to_pylist()[0]
+
+    def choose(self, choice: Choice) -> int:
+        """The number of the row that `choice` means.
+
+        Raises:
+            ValueError: no row fits.
+        """
+        numbers = list(range(len(self.keys)))
+        where = f"iteration {self.iteration}"
+        if choice.uid is not None:
+            numbers = [number for number in numbers if self.keys[number]["uid"] == choice.uid]
+            if not numbers:
+                raise ValueError(f"{where} has no row of uid {choice.uid!r}; {self._uids(choice.uid)}")
+        if choice.sample is not None:
+            there = sorted({self.keys[number]["sample"] for number in numbers})
+            numbers = [number for number in numbers if self.keys[number]["sample"] == choice.sample]
+            if not numbers:
+                raise ValueError(f"{where} has no sample {choice.sample} there; there are {_listed(there)}")
+        failed = [number for number in numbers if self.keys[number]["reward_error"] is not None]
+        if choice.order == "failed":
+            if not failed:
+                raise ValueError(f"none of the {len(numbers)} rows of {where} failed")
+            return failed[0]
+        if choice.order is not None:
+            numbers = [number for number in numbers if number not in set(failed)]
+            if not numbers:
+                raise ValueError(f"all {len(failed)} rows of {where} failed, so none has a score; --failed shows one")
+            best = max if choice.order == "best" else min
+            return best(numbers, key=lambda number: self.keys[number]["score"])
+        return numbers[0] if choice.seed is None else random.Random(choice.seed).choice(numbers)
+
+    def _uids(self, wanted: str) -> str:
+        uids = list(dict.fromkeys(row["uid"] for row in self.keys))
+        near = difflib.get_close_matches(wanted, uids, n=1, cutoff=0.0)
+        return f"did you mean {near[0]}? There are {_listed(uids)}"
+
+    def _read(self, name: str, columns: Sequence[str]) -> pa.Table:
+        try:
+            file = pq.ParquetFile(name, filesystem=self._filesystem)
+            return file.read([column for column in columns if column in file.schema_arrow.names])
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{name} is damaged ({error}); delete it to see the other rows") from error
+
+
+def watched(rows: Rows, split: str, count: int) -> list[int]:
+    """Numbers of at most `count` rows that stand for the iteration.
+
+    Of training rows, some at random, the same whenever it is asked. Of validation rows, the first response to each of
+    the first prompts, which are the same in every validation.
+    """
+    numbers = range(len(rows.keys))
+    if split == "train":
+        return sorted(random.Random(rows.iteration).sample(numbers, min(count, len(numbers))))
+    return [number for number in numbers if rows.keys[number]["sample"] == 0][:count]
+
+
+def _listed(values: Sequence[object]) -> str:
+    more = f" and {len(values) - SHOWN} others" if len(values) > SHOWN else ""
+    return ", ".join(str(value) for value in values[:SHOWN]) + more

@@ -1,0 +1,251 @@
+"""A recorded row as a trace of MLflow: a span of the whole row, and below it one per answer, reply or tool call.
+
+1. Ids follow from the MLflow run and the row, so a trace that is sent again replaces itself.
+2. Messages have OpenAI's form, which MLflow's pages show as a conversation.
+3. The row has its seconds as a whole. Answers share the engine's seconds by their tokens, replies the environment's
+   equally, and the row ends when it is reported: the times of single spans are estimates.
+4. Tags to filter by: `iteration`, `split`, `data_source`, `uid`, `sample`, `ended`, `run`. The score is feedback.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.track.conversation import Turn, content, conversation, why_ended
+
+if TYPE_CHECKING:
+    from mlflow.entities import Span, TraceInfo
+
+TEXT_LENGTH = 20_000
+"""Characters of one message."""
+PREVIEW_LENGTH = 1000
+TAG_LENGTH = 250
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that MLflow's pages show; others are shown as the user's."""
+
+
+class Trace:
+    """The trace of one row.
+
+    Args:
+        row: with the columns of `conversation`.
+        iteration: of the row; of validation, the policy version.
+        run_id: of the MLflow run.
+        run_name: its name.
+        experiment_id: of its experiment.
+        ended: when the row counts as ended, in Unix seconds.
+    """
+
+    def __init__(
+        self, row: Mapping[str, Any], iteration: int, run_id: str, run_name: str, experiment_id: str, ended: float
+    ) -> None:
+        self._row, self._talk = row, conversation(row)
+        self._place = f"{run_id} {row['split']} {iteration} {row['uid']} {row['sample']}"
+        self.trace_id = f"tr-{_hexadecimal(self._place, 16)}"
+        self._tags = {
+            "mlflow.traceName": f"{row['split']} {iteration}: {row['uid']} sample {row['sample']}",
+            "iteration": str(iteration),
+            "split": row["split"],
+            "data_source": row["data_source"],
+            "uid": row["uid"],
+            "sample": str(row["sample"]),
+            "ended": str(row.get("ended") or row["finish_reason"]),
+            "run": run_name,
+        }
+        self._run_id, self._experiment_id = run_id, experiment_id
+        numbers = json.loads(row.get("episode") or "{}")
+        seconds = float(numbers.get("episode_s", row["generate_s"] or 0.0))
+        self._numbers, self._ended_ns, self._began_ns = numbers, int(ended * 1e9), int((ended - seconds) * 1e9)
+        # Ids of calls, which rows do not have, join them to their results.
+        self._prompt, *self._parts = chat_messages([self._talk.prompt, *(turn.messages for turn in self._talk.turns)])
+
+    def info(self) -> "TraceInfo":
+        """What lists of traces show."""
+        from mlflow.entities import AssessmentSource, Feedback, TraceInfo, TraceLocation, TraceState
+
+        row, error = self._row, self._row["reward_error"]
+        score = Feedback(
+            name="score",
+            value=None if error else float(row["score"]),
+            error=clean(error, PREVIEW_LENGTH) if error else None,
+            source=AssessmentSource("CODE", "slipstream"),
+            trace_id=self.trace_id,
+        )
+        score.assessment_id = f"a-{_hexadecimal(f'{self._place} score', 16)}"
+        asked = [message for message in self._prompt if message["role"] == "user"] or self._prompt
+        return TraceInfo(
+            trace_id=self.trace_id,
+            trace_location=TraceLocation.from_experiment_id(self._experiment_id),
+            request_time=self._began_ns // 1_000_000,
+            execution_duration=(self._ended_ns - self._began_ns) // 1_000_000,
+            state=TraceState.ERROR if error else TraceState.OK,
+            request_preview=clean(asked[-1]["content"], PREVIEW_LENGTH) if asked else None,
+            response_preview=clean(row["response"], PREVIEW_LENGTH),
+            trace_metadata={"mlflow.sourceRun": self._run_id},
+            tags={name: clean(value, TAG_LENGTH) for name, value in self._tags.items()},
+            assessments=[score],
+        )
+
+    def spans(self) -> "list[Span]":
+        """The spans, the row's own first."""
+        row, talk = self._row, self._talk
+        said = [message for part in self._parts for message in part]
+        attributes = {
+            "score": row["score"],
+            "parts": json.loads(row["reward_parts"] or "{}"),
+            "ended": why_ended(row),
+            "prompt_tokens": sum(len(ids) for ids in talk.prompts),
+            "response_tokens": len(row["response_ids"]),
+            "policy_versions": sorted({version for turn in talk.turns for version in turn.versions}),
+            "engine": row["engine"],
+            "episode": self._numbers,
+        }
+        whole = self._began_ns, self._ended_ns
+        spans = [
+            self._span("row", "AGENT", None, whole, _chat(self._prompt), _chat(said), attributes, row["reward_error"])
+        ]
+        heard, calls = list(self._prompt), list[dict[str, Any]]()
+        answers = 0
+        for number, (turn, part, times) in enumerate(zip(talk.turns, self._parts, self._times(), strict=True)):
+            facts = _attributes(turn)
+            if turn.answer:
+                answers += 1
+                total = turn.context + turn.tokens
+                usage = {"input_tokens": turn.context, "output_tokens": turn.tokens, "total_tokens": total}
+                facts["mlflow.chat.tokenUsage"] = usage
+                name = f"answer {answers}"
+                spans.append(self._span(name, "CHAT_MODEL", number, times, _chat(heard), _chat(part), facts))
+                calls, heard = [call for message in part for call in message.get("tool_calls", [])], []
+            else:
+                spans += self._replies(number, turn, part, times, calls)
+                heard = part
+        return spans
+
+    def _replies(
+        self, number: int, turn: Turn, part: list[dict[str, Any]], times: tuple[int, int], calls: list[dict[str, Any]]
+    ) -> "list[Span]":
+        """One span per tool call, or one of the environment."""
+        if not calls or len(calls) != len(part):
+            return [self._span("environment", "ENVIRONMENT", number, times, None, _chat(part), _attributes(turn))]
+        spans = []
+        for place, (call, message) in enumerate(zip(calls, part, strict=True)):
+            # The tokens are those of all results together.
+            facts = _attributes(turn) if place == 0 else {}
+            function, text = call["function"], message["content"]
+            spans.append(
+                self._span(function["name"], "TOOL", f"{number} {place}", times, function["arguments"], text, facts)
+            )
+        return spans
+
+    def _times(self) -> list[tuple[int, int]]:
+        """Begin and end of each turn in nanoseconds."""
+        turns, whole = self._talk.turns, self._ended_ns - self._began_ns
+        tokens = sum(turn.tokens for turn in turns if turn.answer)
+        replies = sum(not turn.answer for turn in turns)
+        engine = min(whole, int(self._numbers.get("engine_s", whole / 1e9) * 1e9))
+        times, now = [], self._began_ns
+        for turn in turns:
+            took = engine * turn.tokens // max(tokens, 1) if turn.answer else (whole - engine) // replies
+            times.append((now, now + took))
+            now += took
+        return times
+
+    def _span(
+        self,
+        name: str,
+        kind: str,
+        number: int | str | None,
+        times: tuple[int, int],
+        inputs: Any,
+        outputs: Any,
+        facts: Mapping[str, Any],
+        error: str | None = None,
+    ) -> "Span":
+        """A span; the row's own has no `number`."""
+        from mlflow.entities import Span
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, Status, StatusCode
+
+        def context(number: int | str | None) -> SpanContext:
+            span_id = _hexadecimal(f"{self._place} span {number}", 8)
+            return SpanContext(int(self.trace_id.removeprefix("tr-"), 16), int(span_id, 16), is_remote=False)
+
+        values = {
+            "mlflow.traceRequestId": self.trace_id,
+            "mlflow.spanType": kind,
+            "mlflow.message.format": "openai",
+            "mlflow.spanInputs": inputs,
+            "mlflow.spanOutputs": outputs,
+            **facts,
+        }
+        return Span(
+            ReadableSpan(
+                clean(name, TAG_LENGTH),
+                context=context(number),
+                parent=None if number is None else context(None),
+                # MLflow keeps the values of attributes as JSON.
+                attributes={key: clean(json.dumps(value, ensure_ascii=False)) for key, value in values.items()},
+                status=Status(StatusCode.ERROR, clean(error, PREVIEW_LENGTH)) if error else Status(StatusCode.OK),
+                start_time=times[0],
+                end_time=times[1],
+                resource=Resource.get_empty(),
+            )
+        )
+
+
+def chat_messages(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Messages of a row in OpenAI's form, long texts cut; results of calls name the call, in the order of the calls."""
+    made: list[list[dict[str, Any]]] = []
+    waiting: list[str] = []
+    total = 0
+    for part in parts:
+        made.append([])
+        for message in part:
+            role = message["role"] if message["role"] in ROLES else "user"
+            entry: dict[str, Any] = {"role": role, "content": clean(content(message), TEXT_LENGTH)}
+            if message.get("reasoning"):
+                entry["reasoning"] = clean(message["reasoning"], TEXT_LENGTH)
+            if calls := message.get("calls"):
+                waiting = [f"call_{total + number}" for number in range(len(calls))]
+                total += len(calls)
+                entry["tool_calls"] = [
+                    {"id": name, "type": "function", "function": _function(call)}
+                    for name, call in zip(waiting, calls, strict=True)
+                ]
+            elif role == "tool" and waiting:
+                entry["tool_call_id"] = waiting.pop(0)
+            made[-1].append(entry)
+    return made
+
+
+def clean(text: str, most: int | None = None) -> str:
+    """Text that any tracking store takes: valid UTF-8 without NUL, cut to `most` characters."""
+    text = text.encode(errors="replace").decode().replace("\0", "\ufffd")
+    if most is None or len(text) <= most:
+        return text
+    mark = f" … ({len(text)} characters)"
+    return text[: most - len(mark)] + mark
+
+
+def _chat(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"messages": messages}
+
+
+def _function(call: Mapping[str, Any]) -> dict[str, str]:
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    return {"name": clean(call["name"], TAG_LENGTH), "arguments": clean(arguments, TEXT_LENGTH)}
+
+
+def _attributes(turn: Turn) -> dict[str, Any]:
+    facts: dict[str, Any] = {"tokens": turn.tokens}
+    if turn.answer:
+        facts |= {"policy_versions": turn.versions, "log_prob_mean": turn.log_prob, "trains": turn.trains}
+    if turn.reward is not None:
+        facts["reward"] = turn.reward
+    return facts
+
+
+def _hexadecimal(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=size).hexdigest()
