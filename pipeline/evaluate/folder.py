@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import Config, ConfigError
 from pipeline.evaluate.settings import result_settings
-from pipeline.evaluate.summary import COLUMNS, Summary
+from pipeline.evaluate.summary import COLUMNS, OF_EPISODES, Summary
 
 DESCRIPTION = "evaluation.json"
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin")
@@ -40,6 +40,9 @@ def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
     functions = [config.reward.custom_reward_function.path]
     functions += [settings.get("path") for settings in config.reward.functions.values()]
     names = [*prompt_files, *(path for path in functions if path)]
+    for agent in config.agent.declared().values():
+        for name in (agent.environment, agent.program, *agent.tools, *agent.command):
+            names += [name, name.rpartition(":")[0], *name.split()] if name else []
     for folder in (config.model.path, config.model.tokenizer_path, config.reward.model.path):
         if folder and Path(folder).is_dir():
             names += [str(path) for pattern in MODEL_FILES for path in sorted(Path(folder).glob(pattern))]
@@ -94,7 +97,8 @@ class Folder:
         """Add the responses that are there to `summary`; returns the numbers of their chunks."""
         parts = self.parts()
         for path in parts.values():
-            summary.add(pq.read_table(path, columns=list(COLUMNS), partitioning=None))
+            there = [name for name in OF_EPISODES if name in pq.read_schema(path).names]
+            summary.add(pq.read_table(path, columns=[*COLUMNS, *there], partitioning=None))
         return frozenset(parts)
 
     def result(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from pipeline.config import Config
+from pipeline.derived import uses_agent
 from pipeline.evaluate.folder import Folder, described, digest
 from pipeline.evaluate.settings import checked, chosen_ks, in_flight
 from pipeline.evaluate.stream import Pages
@@ -19,6 +20,7 @@ from pipeline.plan.table import stage_resources
 from pipeline.prompts.parquet import data_sources
 from pipeline.prompts.stage import loaders
 from pipeline.reward.dry import check_sources, dry_call
+from pipeline.rollout.dry import dry_episodes
 from pipeline.sampling import row_limits
 from pipeline.track.loggers import shown
 
@@ -77,8 +79,13 @@ def prepare(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, loader = loaders(config.data, config.model, row_limits(config), config.trainer.seed)
     assert loader is not None
-    check_sources(data_sources(loader.files, config.data.max_bad_rows > 0), config.reward)
-    dry_call(itertools.islice(loader.epoch(1), CHECKED_PROMPTS), config.reward)
+    limits = row_limits(config)["val"]
+    sources = data_sources(loader.files, config.data.max_bad_rows > 0, limits.check_agent)
+    check_sources(sources, config.reward, config.agent)
+    prompts = list(itertools.islice(loader.epoch(1), CHECKED_PROMPTS))
+    dry_call(prompts, config.reward, agent=config.agent)
+    if uses_agent(config):
+        dry_episodes(config, loader.encoder.chat.tokenizer, prompts, calls=False)
     if not os.environ.get("RAY_ADDRESS"):
         check_resources(plan.stages, config.trainer.ray_num_cpus)
 

@@ -18,6 +18,7 @@ COUNTS = (
     ("responses", "responses", ",.0f"),
     ("reward failed", "error_rate", ".1%"),
     ("tokens", "response_length/mean", ",.1f"),
+    ("turns", "turns/mean", ",.1f"),
     ("cut off", "response_length/clip_ratio", ".1%"),
 )
 """Rows of the terminal's table below the scores: label, metric and format."""
@@ -47,7 +48,8 @@ def print_table(summary: Summary, console: Console) -> None:
         scores = [f"{row[name]:.4f}" if name in row else "-" for row in sources]
         table.add_row(name, *scores, end_section=name == names[-1])
     for label, name, form in COUNTS:
-        table.add_row(label, *(format(row[name], form) for row in sources))
+        if any(name in row for row in sources):
+            table.add_row(label, *(format(row[name], form) if name in row else "-" for row in sources))
     needed = console.measure(table, options=console.options.update(max_width=MAX_WIDTH)).maximum
     console.width = max(console.width, needed)
     console.print(table)

@@ -23,7 +23,7 @@ RESULT = (
     *(f"rollout.{key}" for key in ("val_kwargs.", "stop", "min_tokens", "ignore_eos", "chunk_prompts")),
     *(f"rollout.{key}" for key in ("dtype", "seed_per_request", "engine_kwargs")),
     *(f"reward.{key}" for key in ("custom_reward_function.", "functions", "model.", "rule_kwargs", "sandbox.")),
-    "trainer.seed",
+    *("agent.", "trainer.seed"),
 )
 """Settings that change responses or scores; a name that ends in a dot stands for its section."""
 

@@ -10,15 +10,19 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.rows import flat, spans_of
 from pipeline.stats import Stat, Stats, mean, merge, reduce
 from pipeline.track.passk import best_at_k, maj_at_every_k
 from pipeline.track.validation import prompt_scores
 
 COLUMNS = ("data_source", "uid", "score", "response", "reward_parts", "reward_error", "response_ids", "finish_reason")
 """Columns that are read."""
+OF_EPISODES = ("spans", "turns")
+"""Columns that are read where rows are episodes."""
 WHOLE_NUMBERS = ("prompts", "responses", "response_length/max")
 
 
@@ -43,7 +47,8 @@ class Summary:
         self._accuracies: dict[str, Stats] = defaultdict(dict)
 
     def add(self, table: pa.Table) -> None:
-        """Add rows with `COLUMNS`; all responses of a prompt (`uid`) must be in one table."""
+        """Add rows with `COLUMNS`, episodes with `OF_EPISODES` too; all responses of a prompt (`uid`) must be in one
+        table."""
         for source in table["data_source"].unique().to_pylist():
             rows = table.filter(pc.equal(table["data_source"], source))
             prompts = prompt_scores(rows)
@@ -61,7 +66,8 @@ class Summary:
 
     def by_source(self) -> dict[str, dict[str, float]]:
         """Metrics of each data source by name: `prompts`, `responses`, `mean`, `pass@K`, `maj@K`, `score/mean`,
-        `error_rate` and `response_length/{mean,max,clip_ratio}`. Those of scores are there only if a prompt has one."""
+        `error_rate`, `response_length/{mean,max,clip_ratio}` (of the tokens that the model wrote) and of episodes
+        `turns/mean`. Those of scores are there only if a prompt has one."""
         return {source: self._metrics([source]) for source in sorted(self._counts)}
 
     def overall(self) -> dict[str, float]:
@@ -86,8 +92,8 @@ class Summary:
         return stats
 
     def _count(self, source: str, rows: pa.Table, prompts: int) -> None:
-        lengths = pc.list_value_length(rows["response_ids"])
-        tokens = pc.sum(lengths).as_py()
+        lengths = _lengths(rows)
+        tokens = int(lengths.sum())
         cut_off = pc.sum(pc.equal(rows["finish_reason"], "length")).as_py()
         errors = rows["reward_error"].drop_null()
         if self.first_error is None and len(errors):
@@ -98,7 +104,18 @@ class Summary:
             "responses": Stat("sum", (len(rows),)),
             "error_rate": mean(len(errors), len(rows)),
             "response_length/mean": mean(tokens, len(rows)),
-            "response_length/max": Stat("max", (pc.max(lengths).as_py(),)),
+            "response_length/max": Stat("max", (float(lengths.max()),)),
             "response_length/clip_ratio": mean(cut_off, len(rows)),
         }
+        if "turns" in rows.column_names:
+            counts["turns/mean"] = mean(pc.sum(rows["turns"]).as_py(), len(rows))
         self._counts[source] = merge([self._counts[source], counts])
+
+
+def _lengths(rows: pa.Table) -> np.ndarray:
+    """[R] tokens of each response that the model wrote."""
+    offsets = flat(rows, "response_ids")[1]
+    if "spans" not in rows.column_names:
+        return np.diff(offsets)
+    spans = spans_of(rows, offsets)
+    return np.bincount(spans.row, np.where(spans.answer, np.diff(spans.tokens), 0), len(rows))

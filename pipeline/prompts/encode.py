@@ -85,9 +85,11 @@ class Encoder:
             "prompt": to_json(values[self.prompt_key], self.prompt_key),
             "ground_truth": to_json(_ground_truth(values), "reward_model.ground_truth"),
             "extra_info": to_json({} if extra_info is None else extra_info, "extra_info"),
+            "agent_name": values.get("agent_name"),
         }
         if self.limits is not None:
             self.limits.check(extra_info)
+            self.limits.check_agent(values.get("agent_name"))
         fitted = self.chat.fit(ids)
         if fitted is None:
             self.filtered_overlong += 1

@@ -283,7 +283,7 @@ class PromptLoader:
         # One window is held of each order.
         window = max(1, self.data.shuffle_window_rows // len(names))
         parts = units(self.files, window, self._limit)
-        columns = [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info", *MEDIA]
+        columns = [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info", "agent_name", *MEDIA]
         shuffle = self.data.shuffle and self.split == "train"
         orders = {}
         for name in names:
@@ -300,8 +300,8 @@ class PromptLoader:
         """The data sources in each row group of each file."""
         sources: list[list[set[str | None]]] = [[set() for _ in file.row_groups] for file in self.files]
         for file, by_row_group in zip(self.files, sources, strict=True):
-            for part, column in file.data_sources():
-                by_row_group[part.row_group].update(column.unique().to_pylist())
+            for part, columns in file.data_sources():
+                by_row_group[part.row_group].update(columns["data_source"].unique().to_pylist())
         return sources
 
     def _check_shares(self, sources: list[list[set[str | None]]]) -> list[str]:

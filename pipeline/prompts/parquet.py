@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.fs
 import pyarrow.parquet as pq
 
@@ -103,11 +102,12 @@ class PromptFile:
                 f"started: {short_reason(error)}. Put the file back as it was and start the same command again."
             ) from error
 
-    def data_sources(self) -> Iterator[tuple[Slice, pa.Array]]:
-        """The column `data_source`, in batches. Raises the same errors as `read`."""
+    def data_sources(self) -> Iterator[tuple[Slice, pa.Table]]:
+        """The columns `data_source` and, where it is there, `agent_name`, in batches. Raises the same errors as
+        `read`."""
         whole = [Slice(number, 0, rows) for number, rows in enumerate(self.row_groups)]
-        for part, batch in self.read(whole, ["data_source"]):
-            yield part, batch.column("data_source")
+        for part, batch in self.read(whole, ["data_source", "agent_name"]):
+            yield part, pa.Table.from_batches([batch])
 
     @contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
@@ -148,22 +148,36 @@ def open_parquet(
     return PromptFile(name, key, filesystem, path, row_groups, tuple(schema.names))
 
 
-def data_sources(files: list[PromptFile], allow_missing: bool = False) -> list[str]:
-    """Distinct `data_source` values of all rows, sorted. Reads only that column, in batches.
+def data_sources(
+    files: list[PromptFile], allow_bad: bool = False, check: Callable[[str | None], None] | None = None
+) -> dict[str | None, list[str]]:
+    """Distinct `data_source` values of all rows, sorted, by their `agent_name`. Reads only these columns, in batches.
+
+    Args:
+        check: raises ValueError for an agent that there is not; such rows are left out with `allow_bad`.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a row has no `data_source`, and `allow_missing` is False.
+        ValueError: a row has no `data_source` or another agent, and `allow_bad` is False.
     """
-    seen: set[str] = set()
+    seen: dict[str | None, set[str]] = {}
     for file in files:
-        for part, column in file.data_sources():
-            if column.null_count and not allow_missing:
-                number = pc.index(column.is_null(), True).as_py()
-                place = file.place(part.row_group, part.start + number)
-                raise ValueError(f"{file.key}: {place}: `data_source` is null or no text; every row needs one")
-            seen.update(column.drop_null().unique().to_pylist())
-    return sorted(seen)
+        for part, columns in file.data_sources():
+            for pair in columns.group_by(columns.column_names).aggregate([]).to_pylist():
+                source, agent = pair["data_source"], pair.get("agent_name")
+                try:
+                    if source is None:
+                        raise ValueError("`data_source` is null or no text; every row needs one")
+                    if check is not None:
+                        check(agent)
+                except ValueError as error:
+                    if allow_bad:
+                        continue
+                    number = columns.select(list(pair)).to_pylist().index(pair)
+                    place = file.place(part.row_group, part.start + number)
+                    raise ValueError(f"{file.key}: {place}: {error}") from None
+                seen.setdefault(agent, set()).add(source)
+    return {agent: sorted(sources) for agent, sources in seen.items()}
 
 
 def nearest(name: str, names: list[str]) -> str:

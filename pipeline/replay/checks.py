@@ -11,22 +11,25 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, diff, load_yaml
+from pipeline.config.bounds import as_argument
 from pipeline.config.schema import keys, value_of
-from pipeline.derived import reward_parts, uses_baselines, uses_engines
+from pipeline.derived import reward_parts, uses_agent, uses_baselines, uses_engines
 from pipeline.replay.recording import Recording, iteration_range
+from pipeline.rows import ANSWER
 from pipeline.storage.resume import CONFIG_FILE, may_differ
 from pipeline.train.correction import parse
 
 _READ = (
     *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "recorded_*")),
     *(f"rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "chunk_prompts", "dtype")),
+    *(f"agent.{key}" for key in ("environment", "tools", "program", "command", "reward", "named")),
 )
-"""Keys of `data` and `rollout` that a replay reads."""
+"""Keys of `data`, `rollout` and `agent` that a replay reads."""
 
 UNREAD = tuple(
     name
     for name in keys(Config)
-    if name.startswith(("data.", "rollout.", "stream.")) and not any(fnmatch(name, read) for read in _READ)
+    if name.startswith(("data.", "rollout.", "agent.", "stream.")) and not any(fnmatch(name, read) for read in _READ)
 )
 """Keys that say how prompts are read and responses generated, which a replay does not do."""
 
@@ -151,7 +154,7 @@ def check_recording(config: Config) -> int:
     recorded = recorded_config(Path(data.recorded_run))
     if found := list(_mismatches(config, recorded)):
         raise ConfigError(found[0] if len(found) == 1 else "\n- ".join(["the settings do not fit:", *found]))
-    recording = Recording(data.recorded_run, data.recorded_iterations, uses_baselines(config))
+    recording = Recording(data.recorded_run, data.recorded_iterations, uses_baselines(config), uses_agent(config))
     if recording.n != config.rollout.n:
         raise ConfigError(
             f"{data.recorded_run}/trajectories holds groups of {recording.n} rows, and by its config.yaml the run "
@@ -159,10 +162,10 @@ def check_recording(config: Config) -> int:
         )
     sources = recording.check()
     rows = recording.rows(0, min(CHECKED_GROUPS, recording.groups))
-    _check_tokens(config, rows.select(["response_ids", "response"]).to_pylist())
-    check_sources(sources, config.reward)
+    _check_tokens(config, rows.select(["response_ids", "response", *["spans"] * uses_agent(config)]).to_pylist())
+    check_sources(sources, config.reward, config.agent)
     prompts = rows.take(list(range(0, len(rows), recording.n)))
-    dry_call([prompts], config.reward, reward_parts(config))
+    dry_call([prompts], config.reward, reward_parts(config), config.agent)
     return recording.groups
 
 
@@ -174,6 +177,13 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
         if was != now:
             yield (
                 f"{name}={now}: the responses of {run_dir} were sampled with {name}={was}, and a replay samples none; "
+                "leave it as it was"
+            )
+    for name in ("agent.environment", "agent.tools", "agent.program", "agent.command", "agent.named"):
+        was, now = (as_argument(value_of(of, name)) for of in (recorded, config))
+        if was != now:
+            yield (
+                f"{name}={now}: the rows of {run_dir} were made with {name}={was}, and a replay plays no episodes; "
                 "leave it as it was"
             )
     for name in ("data.max_prompt_length", "data.max_response_length"):
@@ -200,12 +210,25 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
     """Tokens mean the same to the model that is trained as to the one that made them."""
     from pipeline.models.tokenizer import load_tokenizer
 
-    texts = load_tokenizer(config.model).batch_decode([row["response_ids"] for row in rows], skip_special_tokens=True)
+    episodes = uses_agent(config)
+    answers = [_last_answer(row) if episodes else row["response_ids"] for row in rows]
+    texts = load_tokenizer(config.model).batch_decode(answers, skip_special_tokens=True)
     for row, text in zip(rows, texts, strict=True):
-        if text != row["response"]:
+        # Of an answer of an episode, calls and reasoning were taken out.
+        if any(word not in text for word in row["response"].split()) if episodes else text != row["response"]:
             raise ConfigError(
                 f"{config.model.tokenizer_path or config.model.path} has another tokenizer than the one that "
                 f"{config.data.recorded_run} was recorded with: it reads the tokens of a response as {text!r:.80} "
                 f"where {row['response']!r:.80} was recorded; train a model with the tokenizer of the recording "
                 "(model.path, model.tokenizer_path)"
             )
+
+
+def _last_answer(row: dict) -> list[int]:
+    """The tokens of an episode's last answer."""
+    end = len(row["response_ids"])
+    for span in reversed(row["spans"]):
+        if span["kind"] == ANSWER:
+            return row["response_ids"][end - span["tokens"] : end]
+        end -= span["tokens"]
+    return []

@@ -12,17 +12,18 @@ from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.rows import SCHEMA
+from pipeline.rows import AGENT, SCHEMA
 from pipeline.track.trajectories import recorded_files
 
 COLUMNS = (
-    *("uid", "prompt_index", "data_source", "prompt", "prompt_ids", "ground_truth", "extra_info"),
+    *("uid", "prompt_index", "data_source", "prompt", "prompt_ids", "ground_truth", "extra_info", "agent_name"),
     *("sample", "response_ids", "response_mask", "rollout_log_probs", "response", "finish_reason", "engine"),
 )
 """Columns that are read; the others of `rows.PROMPT` and `rows.ROLLOUT` are those of the run that trains."""
+NEWER = {"agent_name"}
+"""Columns that older recordings lack; they are null then."""
 READERS = 16
 """Files that are checked at the same time."""
 
@@ -52,6 +53,7 @@ class Recording:
         run_dir: the folder of the run.
         iterations: first and last one, as `iteration_range` reads them; None takes all.
         baselines: whether the column `baseline` is read too.
+        episodes: whether the columns `rows.AGENT` are read too.
 
     Attributes:
         n: rows of a group.
@@ -62,9 +64,11 @@ class Recording:
         FileNotFoundError: an iteration was not recorded.
     """
 
-    def __init__(self, run_dir: str, iterations: str | None = None, baselines: bool = False) -> None:
+    def __init__(
+        self, run_dir: str, iterations: str | None = None, baselines: bool = False, episodes: bool = False
+    ) -> None:
         self.run_dir = run_dir
-        self.columns = [*COLUMNS, *["baseline"] * baselines]
+        self.columns = [*COLUMNS, *AGENT.names * episodes, *["baseline"] * baselines]
         found = recorded_files(run_dir)
         if not found:
             raise FileNotFoundError(
@@ -103,8 +107,8 @@ class Recording:
             first += count
         return pa.concat_tables(parts)
 
-    def check(self) -> set[str]:
-        """Check every file; the values of `data_source` in them.
+    def check(self) -> dict[str | None, set[str]]:
+        """Check every file; the values of `data_source` in them, by the `agent_name` of the rows.
 
         Raises:
             ValueError: a file is damaged, lacks a column, or holds other rows than the others do.
@@ -117,13 +121,16 @@ class Recording:
                     "with --iterations FIRST-LAST (data.recorded_iterations)"
                 )
         with ThreadPoolExecutor(READERS) as pool:
-            return set[str]().union(*pool.map(self._check, self._files))
+            pairs = set[tuple[str | None, str]]().union(*pool.map(self._check, self._files))
+        return {agent: {source for other, source in pairs if other == agent} for agent, _ in pairs}
 
-    def _check(self, file: str) -> set[str]:
+    def _check(self, file: str) -> set[tuple[str | None, str]]:
         with _open(file) as parquet:
-            schema, found = parquet.schema_arrow, parquet.read(["uid", "data_source"])
+            schema, found = parquet.schema_arrow, parquet.read(["uid", "data_source", "agent_name"])
         for name in self.columns:
             kind = SCHEMA.field(name).type
+            if name not in schema.names and name in NEWER:
+                continue
             if name not in schema.names:
                 raise ValueError(
                     f"{file} has no column {name!r}: it is no recording, or that of an older version, which cannot be "
@@ -138,7 +145,7 @@ class Recording:
         if len(uids) == self._groups_per_file * self.n:
             groups = uids.reshape(self._groups_per_file, self.n)
             if (groups == groups[:, :1]).all() and len(set(groups[:, 0])) == self._groups_per_file:
-                return set(pc.unique(found["data_source"]).to_pylist())
+                return {(row.get("agent_name"), row["data_source"]) for row in found.to_pylist()}
         raise ValueError(
             f"{file} does not hold {self._groups_per_file} whole groups of {self.n} rows, one after the other, as "
             f"{self._files[0]} does (it has {len(uids)} rows of {len(set(uids))} groups): it was changed or belongs to "
@@ -151,6 +158,8 @@ class Recording:
         rows = self._groups_per_file * self.n
         if len(table) != rows:
             raise ValueError(f"{file} has {len(table)} rows where {rows} were recorded; it has changed since the start")
+        for name in NEWER - {*table.column_names}:
+            table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
         return table.select(self.columns)
 
 

@@ -27,19 +27,26 @@ class Replay:
     Args:
         data: the section `data`, which names the recording.
         baselines: whether the estimator reads the recorded scores of greedy responses.
+        episodes: whether the rows are episodes.
         schedule: which iterations there are.
         store: the policy store, for this attempt.
         deadlines: the section `trainer.deadlines`.
     """
 
     def __init__(
-        self, data: DataConfig, baselines: bool, schedule: Schedule, store: StoreClient, deadlines: DeadlineConfig
+        self,
+        data: DataConfig,
+        baselines: bool,
+        episodes: bool,
+        schedule: Schedule,
+        store: StoreClient,
+        deadlines: DeadlineConfig,
     ):
         assert data.recorded_run is not None
-        self._recording = Recording(data.recorded_run, data.recorded_iterations, baselines)
+        self._recording = Recording(data.recorded_run, data.recorded_iterations, baselines, episodes)
         self._schedule, self._store, self._deadlines = schedule, store, deadlines
         self._prompts = schedule.chunks_per_iteration * schedule.chunk_prompts
-        names = [*rows.PROMPT.names, *rows.ROLLOUT.names, *["baseline"] * baselines]
+        names = [*rows.PROMPT.names, *rows.ROLLOUT.names, *rows.AGENT.names * episodes, *["baseline"] * baselines]
         self._schema = pa.schema([rows.SCHEMA.field(name) for name in names])
 
     def __call__(self, table: pa.Table) -> pa.Table:

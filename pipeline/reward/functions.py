@@ -23,6 +23,9 @@ from pipeline.reward.sandbox.rule import DATA_SOURCES
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+EPISODE_KEYWORDS = ("messages", "turns")
+"""Columns of episodes that a function gets where its parameters name them: the conversation as a list of messages
+`{role, content}`, and the number of answers. Batch functions get a list of each."""
 TABLE = "table"  # parameter of a batch function that takes the rows as one Arrow table
 
 ONLY = ""  # name of the function where there is just one
@@ -135,7 +138,7 @@ def load(function: Function) -> Callable[..., Any]:
             f"{key}.name is {function.attribute!r}, but {function.path} has no such function "
             f"(it has: {', '.join(names)})"
         )
-    keywords = keywords_of(loaded, function.batch)
+    keywords = (*keywords_of(loaded, function.batch), *episode_keywords(loaded, function))
     try:
         inspect.signature(loaded).bind(**dict.fromkeys(keywords), **function.kwargs)
     except TypeError as error:
@@ -152,6 +155,12 @@ def keywords_of(function: Callable[..., Any], batch: bool) -> tuple[str, ...]:
     if not batch:
         return KEYWORDS
     return (TABLE,) if TABLE in inspect.signature(function).parameters else BATCH_KEYWORDS
+
+
+def episode_keywords(loaded: Callable[..., Any], function: Function) -> tuple[str, ...]:
+    """Those of `EPISODE_KEYWORDS` that parameters of the loaded function name, and its settings do not fill."""
+    named = inspect.signature(loaded).parameters
+    return tuple(name for name in EPISODE_KEYWORDS if name in named and name not in function.kwargs)
 
 
 def _module(function: Function) -> ModuleType:

@@ -24,7 +24,16 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from pipeline.config.reward import RewardConfig
-from pipeline.reward.functions import BATCH_KEYWORDS, KEYWORDS, TABLE, functions, keywords_of, load
+from pipeline.reward.functions import (
+    BATCH_KEYWORDS,
+    EPISODE_KEYWORDS,
+    KEYWORDS,
+    TABLE,
+    episode_keywords,
+    functions,
+    keywords_of,
+    load,
+)
 from pipeline.reward.result import Answer, answer_from
 from pipeline.reward.rules import rule_of
 from pipeline.reward.rules.budget import budget_of
@@ -144,14 +153,21 @@ class Caller:
         columns = [list(column) for column in zip(*rows, strict=True)]
         if function.batch and keywords_of(loaded, batch=True) == (TABLE,):
             pa = importlib.import_module("pyarrow")
-            table = pa.table([pa.array(column, pa.string()) for column in columns], names=KEYWORDS)
+            names = [*KEYWORDS, *EPISODE_KEYWORDS][: len(columns)]
+            kinds = [pa.int32() if name == "turns" else pa.string() for name in names]
+            table = pa.table([pa.array(*column) for column in zip(columns, kinds, strict=True)], names=names)
             return loaded(table=table, **function.kwargs)
         columns[2] = [_loads(truth) for truth in columns[2]]
         columns[3] = [_loads(extra) or {} for extra in columns[3]]
-        if function.batch:
-            return loaded(**dict(zip(BATCH_KEYWORDS, columns, strict=True)), **function.kwargs)
-        row = [column[0] for column in columns]
-        return loaded(**dict(zip(KEYWORDS, row, strict=True)), **function.kwargs)
+        filled = dict(zip(BATCH_KEYWORDS if function.batch else KEYWORDS, columns, strict=False))
+        # Rows that are no episodes end here.
+        episodes = dict(zip(EPISODE_KEYWORDS, columns[len(KEYWORDS) :], strict=False))
+        for name in episode_keywords(loaded, function):
+            if name in episodes:
+                filled[name] = [_loads(text) for text in episodes[name]] if name == "messages" else episodes[name]
+        if not function.batch:
+            filled = {name: column[0] for name, column in filled.items()}
+        return loaded(**filled, **function.kwargs)
 
     def _score_by_rule(self, source: str, text: str, ground_truth: str | None) -> Any:
         truth = _loads(ground_truth)

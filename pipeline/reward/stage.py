@@ -1,5 +1,5 @@
-"""The reward stage: one score per row, from the rule of its `data_source`, functions of the user, or a reward model,
-whose numbers the stage before has put beside the rows.
+"""The reward stage: one score per row, from the rule of its `data_source`, functions of the user, a reward model, whose
+numbers the stage before has put beside the rows, or the environment of an episode (`agent.reward`).
 
 A reward that fails is an error and not a 0. The row keeps its place in the stream (blocks must stay equal), its score
 column holds 0 and `reward_error` says why. The advantage stage masks such rows, and the run stops when
@@ -7,24 +7,29 @@ column holds 0 and `reward_error` says why. The advantage stage masks such rows,
 """
 
 import asyncio
+import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline import rows
 from pipeline.config.reward import RewardConfig
-from pipeline.reward.functions import ONLY, Function, functions, limit_of
-from pipeline.reward.pool import Pool, pool_for
-from pipeline.reward.result import FLOAT32_MAX, Answer
+from pipeline.reward.functions import EPISODE_KEYWORDS, ONLY, Function, functions, limit_of
+from pipeline.reward.pool import pool_for
+from pipeline.reward.result import FLOAT32_MAX, Answer, failed
 from pipeline.reward.shaping import Shaping
 from pipeline.reward.worker import Call
 
 INPUTS = ("data_source", "response", "ground_truth", "extra_info")
+
+ENV_ERROR = "env_error"
+"""Column that episodes have."""
 
 CARRIED = ("acc", "pred")
 """Parts that validation reads; with several rewards they come from the first reward that has them."""
@@ -32,30 +37,49 @@ CARRIED = ("acc", "pred")
 
 class Reward:
     """Appends the `REWARD` columns of `pipeline/rows.py` to a table of responses, and with `reward.functions` one
-    column `score_NAME` (float32, null where that one failed) for each. `max_response_length`: as of `Shaping`.
+    column `score_NAME` (float32, null where that one failed) for each.
+
+    A row whose environment failed is an error, and no function is called for it.
+
+    Args:
+        config: the section `reward`.
+        max_response_length: as of `Shaping`.
+        scored_by: `function`, `environment`, which calls no function, or `sum` (`agent.reward`), of all rows or by
+            their `agent_name`.
 
     Raises:
         ValueError: (when made) the settings do not fit; (when called) the functions cannot be loaded.
     """
 
-    def __init__(self, config: RewardConfig, max_response_length: int | None = None) -> None:
-        self.config = config
-        self._functions = functions(config)
+    def __init__(
+        self,
+        config: RewardConfig,
+        max_response_length: int | None = None,
+        scored_by: str | Mapping[str | None, str] = "function",
+    ) -> None:
+        self.config, self._scored_by = config, scored_by
+        ways = {scored_by} if isinstance(scored_by, str) else set(scored_by.values())
+        self._functions = () if ways == {"environment"} else functions(config)
         self._shaping = Shaping(config, max_response_length)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         start = time.perf_counter()
-        by_function: dict[str, list[Answer]] = {}
-        if self._functions:
-            by_function = self._answers(pool_for(self.config), table)
+        ways = self._ways(table)
+        called = np.array([way != "environment" for way in ways], bool)
+        if ENV_ERROR in table.column_names:
+            called &= pc.is_null(table[ENV_ERROR]).to_numpy()
+        by_function = self._answers(table, called)
         columns: dict[str, Any] = {}
-        if self.config.functions:
+        if self._functions and self.config.functions:
             for function in self._functions:
-                scores = [None if error else score for score, _, error in by_function[function.name]]
+                answers = zip(by_function[function.name], called, strict=True)
+                scores = [score if made and not error else None for (score, _, error), made in answers]
                 columns[f"score_{function.name}"] = pa.array(scores, pa.float32())
             answered = [_weighted(self._functions, row) for row in zip(*by_function.values(), strict=True)]
         else:
             answered = by_function.get(ONLY, [(0.0, "{}", None)] * len(table))
+        if ENV_ERROR in table.column_names:
+            answered = self._with_environment(table, answered, ways)
         if self.config.model.path is not None:
             answered = self._with_model(table, answered)
         if self._shaping.used:
@@ -75,19 +99,45 @@ class Reward:
             table = table.append_column(name, column)
         return table
 
-    def _answers(self, pool: Pool, table: pa.Table) -> dict[str, list[Answer]]:
-        """The answers of each function for each row, by the function's name."""
-        inputs = [list(row) for row in zip(*(table[name].to_pylist() for name in INPUTS), strict=True)]
+    def _ways(self, table: pa.Table) -> Sequence[str]:
+        """What scores each row: `function`, `environment` or `sum`."""
+        if isinstance(self._scored_by, str):
+            return [self._scored_by] * len(table)
+        return [self._scored_by[name] for name in table["agent_name"].to_pylist()]
+
+    def _answers(self, table: pa.Table, called: np.ndarray) -> dict[str, list[Answer]]:
+        """The answers of each function for each row, by the function's name; nothing for rows that are not `called`."""
+        names = [*INPUTS, *EPISODE_KEYWORDS] if ENV_ERROR in table.column_names else INPUTS
+        by_function: dict[str, list[Answer]] = {function.name: [] for function in self._functions}
+        chosen = table.filter(pa.array(called))
+        inputs = [list(row) for row in zip(*(chosen[name].to_pylist() for name in names), strict=True)]
         calls = []
         for function in self._functions:
             parts = [[row] for row in inputs]
             if function.batch:
                 parts = [inputs] if inputs else []
             calls += [Call(function, part, limit_of(function, part[0][0], self.config)) for part in parts]
-        by_function: dict[str, list[Answer]] = {function.name: [] for function in self._functions}
-        for call, answers in zip(calls, pool.run(calls), strict=True):
+        for call, answers in zip(calls, pool_for(self.config).run(calls) if calls else [], strict=True):
             by_function[call.function.name] += answers
-        return by_function
+        return {name: _spread(answers, called) for name, answers in by_function.items()}
+
+    def _with_environment(self, table: pa.Table, answered: list[Answer], ways: Sequence[str]) -> list[Answer]:
+        """The answers with the environment's rewards added, where they count, and its errors."""
+        columns = (table[name].to_pylist() for name in ("env_score", "env_parts", ENV_ERROR))
+        made: list[Answer] = []
+        for way, answer, env_score, env_parts, env_error in zip(ways, answered, *columns, strict=True):
+            score, parts, error = answer
+            if env_error is not None:
+                made.append(failed(f"environment: {env_error}"))
+            elif error is not None or way == "function":
+                made.append(answer)
+            elif way == "environment":
+                made.append(_bounded(env_score, env_parts or "{}"))
+            else:
+                # The function has the last word: its part replaces one of the same name.
+                both = json.loads(env_parts or "{}") | json.loads(parts) | {"env_score": env_score}
+                made.append(_bounded(score + env_score, json.dumps(both)))
+        return made
 
     def _with_model(self, table: pa.Table, answered: list[Answer]) -> list[Answer]:
         """The answers with the reward model's numbers added."""
@@ -109,9 +159,14 @@ class Reward:
         chosen = [i for i, (_, _, error) in enumerate(answered) if error is None and split[i] != "val"]
         if not chosen:
             return answered
-        sources, ids = (table[name].take(chosen).combine_chunks() for name in ("data_source", "response_ids"))
-        tokens = [ids[i].values.to_numpy(zero_copy_only=False) for i in range(len(ids))]
-        shaped, made_of = self._shaping(np.array([answered[i][0] for i in chosen]), sources.to_pylist(), tokens)
+        rows_of = table.select(["uid", "data_source", "response_ids", "response_mask"]).take(chosen)
+        ids, offsets = rows.flat(rows_of, "response_ids")
+        # Tokens of tools and environments are not the policy's fault.
+        own = rows.per_token(rows_of, "response_mask", offsets) > 0
+        tokens = [ids[first:end][own[first:end]] for first, end in itertools.pairwise(offsets)]
+        shaped, made_of = self._shaping(
+            np.array([answered[i][0] for i in chosen]), rows_of["data_source"].to_pylist(), tokens
+        )
         answered = list(answered)
         for place, i in enumerate(chosen):
             parts = json.loads(answered[i][1]) | {name: float(values[place]) for name, values in made_of.items()}
@@ -122,12 +177,20 @@ class Reward:
 class SingleReward:
     """`Reward` as one actor for `chunks` tables at a time, so that `reward.rate_limit` counts all calls of the run."""
 
-    def __init__(self, config: RewardConfig, max_response_length: int, chunks: int) -> None:
-        self._reward = Reward(config, max_response_length)
+    def __init__(
+        self, config: RewardConfig, max_response_length: int, scored_by: str | Mapping[str | None, str], chunks: int
+    ) -> None:
+        self._reward = Reward(config, max_response_length, scored_by)
         self._threads = ThreadPoolExecutor(chunks, "reward-chunk")
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._reward, table)
+
+
+def _spread(answers: Sequence[Answer], called: np.ndarray) -> list[Answer]:
+    """An answer for each row from those of the rows that were called."""
+    rest = iter(answers)
+    return [next(rest) if made else (0.0, "{}", None) for made in called]
 
 
 def _weighted(called: Sequence[Function], row: Sequence[Answer]) -> Answer:

@@ -43,8 +43,9 @@ class Call:
     """One call of a function: for one row, or for all rows of a chunk where the function takes batches."""
 
     function: Function
-    rows: list[list[str | None]]
-    """data_source, response, and as JSON or None ground_truth and extra_info, of each row."""
+    rows: list[list[Any]]
+    """data_source, response, and as JSON or None ground_truth and extra_info, of each row; of an episode, also messages
+    as JSON and the number of turns."""
     limit_s: float
     """Wall-clock seconds that the call may take."""
     answers: "Future[list[Answer]]" = field(default_factory=Future)

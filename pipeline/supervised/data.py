@@ -22,11 +22,11 @@ from pipeline.config.supervised import SupervisedDataConfig
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts.files import resolve
 from pipeline.prompts.parquet import PromptFile, Slice
+from pipeline.supervised.conversations import Messages
 
 SLICE_ROWS = 2048
 
 D = TypeVar("D", bound=SupervisedDataConfig)
-Messages = list[dict[str, Any]]
 
 
 class RowGroup(NamedTuple):
@@ -86,13 +86,19 @@ class Encoder(ABC, Generic[D]):
             ValueError: a row cannot be learnt; the sentence begins with its place.
         """
 
-    def render(self, messages: Messages, generate: bool, place: str) -> str:
+    def render(self, messages: Messages, generate: bool, place: str, **more: Any) -> str:
         """The text of `messages`, followed by the opening of the assistant's next turn if `generate`.
+
+        Args:
+            messages: as from `checked_messages`.
+            generate: whether the assistant's turn is opened.
+            place: beginning of the error.
+            more: arguments of the template, before those of the settings.
 
         Raises:
             ValueError: the template fails.
         """
-        arguments = self.data.apply_chat_template_kwargs
+        arguments = {**self.data.apply_chat_template_kwargs, **more}
         # A template is foreign code and may raise anything.
         try:
             text = self.tokenizer.apply_chat_template(
@@ -106,29 +112,6 @@ class Encoder(ABC, Generic[D]):
         """Tokens of rendered texts: the template has written the special tokens itself."""
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return list(encoded["input_ids"])
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Whether a column of this type can hold chat messages."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def checked_messages(value: Any, place: str) -> Messages:
-    """A cell as messages without null fields: a parquet struct has every field in every row, and templates test for
-    fields.
-
-    Raises:
-        ValueError: it holds none, or one without role or content.
-    """
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"{place}: {str(value)[:200]} is not a list of messages {{role, content}}.")
-    messages = [{name: field for name, field in message.items() if field is not None} for message in value]
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"{place}: message {number} has no role: {str(message)[:200]}.")
-        if "content" not in message and "tool_calls" not in message:
-            raise ValueError(f"{place}: message {number} has no content: {str(message)[:200]}.")
-    return messages
 
 
 def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:

@@ -17,7 +17,8 @@ from torch.nn.functional import logsigmoid
 from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
 from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.rows import INTS
-from pipeline.supervised.data import Encoder, Messages, checked_messages, is_list, pad
+from pipeline.supervised.conversations import Messages, checked_messages, is_list
+from pipeline.supervised.data import Encoder, pad
 from pipeline.supervised.loop import Settings, SupervisedLoop
 
 SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])

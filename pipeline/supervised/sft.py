@@ -1,6 +1,8 @@
-"""Supervised fine-tuning: the mean negative log-prob of the assistant's tokens over the global batch, in nats.
+"""Supervised fine-tuning: the mean negative log-prob of the learnt messages' tokens over the global batch, in nats.
 
-Prompt and answer are tokenised separately, as they are when the policy generates: no token spans the border.
+1. Each answer of the assistant is tokenised apart from what stands before it, as when the policy generates: no token
+   spans the border. So every answer follows the tokens that it follows in an episode, tool results included.
+2. A message may have a `loss_mask` (or a `trainable`, as newer files of verl do): with 0 an answer is context alone.
 """
 
 from typing import Any
@@ -12,7 +14,8 @@ from torch import Tensor
 from pipeline.config.supervised import SFTConfig, SFTDataConfig
 from pipeline.models.policy import Policy, load_policy
 from pipeline.rows import INTS
-from pipeline.supervised.data import Encoder, checked_messages, is_list, pad
+from pipeline.supervised.conversations import checked_messages, checked_tools, is_list
+from pipeline.supervised.data import Encoder, pad
 from pipeline.supervised.loop import SupervisedLoop
 
 SCHEMA = pa.schema([("input_ids", INTS), ("loss_mask", pa.list_(pa.int8()))])
@@ -35,24 +38,30 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             raise ValueError(
                 f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} is needed."
             )
+        for setting in ("tools_key", "enable_thinking_key"):
+            key = getattr(data, setting)
+            if key not in schema.names and key != getattr(SFTDataConfig, setting):
+                raise ValueError(
+                    f"{where} has no column {key!r}, but {', '.join(schema.names)}; change data.{setting}."
+                )
 
     def columns(self) -> list[str | None]:
-        return [self.data.messages_key]
+        return [self.data.messages_key, self.data.tools_key, self.data.enable_thinking_key]
 
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
-        key = self.data.messages_key
-        limit = self.data.max_length
+        data = self.data
+        limit = data.max_length
         encoded = []
-        for messages, place in zip(rows[key].to_pylist(), places, strict=True):
-            place = f"{place}, column {key!r}"
-            segments = self._segments(messages, place)
+        for row, place in zip(rows.to_pylist(), places, strict=True):
+            segments = self.segments(row, place)
+            place = f"{place}, column {data.messages_key!r}"
             ids: list[int] = []
             mask: list[int] = []
             for (_, learnt), part in zip(segments, self.tokenize([text for text, _ in segments]), strict=True):
                 answer = self._answer_length(part) if learnt else 0
                 ids += part
                 mask += [1] * answer + [0] * (len(part) - answer)
-            if len(ids) > limit and self.data.truncation == "error":
+            if len(ids) > limit and data.truncation == "error":
                 raise ValueError(
                     f"{place}: the conversation has {len(ids)} tokens, more than data.max_length={limit}; raise it or "
                     "set data.truncation=right."
@@ -60,31 +69,73 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             encoded.append({"input_ids": ids[:limit], "loss_mask": mask[:limit]})
         return pa.Table.from_pylist(encoded, schema=SCHEMA)
 
+    def _template_arguments(self, row: dict[str, Any], place: str) -> dict[str, Any]:
+        """What a row adds to the arguments of the chat template."""
+        arguments: dict[str, Any] = {}
+        key = self.data.tools_key
+        tools = checked_tools(row.get(key), f"{place}, column {key!r}")
+        if tools is not None:
+            arguments["tools"] = tools
+        key = self.data.enable_thinking_key
+        thinking = row.get(key)
+        if not isinstance(thinking, bool | None):
+            raise ValueError(f"{place}, column {key!r}: {thinking!r} is neither true nor false.")
+        if thinking is not None:
+            arguments["enable_thinking"] = thinking
+        return arguments
+
     def _answer_length(self, part: list[int]) -> int:
         """Tokens up to the last end of turn: the policy never generates what templates write after it."""
         end = self.tokenizer.eos_token_id
         return len(part) - part[::-1].index(end) if end in part else len(part)
 
-    def _segments(self, value: Any, place: str) -> list[tuple[str, bool]]:
-        """The rendered conversation as (text, learnt) in order."""
-        messages = checked_messages(value, place)
+    def segments(self, row: dict[str, Any], place: str) -> list[tuple[str, bool]]:
+        """The rendered conversation as (text, learnt) in order.
+
+        Raises:
+            ValueError: it cannot be learnt; the sentence begins with `place`.
+        """
+        arguments = self._template_arguments(row, place)
+        place = f"{place}, column {self.data.messages_key!r}"
+        messages = checked_messages(row[self.data.messages_key], place)
+        learnt = [take_learnt(message, f"{place}: message {number}") for number, message in enumerate(messages)]
         segments: list[tuple[str, bool]] = []
         done = ""
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.render(messages[:number], True, place)
-            whole = self.render(messages[: number + 1], False, place)
+            prompt = self.render(messages[:number], True, place, **arguments)
+            whole = self.render(messages[: number + 1], False, place, **arguments)
             if not prompt.startswith(done) or not whole.startswith(prompt):
                 raise ValueError(
                     f"{place}: the chat template changes earlier messages at message {number}, so the tokens of each "
                     "cannot be distinguished; split the conversation into one row per answer."
                 )
-            segments += [(prompt[len(done) :], False), (whole[len(prompt) :], True)]
+            segments += [(prompt[len(done) :], False), (whole[len(prompt) :], learnt[number])]
             done = whole
         if not segments:
             raise ValueError(f"{place}: {str(messages)[:200]} has no message of the assistant.")
         return segments
+
+
+def take_learnt(message: dict[str, Any], place: str) -> bool:
+    """Whether a message is learnt; takes out the field that says so, which is not the template's.
+
+    Raises:
+        ValueError: the field is not 0, 1, true or false, or wants another message than an answer to be learnt.
+    """
+    answer = message["role"] == "assistant"
+    learnt = answer
+    for name in ("loss_mask", "trainable"):
+        value = message.pop(name, learnt)
+        if value not in (0, 1):
+            raise ValueError(f"{place} has {name} {value!r:.50}, which must be 0 or 1.")
+        if value and not answer:
+            raise ValueError(
+                f"{place} has {name} 1 but is of role {message['role']!r}; only answers of the assistant can be learnt."
+            )
+        learnt = learnt and bool(value)
+    return learnt
 
 
 def collate(table: pa.Table, index: list[int]) -> tuple[Tensor, Tensor, Tensor]:

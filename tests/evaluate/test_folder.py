@@ -14,6 +14,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.evaluate.folder import Folder, described, digest
 from pipeline.evaluate.settings import used
 from pipeline.evaluate.summary import Summary
+from pipeline.rows import SPANS
 from tests.evaluate.test_summary import TABLE
 
 
@@ -48,6 +49,18 @@ def test_parts_are_found_again(config: Config, tmp_path: Path) -> None:
     assert len(pq.read_table(folder.responses)) == 3 * len(TABLE)
 
 
+def test_parts_of_episodes_are_found_again(config: Config, tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.begin(description(config))
+    reply = [{"kind": 1, "tokens": len(ids) - 1} for ids in TABLE["response_ids"].to_pylist()]
+    episodes = rows(0).append_column("spans", pa.array([[answer, {"tokens": 1, "kind": 0}] for answer in reply], SPANS))
+    folder.add(0, episodes.append_column("turns", pa.array([1] * len(TABLE), pa.int32())))
+    summary, plain = Summary([1]), Summary([1])
+    folder.read(summary)
+    plain.add(TABLE)
+    assert summary.tokens == plain.tokens - len(TABLE) and summary.overall()["turns/mean"] == 1
+
+
 def test_other_settings_are_refused(config: Config, tmp_path: Path) -> None:
     folder = Folder(tmp_path / "out")
     folder.begin(description(config))
@@ -60,14 +73,17 @@ def test_other_settings_are_refused(config: Config, tmp_path: Path) -> None:
 
 def test_changed_files_are_refused(config: Config, tmp_path: Path) -> None:
     model, reward, prompts = tmp_path / "model", tmp_path / "reward.py", tmp_path / "val.parquet"
+    game, tools, named = tmp_path / "game.py", tmp_path / "tools.py", tmp_path / "program.py"
     model.mkdir()
-    for path in (model / "config.json", model / "model.safetensors", reward, prompts):
+    for path in (model / "config.json", model / "model.safetensors", reward, prompts, game, tools, named):
         path.write_text("before")
+    config.agent.named = {"other": {"program": f"{named}:run"}}
+    config.agent.environment, config.agent.tools = f"{game}:Game", [str(tools), "module:calc"]
     config.model.path, config.data.val_files = str(model), str(prompts)
     config.reward.custom_reward_function.path = str(reward)
     folder, before = Folder(tmp_path / "out"), description(config)
     folder.begin(before)
-    for path in (model / "model.safetensors", reward, prompts):
+    for path in (model / "model.safetensors", reward, prompts, game, tools, named):
         path.write_text("behind it")
         with pytest.raises(ConfigError, match=f"the file {path} has changed"):
             folder.check(description(config))

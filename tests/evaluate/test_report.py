@@ -4,11 +4,13 @@ import io
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from rich.console import Console
 
 from pipeline.evaluate.report import print_table, rows, tracked
 from pipeline.evaluate.summary import Summary
+from pipeline.rows import SPANS
 from tests.evaluate.test_summary import TABLE, responses, summed
 
 
@@ -50,6 +52,12 @@ def test_a_single_source_is_all_there_is() -> None:
     assert failed[1] == ["mean", "-"] and ["reward failed", "100.0%"] in failed
 
 
+def test_episodes_have_turns() -> None:
+    made = responses(("s", "a", 1.0, "x"), ("s", "b", 1.0, "x"))
+    made = made.append_column("spans", pa.array([[{"kind": 1, "tokens": 1}]] * 2, SPANS))
+    assert ["turns", "2.5"] in printed(summed((1,), made.append_column("turns", pa.array([2, 3], pa.int32()))))
+
+
 def test_names_for_trackers() -> None:
     summary = summed((1, 3), TABLE)
     names = tracked(summary)
@@ -63,4 +71,4 @@ def test_the_page_lists_every_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text().split("## The metrics")[1]
     named = {name for row in re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE) for name in re.findall("`(.+?)`", row)}
     made = summed((3,), TABLE).overall()
-    assert named == {name.replace("@3", "@K") for name in made}
+    assert named == {name.replace("@3", "@K") for name in made} | {"turns/mean"}

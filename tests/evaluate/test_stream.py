@@ -120,6 +120,8 @@ def test_missing_chunks_are_added(whole: Evaluation, config: Config, tmp_path: P
     assert ids == [[row["response_ids"] for row in rows] for rows in parts(whole.folder).values()]
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_prompts_that_are_too_long_are_left_out(whole: Evaluation, config: Config, tmp_path: Path) -> None:
     config.data.max_prompt_length = min(len(row["prompt_ids"]) for row in parts(whole.folder)[0])
     config.data.filter_overlong_prompts = True
@@ -131,6 +133,8 @@ def test_prompts_that_are_too_long_are_left_out(whole: Evaluation, config: Confi
     assert made.summary.prompts == len(set(kept)) < made.prompts == 7
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_rate_limited_rewards_give_the_same(whole: Evaluation, config: Config, tmp_path: Path) -> None:
     config.reward.rate_limit.max_concurrent = 2
     made = evaluation(config, tmp_path / "out")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.evaluate.summary import Summary
-from pipeline.rows import SCHEMA
+from pipeline.rows import SCHEMA, SPANS
 from pipeline.stats import reduce
 from pipeline.track.validation import prompt_scores, validation_metrics
 
@@ -140,3 +140,17 @@ def test_fewer_responses_than_k_are_all_of_them() -> None:
     found = summed((2, 4), responses(*rows)).by_source()["s"]
     assert found["pass@2"] == found["pass@4"] == 1.0
     assert math.isclose(found["maj@4"], 0.5)
+
+
+def test_of_episodes_the_tokens_of_the_model_count() -> None:
+    def spans(*tokens: int) -> list[dict]:
+        return [{"kind": (number + 1) % 2, "tokens": count} for number, count in enumerate(tokens)]
+
+    made = responses(*(("s", uid, 1.0, "x", None, None, 9) for uid in "ab"))
+    made = made.append_column("spans", pa.array([spans(2, 4, 3), spans(9)], SPANS))
+    made = made.append_column("turns", pa.array([2, 1], pa.int32()))
+    summary = summed((1,), made)
+    got = summary.overall()
+    assert (got["response_length/mean"], got["response_length/max"], got["turns/mean"]) == (7.0, 9, 1.5)
+    assert summary.tokens == 14
+    assert "turns/mean" not in summed((1,), made.drop_columns(["spans", "turns"])).overall()

@@ -1,6 +1,7 @@
 """An evaluation at MLflow: a run of its own beside the training run."""
 
 import copy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,14 @@ def config(stream_config: Config) -> Config:
     return used(copy.deepcopy(stream_config))
 
 
-def test_a_run_of_its_own_in_the_experiment_of_the_training_run(config: Config, tmp_path: Path) -> None:
+def test_a_run_of_its_own_in_the_experiment_of_the_training_run(
+    config: Config, tmp_path: Path, mlflow_database: Path
+) -> None:
     from mlflow.tracking import MlflowClient
 
     home, out = tmp_path / "run", tmp_path / "run" / "evaluations" / "test"
     out.mkdir(parents=True)
+    shutil.copyfile(mlflow_database, tmp_path / "mlflow.db")
     training = MlflowLogger(TrackedRun(home, {}, "project", "trained"))
     training.start()
     training.finish("finished")

@@ -76,6 +76,19 @@ def test_a_row_that_asks_for_what_cannot_be_sampled_ends_the_run_with_its_place(
     assert json.loads(row["extra_info"]) == {"sampling_params": {"max_tokens": 32, "stop": None}}
 
 
+def test_a_row_chooses_one_of_the_agents(tokenizer, prompt_row):
+    config = Config()
+    config.agent.named = {"calc": {"tools": ["a:b"]}}
+    encoder = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
+    names = ["calc", None, "tool_agent", "single_turn_agent"]
+    rows = encoder(prompts(*(prompt_row(0, agent_name=name) for name in names), prompt_row(0)))
+    assert to_table(rows)["agent_name"].to_pylist() == [*names, None]
+    for wrong in ("game", "", 5):
+        with pytest.raises(ValueError) as error:
+            encoder(prompts(prompt_row(0), prompt_row(1, agent_name=wrong)))
+        assert str(error.value).startswith(f"f.parquet, row 1 (row group 2): `agent_name` is {wrong!r}, which is no")
+
+
 def test_what_a_row_may_lack(encoder_of, prompt_row):
     row = prompt_row(0, reward_model=None)
     del row["extra_info"]

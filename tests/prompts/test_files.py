@@ -5,8 +5,11 @@ import fsspec
 import pyarrow as pa
 import pytest
 
+from pipeline.config import Config
+from pipeline.config.agent import AgentConfig
 from pipeline.prompts.files import resolve
 from pipeline.prompts.parquet import Slice, check_prompts, data_sources
+from pipeline.sampling import row_limits
 
 KEY = "data.train_files"
 
@@ -51,7 +54,7 @@ def test_fsspec_url(three):
             files = resolve(url, KEY)
             assert names(files) == ["a.parquet", "b.parquet"]
             assert files[0].name.startswith("memory://")
-            assert data_sources(files) == ["source0", "source1"]
+            assert data_sources(files) == {None: ["source0", "source1"]}
         with pytest.raises(FileNotFoundError, match=r"data\.train_files: memory://bucket/y does not exist"):
             resolve("memory://bucket/y", KEY)
     finally:
@@ -70,10 +73,21 @@ def test_slices_of_row_groups_are_read_in_file_order(write, prompt_row):
 
 
 def test_data_sources(three, write, prompt_row):
-    assert data_sources(resolve(str(three), KEY)) == ["source0", "source1", "source2"]
+    assert data_sources(resolve(str(three), KEY)) == {None: ["source0", "source1", "source2"]}
     path = write([prompt_row(i, data_source=None if i == 13 else "x") for i in range(20)], "null.parquet")
     with pytest.raises(ValueError, match=r"null\.parquet, row 13 \(row group 1\): `data_source` is null or no text"):
         data_sources(resolve(path, KEY))
+
+
+def test_data_sources_of_each_agent(write, prompt_row):
+    names = [None, "calc", "calc", "game"]
+    path = write([prompt_row(i, data_source=f"s{i}", agent_name=name) for i, name in enumerate(names)], "named.parquet")
+    limits = row_limits(Config(agent=AgentConfig(named={"calc": {"tools": ["a:b"]}})))["train"]
+    assert data_sources(resolve(path, KEY)) == {None: ["s0"], "calc": ["s1", "s2"], "game": ["s3"]}
+    assert data_sources(resolve(path, KEY), True, limits.check_agent) == {None: ["s0"], "calc": ["s1", "s2"]}
+    words = r"named\.parquet, row 3 .*`agent_name` is 'game', which is no agent of the config \(.*calc\); declare agent"
+    with pytest.raises(ValueError, match=words):
+        data_sources(resolve(path, KEY), False, limits.check_agent)
 
 
 def test_nothing_there(three):
@@ -151,7 +165,7 @@ def test_large_and_dictionary_types_are_accepted(write, prompt_row):
     columns = {name: table[name] for name in table.column_names}
     columns["prompt"] = pa.array([[{"role": "user", "content": "x"}]], pa.large_list(message))
     columns["data_source"] = table["data_source"].dictionary_encode()
-    assert data_sources(resolve(write(pa.table(columns)), KEY)) == ["countdown"]
+    assert data_sources(resolve(write(pa.table(columns)), KEY)) == {None: ["countdown"]}
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson.gz", "rows.json", "data.arrow"])

@@ -60,6 +60,7 @@ def test_a_row_holds_what_the_contract_says(write, prompt_row, loader_of, tokeni
             "prompt_ids": tokenizer(f"<user>question {number}<assistant>")["input_ids"],
             "ground_truth": json.dumps({"target": number, "numbers": [1, 2]}),
             "extra_info": json.dumps({"split": "train", "index": number}),
+            "agent_name": None,
         }
 
 
@@ -201,7 +202,7 @@ def test_only_needed_columns_are_read(write, prompt_row, loader_of, monkeypatch)
         PromptFile, "read", lambda self, slices, columns: asked.append(columns) or original(self, slices, columns)
     )
     loader_of(write([{**prompt_row(0), "embedding": [0.0] * 1000}])).iteration(1, 1)
-    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info", *MEDIA]]
+    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info", "agent_name", *MEDIA]]
 
 
 @pytest.mark.parametrize("damage", ["missing", "bytes", "other"])

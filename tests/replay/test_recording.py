@@ -54,12 +54,15 @@ def test_a_range_begins_with_its_first_group(tmp_path: Path) -> None:
 
 
 def test_baselines_are_read_only_where_they_are_asked_for(tmp_path: Path) -> None:
-    record(tmp_path, [1], without=["baseline"])
+    # Nor need an older recording name agents.
+    record(tmp_path, [1], without=["baseline", "agent_name"])
     recording = Recording(str(tmp_path))
-    assert recording.check() == {"countdown"}
+    assert recording.check() == {None: {"countdown"}}
     assert recording.rows(0, 1).column_names == list(COLUMNS)
     with pytest.raises(ValueError, match="no column 'baseline'"):
         Recording(str(tmp_path), baselines=True).check()
+    with pytest.raises(ValueError, match="no column 'contexts'"):
+        Recording(str(tmp_path), episodes=True).check()
 
 
 def test_folders_without_rows(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import Config
 from pipeline.prompts.stage import Schedule
 from pipeline.replay.stage import Replay
-from pipeline.rows import PROMPT, ROLLOUT
+from pipeline.rows import AGENT, PROMPT, ROLLOUT
 from pipeline.store.admission import Admission
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.policy_store import PolicyStore
@@ -47,6 +47,7 @@ class Replayed:
         cursor: PromptCursor | None = None,
         staleness: int = 0,
         baselines: bool = False,
+        episodes: bool = False,
         page_prompts: int = 0,
         **changes: Any,
     ) -> None:
@@ -57,7 +58,8 @@ class Replayed:
         chunk = 2 if batch % 2 == 0 else batch
         self.store = Store(Admission(chunk, batch, staleness), base, cursor or PromptCursor())
         schedule = Schedule(iterations, batch // chunk, chunk, False, False, -1, staleness, page_prompts=page_prompts)
-        self.stage = Replay(config.data, baselines, schedule, self.store, config.trainer.deadlines)  # type: ignore[arg-type]
+        deadlines = config.trainer.deadlines
+        self.stage = Replay(config.data, baselines, episodes, schedule, self.store, deadlines)  # type: ignore[arg-type]
         self.base = base
 
     def publish(self, version: int) -> None:
@@ -157,3 +159,21 @@ def test_recorded_baselines_come_along_where_the_estimator_reads_them(tmp_path: 
     table = replay.page(0)
     assert table.schema.names[-1] == "baseline" and table["baseline"].unique().to_pylist() == [0.75]
     assert len(table) == BATCH * SAMPLES
+
+
+def test_episodes_keep_their_contexts_spans_and_rewards(tmp_path: Path) -> None:
+    episode = {
+        "contexts": [{"prompt": None, "tokens": 1}, {"prompt": [4, 5], "tokens": 2}],
+        "spans": [{"kind": 1, "tokens": 3, "reward": 0.5}],
+        "messages": "[]",
+        "env_score": 0.5,
+        "env_parts": "{}",
+        "env_error": None,
+        "turns": 1,
+        "ended": "stop",
+        "episode": "{}",
+    }
+    table = Replayed(tmp_path, episodes=True, **episode).page(0)
+    assert table.schema.names == [*PROMPT.names, *ROLLOUT.names, *AGENT.names]
+    assert table.schema.types == [*PROMPT.types, *ROLLOUT.types, *AGENT.types]
+    assert table.select(AGENT.names).to_pylist() == [episode] * (BATCH * SAMPLES)

@@ -13,8 +13,10 @@ from tests.reward.rewards import TRUTH, custom
 
 def prompts(*rows: tuple[str, str]) -> list[pa.Table]:
     """One-row tables of (data_source, ground_truth), as the prompt source gives them."""
-    names = ("data_source", "ground_truth", "extra_info", "uid")
-    return [pa.table(dict(zip(names, ([s], [t], ["{}"], [str(i)]), strict=True))) for i, (s, t) in enumerate(rows)]
+    names = ("data_source", "ground_truth", "prompt", "extra_info", "uid")
+    question = json.dumps([{"role": "user", "content": "?"}])
+    columns = ([[s], [t], [question], ["{}"], [str(i)]] for i, (s, t) in enumerate(rows))
+    return [pa.table(dict(zip(names, values, strict=True))) for values in columns]
 
 
 FINE, USELESS = ("countdown", json.dumps(TRUTH)), ("countdown", "{}")
@@ -22,18 +24,18 @@ FINE, USELESS = ("countdown", json.dumps(TRUTH)), ("countdown", "{}")
 
 def test_sources_need_a_rule() -> None:
     with pytest.raises(ValueError, match=r"'gsm9k' has no reward rule \(known: .*countdown"):
-        check_sources(["countdown", "gsm9k", "countdown"], RewardConfig())
-    check_sources(iter(["countdown", "taco", None]), RewardConfig())
+        check_sources({None: ["countdown", "gsm9k", "countdown"]}, RewardConfig())
+    check_sources({None: iter(["countdown", "taco"])}, RewardConfig())
 
 
 def test_a_function_of_your_own_scores_any_source_and_must_load(tmp_path: Path) -> None:
-    check_sources(["anything"], custom(tmp_path, "def compute_score(**row): return 1"))
+    check_sources({None: ["anything"]}, custom(tmp_path, "def compute_score(**row): return 1"))
     with pytest.raises(ValueError, match=r"reward\.custom_reward_function: compute_score in .* cannot be called"):
         dry_call(prompts(FINE), custom(tmp_path, "def compute_score(text): return 1", reward_kwargs={"a": 1}))
     config = custom(tmp_path, "def compute_score(**row): return 1")
     config.functions = {"rule": {}, "own": {"path": config.custom_reward_function.path}}
     with pytest.raises(ValueError, match="'anything' has no reward rule"):
-        check_sources(["anything"], config)
+        check_sources({None: ["anything"]}, config)
 
 
 def test_rows_that_can_be_scored_pass() -> None:
@@ -52,11 +54,11 @@ def test_a_reward_that_fails_on_every_row_is_named() -> None:
 
 def test_with_a_reward_model_alone_there_is_nothing_to_call(tmp_path: Path) -> None:
     config = RewardConfig(model=RewardModelConfig("judge"))
-    check_sources(["anything"], config)
+    check_sources({None: ["anything"]}, config)
     dry_call(prompts(*[USELESS] * 9), config)
     config.functions = {"rule": {}}
     with pytest.raises(ValueError, match="'anything' has no reward rule"):
-        check_sources(["anything"], config)
+        check_sources({None: ["anything"]}, config)
     with pytest.raises(ValueError, match="first 4 prompts of data_source 'countdown'"):
         dry_call(prompts(*[USELESS] * 9), config)
 

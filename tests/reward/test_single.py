@@ -30,7 +30,7 @@ async def compute_score(solution_str, **row):
     tables = [table([str(block * 4 + i) for i in range(4)]) for block in range(4)]
     stream = ray.data.from_arrow(tables).map_batches(
         SingleReward,
-        fn_constructor_args=(config, 8, 4),
+        fn_constructor_args=(config, 8, "function", 4),
         compute=ray.data.ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=4, max_concurrent_calls_per_actor=4),
         num_cpus=0.1,
         batch_size=None,

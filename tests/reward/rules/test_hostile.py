@@ -68,9 +68,9 @@ ANSWERS = [
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of a call and the CPU seconds it took; time on the clock would count what else the machine does."""
-    start = time.process_time()
-    return call(), time.process_time() - start
+    """The result of a call and the CPU seconds its thread took; the clock would count what else the machine does."""
+    start = time.thread_time()
+    return call(), time.thread_time() - start
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,8 +83,9 @@ def test_a_response_of_100_kb(source: str) -> None:
     rule, truth = RULES[source], TRUTHS.get(source, 1)
     for name, piece in PIECES.items():
         response = (piece * (KB100 // len(piece) + 1))[:KB100]
-        result, seconds = seconds_of(lambda response=response: rule(response, truth))  # type: ignore[misc]
-        assert result["acc"] == 0 and seconds < LIMIT / 4, name
+        # A hostile text is slow each time; a slow moment of the machine or a collection of garbage is not.
+        tries = [seconds_of(lambda response=response: rule(response, truth)) for _ in range(2)]  # type: ignore[misc]
+        assert tries[0][0]["acc"] == 0 and min(seconds for _, seconds in tries) < LIMIT / 4, name
 
 
 @pytest.mark.parametrize("answer", ANSWERS)

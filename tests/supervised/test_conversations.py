@@ -1,0 +1,197 @@
+"""Supervised fine-tuning on conversations of several turns, with tools, as parquet files hold them."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from pipeline.agent import Call
+from pipeline.agent.bridge import Bridge
+from pipeline.config.supervised import SFTDataConfig
+from pipeline.supervised.data import read
+from pipeline.supervised.sft import SFTEncoder
+
+
+def schema(name: str, argument: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": f"{name} it", "parameters": parameters}}
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+TOOLS = [schema("calc", "expression"), schema("get", "key")]
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Short."},
+    {"role": "user", "content": "3*4 and k7?"},
+    {"role": "assistant", "content": "", "tool_calls": [call("calc", expression="3*4"), call("get", key="k7")]},
+    {"role": "tool", "content": "12", "tool_call_id": "1"},
+    {"role": "tool", "content": "é\n<b>", "tool_call_id": "1"},
+    {"role": "assistant", "content": "12", "tool_calls": [call("get", key="é")]},
+    {"role": "tool", "content": "none"},
+    {"role": "assistant", "content": "12, none"},
+    {"role": "user", "content": "Thanks."},
+    {"role": "assistant", "content": "Bye."},
+]
+ANSWERS = [number for number, message in enumerate(CONVERSATION) if message["role"] == "assistant"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def encode(tokenizer: Any, tmp_path: Path, *rows: dict[str, Any], **data: Any) -> list[dict[str, list[int]]]:
+    """Token rows of a parquet file with these rows."""
+    pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / "f.parquet")
+    config = SFTDataConfig(**data)
+    groups = SFTEncoder.find_row_groups(str(tmp_path / "f.parquet"), "data.train_files", config)
+    return [
+        row
+        for group in groups
+        for table in read(group, SFTEncoder(tokenizer, config), None)
+        for row in table.to_pylist()
+    ]
+
+
+def learnt(tokenizer: Any, row: dict[str, list[int]]) -> str:
+    return tokenizer.decode([token for token, on in zip(row["input_ids"], row["loss_mask"], strict=True) if on])
+
+
+def test_every_answer_follows_the_tokens_that_an_episode_has_there(tokenizer: Any, tmp_path: Path) -> None:
+    [row] = encode(tokenizer, tmp_path, {"messages": CONVERSATION, "tools": TOOLS})
+    ids, mask = row["input_ids"], row["loss_mask"]
+    starts = [at for at, on in enumerate(mask) if on and not mask[at - 1]]
+    assert len(starts) == len(ANSWERS)
+    for start, number in zip(starts, ANSWERS, strict=True):
+        before, answer = CONVERSATION[:number], CONVERSATION[number]
+        prompt = tokenizer.apply_chat_template(before, tools=TOOLS, add_generation_prompt=True)["input_ids"]
+        assert ids[:start] == prompt
+        written = [
+            answer["content"],
+            *(
+                f'<tool_call>{{"name": "{made["function"]["name"]}", '
+                f'"arguments": {json.dumps(made["function"]["arguments"], ensure_ascii=False)}}}</tool_call>'
+                for made in answer.get("tool_calls", ())
+            ),
+        ]
+        text = "\n".join(filter(None, written))
+        sampled = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        end = start + len(sampled)
+        assert ids[start:end] == sampled and mask[start:end] == [1] * len(sampled)
+        assert end >= len(mask) or mask[end] == 0
+
+
+def test_the_tokens_are_those_of_an_episode(tokenizer: Any, tmp_path: Path) -> None:
+    """As `pipeline.agent` puts an episode together: the first prompt, answers, and what is bridged between them."""
+    [row] = encode(tokenizer, tmp_path, {"messages": CONVERSATION, "tools": TOOLS})
+    ids, mask = row["input_ids"], row["loss_mask"]
+    bridge = Bridge.prove(tokenizer, {}, {"tool", "user"}, TOOLS)
+    made = bridge.prompt(CONVERSATION[: ANSWERS[0]])
+    for number, following in zip(ANSWERS, [*ANSWERS[1:], len(CONVERSATION)], strict=True):
+        end = mask.index(0, len(made)) if 0 in mask[len(made) :] else len(mask)
+        sampled = ids[len(made) : end]
+        made += sampled
+        if number != ANSWERS[-1]:
+            functions = [entry["function"] for entry in CONVERSATION[number].get("tool_calls", ())]
+            calls = [Call("1", function["name"], function["arguments"]) for function in functions]
+            made += bridge.after(sampled, CONVERSATION[number + 1 : following], calls)
+    assert len(made) > 50 and made == ids[: len(made)]
+    assert tokenizer.decode(ids[len(made) :]).strip() == ""
+
+
+def test_spellings_of_one_conversation_give_the_same_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    """Structs of a file have the fields of all rows; arguments, schemas and whole lists of them may be JSON text."""
+    as_text = copy.deepcopy(CONVERSATION)
+    for message in as_text:
+        for made in message.get("tool_calls", ()):
+            made["function"]["arguments"] = json.dumps(made["function"]["arguments"])
+    plain = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
+    expected, other = encode(tokenizer, tmp_path, {"messages": CONVERSATION, "tools": TOOLS}, plain)
+    for messages, tools in (
+        (as_text, TOOLS),
+        (CONVERSATION, json.dumps(TOOLS)),
+        (CONVERSATION, [json.dumps(tool) for tool in TOOLS]),
+    ):
+        assert encode(tokenizer, tmp_path, {"messages": messages, "tools": tools}, plain) == [expected, other]
+    assert "calc it" in tokenizer.decode(expected["input_ids"]) and "null" not in tokenizer.decode(
+        expected["input_ids"]
+    )
+    assert tokenizer.decode(other["input_ids"]).startswith("<|im_start|>user\nHi")
+    assert encode(tokenizer, tmp_path, plain) == [other]
+    nothing = encode(tokenizer, tmp_path, {**plain, "tools": "[]"}, {**plain, "tools": None}, {**plain, "tools": ""})
+    assert nothing == [other] * 3
+    renamed = {"messages": CONVERSATION, "schemas": TOOLS}
+    assert encode(tokenizer, tmp_path, renamed, tools_key="schemas") == [expected]
+    with pytest.raises(
+        ValueError, match="f.parquet.* has no column 'schema', but messages, schemas; change data.tools_key"
+    ):
+        encode(tokenizer, tmp_path, renamed, tools_key="schema")
+
+
+def test_messages_with_a_mask_of_0_are_context_alone(tokenizer: Any, tmp_path: Path) -> None:
+    masks = [0, None, 0, 0, None, 1, 0, None, None, 0]
+    masked = [{**message, "loss_mask": on} for message, on in zip(CONVERSATION, masks, strict=True)]
+    trainable = [
+        {**message, "trainable": None if on is None else bool(on)}
+        for message, on in zip(CONVERSATION, masks, strict=True)
+    ]
+    [whole], [row], [same] = (
+        encode(tokenizer, tmp_path, {"messages": messages, "tools": TOOLS})
+        for messages in (CONVERSATION, masked, trainable)
+    )
+    assert row["input_ids"] == whole["input_ids"] and row == same
+    assert learnt(tokenizer, row) == (
+        '12\n<tool_call>{"name": "get", "arguments": {"key": "é"}}</tool_call><|im_end|>12, none<|im_end|>'
+    )
+    nothing = [{**message, "loss_mask": 0} for message in CONVERSATION]
+    assert learnt(tokenizer, encode(tokenizer, tmp_path, {"messages": nothing})[0]) == ""
+
+
+def test_thinking_is_an_argument_of_the_template(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ enable_thinking }}" + tokenizer.chat_template)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    rows = [{"messages": messages, "thinks": value} for value in (True, False, None)]
+    settings = {"apply_chat_template_kwargs": {"enable_thinking": "set"}}
+    encoded = encode(tokenizer, tmp_path, *rows, enable_thinking_key="thinks", **settings)
+    words = [tokenizer.decode(row["input_ids"]).partition("<|im_start|>")[0] for row in encoded]
+    assert words == ["True", "False", "set"]
+    with pytest.raises(ValueError, match="column 'enable_thinking': 'yes' is neither true nor false"):
+        encode(tokenizer, tmp_path, {"messages": messages, "enable_thinking": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tools": "{not json"}, "column 'tools': not JSON"),
+        ({"tools": "3"}, "is not a list of tool schemas"),
+        ({"tools": ['"x"']}, "is not a list of tool schemas"),
+        ({0: {"loss_mask": 1}}, "message 0 has loss_mask 1 but is of role 'system'"),
+        ({2: {"loss_mask": 2}}, "message 2 has loss_mask 2, which must be 0 or 1"),
+        ({2: {"tool_calls": "calc"}}, "message 2 has tool_calls that are not a list"),
+        ({2: {"tool_calls": [{"function": {"arguments": "{}"}}]}}, "message 2 has a tool call without the name"),
+        (
+            {2: {"tool_calls": [call("calc") | {"function": {"name": "calc", "arguments": "[1]"}}]}},
+            "that are no object",
+        ),
+        ({2: {"tool_calls": [call("calc") | {"function": {"name": "calc", "arguments": "3*"}}]}}, "of calc: not JSON"),
+        ({3: {"content": None}}, "message 3 has no content"),
+    ],
+)
+def test_errors_name_the_place(tokenizer: Any, change: dict[Any, Any], sentence: str) -> None:
+    messages = copy.deepcopy(CONVERSATION)
+    for number, fields in change.items():
+        if isinstance(number, int):
+            messages[number] |= fields
+    # A cell as Arrow gives it; `pa.Table` cannot hold every mistake.
+    encoder = SFTEncoder(tokenizer, SFTDataConfig())
+    with pytest.raises(ValueError, match=rf"^f.parquet, row 0.*{sentence}"):
+        encoder.segments({"messages": messages, "tools": change.get("tools", TOOLS)}, "f.parquet, row 0")
