@@ -10,6 +10,7 @@ JOBS = {
     "sft": "fine-tune a model on conversations",
     "reward_model": "train a reward model on preferences",
     "evaluate": "sample responses of a model and score them",
+    "show": "print one recorded conversation of a run",
     "compare": "draw the learning curves of several runs",
     "replay": "train on the recorded responses of another run",
     "export": "make a model folder of a checkpoint, and register it",

@@ -4,14 +4,18 @@
    vLLM's CPU attention takes. (`AutoTokenizer` gives a Qwen2 the original's pre-tokenizer, whatever the folder says.)
 2. The tokenizer is a byte-level BPE trained on the task's text. All 256 bytes are in its alphabet, so there is no
    unknown token. A piece ends at a digit or after a newline, and nowhere else: digits are single tokens, which
-   arithmetic needs, and the constant wording between them merges into few tokens, which keeps CPU runs fast.
+   arithmetic needs (`--digits 2` makes tokens of numbers of two), and the constant wording between them merges into
+   few tokens, which keeps CPU runs fast.
 3. The chat template is ChatML. Newlines end pieces, so `assistant\\n` and the answer after it never merge: a prompt
    gives the same tokens alone and in front of an answer.
+4. Tools are written in Hermes style: schemas in the system message, `<tool_call>` in answers, `<tool_response>` in a
+   user's turn. Of files with a column `tools` the tokenizer learns this wording too.
 """
 
 import argparse
 import itertools
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,41 +31,63 @@ from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
 from pipeline.config.paths import local_path
+from pipeline.supervised.conversations import checked_messages, checked_tools
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention, which has the fewest
 MIN_VOCAB = 256 + 3
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-PIECES = r"[0-9]|[^0-9\n]*\n|[^0-9\n]+"
+PIECES = r"[0-9]{1,%d}|[^0-9\n]*\n|[^0-9\n]+"
 # A newline right after a tag would be trimmed, so that one is an expression.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{{ '\\n' }}{% endif %}"
+    "<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n"
+    'To call one: <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in messages %}{% if message['role'] == 'tool' %}"
+    "{% if loop.first or loop.previtem['role'] != 'tool' %}<|im_start|>user{% endif %}{{ '\\n' }}"
+    "<tool_response>{{ message['content'] }}</tool_response>"
+    "{% if loop.last or loop.nextitem['role'] != 'tool' %}<|im_end|>{{ '\\n' }}{% endif %}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\\n' }}{% endif %}"
+    """<tool_call>{"name": "{{ call['function']['name'] }}", "arguments": """
+    "{{ call['function']['arguments'] | tojson }}}</tool_call>{% endfor %}"
+    "<|im_end|>{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BATCH_ROWS = 1024
 
 
 def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
-    """Contents of all chat messages in the `prompt` and `messages` columns of parquet files, `rows` rows per file.
+    """Contents of all chat messages in the `prompt` and `messages` columns of parquet files, `rows` rows per file; of
+    rows with tools, everything between the markers of the chat template.
 
     Raises:
         ValueError: A file cannot be read, has neither column, or holds no chat messages.
     """
+    template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
     for file in files:
         try:
             with pq.ParquetFile(file) as parquet:
                 names = parquet.schema_arrow.names
                 columns = [name for name in ("prompt", "messages") if name in names]
+                with_tools = [*columns, "tools"] if "tools" in names else columns
                 if not columns:
                     raise ValueError(f"{file} has neither a `prompt` nor a `messages` column, but {', '.join(names)}")
-                batches = parquet.iter_batches(BATCH_ROWS, columns=columns)
+                batches = parquet.iter_batches(BATCH_ROWS, columns=with_tools)
                 some = itertools.islice((row for batch in batches for row in batch.to_pylist()), rows)
-                for messages in (row[column] for row in some for column in columns):
+                for messages, tools in ((row[column], row.get("tools")) for row in some for column in columns):
                     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
                         raise ValueError(f"{file} holds no chat messages {{role, content}}, but {messages!r:.80}")
-                    yield from (message["content"] for message in messages if message.get("content"))
+                    schemas = checked_tools(tools, f"{file}, column 'tools'")
+                    if schemas is None:
+                        yield from (message["content"] for message in messages if message.get("content"))
+                        continue
+                    checked = checked_messages(messages, str(file))
+                    text = str(template.apply_chat_template(checked, tools=list(schemas), tokenize=False))
+                    yield from filter(None, re.split(f"{re.escape(START)}|{re.escape(END)}", text))
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{file} cannot be read as parquet: {error}") from error
 
@@ -72,20 +98,24 @@ def countdown_texts(count: int, seed: int) -> Iterator[str]:
         yield from (message["content"] for message in countdown.messages(puzzle, "short", "steps"))
 
 
-def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(corpus: Iterable[str], vocab_size: int, digits: int = 1) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with at most `vocab_size` tokens, fewer where the corpus is used up.
+
+    A token has at most `digits` digits.
 
     Any text survives encoding and decoding. The end-of-sequence token ends a turn; padding has a token of its own.
 
     Raises:
-        ValueError: `vocab_size` has no room for the 256 bytes and the special tokens.
+        ValueError: `vocab_size` has no room for the 256 bytes and the special tokens, or `digits` is below 1.
     """
+    if digits < 1:
+        raise ValueError(f"--digits {digits} must be at least 1")
     if vocab_size < MIN_VOCAB:
         raise ValueError(f"--vocab {vocab_size} is too small; {MIN_VOCAB} tokens (bytes and special tokens) are needed")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PIECES % digits), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -149,7 +179,7 @@ def make(args: argparse.Namespace) -> str:
         raise ValueError(f"--out {args.out} already holds a model; choose another folder or remove it")
     heads = args.heads or max(1, args.hidden // 32)
     corpus = texts(args.data, args.rows) if args.data else countdown_texts(args.rows, args.seed)
-    tokenizer = build_tokenizer(corpus, args.vocab)
+    tokenizer = build_tokenizer(corpus, args.vocab, args.digits)
     kv_heads = heads if args.kv_heads is None else args.kv_heads
     model = build_model(tokenizer, args.hidden, args.layers, heads, kv_heads, args.tie, args.seed)
     disable_progress_bar()
@@ -168,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", nargs="+", default=[], metavar="FILE", help=data_help)
     add("--rows", type=int, default=4096, metavar="N", help="rows read of each file (default: %(default)s)")
     add("--vocab", type=int, default=512, metavar="N", help="most tokens (default: %(default)s)")
+    add("--digits", type=int, default=1, metavar="N", help="most digits in one token (default: %(default)s)")
     add("--hidden", type=int, default=192, metavar="N", help="width (default: %(default)s)")
     add("--layers", type=int, default=4, metavar="N", help="layers (default: %(default)s)")
     add("--heads", type=int, metavar="N", help="attention heads (default: width / 32)")

@@ -6,12 +6,13 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from jobs.command import add_settings, complain, exit_code, new_parser
+from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, ConfigError, load_config, to_flat
 from pipeline.run.submitted import check_cluster
 from pipeline.run.versions import check_versions
@@ -67,6 +68,11 @@ def name_from_root(config: Config) -> None:
     own.path = _absolute_file(own.path)
     for settings in config.reward.functions.values():
         settings["path"] = _absolute_file(settings.get("path"))
+    declared = config.agent.declared()
+    for name, settings in config.agent.named.items():
+        settings.update({key: _absolute_code(key, getattr(declared[name], key)) for key in settings})
+    for key, value in vars(config.agent).items():
+        setattr(config.agent, key, _absolute_code(key, value))
     data = config.data
     data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
     data.recorded_run = absolute(data.recorded_run)
@@ -74,11 +80,47 @@ def name_from_root(config: Config) -> None:
         config.trainer.storage_path = absolute_files(config.trainer.storage_path)
 
 
+def _absolute_code(key: str, value: Any) -> Any:
+    """The value of a key of an agent, with files named from the root."""
+    if not value:
+        return value
+    if key in ("environment", "program"):
+        return _absolute_member(value)
+    if key == "tools":
+        return [_absolute_member(tool) for tool in value]
+    if key == "command":
+        return [os.path.abspath(word) if os.path.isfile(word) else word for word in value]
+    # The interpreter of a virtual environment is a link, and a different one where the link leads.
+    return os.path.abspath(value) if key == "python" and "/" in value else value
+
+
 def _absolute_file(path: str | None) -> str | None:
     """A Python file named from the root; the name of a module stays, also where a folder here has it."""
     from pipeline.run.cluster import absolute
 
     return absolute(path) if path and path.endswith(".py") else path
+
+
+def _absolute_member(name: str) -> str:
+    """`file.py:Name`, or a file alone, named from the root; `module:Name` stays."""
+    if name.startswith((MCP, OPENENV)):
+        return _absolute_words(name)
+    file, colon, member = name.rpartition(":")
+    if not file.endswith(".py"):
+        file, colon, member = name, "", ""
+    is_file = file.endswith((".py", ".yaml", ".yml"))
+    return f"{os.path.abspath(file)}{colon}{member}" if is_file else name
+
+
+def _absolute_words(name: str) -> str:
+    """The command of an MCP server, with files named from the root; URLs stay."""
+    scheme, _, text = name.partition(":")
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return name
+    named = [os.path.abspath(word) if os.path.isfile(word) else word for word in words]
+    return name if named == words else f"{scheme}: {shlex.join(named)}"
 
 
 def _command(command: list[str], iterations: int | None) -> str:
@@ -89,44 +131,59 @@ def _command(command: list[str], iterations: int | None) -> str:
     return shlex.join(command)
 
 
-def _check_prompts(config: Config) -> tuple[int | None, list[tuple[str, str]]]:
-    """Read the first prompts and try the reward on them.
+def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[str, str]]]:
+    """Read the first prompts, try the reward on them, and begin episodes with them.
+
+    Args:
+        config: the run's configuration.
+        calls: whether tools are tried, too.
 
     Returns:
         the number of training prompts, None where it is not known; and lines for `--dry-run` as (name, text): the first
         prompt as the model reads it, and the reward of a made-up response to it.
 
     Raises:
-        ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used, or the reward cannot.
+        ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used, the reward cannot, or the
+            environment and the tools cannot.
     """
-    from pipeline.derived import reward_parts
+    from pipeline.derived import reward_parts, uses_agent
     from pipeline.prompts.encode import to_table
     from pipeline.prompts.parquet import data_sources
     from pipeline.prompts.stage import loaders
     from pipeline.reward.dry import RESPONSE, check_sources, dry_call
     from pipeline.sampling import row_limits
 
-    training, validation = loaders(config.data, config.model, row_limits(config), config.trainer.seed)
-    parts = reward_parts(config)
-    first: pa.Table | None = None
+    limits = row_limits(config)
+    training, validation = loaders(config.data, config.model, limits, config.trainer.seed)
+    parts, rewarded = reward_parts(config), (config.reward, config.agent)
+    first: list[pa.Table] = []
     scores: dict[str, float | None] = {}
     for loader, read in ((training, parts), (validation, [])):
         if loader is not None:
-            check_sources(data_sources(loader.files, config.data.max_bad_rows > 0), config.reward)
+            sources = data_sources(loader.files, config.data.max_bad_rows > 0, limits["train"].check_agent)
+            check_sources(sources, *rewarded)
             tables = list(itertools.islice(loader.epoch(1), CHECKED_PROMPTS))
-            scores = dry_call(tables, config.reward, read) | scores
-            first = tables[0] if first is None and tables else first
+            scores = dry_call(tables, config.reward, read, config.agent) | scores
+            first = first or tables
     if generated := training.generate(1, config.data.train_batch_size):
-        check_sources(sorted({row["data_source"] for row in generated}), config.reward)
-        first = to_table(generated)
-        scores = dry_call([first], config.reward, parts) | scores
-    lines = []
-    if first is not None:
-        ids, source_name = first["prompt_ids"][0].as_py(), first["data_source"][0].as_py()
-        lines.append(("first prompt", str(training.encoder.chat.tokenizer.decode(ids))))
-        score = scores.get(source_name)
-        shown = "the reward failed" if score is None else f"{score:g}"
-        lines.append(("reward of a made-up response", f"{shown} for {RESPONSE!r} (data_source {source_name})"))
+        for row in generated:
+            check_sources({row["agent_name"]: [row["data_source"]]}, *rewarded)
+        first = [to_table(generated)]
+        scores = dry_call(first, config.reward, parts, config.agent) | scores
+    lines, tokenizer = [], training.encoder.chat.tokenizer
+    if uses_agent(config):
+        from pipeline.rollout.dry import dry_episodes
+
+        lines += dry_episodes(config, tokenizer, first, calls)
+    if first:
+        ids, source_name = first[0]["prompt_ids"][0].as_py(), first[0]["data_source"][0].as_py()
+        if not uses_agent(config):
+            # An environment and tools add to the prompt of a file.
+            lines.append(("first prompt", str(tokenizer.decode(ids))))
+        if source_name in scores:
+            score = scores[source_name]
+            shown = "the reward failed" if score is None else f"{score:g}"
+            lines.append(("reward of a made-up response", f"{shown} for {RESPONSE!r} (data_source {source_name})"))
     return training.epoch_rows or None, lines
 
 
@@ -163,7 +220,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if uses_engines(config):
-        prompts, preview = _check_prompts(config)
+        prompts, preview = _check_prompts(config, calls=dry_run)
     else:
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts)

@@ -8,14 +8,17 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from jobs.prepare import convert, countdown, gsm8k, hellaswag, hh_rlhf, math
+from jobs.prepare import calculator, convert, countdown, gsm8k, hellaswag, hh_rlhf, higher_lower, lookup, math
 
 DATASETS: dict[str, Any] = {
+    "calculator": calculator,
     "countdown": countdown,
     "gsm8k": gsm8k.DATA,
     "hellaswag": hellaswag.DATA,
     "hh_rlhf": hh_rlhf.DATA,
+    "higher_lower": higher_lower,
     "json": convert,
+    "lookup": lookup,
     "math": math.DATA,
 }
 

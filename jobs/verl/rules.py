@@ -6,6 +6,7 @@ Each rule notes what it changes. docs/from_verl.md describes the general differe
 import math
 from collections.abc import Callable
 
+from jobs.verl.episodes import episodes
 from jobs.verl.state import State
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config.trainer import LOGGERS
@@ -326,6 +327,6 @@ def run(state: State) -> None:
 
 RULES: tuple[Callable[[State], None], ...] = (
     *(words, kl, clipping, aggregation, correction, groups, mini_batches, critic, warmups, token_budgets, engines),
-    *(devices, run),
+    *(devices, episodes, run),
 )
 """In this order."""

@@ -86,6 +86,15 @@ def test_rewards_that_cannot_be_given(refused: Refused, prompt_files: Any, tmp_p
     refused(f"{key}={tmp_path / 'reward.py'}", parts=("KeyError", "'countdown'", "made-up response"))
 
 
+def test_episodes_that_all_fail(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(
+        "from pipeline.agent import Environment\n\n\nclass Game(Environment):\n    def open(self, row, seed):\n"
+        "        return row['nothing']\n"
+    )
+    parts = ("fails for each of the first 4 prompts", "KeyError: 'nothing' (game.py, line 6)")
+    refused(f"agent.environment={tmp_path}/game.py:Game", parts=parts)
+
+
 def test_a_folder_of_another_evaluation(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "evaluation.json").write_text(json.dumps({"prompt_files": [], "settings": {}, "files": {}}))

@@ -303,11 +303,12 @@ def track(run_dir: Path, run_id: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """MLflow's database with one run, and that run's id; making the tables takes seconds."""
+def store(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> tuple[Path, str]:
+    """MLflow's database with one run, and that run's id."""
     from mlflow.tracking import MlflowClient
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    shutil.copyfile(mlflow_database, path)
     client = MlflowClient(f"sqlite:///{path}")
     return path, client.create_run(client.create_experiment("slipstream")).info.run_id
 

@@ -72,7 +72,8 @@ ray job submit --no-wait --runtime-env="${RUNTIME_ENV:-env.yaml}" --working-dir 
     algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 \\
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=${sp_size} \\
     actor_rollout_ref.model.lora_rank=32 \\
-    actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.format=hermes \\
+    actor_rollout_ref.rollout.multi_turn.enable=True \\
+    actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml \\
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \\
     reward_model.reward_manager=dapo data.seed=$SEED ${MORE} data.prompt_key='${oc.env:TOKEN}'
 """
@@ -160,9 +161,9 @@ def test_what_cannot_be_done_stands_first_and_has_its_own_exit_code(convert: Con
     for part in (
         "sequence_parallel_size=4",
         "lora_rank=32",
-        "multi_turn.enable=True, actor_rollout_ref.rollout.multi_turn.format=hermes",
+        "an agent.environment or agent.program: actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
         "megatron.pipeline_model_parallel_size=2",
-        "$SEED in line 11 is not assigned before; give SEED=VALUE",
+        "$SEED in line 12 is not assigned before; give SEED=VALUE",
         "${MORE} may hold settings",
         "--config-name=dapo_trainer: the settings in a file",
         "write the value out; give data.prompt_key: data.prompt_key=${oc.env:TOKEN}",

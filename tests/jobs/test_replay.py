@@ -15,6 +15,8 @@ from pipeline.config import Config, ConfigError, load_config, save_yaml
 from pipeline.config.schema import value_of
 from pipeline.plan.plan import plan
 from pipeline.replay.checks import UNREAD
+from pipeline.replay.checks import _check_tokens as check_tokens
+from pipeline.rows import ANSWER, OBSERVATION
 from tests.recordings import BATCH, CHUNK, SAMPLES, record
 
 Refused = Callable[..., str]
@@ -137,6 +139,30 @@ def test_the_folder_may_be_named_from_inside(recorded: Path, monkeypatch: pytest
     monkeypatch.chdir(recorded)
     config = replay_config(Path("."), None, [])
     assert (config.trainer.experiment_name, config.trainer.default_local_dir) == ("source-replay", str(recorded.parent))
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ("agent.environment=other:Game", "agent.environment=other:Game: the rows of"),
+        ("agent.tools=[other:calc]", "made with agent.tools=[], and a replay plays no episodes"),
+    ],
+)
+def test_episodes_stay_those_of_the_recording(refused: Refused, given: str, part: str) -> None:
+    refused(given, parts=(part, "leave it as it was"))
+
+
+def test_of_an_episode_the_tokens_of_the_last_answer_are_compared(settings: list[str], tiny_model: Path) -> None:
+    config, tokenizer = load_config([*settings, "agent.tools=[a:b]"]), AutoTokenizer.from_pretrained(tiny_model)
+    first, reply, last, closing = (tokenizer(text)["input_ids"] for text in ("12", "one two", "call(3) so 4", "!"))
+    parts = [(ANSWER, first), (OBSERVATION, reply), (ANSWER, last), (OBSERVATION, closing)]
+    row = {
+        "response_ids": [token for _, tokens in parts for token in tokens],
+        "spans": [{"kind": kind, "tokens": len(tokens)} for kind, tokens in parts],
+    }
+    check_tokens(config, [row | {"response": "so 4"}])
+    with pytest.raises(ConfigError, match="another tokenizer .* reads the tokens of a response as 'call.3. so 4'"):
+        check_tokens(config, [row | {"response": "one"}])
 
 
 # the plan

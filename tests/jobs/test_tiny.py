@@ -45,6 +45,15 @@ def test_digits_are_single_tokens(tokenizer) -> None:
         assert len(text) == 1 or not any(letter.isdigit() for letter in text)
 
 
+def test_numbers_of_two_digits_are_single_tokens() -> None:
+    tokenizer = tiny.build_tokenizer((f"{number}\n" for number in range(100) for _ in range(3)), 512, digits=2)
+    for number in range(100):
+        assert len(tokenizer(str(number), add_special_tokens=False)["input_ids"]) == 1
+    assert len(tokenizer("6363", add_special_tokens=False)["input_ids"]) == 2
+    with pytest.raises(ValueError, match="--digits 0 must be at least 1"):
+        tiny.build_tokenizer([], 512, digits=0)
+
+
 def test_prompt_and_answer_split_where_generation_begins(tokenizer) -> None:
     messages = countdown.messages(PUZZLE, "short", "steps")
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
@@ -78,6 +87,30 @@ def test_data_files_shape_the_vocabulary(tmp_path: Path) -> None:
     assert list(tiny.texts([file], rows=2)) == ["abracadabra", "hocus"] * 2
     tokenizer = tiny.build_tokenizer(tiny.texts([file], rows=10), 400)
     assert len(tokenizer("abracadabra")["input_ids"]) == 1
+
+
+def test_the_wording_of_tools_merges_and_changes_nothing_elsewhere(tmp_path: Path) -> None:
+    schema = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "required": []}}}
+    call = {"type": "function", "function": {"name": "calc", "arguments": {"expression": "34*29"}}}
+    messages = [
+        {"role": "user", "content": "34*29=?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "986"},
+        {"role": "assistant", "content": "986"},
+    ]
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": messages, "tools": [schema]}] * 10), file)
+    pieces = list(tiny.texts([file], rows=1))
+    assert not any("<|im_" in piece for piece in pieces)
+    assert any('"name": "calc", "parameters"' in piece for piece in pieces)
+    assert "user\n<tool_response>986</tool_response>" in pieces
+    tokenizer = tiny.build_tokenizer(tiny.texts([file], rows=10), 1024)
+    prompt = tokenizer.apply_chat_template(messages[:1], tools=[schema], add_generation_prompt=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(messages[:2], tools=[schema])["input_ids"]
+    assert ids[: len(prompt)] == prompt
+    answer = [tokenizer.decode([token]) for token in ids[len(prompt) :]]
+    opening = '<tool_call>{"name": "calc", "arguments": {"expression": "'
+    assert answer == [opening, *"34", "*", *"29", '"}}</tool_call>', "<|im_end|>", "\n"]
 
 
 def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

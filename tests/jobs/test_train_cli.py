@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.train import main
+from jobs.train import main, name_from_root
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.plan.placement import Node
 
@@ -108,6 +108,49 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
         assert part in printed.out
 
 
+GAME = """
+from pipeline.agent import Environment, Observation
+
+class Game(Environment):
+    def open(self, row, seed):
+        return f"Reach {row['ground_truth']['target']}."
+
+    def step(self, message):
+        return Observation("higher", reward=0.5)
+
+class Sure(Game):
+    def step(self, message):
+        return str(int(message.text))
+"""
+
+
+def test_dry_run_opens_the_first_episodes(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is the one that an engine makes of the row and of what the environment begins with."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.py").write_text(GAME)
+    room = "data.max_response_length=64"
+    assert main(["--dry-run", *arguments, room, "agent.environment=game.py:Game", "agent.max_turns=5"]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for part in (
+        "episodes 5 answers at most; continuations proven for role user",
+        "user Numbers: ",
+        "user Reach ",
+        "reply to 'The answer is 42.' 'higher', reward 0.5; the episode goes on",
+    ):
+        assert part in printed, printed
+    assert printed.count("first prompt") == 1 and "reward of a made-up response" not in printed
+
+
+def test_an_environment_that_fails_on_every_row_is_refused(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    parts = ("fails for each of the first 4 prompts", "'The answer is 42.': ValueError", "(game.py, line 13)")
+    refused(f"agent.environment={tmp_path}/game.py:Sure", parts=parts)
+    refused(f"agent.environment={tmp_path}/game.py:Gone", parts=("agent.environment", "has no Gone"))
+
+
 def test_dry_run_prints_the_plan_where_gpus_are_missing(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +162,42 @@ def test_dry_run_prints_the_plan_where_gpus_are_missing(
     printed = capsys.readouterr().out
     assert "2 x 1 CPU + 1 GPU" in printed
     assert "this machine cannot run it: the run needs" in printed and "2 GPUs and this machine has 0" in printed
+
+
+def test_code_of_episodes_is_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have another working directory; the link of a virtual environment's interpreter is kept."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    config = Config()
+    config.agent.environment, config.agent.python = "my_game.py:Game", "bin/python"
+    config.agent.program = "my_program.py:run"
+    (tmp_path / "my_agent.py").touch()
+    config.agent.command = ["python", "my_agent.py", "gone.py", "--fast"]
+    config.agent.tools = ["my_tools:calc", "sub/tools.py:calc", "tools.py", "tools.yaml", "/code/tools.py"]
+    config.agent.named = {"other": {"environment": "other.py:Game", "max_turns": "3"}}
+    name_from_root(config)
+    assert config.agent.named == {"other": {"environment": f"{tmp_path}/other.py:Game", "max_turns": 3}}
+    assert config.agent.environment == f"{tmp_path}/my_game.py:Game"
+    assert config.agent.program == f"{tmp_path}/my_program.py:run"
+    assert config.agent.command == ["python", f"{tmp_path}/my_agent.py", "gone.py", "--fast"]
+    assert config.agent.python == f"{tmp_path}/bin/python"
+    inside = [f"{tmp_path}/{name}" for name in ("sub/tools.py:calc", "tools.py", "tools.yaml")]
+    assert config.agent.tools == ["my_tools:calc", *inside, "/code/tools.py"]
+    config.agent.environment, config.agent.python = "my_game:Game", "python3.12"
+    config.agent.tools = [
+        "mcp: python my_agent.py 'a b' gone.py",
+        "mcp: gone gone.py",
+        "mcp: https://x.y/z.py",
+        "mcp: '",
+    ]
+    same = list(config.agent.tools[1:])
+    name_from_root(config)
+    assert (config.agent.environment, config.agent.python) == ("my_game:Game", "python3.12")
+    assert config.agent.tools == [f"mcp: python {tmp_path}/my_agent.py 'a b' gone.py", *same]
+    config.agent.environment = "openenv:ws://localhost/my.py"
+    name_from_root(config)
+    assert config.agent.environment == "openenv:ws://localhost/my.py"
 
 
 def test_help_of_the_command() -> None:

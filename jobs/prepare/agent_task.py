@@ -1,0 +1,107 @@
+"""Files of made-up tasks of several turns: prompts in verl's format, and conversations for a warm start."""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.prepare import parquet
+from pipeline.config.paths import local_path
+
+FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+CALL = pa.struct([("type", pa.string()), ("function", FUNCTION)])
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(CALL))]))
+SFT = pa.schema([("messages", MESSAGES), ("tools", pa.string())])
+"""Arguments of calls, and the schemas of the tools, are JSON text."""
+SCHEMA = parquet.prompt_schema([("ground_truth", pa.string())], [])
+
+Option = tuple[str, Any, Any, str]
+Question = tuple[str, str]
+"""Text of the prompt, and the ground truth."""
+Messages = list[dict[str, Any]]
+
+
+def add_arguments(parser: argparse.ArgumentParser, train: int, sft: int, *options: Option) -> None:
+    """Add `--out`, `--train`, `--sft` and `--seed`, and further options as (name, type, default, help)."""
+    text = "folder for train.parquet, test.parquet, sft_train.parquet and sft_test.parquet (replaced)"
+    parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help=text)
+    common = (
+        ("--train", int, train, "training prompts"),
+        ("--sft", int, sft, "conversations in sft_train.parquet; sft_test.parquet has a twentieth of them"),
+        ("--seed", int, 0, "the same options and seed give the same rows"),
+    )
+    for name, kind, default, text in (*common, *options):
+        parser.add_argument(name, type=kind, default=default, help=f"{text} (default: %(default)s)")
+
+
+def check(args: argparse.Namespace, **lowest: int) -> None:
+    """Raises ValueError for an option that is below its `lowest` value, or for a share outside 0 to 1."""
+    for name, least in {"train": 1, "sft": 20, "seed": 0, **lowest}.items():
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} is {getattr(args, name)}, but must be at least {least}")
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not 0 <= value <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value:g}, but must be a share from 0 to 1")
+
+
+def write(
+    args: argparse.Namespace,
+    data_source: str,
+    questions: dict[str, Iterable[Question]],
+    conversations: Iterator[Messages],
+    tools: list[dict[str, Any]] | None = None,
+) -> None:
+    """Write the files; after an error older ones are untouched.
+
+    Args:
+        args: as from `add_arguments`.
+        data_source: name of the task in the rows.
+        questions: those of each split.
+        conversations: without end.
+        tools: schemas of the tools that the conversations call.
+    """
+    sizes = {}
+    with parquet.together(args.out) as folder:
+        for split, some in questions.items():
+            rows = (_row(data_source, split, index, question) for index, question in enumerate(some))
+            sizes[split], _ = parquet.write(folder / f"{split}.parquet", SCHEMA, rows)
+        schemas = json.dumps(tools) if tools else None
+        for name, size in (("sft_test", args.sft // 20), ("sft_train", args.sft)):
+            solved = ({"messages": next(conversations), "tools": schemas} for _ in range(size))
+            sizes[name], _ = parquet.write(folder / f"{name}.parquet", SFT, solved)
+    for name, size in sizes.items():
+        print(f"{args.out / name}.parquet: {size:,} rows")
+
+
+def _row(data_source: str, split: str, index: int, question: Question) -> dict[str, Any]:
+    text, truth = question
+    return {
+        "data_source": data_source,
+        "prompt": [user(text)],
+        "ability": "agent",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def user(text: str) -> dict[str, Any]:
+    """A message of the user."""
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    """An answer without a call."""
+    return {"role": "assistant", "content": text}
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    """An answer that is one tool call."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def result(text: str) -> dict[str, Any]:
+    """The result of a tool."""
+    return {"role": "tool", "content": text}
