@@ -13,34 +13,43 @@ RUN := $(VENV)/bin/python
 # An environment that no longer holds the tested set is made again.
 HEALTHY := $(shell [ ! -f $(STAMP) ] || $(RUN) -c 'from pipeline.run.versions import check_versions; check_versions()' >/dev/null 2>&1 || rm -f $(STAMP))
 
-# Settings of the demo.
+# Settings of the demo. TASK is countdown, higher_lower, calculator or lookup.
 SEED ?= 1
+TASK ?= countdown
 PUZZLES ?= --template short --numbers 3 --max-number 30 --min-target 1 --max-target 60 --train 10000 --test 1000
 SFT_DATA ?= --sft 23000 --sft-test 400 --sft-solution answer
-SFT ?= data.train_batch_size=64 trainer.total_training_steps=400 trainer.num_workers=2 \
+SFT_STEPS_countdown := 400
+SFT_STEPS_higher_lower := 2500
+SFT_STEPS_calculator := 600
+SFT_STEPS_lookup := 200
+TINY_higher_lower := --digits 2 --hidden 128 --layers 3
+SFT ?= data.train_batch_size=64 trainer.total_training_steps=$(SFT_STEPS_$(TASK)) trainer.num_workers=2 \
 	optim.lr=2e-3 optim.min_lr_ratio=0 optim.weight_decay=0.1 'optim.betas=[0.9,0.98]'
-DATA := data/countdown-$(SEED)
-TINY := models/tiny-$(SEED)
-WARM := models/tiny-sft-$(SEED)
+COUNTDOWN := $(filter countdown,$(TASK))
+PREPARE := $(if $(COUNTDOWN),$(PUZZLES) $(SFT_DATA))
+TAG := $(if $(COUNTDOWN),,$(TASK)-)$(SEED)
+DATA := data/$(TASK)-$(SEED)
+TINY := models/tiny-$(TAG)
+WARM := models/tiny-sft-$(TAG)
 ALGORITHM ?=
 KILLS ?= 20
 # An algorithm may have an experiment of its own; the others are laid over the demo's.
-OWN := $(wildcard configs/experiment/countdown_cpu_$(or $(ALGORITHM),none).yaml)
-EXPERIMENT := $(if $(OWN),experiment=$(basename $(notdir $(OWN))),experiment=countdown_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)))
-NAME ?= countdown-cpu-$(SEED)$(if $(ALGORITHM),-$(ALGORITHM))
+OWN := $(wildcard configs/experiment/$(TASK)_cpu_$(or $(ALGORITHM),none).yaml)
+EXPERIMENT := $(if $(OWN),experiment=$(basename $(notdir $(OWN))),experiment=$(TASK)_cpu $(if $(ALGORITHM),algorithm=$(ALGORITHM)))
+NAME ?= $(subst _,-,$(TASK))-cpu-$(SEED)$(if $(ALGORITHM),-$(ALGORITHM))
 
 .PHONY: help setup demo demo-model cluster cluster-stop chaos test test-all test-fast lint format docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
-	@echo "Variables: SEED=$(SEED) ALGORITHM=$(ALGORITHM) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
+	@echo "Variables: TASK=$(TASK) SEED=$(SEED) ALGORITHM=$(ALGORITHM) ACCELERATOR=$(ACCELERATOR) PYTHON=python3.11"
 
 $(STAMP): requirements/$(ACCELERATOR).lock requirements/install.sh pyproject.toml
 	@requirements/install.sh $(ACCELERATOR) $(VENV) $(PYTHON)
 
 setup: $(STAMP) ## install the tested set into .venv (CPU or GPU by looking at the machine)
 
-demo: $(WARM)/config.json ## train a tiny model on Countdown and watch it get better (SEED=2, ALGORITHM=ppo for others)
+demo: $(WARM)/config.json ## train a tiny model and watch it get better (TASK=higher_lower, SEED=2, ALGORITHM=ppo for others)
 	@$(RUN) -m jobs.train $(EXPERIMENT) trainer.seed=$(SEED) trainer.experiment_name=$(NAME) \
 		data.train_files=$(DATA)/train.parquet data.val_files=$(DATA)/test.parquet model.path=$(WARM)
 
@@ -53,11 +62,11 @@ cluster-stop: $(STAMP) ## end the head that make cluster started, and no other R
 	@$(RUN) -m jobs.cluster stop
 
 $(DATA)/sft_train.parquet: | $(STAMP)
-	@$(RUN) -m jobs.prepare countdown --out $(DATA) $(PUZZLES) $(SFT_DATA) --seed $(SEED)
+	@$(RUN) -m jobs.prepare $(TASK) --out $(DATA) $(PREPARE) --seed $(SEED)
 
 $(TINY)/config.json: $(DATA)/sft_train.parquet | $(STAMP)
 	@rm -rf $(TINY)
-	@$(RUN) -m jobs.tiny --out $(TINY) --data $(DATA)/sft_train.parquet --seed $(SEED)
+	@$(RUN) -m jobs.tiny --out $(TINY) --data $(DATA)/sft_train.parquet --seed $(SEED) $(TINY_$(TASK))
 
 $(WARM)/config.json: $(TINY)/config.json | $(STAMP)
 	@$(RUN) -m jobs.sft out=$(WARM) model.path=$(TINY) data.train_files=$(DATA)/sft_train.parquet \

@@ -131,12 +131,11 @@ def requests(
             table["uid"].to_pylist(),
             [Sampling.of(rollout, data.max_response_length, "train")] * len(prompts),
             rollout.n,
-            version=version,
             seed=seed if rollout.seed_per_request else None,
             ignore_eos=rollout.ignore_eos,
         ):
             params.skip_clone = False
-            made.append(({name: prompt[name] for name in ("prompt_token_ids", "cache_salt")}, params))
+            made.append(({"prompt_token_ids": prompt["prompt_token_ids"], "cache_salt": f"v{version}"}, params))
     return made
 
 

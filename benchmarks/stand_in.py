@@ -22,18 +22,19 @@ from ray.data import Dataset
 
 from pipeline import rows, stream
 from pipeline.config import Config
+from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_filter
+from pipeline.generation import Generation
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
 from pipeline.rollout.policy_source import PolicySource
-from pipeline.rollout.stage import Rollout
-from pipeline.rollout.vllm import Generation
+from pipeline.rollout.stage import Rollout, decoded
 from pipeline.store.admission import Admission
 from pipeline.store.client import ANSWER_S, StoreClient
 from pipeline.store.cursor import PromptCursor
@@ -61,6 +62,7 @@ class InstantRollout(Rollout):
         data: DataConfig,
         model: ModelConfig,
         rollout: RolloutConfig,
+        agent: AgentConfig,
         trainer: TrainerConfig,
         greedy: bool,
         policy: PolicySource,
@@ -81,7 +83,9 @@ class InstantRollout(Rollout):
             self._acknowledge(ticket, 0.0)
         table = table.filter(pc.not_equal(table["split"], "pad"))
         count = len(table) * (self._rollout.n + self._greedy)
-        generated = self._rows(table, self._generations(count, ticket.version), 0.0, 0.0)
+        generations = self._generations(count, ticket.version)
+        texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in generations])
+        generated = self._rows(table, generations, texts, None, 0.0, 0.0)
         await self._wait_acknowledged()
         return generated
 
