@@ -32,6 +32,7 @@ from pipeline.advantage.stage import Advantage
 from pipeline.config import Config
 from pipeline.config.scoring import ScorerConfig
 from pipeline.derived import (
+    uses_agent,
     uses_baselines,
     uses_critic,
     uses_engines,
@@ -39,6 +40,7 @@ from pipeline.derived import (
     uses_policy_scores,
     uses_reference,
     uses_reward_model,
+    uses_turn_rewards,
 )
 from pipeline.dynamic_sampling.filter import Filter
 from pipeline.dynamic_sampling.ledger import FilterRules
@@ -87,7 +89,7 @@ def build(
     client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))
     rollout, concurrent = config.rollout, max(2, schedule.chunks_per_iteration)
     placed, deadlines = config.trainer.placed, config.trainer.deadlines
-    advantage = Advantage(config.algorithm, client, deadlines.admission)
+    advantage = Advantage(config.algorithm, client, deadlines.admission, uses_turn_rewards(config))
     iteration_rows, chunk_rows = config.data.train_batch_size * rollout.n, schedule.chunk_prompts * rollout.n
 
     policy = StorePolicy(client, deadlines.admission)
@@ -103,7 +105,7 @@ def build(
         args = (*sections(config), policy)
         stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **resources, **WHOLE)
     else:
-        args = (config.data, uses_baselines(config), schedule, client, deadlines)
+        args = (config.data, uses_baselines(config), uses_agent(config), schedule, client, deadlines)
         stream = source(schedule.pages, chunk_rows, Replay, args, config)
     stream = rewarded(stream, config, concurrent)
     # Ray Data fuses neighbouring stages of equal resources: after the engine a chunk costs one task, not four.
@@ -182,12 +184,12 @@ def rewarded(stream: Dataset, config: Config, concurrent: int) -> Dataset:
     if uses_reward_model(config):
         model_path = config.reward.model.path
         stream = scored(stream, RewardModelScore, config, "reward_model", config.actor.fsdp, model_path)
-    reward, longest = config.reward, config.data.max_response_length
+    reward, longest, scored_by = config.reward, config.data.max_response_length, config.agent.scored_by_name()
     where: dict[str, Any] = {"label_selector": config.trainer.placed("reward")}
     if not reward.rate_limit.used:
-        return stream.map_batches(Reward(reward, longest), num_cpus=reward.num_cpus, **where, **WHOLE)
+        return stream.map_batches(Reward(reward, longest, scored_by), num_cpus=reward.num_cpus, **where, **WHOLE)
     # One actor counts calls against the limit, so it makes all of them, for several chunks at the same time.
-    args = (reward, longest, concurrent)
+    args = (reward, longest, scored_by, concurrent)
     return stream.map_batches(
         SingleReward, fn_constructor_args=args, num_cpus=SOURCE_CPUS, **several(concurrent), **where, **WHOLE
     )

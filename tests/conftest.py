@@ -78,6 +78,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database of MLflow to copy; making its tables takes seconds."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}")
+    return path
+
+
 @dataclass(frozen=True)
 class PromptFiles:
     """Parquet files in verl's format."""

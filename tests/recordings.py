@@ -35,6 +35,7 @@ def recorded_row(group: int, sample: int, chunk: int, iteration: int, tokenizer:
         "prompt_ids": [1, 2, group],
         "ground_truth": json.dumps({"target": group, "numbers": [1, 2]}),
         "extra_info": json.dumps({"index": group}),
+        "agent_name": None,
         "sample": sample,
         "response_ids": ids,
         "response_mask": [1] * len(ids),

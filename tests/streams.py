@@ -64,6 +64,7 @@ class Answers:
 
     def __init__(self) -> None:
         self._running: list[Any] = []
+        self._version = "-1"
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
         greedy = params.temperature == 0
@@ -81,7 +82,10 @@ class Answers:
         """Weights mean nothing to it."""
 
     def set_weight_version(self, version: str) -> None:
-        """Nor do their numbers: the salt of a prompt says which version answers."""
+        self._version = version
+
+    def get_weight_version(self) -> str:
+        return self._version
 
 
 class StandIn(Rollout):
@@ -89,14 +93,16 @@ class StandIn(Rollout):
 
     answers: type[Answers] = Answers
 
-    def __init__(self, data: Any, model: Any, rollout: Any, trainer: TrainerConfig, greedy: bool, policy: Any) -> None:
+    def __init__(
+        self, data: Any, model: Any, rollout: Any, agent: Any, trainer: TrainerConfig, greedy: bool, policy: Any
+    ) -> None:
         # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
         kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
         modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
         sys.modules.update(modules)
         self._log = Path(trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
         with patch.object(vllm, "build", lambda *args: self.answers()):
-            super().__init__(data, model, rollout, trainer, greedy, Logged(policy, self._write))
+            super().__init__(data, model, rollout, agent, trainer, greedy, Logged(policy, self._write))
         self._write(event="start")
 
     def _write(self, **event: Any) -> None:

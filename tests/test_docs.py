@@ -1,5 +1,6 @@
 """The documentation names what there is: algorithms, estimators and losses; its links lead somewhere."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,11 @@ import pytest
 
 import pipeline.advantage.estimators  # noqa: F401 (fills the registry)
 from pipeline.advantage import registry as estimators
+from pipeline.agent import Message
+from pipeline.agent.processes import PolicyMistake, Processes
+from pipeline.config import Config
+from pipeline.config.agent import AgentConfig
+from pipeline.config.schema import keys
 from pipeline.losses import AGG_MODES
 from pipeline.losses import registry as losses
 
@@ -63,3 +69,49 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert linked.exists(), f"{page.name} links to {target}"
         if anchor:
             assert anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+def test_the_environment_and_the_tools_of_the_documentation_work(tmp_path: Path) -> None:
+    files = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", (ROOT / "docs" / "agents.md").read_text(), re.M | re.S)
+    assert [name for name, _ in files] == ["my_game.py", "my_tools.py", "my_program.py"]
+    for name, text in files:
+        (tmp_path / name).write_text(text)
+    program: dict[str, Any] = {}
+    exec(files[-1][1], program)
+    asked: list[Any] = []
+
+    async def chat(messages: list[dict[str, Any]]) -> Message:
+        asked.append(messages)
+        return Message("4" if len(asked) == 2 else "5")
+
+    row = {"prompt": [{"role": "user", "content": "2+2"}], "ground_truth": "4"}
+    assert asyncio.run(program["run"](row, chat)) == {"reward": 1.0}
+    assert asked[1] == [{"role": "user", "content": "Find the mistake:\n5"}]
+    config = AgentConfig(environment=f"{tmp_path}/my_game.py:HigherLower", tools=[f"{tmp_path}/my_tools.py"])
+
+    async def play() -> None:
+        processes = Processes(config)
+        try:
+            assert [tool["function"]["name"] for tool in (await processes.start()).tools] == ["price"]
+            session = await processes.open({"prompt": []}, 5, 30)
+            assert session.opened == "Guess a number from 1 to 63."
+            low, high, guesses, seen = 1, 63, 0, await session.step(Message("what?"), 30)
+            assert seen.content == "higher" and not seen.done
+            while not seen.done:
+                guess, guesses = (low + high) // 2, guesses + 1
+                seen = await session.step(Message(str(guess)), 30)
+                low, high = (guess + 1, high) if seen.content == "higher" else (low, guess - 1)
+            assert guesses <= 5 and (seen.reward, seen.parts) in ((1.0, {"acc": 1}), (None, {"acc": 0}))
+            assert await session.call("price", {"fruit": "pear", "pieces": 3}, 30) == "12"
+            with pytest.raises(PolicyMistake, match="there is no plum; there are apple, pear"):
+                await session.call("price", {"fruit": "plum"}, 30)
+        finally:
+            await processes.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_of_episodes_are_keys(page: Path) -> None:
+    named = set(re.findall(r"(?<![\w.*`])`?(agent\.[a-z_]+)(?![\w.(])", page.read_text()))
+    assert named <= set(keys(Config)), page.name

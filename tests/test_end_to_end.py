@@ -141,6 +141,12 @@ def test_mlflow_has_the_run(training: Training) -> None:
     validated = run.records[last + 1]["val-core/countdown/reward/mean@1"]
     assert found.data.metrics["val-core/countdown/reward/mean_at_1"] == pytest.approx(validated)
     assert {"learning_curve.png", "samples"} <= {item.path for item in client.list_artifacts(run.mlflow_run_id)}
+    traces = client.search_traces(locations=[found.info.experiment_id], run_id=run.mlflow_run_id)
+    tags = [(trace.info.tags["split"], int(trace.info.tags["iteration"])) for trace in traces]
+    assert {tag: tags.count(tag) for tag in tags if tag[0] == "train"} == {("train", k): 2 for k in range(1, last + 2)}
+    assert {trace.info.tags["uid"] for trace in traces if trace.info.tags["split"] == "val"} == {
+        f"val-{number}" for number in range(2)
+    }
     assert sorted(each.dataset.name for each in found.inputs.dataset_inputs) == ["train.parquet", "val.parquet"]
 
 

@@ -12,6 +12,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.vllm,
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("nixl") is None, reason="needs the package nixl"),
 ]

@@ -101,6 +101,8 @@ def test_a_replay_records_its_own_rows_and_leaves_the_recording_alone(whole: tup
     assert run.told(VersionLoaded) == [] and run.events("start") == []
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_recorded_baselines_in_a_resumed_replay(stream_config: Config, tmp_path: Path) -> None:
     own, recorded = replaying(stream_config, tmp_path, baseline=0.75)
     own.algorithm.adv_estimator, base, last = "remax", 2, 4

@@ -23,7 +23,7 @@ from pipeline.models.policy import Policy
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import ValueModel
 from pipeline.prompts.stage import Schedule
-from pipeline.rows import BASELINE, POLICY, REFERENCE, REWARD_MODEL, SCHEMA, VALUE, flat
+from pipeline.rows import AGENT, BASELINE, POLICY, REFERENCE, REWARD_MODEL, SCHEMA, VALUE, flat
 from pipeline.track.trajectories import read_trajectories
 from pipeline.weights.load import Shard
 from pipeline.weights.publish import pack
@@ -41,8 +41,8 @@ TEMPERATURE = 0.7
 BUCKET = 20_000
 TRAINER_CPUS = 2
 OPTIONAL = {*BASELINE.names, *REFERENCE.names, *VALUE.names, *POLICY.names}
-ABSENT = set(REWARD_MODEL.names)
-"""Of the stage that neither stream has."""
+ABSENT = {*REWARD_MODEL.names, *AGENT.names}
+"""Of a stage that neither stream has, and of episodes."""
 
 
 @register_adv_est("test_everything", scope="batch", needs=("baselines", "values", "sum_pi_squared"))

@@ -75,7 +75,8 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         config.algorithm.max_staleness,
         plan.iterations if uses_filter(config) else None,
     )
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # A soft affinity does not hold an actor that needs no CPU: Ray 2.60 places it on any node.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     store: Any = (
         ray.remote(PolicyStore)
         # Many chunks wait inside the store at the same time, each in its own call. It is on the driver's node, which
@@ -158,6 +159,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         schedule,
         config.rollout.val_kwargs.n,
         trainer.log_samples,
+        trainer.log_traces,
         lambda split, iteration, count: read_trajectories(str(run_dir), iteration, split).slice(0, count).to_pylist(),
     )
     try:

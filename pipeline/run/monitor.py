@@ -84,6 +84,7 @@ class RunMonitor:
         schedule: which versions are validated.
         val_n: responses per validation prompt.
         log_samples: rows of a table of samples.
+        log_traces: rows of an iteration, and of a validation, that MLflow gets as traces.
         samples: `(split, iteration, count)` to that many recorded rows.
     """
 
@@ -94,10 +95,11 @@ class RunMonitor:
         schedule: "Schedule",
         val_n: int,
         log_samples: int,
+        log_traces: int,
         samples: Callable[[str, int, int], list[dict[str, Any]]],
     ):
         self._tracker, self._keeper, self._schedule = tracker, keeper, schedule
-        self._val_n, self._log_samples, self._samples = val_n, log_samples, samples
+        self._val_n, self._log_samples, self._log_traces, self._samples = val_n, log_samples, log_traces, samples
         self._records: dict[int, dict[str, float]] = {}
         """Of iterations that were trained: not logged yet, or the last one logged."""
         self._prompts: dict[int, dict[str, float]] = {}
@@ -243,6 +245,7 @@ class RunMonitor:
         self._log_complete()
         if self._log_samples and iteration % SAMPLES_EVERY == 0:
             self._tracker.samples(iteration, self._samples("train", iteration, self._log_samples))
+        self._tracker.traces("train", iteration, self._log_traces)
 
     def _scored(self, event: ValidationScored) -> None:
         version = event.version
@@ -253,7 +256,8 @@ class RunMonitor:
         prompts = [prompt for part in validation.parts.values() for prompt in part.prompts]
         if sum(prompt.responses for prompt in prompts) < validation.responses:
             return
-        validation.metrics = reduce([validation_metrics(prompts)])
+        episodes = [part.episodes for part in validation.parts.values()]
+        validation.metrics = reduce([validation_metrics(prompts), *episodes])
         # All chunks of a validation start together, so the slowest one's time is that of the validation.
         validation.metrics["timing_s/testing"] = max(part.generate_s for part in validation.parts.values())
         validation.parts.clear()
@@ -264,6 +268,7 @@ class RunMonitor:
             self._log_complete()
         if self._log_samples:
             self._tracker.samples(version, self._samples("val", version, self._log_samples))
+        self._tracker.traces("val", version, self._log_traces)
 
     def _awaits_validation(self, version: int) -> bool:
         validation = self._validations.get(version)

@@ -4,6 +4,8 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from pipeline.stats import Stats
+
 
 @dataclass(frozen=True)
 class AttemptFailed:
@@ -82,6 +84,8 @@ class ValidationScored:
     version: int
     prompts: list[PromptScores]
     generate_s: float
+    episodes: Stats = field(default_factory=dict)
+    """Metrics of the rows' episodes."""
 
 
 @dataclass(frozen=True)

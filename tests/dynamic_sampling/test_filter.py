@@ -35,6 +35,7 @@ def table(chunk: int, *groups: list[float | None], acc: list[list[Any]] | None =
                     "uid": f"{chunk}-{number}",
                     "data_source": "countdown",
                     "sample": sample,
+                    "spans": [{"kind": 1, "tokens": sample + 1}],
                     "score": 0.0 if score is None else score,
                     "reward_error": "ValueError: no" if score is None else None,
                     "reward_parts": "{}" if score is None else json.dumps(parts),

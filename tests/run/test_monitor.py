@@ -83,7 +83,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store
 
         store = Store(*(end if step == "end" else step for step in steps))
         monkeypatch.setattr(monitor, "StoreClient", lambda handle: store)
-        watched = monitor.RunMonitor(seen, None, None, 1, 0, None)  # type: ignore[arg-type]
+        watched = monitor.RunMonitor(seen, None, None, 1, 0, 0, None)  # type: ignore[arg-type]
         watched.training = seen.training
         monkeypatch.setattr(watched, "handle", seen.handle)
         outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock))

@@ -8,13 +8,14 @@ import pytest
 
 from pipeline.prompts.stage import Schedule
 from pipeline.run.monitor import RunMonitor
-from pipeline.stats import reduce
+from pipeline.stats import mean, reduce
 from pipeline.store.events import (
     AttemptBegun,
     AttemptFailed,
     CheckpointBegun,
     CheckpointSaved,
     IterationTrained,
+    PromptScores,
     PromptsMade,
     TrainingEnded,
     ValidationAnnounced,
@@ -29,10 +30,13 @@ CORE = "val-core/countdown/reward/mean@2"
 class Run:
     """A monitor that has this object as tracker and as keeper of checkpoints, and the events of a run."""
 
-    def __init__(self, iterations: int = 3, test_freq: int = -1, log_samples: int = 0, **schedule: Any):
+    def __init__(
+        self, iterations: int = 3, test_freq: int = -1, log_samples: int = 0, log_traces: int = 0, **schedule: Any
+    ):
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.kept: list[tuple[int, dict[str, float]]] = []
         self.sampled: list[tuple[int, list[dict[str, Any]]]] = []
+        self.traced: list[tuple[str, int, int]] = []
         self.statuses: list[str] = []
         self.notices: list[str] = []
         self.recorded_for_keeper: list[int] = []
@@ -46,6 +50,7 @@ class Run:
             ),
             val_n=2,
             log_samples=log_samples,
+            log_traces=log_traces,
             samples=lambda split, iteration, count: [{split: iteration, "number": i} for i in range(count)],
         )
         self.handle = self.monitor.handle
@@ -54,6 +59,9 @@ class Run:
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         self.logged.append((iteration, dict(metrics)))
+
+    def traces(self, split: str, iteration: int, count: int) -> None:
+        self.traced.append((split, iteration, count))
 
     def keep(self, iteration: int, metrics: dict[str, float]) -> None:
         self.kept.append((iteration, dict(metrics)))
@@ -177,6 +185,15 @@ def test_validation_is_merged_into_its_iteration() -> None:
     assert run.records[3]["critic/score/mean"] == 0.5 and run.records[3][CORE] == 0.5
 
 
+def test_episodes_of_all_parts_of_a_validation_count_together() -> None:
+    run = Run(test_freq=2)
+    run.announce(0)
+    for uids, turns in ((("a", "b", "c"), 6.0), (("d",), 4.0)):
+        prompts = [PromptScores("s", uid, 2, [1.0, 0.0], [0, 1]) for uid in uids]
+        run.handle(ValidationScored(0, prompts, 1.0, {"val-agent/turns/mean": mean(turns, len(uids) * 2)}))
+    assert run.records[0]["val-agent/turns/mean"] == 10 / 8
+
+
 def test_a_validation_quicker_than_the_report_of_its_iteration_is_not_lost() -> None:
     run = Run(iterations=4, test_freq=2)
     run.iteration(1)
@@ -279,6 +296,15 @@ def test_samples() -> None:
         [{split: version, "number": i} for i in range(3)] for split, version in (("val", 0), ("train", 10))
     )
     assert run.sampled == [(0, of_validation), (10, of_training)] and silent.sampled == []
+
+
+def test_traces_of_every_iteration_and_validation() -> None:
+    run = Run(log_traces=2)
+    run.announce(0)
+    run.validated(0)
+    for iteration in (1, 2):
+        run.iteration(iteration)
+    assert run.traced == [("val", 0, 2), ("train", 1, 2), ("train", 2, 2)]
 
 
 def test_the_status_says_what_is_going_on() -> None:
