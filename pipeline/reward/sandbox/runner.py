@@ -207,7 +207,7 @@ def _end(process: subprocess.Popen[bytes], work: str) -> None:
         process.wait(CLEAN_S if work else END_S)
     except subprocess.TimeoutExpired:
         if work:
-            # No other process is left: the supervisor removes a folder with very many files, and ends by itself.
+            # The supervisor still kills very many processes or removes very many files, and ends by itself.
             threading.Thread(target=process.wait, daemon=True).start()
             return
         process.kill()
