@@ -1,4 +1,5 @@
-"""OpenAI's chat completions on 127.0.0.1, for programs that know nothing of this project (`agent.command`).
+"""OpenAI's chat completions and Anthropic's messages on 127.0.0.1, for programs that know nothing of this project
+(`agent.command`).
 
 Each episode has a path of its own that cannot be guessed, which answers 410 when the episode has ended. Answers are
 those of `Conversation.chat`, so that tokens are recorded as they were sampled. What a client asks for and does not get,
@@ -11,6 +12,7 @@ request of another is refused, because it may be either the first one again or a
 
 import asyncio
 import hashlib
+import importlib
 import json
 import secrets
 import time
@@ -24,6 +26,7 @@ from pipeline.agent import EpisodeOver
 from pipeline.agent.frames import MAX_FRAME, decode
 from pipeline.agent.messages import checked_messages, checked_tools
 from pipeline.agent.questions import Chat, ChatFailed
+from pipeline.agent.refused import Refused
 
 IGNORED = (
     *("model", "user", "seed", "store", "metadata", "service_tier"),
@@ -46,27 +49,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 SAMPLED = ("temperature", "top_p", "top_k")
 LENGTHS = ("max_tokens", "max_completion_tokens")
 SHUTDOWN_S = 1.0
-
-
-class Refused(Exception):
-    """A request that is not answered.
-
-    Args:
-        message: a sentence for who wrote the client.
-        code: short, in OpenAI's manner.
-        status: of HTTP; the clients repeat none of those that are used.
-        param: key of the request.
-    """
-
-    def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.status, self.param = code, status, param
-
-    def response(self) -> web.Response:
-        """As OpenAI's clients read it."""
-        kind = "invalid_request_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return web.json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})
 
 
 @dataclass
@@ -95,7 +77,7 @@ class Line:
     """
 
     def __init__(self, chat: Chat, sampling: dict[str, float], longest: int) -> None:
-        self._chat, self._sampling, self._longest = chat, sampling, longest
+        self._chat, self._sampling, self.longest = chat, sampling, longest
         self.failed: asyncio.Future[ChatFailed] = asyncio.get_running_loop().create_future()
         """What ended the episode: an error of a chat, for which the client can do nothing."""
         self._answers: dict[bytes, Asked] = {}
@@ -177,9 +159,9 @@ class Line:
             if value is None or name in ("messages", "tools", "stream_options", *IGNORED):
                 continue
             if name in LENGTHS:
-                if not isinstance(value, int) or not 1 <= value <= self._longest:
+                if not isinstance(value, int) or not 1 <= value <= self.longest:
                     raise Refused(
-                        f"{name}={value!r:.40}: an answer of this run has 1 to {self._longest} tokens "
+                        f"{name}={value!r:.40}: an answer of this run has 1 to {self.longest} tokens "
                         "(agent.max_turn_tokens, data.max_response_length); lower it or leave it out",
                         "unsupported_value",
                         param=name,
@@ -249,6 +231,7 @@ class Endpoint:
             return
         app = web.Application(client_max_size=MAX_FRAME)
         app.router.add_post("/{path}/v1/chat/completions", self._completions)
+        app.router.add_post("/{path}/v1/messages", self._messages)
         app.router.add_route("*", "/{rest:.*}", self._unknown)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
@@ -264,7 +247,9 @@ class Endpoint:
         """Give a line a path; the environment variables that lead a client there."""
         path = secrets.token_urlsafe(24)
         self._lines[path] = line
-        return {"OPENAI_BASE_URL": f"http://127.0.0.1:{self._port}/{path}/v1", "OPENAI_API_KEY": path}
+        url = f"http://127.0.0.1:{self._port}/{path}"
+        openai = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": path}
+        return openai | {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": path}
 
     async def end(self, variables: dict[str, str]) -> None:
         """Take the path away."""
@@ -272,20 +257,40 @@ class Endpoint:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         try:
-            self._line(request)
-            body = await request.read()
-            repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
-            # The episode may have ended while the body came.
-            completion, asked = await self._line(request).answer(body, repeated, lambda: hung_up(request))
+            completion, asked = await self._answer(request, lambda body, longest: body)
         except Refused as refused:
             return refused.response()
-        except web.HTTPRequestEntityTooLarge:
-            return Refused(f"the body is longer than {MAX_FRAME:,} bytes", "too_large", 413).response()
         if not asked.get("stream"):
             return web.json_response(completion)
         options = asked.get("stream_options")
         usage = isinstance(options, dict) and bool(options.get("include_usage"))
         return web.Response(body=streamed(completion, usage), content_type="text/event-stream")
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        # It takes half a second, and only where a client asks in this way.
+        anthropic = await asyncio.to_thread(importlib.import_module, "pipeline.agent.anthropic")
+        try:
+            completion, asked = await self._answer(request, anthropic.as_completion)
+        except Refused as refused:
+            return anthropic.error(refused)
+        message = anthropic.message(completion)
+        if not asked.get("stream"):
+            return web.json_response(message)
+        return web.Response(body=anthropic.streamed(message), content_type="text/event-stream")
+
+    async def _answer(
+        self, request: web.Request, as_completion: Callable[[bytes, int], bytes]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `Line.answer`; `as_completion` makes a request for a chat completion of a body, given the most tokens."""
+        self._line(request)
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise Refused(f"the body is longer than {MAX_FRAME:,} bytes", "too_large", 413) from None
+        repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
+        # The episode may have ended while the body came.
+        line = self._line(request)
+        return await line.answer(as_completion(body, line.longest), repeated, lambda: hung_up(request))
 
     def _line(self, request: web.Request) -> Line:
         line = self._lines.get(request.match_info["path"])
@@ -294,7 +299,7 @@ class Endpoint:
         return line
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        text = f"{request.method} {request.path[-40:]}: there is nothing but POST /chat/completions"
+        text = f"{request.method} {request.path[-40:]}: there is nothing but POST /chat/completions and POST /messages"
         return Refused(text, "unknown_url", 404).response()
 
 

@@ -40,8 +40,8 @@ class AgentConfig:
     """Function that drives an episode itself, `async def run(row, chat)`: `my_program:run`."""
 
     command: list[str] = field(default_factory=list)
-    """Program that drives an episode itself, by an OpenAI client: `[python, my_agent.py]`. `python` stands for
-    `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line."""
+    """Program that drives an episode itself, by an OpenAI or Anthropic client: `[python, my_agent.py]`. `python` stands
+    for `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line."""
 
     max_contexts: int = setting(1, at_least=1)
     """Conversations of one episode, each a sequence of tokens; a program may begin several."""

@@ -1,0 +1,109 @@
+"""Anthropic's messages in front of the endpoint: requests become chat completions, completions become messages.
+
+vLLM's own converter does the first half, so that its server and this endpoint read a request alike. It is a part of
+that server, which only an engine imports whose clients speak this protocol.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from aiohttp import web
+from pydantic import ValidationError
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+from pipeline.agent.frames import decode
+from pipeline.agent.refused import Refused
+
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+"""Why an answer ends, by OpenAI's word for it."""
+
+
+def as_completion(body: bytes, longest: int) -> bytes:
+    """A request for a message as one for a chat completion.
+
+    Args:
+        body: of the request.
+        longest: most tokens of an answer. `max_tokens`, which every request has to give, may be above it.
+
+    Raises:
+        Refused: it is no such request.
+    """
+    try:
+        asked = decode(body)
+        request = AnthropicMessagesRequest.model_validate(asked)
+        completion = AnthropicServingMessages.to_chat_completion_request(request)
+        plain = completion.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise Refused(f"{place}: {first['msg']}", "invalid_value", param=place) from None
+    except ValueError as error:
+        raise Refused(f"the body is {error}", "invalid_json") from None
+    further = sorted(asked.keys() - AnthropicMessagesRequest.model_fields.keys())
+    if further:
+        raise Refused(f"{further[0]!r:.40} is not supported; leave it out", "unsupported", param=further[0])
+    del plain["max_completion_tokens"]
+    plain["max_tokens"] = min(plain["max_tokens"], longest)
+    return json.dumps(plain).encode()
+
+
+def message(completion: dict[str, Any]) -> dict[str, Any]:
+    """A chat completion as a message."""
+    [choice] = completion["choices"]
+    said, usage = choice["message"], completion["usage"]
+    content: list[dict[str, Any]] = []
+    if said.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": said["reasoning_content"], "signature": completion["id"]})
+    # Clients expect a block of text where the policy said nothing.
+    if said["content"] or not said.get("tool_calls"):
+        content.append({"type": "text", "text": said["content"] or ""})
+    for call in said.get("tool_calls", ()):
+        function = call["function"]
+        made = {"name": function["name"], "input": json.loads(function["arguments"])}
+        content.append({"type": "tool_use", "id": call["id"], **made})
+    return {
+        "id": completion["id"],
+        "type": "message",
+        "role": "assistant",
+        "model": completion["model"],
+        "content": content,
+        "stop_reason": REASONS[choice["finish_reason"]],
+        "stop_sequence": None,
+        "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
+    }
+
+
+def streamed(answer: dict[str, Any]) -> bytes:
+    """A message as a stream of events, in which each block of its content is one piece."""
+    return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in _events(answer)).encode()
+
+
+def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield {"type": "message_start", "message": answer | {"content": [], "stop_reason": None}}
+    for index, block in enumerate(answer["content"]):
+        kind = block["type"]
+        if kind == "tool_use":
+            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+            begun = block | {"input": {}}
+        elif kind == "thinking":
+            deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+            deltas.append({"type": "signature_delta", "signature": block["signature"]})
+            begun = block | {"thinking": "", "signature": ""}
+        else:
+            deltas = [{"type": "text_delta", "text": block["text"]}]
+            begun = block | {"text": ""}
+        yield {"type": "content_block_start", "index": index, "content_block": begun}
+        for delta in deltas:
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": answer["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}
+
+
+def error(refused: Refused) -> web.Response:
+    """A refusal as Anthropic's clients read it."""
+    told = {"type": "error", "error": {"type": "invalid_request_error", "message": str(refused)}}
+    return web.json_response(told, status=refused.status, headers={"x-should-retry": "false"})
