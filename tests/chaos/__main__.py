@@ -28,8 +28,10 @@ from tests.chaos.site import ChaosError, Site, last_words
 from tests.chaos.tracking import tracked
 
 RUN, TWIN = "chaos", "twin"
+EPISODES = ("host", "zygote")
+"""Kinds that a run with `--episodes` has."""
 KINDS = (
-    *(kind for kind in TITLES if kind != "service"),
+    *(kind for kind in TITLES if kind not in ("service", *EPISODES)),
     "reward task",
     "reward worker",
     "driver",
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     # So that everything that was started is ended, too, when this is.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    found = given or inputs.make_inputs(out / "inputs", options.seed)
+    found = given or inputs.make_inputs(out / "inputs", options.seed, options.episodes)
 
     def command(name: str, mlflow: bool, nodes: int) -> list[str]:
         own = inputs.settings(
@@ -165,7 +167,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m tests.chaos",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"kinds: {', '.join(KINDS)} (with --nodes 2), and on request service (actors of Ray Data's own)",
+        epilog=f"kinds: {', '.join(KINDS)} (node: with --nodes 2), {', '.join(EPISODES)} (with --episodes), and on "
+        "request service (actors of Ray Data's own)",
     )
     add: Any = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the runs, logs, chaos.json and chaos.md")
@@ -177,6 +180,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "counts as stuck (default: %(default)s)")  # fmt: skip
     add("--nodes", type=int, choices=(1, 2), default=1, help="2: engine and reward tasks on a second node of this "
         "machine, which is killed too (default: %(default)s)")  # fmt: skip
+    add("--episodes", action="store_true", help="rows are episodes of three turns, whose environments are on a host "
+        "(kinds host and zygote)")  # fmt: skip
     add("--twin", action=argparse.BooleanOptionalAction, default=True, help="run without kills first, to compare "
         "with; one that DIR holds of the very same command is taken as it is")  # fmt: skip
     add("--model", type=Path, help="a model that can do Countdown (default: a tiny one with random weights, and the "
@@ -187,7 +192,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
     if len({options.model is None, options.train is None, options.val is None}) > 1:
         parser.error("--model, --train and --val come together")
+    if options.episodes and options.model:
+        parser.error("--episodes makes a model of its own; leave --model out")
     possible = [kind for kind in KINDS if kind != "node" or options.nodes > 1]
+    if options.episodes:
+        # No reward function is called.
+        possible = [kind for kind in possible if kind not in ("reward task", "reward worker")] + list(EPISODES)
     options.kinds = options.kinds.split(",") if options.kinds else possible
     if unknown := [kind for kind in options.kinds if kind not in (*possible, "service")]:
         parser.error(f"--kinds: {', '.join(unknown)} is none of {', '.join([*possible, 'service'])}")

@@ -15,6 +15,24 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": sum(c in "0123456789" for c in solution_str) / max(1, len(solution_str))}
 '''
 
+ENVIRONMENT = '''"""Asks three times; an answer earns its share of digits. Replies take a moment: kills meet episodes."""
+
+import time
+
+from pipeline.agent import Environment, Observation
+
+
+class Digits(Environment):
+    def open(self, row, seed):
+        self.left = 3
+
+    def step(self, message):
+        time.sleep(0.1)
+        self.left -= 1
+        digits = sum(c in "0123456789" for c in message.text) / max(1, len(message.text))
+        return Observation("3", done=not self.left, reward=digits / 3)
+'''
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -24,18 +42,23 @@ class Inputs:
     train: Path
     val: Path
     reward: Path | None = None
+    environment: Path | None = None
+    """Where the rows are episodes of several turns."""
 
 
-def make_inputs(folder: Path, seed: int) -> Inputs:
+def make_inputs(folder: Path, seed: int, episodes: bool) -> Inputs:
     """Puzzles and a tiny model with random weights in `folder`; what is there already is taken.
+
+    With `episodes`, an environment rewards the answers, and not a reward function.
 
     Raises:
         subprocess.CalledProcessError: they could not be made.
     """
-    made = Inputs(folder / "model", folder / "train.parquet", folder / "test.parquet", folder / "reward.py")
-    assert made.reward is not None
+    code = folder / ("environment.py" if episodes else "reward.py")
+    rewarded = {"environment" if episodes else "reward": code}
+    made = Inputs(folder / "model", folder / "train.parquet", folder / "test.parquet", **rewarded)
     folder.mkdir(parents=True, exist_ok=True)
-    made.reward.write_text(REWARD)
+    code.write_text(ENVIRONMENT if episodes else REWARD)
     python = [sys.executable, "-m"]
     if not made.val.is_file():
         options = ["--template", "short", "--numbers", "3", "--train", "4000", "--test", "64", "--seed", str(seed)]
@@ -68,7 +91,8 @@ def settings(
         **{"engine_start": 0.35, "chunk": 0.15, "rows": 0.55, "collective": 0.7, "train_start": 0.8},
     }
     # A model that is warm already would be spoilt by steps as large as one with random weights wants.
-    lr = "1e-3" if inputs.reward else "1e-4"
+    lr = "1e-3" if inputs.reward or inputs.environment else "1e-4"
+    episodes = [f"agent.environment={inputs.environment}:Digits", "agent.max_turn_tokens=8", "agent.hosts=1"]
     placed = [f"trainer.placement.{stage}.{NODE_LABEL}" for stage in ("rollout", "reward")] if nodes > 1 else []
     return [
         "algorithm=ppo",
@@ -77,9 +101,10 @@ def settings(
         "data.val_max_samples=256",
         f"data.train_batch_size={BATCH}",
         "data.max_prompt_length=64",
-        "data.max_response_length=32",
+        f"data.max_response_length={96 if inputs.environment else 32}",
         f"model.path={inputs.model}",
         *([f"reward.custom_reward_function.path={inputs.reward}"] if inputs.reward else []),
+        *(episodes if inputs.environment else []),
         f"rollout.n={SAMPLES}",
         f"rollout.chunk_prompts={BATCH // CHUNKS}",
         "rollout.dtype=float32",

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import psutil
 
 REWARD_WORKER = "pipeline.reward.program import"
+EPISODE = "getattr(host, sys.argv[1])"
+"""In the command of the processes of episodes: a keeper, its child the zygote, and that one's children."""
 TITLES = {
     "engine": r"MapWorker\(.*MapBatches\(Rollout\)",
     "prompts": r"MapWorker\(.*MapBatches\(Prompts\)",
@@ -24,10 +26,11 @@ TITLES = {
     "controller": r"ray::TrainController",
     "coordinator": r"ray::SplitCoordinator",
     "light task": r"ray::(?!MapWorker|.*Reward).*MapBatches\(",
+    "host": r"ray::Host",
     "service": r"ray::(DatasetManager|ActorLocationTracker|_AutoscalingCoordinatorActor|_StatsActor)",
 }
 """Regular expressions for the beginning of a title (`ray::` may be left out of it)."""
-WORKERS = (*TITLES, "reward task", "reward worker")
+WORKERS = (*TITLES, "reward task", "reward worker", "zygote")
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,21 @@ def workers(roots: Iterable[int]) -> list[Found]:
                 found.append(Found(kind, process.pid, process.create_time(), title))
             if kind == "reward worker" and (parent := process.parent()) is not None:
                 parents[parent.pid] = parent
+            if EPISODE in title and _generation(process) == 2:
+                found.append(Found("zygote", process.pid, process.create_time(), "zygote"))
         except psutil.Error:
             continue
     for pid, parent in parents.items():
         with contextlib.suppress(psutil.Error):
             found.append(Found("reward task", pid, parent.create_time(), " ".join(parent.cmdline()).strip()))
     return found
+
+
+def _generation(process: psutil.Process) -> int:
+    """How many processes of episodes there are from the keeper to this one, both included."""
+    parent = process.parent()
+    own = parent is not None and EPISODE in " ".join(parent.cmdline())
+    return 1 + (_generation(parent) if own and parent is not None else 0)
 
 
 def descendants(root: int) -> list[psutil.Process]:

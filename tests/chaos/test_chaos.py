@@ -17,14 +17,14 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import load_config
-from pipeline.derived import uses_critic, uses_engines, uses_reference
+from pipeline.derived import uses_agent, uses_critic, uses_engines, uses_reference
 from pipeline.plan.checks import check
 from tests.chaos import campaign as campaign_module
 from tests.chaos import checks
 from tests.chaos.__main__ import KINDS, main, parse
 from tests.chaos.campaign import Campaign, Strike
 from tests.chaos.checks import Recorded
-from tests.chaos.inputs import Inputs, settings
+from tests.chaos.inputs import ENVIRONMENT, Inputs, settings
 from tests.chaos.processes import Found, kill_tree, kind_of
 from tests.chaos.report import Report
 from tests.chaos.schedule import Kill, schedule
@@ -65,6 +65,7 @@ def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str], tmp_path:
         ("ray::MapWorker(MapBatches(Value)).submit", "value"),
         ("ray::RayTrainWorker.execute", "train worker"),
         ("ray::PolicyStore", "store"),
+        ("ray::Host", "host"),
         ("ray::MapBatches(Advantage)->MapBatches(Record)", "light task"),
         ("ray::MapBatches(Reward)->MapBatches(Validation)", None),
         ("ray::_StatsActor", "service"),
@@ -225,6 +226,18 @@ def test_the_run_has_every_party(tmp_path: Path, tiny_model: Path, prompt_files:
     assert all(
         getattr(config.trainer.deadlines, field.name) < 100 for field in dataclasses.fields(config.trainer.deadlines)
     )
+
+
+def test_a_run_of_episodes_has_an_environment_on_a_host(tmp_path: Path, tiny_model: Path, prompt_files: Any) -> None:
+    environment = tmp_path / "environment.py"
+    environment.write_text(ENVIRONMENT)
+    given = Inputs(tiny_model, Path(prompt_files.train), Path(prompt_files.val), environment=environment)
+    options: dict[str, Any] = {"iterations": 9, "seed": 1, "patience_s": 100.0, "mlflow": False, "nodes": 1}
+    config = load_config(settings(given, tmp_path, "chaos", **options))
+    check(config)
+    assert uses_agent(config) and config.agent.hosts == 1
+    kinds = parse(["--out", str(tmp_path), "--episodes"]).kinds
+    assert {"host", "zygote", "engine"} <= set(kinds) and "reward task" not in kinds
 
 
 def test_no_tracking_server_database_has_two_runs(tmp_path: Path) -> None:
