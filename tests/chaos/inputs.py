@@ -15,7 +15,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": sum(c in "0123456789" for c in solution_str) / max(1, len(solution_str))}
 '''
 
-ENVIRONMENT = '''"""Asks three times; an answer earns its share of digits. Replies take a moment: kills meet episodes."""
+ENVIRONMENT = '''"""Asks three times; an answer earns its share of digits. Replies take a moment, for kills."""
 
 import time
 
