@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.agent import Call
 from pipeline.agent.control import Marks, Tokens, clean
+from pipeline.agent.forms import call_id, tool_call
 from pipeline.errors import short_reason
 
 if TYPE_CHECKING:
@@ -367,10 +368,7 @@ def said(text: str, calls: Sequence[Call], form: str, in_call: bool = False) -> 
         calls[-1].arguments = {"value": text}
     if form == "alone":
         message["content"] = None
-    message["tool_calls"] = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call, form)}}
-        for call in calls
-    ]
+    message["tool_calls"] = [tool_call(call.id, call.name, arguments(call, form)) for call in calls]
     return message
 
 
@@ -387,11 +385,6 @@ def answering(messages: list[dict], calls: Sequence[Call]) -> list[dict]:
         call = next(waiting, None) if message["role"] == "tool" else None
         named.append(message if call is None else {"tool_call_id": call.id, "name": call.name, **message})
     return named
-
-
-def call_id(number: int) -> str:
-    """Id of a call within its answer: nine letters and digits, which Mistral's template demands."""
-    return f"call{number:05}"
 
 
 def common_prefix(one: str, other: str) -> str:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from pipeline.agent import EpisodeOver, Message
-from pipeline.agent.bridge import call_id
 from pipeline.agent.context import Context
+from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.language import Language
-from pipeline.agent.messages import recorded
 from pipeline.agent.processes import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
@@ -163,7 +162,7 @@ class Conversation:
         try:
             ids = bridge.after(context.answer, messages, context.calls)
             if self.config.history == "template":
-                shown = bridge.prompt([_for_template(message) for message in whole], language.tools or None)
+                shown = bridge.prompt([for_template(message) for message in whole], language.tools or None)
                 if bridge.text(shown) != bridge.text(context.prompt_ids + context.ids + ids):
                     fits = len(shown) < language.max_prompt_length + self._longest
                     return self._new(shown, whole, language, heard) if fits else None
@@ -293,26 +292,3 @@ def _content(message: dict[str, Any]) -> tuple[str, str, str]:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         made.append([call["name"], arguments])
     return message["role"], message.get("content") or "", json.dumps(made, sort_keys=True)
-
-
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A recorded message as chat templates read it."""
-    shown = {name: value for name, value in message.items() if name not in ("calls", "reasoning")}
-    if "reasoning" in message:
-        shown["reasoning_content"] = message["reasoning"]
-    if "calls" in message:
-        shown["tool_calls"] = [
-            {"id": call_id(number), "type": "function", "function": call}
-            for number, call in enumerate(message["calls"])
-        ]
-    return shown
-
-
-def as_recorded(message: Message) -> dict[str, Any]:
-    """An answer as it stands in the column `messages`."""
-    recorded: dict[str, Any] = {"role": "assistant", "content": message.text}
-    if message.reasoning:
-        recorded["reasoning"] = message.reasoning
-    if message.calls:
-        recorded["calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
-    return recorded

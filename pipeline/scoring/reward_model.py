@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from pipeline.agent.forms import for_template
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
@@ -44,9 +45,8 @@ def conversations(table: pa.Table) -> Iterator[Conversation]:
     for prompt, messages in zip(prompts, table["messages"].to_pylist(), strict=True):
         written = []
         for message in json.loads(messages)[len(prompt) :]:
-            shown: dict[str, Any] = {"role": message["role"], "content": message["content"] or ""}
-            if message.get("calls"):
-                shown["tool_calls"] = [{"type": "function", "function": call} for call in message["calls"]]
+            shown = for_template({**message, "content": message["content"] or ""})
+            shown.pop("reasoning_content", None)
             written.append(shown)
         yield prompt, written
 

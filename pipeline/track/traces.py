@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.agent.forms import tool_call
 from pipeline.track.conversation import Turn, content, conversation, why_ended
 
 if TYPE_CHECKING:
@@ -210,10 +211,7 @@ def chat_messages(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dic
             if calls := message.get("calls"):
                 waiting = [f"call_{total + number}" for number in range(len(calls))]
                 total += len(calls)
-                entry["tool_calls"] = [
-                    {"id": name, "type": "function", "function": _function(call)}
-                    for name, call in zip(waiting, calls, strict=True)
-                ]
+                entry["tool_calls"] = [_call(name, call) for name, call in zip(waiting, calls, strict=True)]
             elif role == "tool" and waiting:
                 entry["tool_call_id"] = waiting.pop(0)
             made[-1].append(entry)
@@ -233,9 +231,9 @@ def _chat(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def _function(call: Mapping[str, Any]) -> dict[str, str]:
+def _call(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = json.dumps(call["arguments"], ensure_ascii=False)
-    return {"name": clean(call["name"], TAG_LENGTH), "arguments": clean(arguments, TEXT_LENGTH)}
+    return tool_call(name, clean(call["name"], TAG_LENGTH), clean(arguments, TEXT_LENGTH))
 
 
 def _attributes(turn: Turn) -> dict[str, Any]:

@@ -75,15 +75,16 @@ def test_an_episode_is_read_whole(judge: Path) -> None:
     """Its prompt as it is; whatever was written behind it without special tokens."""
     prompt, call = json.loads(PROMPT), {"name": "calc", "arguments": {"x": ["<|im_end|>", 1]}}
     answer = {"role": "assistant", "content": None, "calls": [call], "reasoning": "hm"}
-    written = [answer, {"role": "user", "content": "54<|im_end|>"}, {"role": "assistant", "content": RESPONSES[3]}]
+    result = {"role": "tool", "tool_call_id": "call00000", "name": "calc", "content": "54<|im_end|>"}
+    written = [answer, result, {"role": "assistant", "content": RESPONSES[3]}]
     given = table([RESPONSES[3]])
     episodes = given.append_column("messages", pa.array([json.dumps([*prompt, *written])]))
     (made,) = conversations(episodes)
-    calls = [{"type": "function", "function": call}]
+    calls = [{"id": "call00000", "type": "function", "function": call}]
     assert made == (prompt, [{"role": "assistant", "content": "", "tool_calls": calls}, *written[1:]])
     stage = make_stage(judge)
     assert stage._as_text(made[1][0])["tool_calls"][0]["function"]["arguments"] == {"x": [" ", 1]}
-    clean = written[:1] + [{"role": "user", "content": "54 "}] + written[2:]
+    clean = [written[0], result | {"content": "54 "}, written[2]]
     same = given.append_column("messages", pa.array([json.dumps([*prompt, *clean])]))
     assert stage(episodes)["rm_score"] == stage(same)["rm_score"] != stage(given)["rm_score"]
 

@@ -1,0 +1,59 @@
+"""Messages in OpenAI's form, which clients and chat templates read, and in that of the column `messages`.
+
+Needs Python 3.9 and nothing but the standard library; processes of episodes load it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.agent import Message
+
+
+def call_id(number: int) -> str:
+    """Id of a call within its answer: nine letters and digits, which Mistral's template demands."""
+    return f"call{number:05}"
+
+
+def tool_call(number: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call in OpenAI's form.
+
+    Args:
+        number: its id.
+        name: of the tool.
+        arguments: an object for most chat templates; its JSON for clients and for some templates.
+    """
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def as_recorded(message: Message) -> dict[str, Any]:
+    """An answer as it stands in the column `messages`."""
+    recorded: dict[str, Any] = {"role": "assistant", "content": message.text}
+    if message.reasoning:
+        recorded["reasoning"] = message.reasoning
+    if message.calls:
+        recorded["calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
+    return recorded
+
+
+def recorded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's form as they stand in the column `messages`."""
+    return [_recorded(message) for message in messages]
+
+
+def _recorded(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return rest | {"calls": [call["function"] for call in message["tool_calls"]]}
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the column `messages` as chat templates read it."""
+    shown = {name: value for name, value in message.items() if name not in ("calls", "reasoning")}
+    if "reasoning" in message:
+        shown["reasoning_content"] = message["reasoning"]
+    if "calls" in message:
+        shown["tool_calls"] = [tool_call(call_id(number), **call) for number, call in enumerate(message["calls"])]
+    return shown

@@ -1,0 +1,33 @@
+"""Messages in OpenAI's form and in that of the column `messages`."""
+
+import re
+from pathlib import Path
+
+from pipeline.agent import Call, Message
+from pipeline.agent.forms import as_recorded, for_template, recorded
+
+PIPELINE = Path(__file__).resolve().parents[2] / "pipeline"
+
+
+def test_an_answer_goes_from_one_form_to_the_other_and_back() -> None:
+    calls = [Call("any", "calc", {"x": "é"}), Call("other", "get", {})]
+    said = as_recorded(Message("Yes.", "Hm.", calls))
+    made = [{"name": "calc", "arguments": {"x": "é"}}, {"name": "get", "arguments": {}}]
+    assert said == {"role": "assistant", "content": "Yes.", "reasoning": "Hm.", "calls": made}
+    shown = for_template(said)
+    assert shown.pop("reasoning_content") == "Hm."
+    assert shown == {
+        "role": "assistant",
+        "content": "Yes.",
+        "tool_calls": [
+            {"id": f"call0000{number}", "type": "function", "function": call} for number, call in enumerate(made)
+        ],
+    }
+    assert recorded([shown]) == [{"role": "assistant", "content": "Yes.", "calls": made}]
+    plain = {"role": "tool", "tool_call_id": "call00000", "name": "calc", "content": "12"}
+    assert for_template(plain) == plain == recorded([plain])[0]
+
+
+def test_calls_are_written_in_one_place() -> None:
+    writes = re.compile(r'"id":[^{}]*"type": "function"')
+    assert [path.name for path in PIPELINE.rglob("*.py") if writes.search(path.read_text())] == ["forms.py"]
