@@ -10,6 +10,9 @@ from typing import Any
 
 from pipeline.agent import Message
 
+NEW_CONTEXT = "new_context"
+"""Key of the first message of each conversation in the column `messages` but the first one; its value is true."""
+
 
 def call_id(number: int) -> str:
     """Id of a call within its answer: nine letters and digits, which Mistral's template demands."""
@@ -47,6 +50,28 @@ def _recorded(message: dict[str, Any]) -> dict[str, Any]:
         return message
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return rest | {"calls": [call["function"] for call in message["tool_calls"]]}
+
+
+def joined(conversations: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The conversations of an episode one behind the other, each with at least one message, as a row has them."""
+    first, *others = conversations
+    return first + [message for one in others for message in [{**one[0], NEW_CONTEXT: True}, *one[1:]]]
+
+
+def split(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The conversations in the column `messages` of a row, without the marks of `joined`; at least one."""
+    conversations: list[list[dict[str, Any]]] = [[]]
+    for message in messages:
+        if message.get(NEW_CONTEXT):
+            message = {key: value for key, value in message.items() if key != NEW_CONTEXT}
+            conversations.append([])
+        conversations[-1].append(message)
+    return conversations
+
+
+def prompt_length(conversation: Sequence[dict[str, Any]], prompt: Sequence[dict[str, Any]]) -> int:
+    """How many of a conversation's messages are those of the row's prompt; a program may begin without them."""
+    return len(prompt) if list(conversation[: len(prompt)]) == recorded(prompt) else 0
 
 
 def for_template(message: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.agent.forms import tool_call
+from pipeline.agent.forms import joined, tool_call
 from pipeline.track.conversation import Turn, content, conversation, why_ended
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class Trace:
         seconds = float(numbers.get("episode_s", row["generate_s"] or 0.0))
         self._numbers, self._ended_ns, self._began_ns = numbers, int(ended * 1e9), int((ended - seconds) * 1e9)
         # Ids of calls, which rows do not have, join them to their results.
-        self._prompt, *self._parts = chat_messages([self._talk.prompt, *(turn.messages for turn in self._talk.turns)])
+        parts = [part for turn in self._talk.turns for part in (turn.opening, turn.messages)]
+        self._prompt, *parts = chat_messages([self._talk.prompt, *parts])
+        self._openings, self._parts = parts[::2], parts[1::2]
 
     def info(self) -> "TraceInfo":
         """What lists of traces show."""
@@ -91,7 +93,11 @@ class Trace:
     def spans(self) -> "list[Span]":
         """The spans, the row's own first."""
         row, talk = self._row, self._talk
-        said = [message for part in self._parts for message in part]
+        talks: list[list[dict[str, Any]]] = [[]]
+        for opening, part in zip(self._openings, self._parts, strict=True):
+            if opening:
+                talks.append([*opening])
+            talks[-1] += part
         attributes = {
             "score": row["score"],
             "parts": json.loads(row["reward_parts"] or "{}"),
@@ -103,19 +109,20 @@ class Trace:
             "episode": self._numbers,
         }
         whole = self._began_ns, self._ended_ns
-        spans = [
-            self._span("row", "AGENT", None, whole, _chat(self._prompt), _chat(said), attributes, row["reward_error"])
-        ]
+        error = row["reward_error"]
+        spans = [self._span("row", "AGENT", None, whole, _chat(self._prompt), _chat(joined(talks)), attributes, error)]
         heard, calls = list(self._prompt), list[dict[str, Any]]()
         answers = 0
-        for number, (turn, part, times) in enumerate(zip(talk.turns, self._parts, self._times(), strict=True)):
+        columns = zip(talk.turns, self._openings, self._parts, self._times(), strict=True)
+        for number, (turn, opening, part, times) in enumerate(columns):
             facts = _attributes(turn)
             if turn.answer:
                 answers += 1
                 total = turn.context + turn.tokens
                 usage = {"input_tokens": turn.context, "output_tokens": turn.tokens, "total_tokens": total}
                 facts["mlflow.chat.tokenUsage"] = usage
-                name = f"answer {answers}"
+                name = f"answer {answers}, sequence {turn.sequence + 1}" if turn.sequence else f"answer {answers}"
+                heard = opening or heard
                 spans.append(self._span(name, "CHAT_MODEL", number, times, _chat(heard), _chat(part), facts))
                 calls, heard = [call for message in part for call in message.get("tool_calls", [])], []
             else:

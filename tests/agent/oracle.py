@@ -141,6 +141,8 @@ class Oracle:
         spans = [(span["kind"], span["tokens"]) for span in row["spans"]]
         program = row["agent_name"] in self.programs
         begins = [i for i, m in enumerate(messages) if m["role"] == "user" and BEGINS.match(m["content"])]
+        marked = [i for i, message in enumerate(messages) if message.pop("new_context", False)]
+        check(marked == (begins[1:] if program else []), "conversations begin at", marked, "and not", begins)
         found, start = [], 0
         said = sum(message["role"] == "assistant" for message in first)
         for number, context in enumerate(contexts):
