@@ -138,7 +138,8 @@ async def _turns(
     """Take turns until the episode ends; why it did."""
     first = (session.opened if session is not None else None) or []
     if isinstance(first, str):
-        first = [{"role": world.config.observation_role, "content": first}]
+        # Many templates write a message of role `tool` only behind a call.
+        first = [{"role": "user", "content": first}]
     context = conversation.begin([*row["prompt"], *first])
     episode.messages = context.messages
     while True:

@@ -48,9 +48,7 @@ def agents(name: str, dice: random.Random) -> dict[str, dict[str, Any]]:
         "runs": {"program": f"{WORLDS}:run", "max_contexts": 3},
     }
     if FAMILIES[name].tool:
-        # Some templates write no result in front of the first answer.
-        opens = name not in ("channels", "instruct")
-        made["results"] = {**talk, "kwargs": {"several": False, "opens": opens}, "observation_role": "tool"}
+        made["results"] = {**talk, "kwargs": {"several": False}, "observation_role": "tool"}
     if tools:
         made["calls"] = {**tools, "on_malformed": "end"}
     for agent, settings in made.items():

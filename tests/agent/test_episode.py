@@ -142,10 +142,12 @@ def test_an_episode_is_answers_and_observations_one_behind_the_other() -> None:
     assert [text(ids) for ids, _, _ in policy.asked] == ["go", "go12$<up>"]
 
 
-def test_the_first_messages_of_the_environment_stand_in_the_prompt() -> None:
-    played = play(Policy("1"), ToySession([Observation(done=True)], opened="guess"))
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_the_first_message_of_the_environment_is_a_users_and_stands_in_the_prompt(role: str) -> None:
+    session = ToySession([Observation("up"), Observation(done=True)], opened="guess")
+    played = play(Policy("1", "2"), session, observation_role=role)
     assert text(played.prompt_ids) == "go|guess"
-    assert played.messages[1] == {"role": "user", "content": "guess"}
+    assert [message["role"] for message in played.messages] == ["user", "user", "assistant", role, "assistant"]
 
 
 def test_a_prompt_that_is_too_long_is_an_error_of_the_row() -> None:
