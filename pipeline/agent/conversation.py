@@ -24,7 +24,8 @@ from pipeline.generation import Generation
 Ask = Callable[[list[int], int, int], Awaitable[Generation]]
 """The policy: tokens so far, most tokens of the answer, and the number of the turn, to the answer."""
 
-LEFT_OUT = "\n[... {} tokens are left out ...]\n"
+LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
+"""Marks of a message that is cut; the short one where the other one would take more than half of what is allowed."""
 
 
 @dataclass
@@ -263,7 +264,9 @@ class Conversation:
             return message
         self.cut_observations += 1
         mark = LEFT_OUT.format(len(ids) - most)
-        kept = max(0, most - len(bridge.content_ids(mark)))
+        if 2 * len(bridge.content_ids(mark)) > most:
+            mark = LEFT_OUT_SHORT
+        kept = most - len(bridge.content_ids(mark))
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         return message | {"content": bridge.text(head) + mark + bridge.text(tail)}
 

@@ -56,7 +56,7 @@ def agents(name: str, dice: random.Random) -> dict[str, dict[str, Any]]:
         settings["max_turn_tokens"] = dice.choice(
             [0, 80] if agent in ("calls", "shown", "masks") else [0, 1, 3, 20, 80]
         )
-        settings["max_observation_tokens"] = dice.choice([60, 100, 150])
+        settings["max_observation_tokens"] = dice.choice([8, 60, 150])
     return made
 
 

@@ -298,7 +298,7 @@ class Oracle:
             self.seen[message["role"]] += 1
             self.seen["with control text"] += any(text in content for text in self.controls)
             self.seen["empty"] += not content
-            self.seen["shortened"] += "tokens are left out" in content
+            self.seen["shortened"] += "..." in content
         self.seen["several messages"] += len(messages) > 1
 
     def count(self, request: Asked, message: dict, row: dict[str, Any], trains: int) -> None:

@@ -184,11 +184,20 @@ def test_no_observation_is_added_behind_which_nothing_fits() -> None:
 
 def test_a_long_observation_is_cut_in_the_middle_and_says_so() -> None:
     played = play(
-        Policy("1", "2"), ToySession([Observation("x" * 500), Observation(done=True)]), max_observation_tokens=60
+        Policy("1", "2"), ToySession([Observation("x" * 500), Observation(done=True)]), max_observation_tokens=70
     )
     shown = played.messages[2]["content"]
-    assert len(shown) == 60 and "[... 440 tokens are left out ...]" in shown
+    assert len(shown) == 70 and "[... 430 tokens are left out ...]" in shown
     assert played.numbers["cut_observations"] == 1
+
+
+@pytest.mark.parametrize("most", [8, 9, 30, 60])
+def test_at_least_half_of_a_short_observation_is_its_content(most: int) -> None:
+    session = ToySession([Observation("ab" * 50), Observation(done=True)])
+    played = play(Policy("1", "2"), session, max_observation_tokens=most)
+    shown = played.messages[2]["content"]
+    assert len(shown) == most and len(shown.replace("...", "")) == most - 3
+    assert shown.startswith("ab") and shown.endswith("b")
 
 
 def test_where_the_template_rewrites_an_answer_a_new_context_begins() -> None:
