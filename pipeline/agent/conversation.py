@@ -263,10 +263,11 @@ class Conversation:
         if len(ids) <= most:
             return message
         self.cut_observations += 1
-        mark = LEFT_OUT.format(len(ids) - most)
-        if 2 * len(bridge.content_ids(mark)) > most:
+        mark = LEFT_OUT
+        if 2 * len(bridge.content_ids(mark.format(len(ids)))) > most:
             mark = LEFT_OUT_SHORT
-        kept = most - len(bridge.content_ids(mark))
+        kept = most - len(bridge.content_ids(mark.format(len(ids))))
+        mark = mark.format(len(ids) - kept)
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         return message | {"content": bridge.text(head) + mark + bridge.text(tail)}
 

@@ -187,7 +187,8 @@ def test_a_long_observation_is_cut_in_the_middle_and_says_so() -> None:
         Policy("1", "2"), ToySession([Observation("x" * 500), Observation(done=True)]), max_observation_tokens=70
     )
     shown = played.messages[2]["content"]
-    assert len(shown) == 70 and "[... 430 tokens are left out ...]" in shown
+    assert len(shown) == 70 and "[... 465 tokens are left out ...]" in shown
+    assert shown.count("x") == 500 - 465
     assert played.numbers["cut_observations"] == 1
 
 
