@@ -179,6 +179,11 @@ def test_a_template_that_changes_earlier_messages_is_refused(
     talk = [asked[0], thoughts[0], asked[1], thoughts[1]]
     with pytest.raises(ValueError, match=r"f\.parquet.*changes earlier messages at message 3, .* one row per answer"):
         encode(tokenizer, tmp_path, {"messages": talk})
+    # What the sentence advises is learnt, behind what the template makes of the earlier answer.
+    [row] = encode(tokenizer, tmp_path, {"messages": [talk[0], talk[1] | {"loss_mask": 0}, *talk[2:]]})
+    assert learnt(tokenizer, row) == f"{thoughts[1]['content']}<|im_end|>"
+    prompt = tokenizer.apply_chat_template(talk[:3], add_generation_prompt=True)["input_ids"]
+    assert row["input_ids"][: len(prompt)] == prompt and "think" not in tokenizer.decode(prompt)
     # Where there is nothing to leave out, all of it is learnt.
     [row] = encode(tokenizer, tmp_path, {"messages": [*asked[:1], {"role": "assistant", "content": "0"}, *talk[2:]]})
     assert learnt(tokenizer, row) == f"0<|im_end|>{thoughts[1]['content']}<|im_end|>"
