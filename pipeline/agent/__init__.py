@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Dict, List, Optional, Union  # noqa: UP035 (Python 3.9)
 
 Content = Union[str, List[Dict[str, Any]], None]  # noqa: UP006, UP007
-"""Text of one message, whose role is `agent.observation_role`, or messages `{role, content}`; None for none."""
+"""Text of one message, whose role is `agent.observation_role` (`user` for what `open` returns), or messages
+`{role, content}`; None for none."""
 
 
 class ToolError(Exception):

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Call, Message
-from pipeline.agent.bridge import QUESTION, Bridge, call_id
+from pipeline.agent.bridge import Bridge
+from pipeline.agent.forms import call_id
+from pipeline.agent.template import QUESTION
 from pipeline.errors import short_reason
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.agent import Call, EpisodeOver, Message
+from pipeline.agent.forms import tool_call
 from pipeline.agent.frames import HEADER, decode, length_of
 
 MAX_CHATS = 64
@@ -95,8 +96,7 @@ def _plain(message: Any) -> Any:
         return message
     plain: dict[str, Any] = {"role": "assistant", "content": message.text}
     if message.calls:
-        made = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.calls]
-        plain["tool_calls"] = [{"id": number, "type": "function", "function": function} for number, function in made]
+        plain["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in message.calls]
     return plain
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from pipeline.agent import EpisodeOver, Message
-from pipeline.agent.bridge import call_id
 from pipeline.agent.context import Context
+from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.language import Language
-from pipeline.agent.messages import recorded
 from pipeline.agent.processes import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
@@ -25,7 +24,8 @@ from pipeline.generation import Generation
 Ask = Callable[[list[int], int, int], Awaitable[Generation]]
 """The policy: tokens so far, most tokens of the answer, and the number of the turn, to the answer."""
 
-LEFT_OUT = "\n[... {} tokens are left out ...]\n"
+LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
+"""Marks of a message that is cut; the short one where the other one would take more than half of what is allowed."""
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Conversation:
         try:
             ids = bridge.after(context.answer, messages, context.calls)
             if self.config.history == "template":
-                shown = bridge.prompt([_for_template(message) for message in whole], language.tools or None)
+                shown = bridge.prompt([for_template(message) for message in whole], language.tools or None)
                 if bridge.text(shown) != bridge.text(context.prompt_ids + context.ids + ids):
                     fits = len(shown) < language.max_prompt_length + self._longest
                     return self._new(shown, whole, language, heard) if fits else None
@@ -263,8 +263,11 @@ class Conversation:
         if len(ids) <= most:
             return message
         self.cut_observations += 1
-        mark = LEFT_OUT.format(len(ids) - most)
-        kept = max(0, most - len(bridge.content_ids(mark)))
+        mark = LEFT_OUT
+        if 2 * len(bridge.content_ids(mark.format(len(ids)))) > most:
+            mark = LEFT_OUT_SHORT
+        kept = most - len(bridge.content_ids(mark.format(len(ids))))
+        mark = mark.format(len(ids) - kept)
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         return message | {"content": bridge.text(head) + mark + bridge.text(tail)}
 
@@ -293,26 +296,3 @@ def _content(message: dict[str, Any]) -> tuple[str, str, str]:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         made.append([call["name"], arguments])
     return message["role"], message.get("content") or "", json.dumps(made, sort_keys=True)
-
-
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A recorded message as chat templates read it."""
-    shown = {name: value for name, value in message.items() if name not in ("calls", "reasoning")}
-    if "reasoning" in message:
-        shown["reasoning_content"] = message["reasoning"]
-    if "calls" in message:
-        shown["tool_calls"] = [
-            {"id": call_id(number), "type": "function", "function": call}
-            for number, call in enumerate(message["calls"])
-        ]
-    return shown
-
-
-def as_recorded(message: Message) -> dict[str, Any]:
-    """An answer as it stands in the column `messages`."""
-    recorded: dict[str, Any] = {"role": "assistant", "content": message.text}
-    if message.reasoning:
-        recorded["reasoning"] = message.reasoning
-    if message.calls:
-        recorded["calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
-    return recorded

@@ -23,6 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from pipeline.agent import EpisodeOver
+from pipeline.agent.forms import tool_call
 from pipeline.agent.frames import MAX_FRAME, decode
 from pipeline.agent.messages import checked_messages, checked_tools
 from pipeline.agent.questions import Chat, ChatFailed
@@ -193,12 +194,7 @@ class Line:
         if said.calls:
             message["content"] = said.text or None
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                }
-                for call in said.calls
+                tool_call(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in said.calls
             ]
         reason = "length" if said.truncated else "tool_calls" if said.calls else "stop"
         total = answer.prompt_tokens + answer.tokens

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.agent.context import Context
 from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.driven import Program, drive
+from pipeline.agent.forms import joined
 from pipeline.agent.language import Language
 from pipeline.agent.processes import EpisodeFailed, EpisodeLost, Session
 from pipeline.agent.world import World
@@ -25,7 +26,7 @@ class Episode:
 
     contexts: list[Context]
     messages: list[dict[str, Any]]
-    """The conversation, the prompt included; those of several contexts one behind the other."""
+    """The conversation, the prompt included; those of a program as `forms.joined` puts them."""
     finish_reason: str = "abort"
     """Of the last answer, as the engine gave it."""
     response: str = ""
@@ -114,8 +115,8 @@ async def run(
     if world is None:
         # The last answer of the row is the one that was asked for last.
         conversation.contexts.sort(key=lambda context: context.turn)
-        spoken = [message for context in conversation.contexts for message in context.messages]
-        episode.messages = spoken or episode.messages
+        if conversation.contexts:
+            episode.messages = joined([context.messages for context in conversation.contexts])
     calls, mistakes = conversation.calls, conversation.mistakes
     if world is not None:
         episode.parts = world.parts
@@ -137,7 +138,8 @@ async def _turns(
     """Take turns until the episode ends; why it did."""
     first = (session.opened if session is not None else None) or []
     if isinstance(first, str):
-        first = [{"role": world.config.observation_role, "content": first}]
+        # Many templates write a message of role `tool` only behind a call.
+        first = [{"role": "user", "content": first}]
     context = conversation.begin([*row["prompt"], *first])
     episode.messages = context.messages
     while True:

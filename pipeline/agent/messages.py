@@ -1,10 +1,10 @@
 """Messages and tools that a program gives, which may be anything, in OpenAI's form."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from pipeline.agent.calls import MAX_DEPTH, depth
+from pipeline.agent.forms import tool_call
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NOTES = ("reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call", "id")
@@ -83,8 +83,7 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{place}.tool_calls[{number}].function.arguments must be an object, or its JSON, of few levels"
             )
-        made = {"name": function["name"], "arguments": arguments}
-        checked.append({"id": str(call.get("id") or ""), "type": "function", "function": made})
+        checked.append(tool_call(str(call.get("id") or ""), function["name"], arguments))
     return checked
 
 
@@ -112,15 +111,3 @@ def checked_tools(tools: Any) -> list[dict[str, Any]]:
             raise ValueError(f"tools[{number}] is named {name}, and so is another; a name stands for one")
         names.add(name)
     return tools
-
-
-def recorded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as they stand in the column `messages`."""
-    return [_recorded(message) for message in messages]
-
-
-def _recorded(message: dict[str, Any]) -> dict[str, Any]:
-    if "tool_calls" not in message:
-        return message
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return rest | {"calls": [call["function"] for call in message["tool_calls"]]}

@@ -1,7 +1,7 @@
 """The reward-model stage: one number per response from a sequence-classification model.
 
 1. The chat template of the reward model renders the conversation again: its tokens need not be the policy's. Of an
-   episode that is the whole conversation, with its tool calls.
+   episode that is the whole conversation, with its tool calls; of several, the one that has the last answer.
 2. What the policy, a tool or an environment wrote is text and nothing else. Where it spells a special token of the
    reward model (an end of turn, say, and a user who is full of praise behind it), a space takes its place.
 3. A response that cannot be scored is not a 0: `rm_error` says why, and the reward stage counts the row as failed.
@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from pipeline.agent.forms import for_template, prompt_length, split
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
@@ -31,11 +32,11 @@ KEY = "reward.model.path"
 
 
 Conversation = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-"""Messages of the prompt file, and what the policy, tools and environments wrote behind them."""
+"""Messages of the prompt file, and what the policy, tools, environments and programs wrote."""
 
 
 def conversations(table: pa.Table) -> Iterator[Conversation]:
-    """The conversation of each row; an episode's has its tool calls in the form of chat templates."""
+    """The conversation of each row, the last one of an episode's; its tool calls have the form of chat templates."""
     prompts = map(json.loads, table["prompt"].to_pylist())
     if "messages" not in table.column_names:
         for prompt, response in zip(prompts, table["response"].to_pylist(), strict=True):
@@ -43,12 +44,13 @@ def conversations(table: pa.Table) -> Iterator[Conversation]:
         return
     for prompt, messages in zip(prompts, table["messages"].to_pylist(), strict=True):
         written = []
-        for message in json.loads(messages)[len(prompt) :]:
-            shown: dict[str, Any] = {"role": message["role"], "content": message["content"] or ""}
-            if message.get("calls"):
-                shown["tool_calls"] = [{"type": "function", "function": call} for call in message["calls"]]
+        last = split(json.loads(messages))[-1]
+        given = prompt_length(last, prompt)
+        for message in last[given:]:
+            shown = for_template({**message, "content": message["content"] or ""})
+            shown.pop("reasoning_content", None)
             written.append(shown)
-        yield prompt, written
+        yield prompt[:given], written
 
 
 class RewardModelScore:

@@ -3,6 +3,8 @@
 1. Each answer of the assistant is tokenised apart from what stands before it, as when the policy generates: no token
    spans the border. So every answer follows the tokens that it follows in an episode, tool results included.
 2. A message may have a `loss_mask` (or a `trainable`, as newer files of verl do): with 0 an answer is context alone.
+3. A template that changes earlier answers, as those do that leave out thinking, may do so before the first answer that
+   is learnt: the model then reads what it reads when it is served. After that one the conversation is refused.
 """
 
 from typing import Any
@@ -106,10 +108,14 @@ class SFTEncoder(Encoder[SFTDataConfig]):
                 continue
             prompt = self.render(messages[:number], True, place, **arguments)
             whole = self.render(messages[: number + 1], False, place, **arguments)
+            if not prompt.startswith(done) and not any(taught for _, taught in segments):
+                # What the template changes is context alone.
+                segments, done = [], ""
             if not prompt.startswith(done) or not whole.startswith(prompt):
                 raise ValueError(
                     f"{place}: the chat template changes earlier messages at message {number}, so the tokens of each "
-                    "cannot be distinguished; split the conversation into one row per answer."
+                    "cannot be distinguished; split the conversation into one row per answer, in which the answers "
+                    "before it have loss_mask 0."
                 )
             segments += [(prompt[len(done) :], False), (whole[len(prompt) :], learnt[number])]
             done = whole

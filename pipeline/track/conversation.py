@@ -6,12 +6,13 @@ conversation with one answer.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from pipeline.agent.forms import prompt_length, split
 from pipeline.rows import ANSWER, OBSERVATION
 
 COLUMNS = (
@@ -57,13 +58,16 @@ class Turn:
     """Mean log-prob of an answer's tokens at the engine."""
     trains: bool = False
     """Whether its tokens are in the loss."""
+    opening: list[dict[str, Any]] = field(default_factory=list)
+    """What a conversation that begins with this answer has before it; empty in the row's first conversation."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row."""
+    """One row, which may hold several conversations of a program."""
 
     prompt: list[dict[str, Any]]
+    """What stands before the first answer."""
     prompts: list[list[int]]
     """Tokens of the prompts of the row's sequences; most rows have one."""
     turns: list[Turn]
@@ -79,14 +83,14 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
     else:
         messages, spans = json.loads(row["messages"]), row["spans"]
     spans = _in_pairs(spans)
-    before, parts = _split(messages, len(prompt), len(spans) // 2)
     runs = np.array([(run["version"], run["tokens"]) for run in row["version_runs"]], dtype=np.int64).reshape(-1, 2)
     versions = np.repeat(runs[:, 0], runs[:, 1])
     mask, log_probs = np.array(row["response_mask"]), np.array(row["rollout_log_probs"], dtype=np.float64)
     contexts = row.get("contexts") or [{"prompt": None, "tokens": len(row["response_ids"])}]
     prompts = [row["prompt_ids"] if one["prompt"] is None else one["prompt"] for one in contexts]
     ends = np.cumsum([one["tokens"] for one in contexts])
-    turns = []
+    openings, parts = _of_contexts(messages, prompt, spans, ends)
+    turns: list[Turn] = []
     start = 0
     for span, part in zip(spans, parts, strict=True):
         answer, end = span["kind"] == ANSWER, start + span["tokens"]
@@ -105,10 +109,11 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
                     reward=span["reward"],
                     log_prob=float(log_probs[start:end].mean()) if answer and end > start else None,
                     trains=bool(mask[start:end].any()),
+                    opening=openings.pop(sequence, []) if answer and sequence else [],
                 )
             )
         start = end
-    return Conversation(before, prompts, turns)
+    return Conversation(openings[0], prompts, turns)
 
 
 def content(message: Mapping[str, Any]) -> str:
@@ -134,13 +139,31 @@ def _in_pairs(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [*pairs, none] if len(pairs) % 2 else pairs
 
 
+def _of_contexts(
+    messages: list[dict[str, Any]], prompt: list[dict[str, Any]], spans: Sequence[Mapping[str, Any]], ends: np.ndarray
+) -> tuple[dict[int, list[dict[str, Any]]], list[list[dict[str, Any]]]]:
+    """What stands before the first answer of each conversation, by the number of its sequence, and the messages of
+    each of the `spans`; `ends` are those of the sequences in the response."""
+    talks = split(messages)
+    if len(talks) != len(ends):
+        # One conversation goes on through all sequences; older rows do not say where another one begins.
+        talks, ends = [[message for talk in talks for message in talk]], ends[-1:]
+    starts = np.cumsum([0, *(span["tokens"] for span in spans)])[:-1][::2]
+    answers = np.bincount(np.searchsorted(ends[:-1], starts, "right"), minlength=len(talks))
+    openings, parts = {}, []
+    for number, (talk, count) in enumerate(zip(talks, answers.tolist(), strict=True)):
+        openings[number], further = _split(talk, prompt_length(talk, prompt), count)
+        parts += further
+    return openings, parts
+
+
 def _split(
     messages: list[dict[str, Any]], prompt: int, answers: int
 ) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
     """What stands before the first answer, and the messages of each answer and of the reply behind it, in turns.
 
     Args:
-        messages: the whole conversation.
+        messages: one conversation.
         prompt: number of its messages that are the row's prompt, which may hold answers of its own.
         answers: number of answers; an episode that failed may lack the message of the last one.
     """

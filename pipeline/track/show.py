@@ -66,6 +66,9 @@ class Page:
                 self._heading("assistant" if turn.answer else "reply", *about)
                 self._tokens(row["response_ids"][turn.start : turn.start + turn.tokens])
                 continue
+            for message in turn.opening:
+                self._heading(_name(message), f"prompt of sequence {turn.sequence + 1}")
+                self._message(message)
             for message in turn.messages:
                 self._heading(_name(message), *about)
                 self._message(message)

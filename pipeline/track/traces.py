@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.agent.forms import joined, tool_call
 from pipeline.track.conversation import Turn, content, conversation, why_ended
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class Trace:
         seconds = float(numbers.get("episode_s", row["generate_s"] or 0.0))
         self._numbers, self._ended_ns, self._began_ns = numbers, int(ended * 1e9), int((ended - seconds) * 1e9)
         # Ids of calls, which rows do not have, join them to their results.
-        self._prompt, *self._parts = chat_messages([self._talk.prompt, *(turn.messages for turn in self._talk.turns)])
+        parts = [part for turn in self._talk.turns for part in (turn.opening, turn.messages)]
+        self._prompt, *parts = chat_messages([self._talk.prompt, *parts])
+        self._openings, self._parts = parts[::2], parts[1::2]
 
     def info(self) -> "TraceInfo":
         """What lists of traces show."""
@@ -90,7 +93,11 @@ class Trace:
     def spans(self) -> "list[Span]":
         """The spans, the row's own first."""
         row, talk = self._row, self._talk
-        said = [message for part in self._parts for message in part]
+        talks: list[list[dict[str, Any]]] = [[]]
+        for opening, part in zip(self._openings, self._parts, strict=True):
+            if opening:
+                talks.append([*opening])
+            talks[-1] += part
         attributes = {
             "score": row["score"],
             "parts": json.loads(row["reward_parts"] or "{}"),
@@ -102,19 +109,20 @@ class Trace:
             "episode": self._numbers,
         }
         whole = self._began_ns, self._ended_ns
-        spans = [
-            self._span("row", "AGENT", None, whole, _chat(self._prompt), _chat(said), attributes, row["reward_error"])
-        ]
+        error = row["reward_error"]
+        spans = [self._span("row", "AGENT", None, whole, _chat(self._prompt), _chat(joined(talks)), attributes, error)]
         heard, calls = list(self._prompt), list[dict[str, Any]]()
         answers = 0
-        for number, (turn, part, times) in enumerate(zip(talk.turns, self._parts, self._times(), strict=True)):
+        columns = zip(talk.turns, self._openings, self._parts, self._times(), strict=True)
+        for number, (turn, opening, part, times) in enumerate(columns):
             facts = _attributes(turn)
             if turn.answer:
                 answers += 1
                 total = turn.context + turn.tokens
                 usage = {"input_tokens": turn.context, "output_tokens": turn.tokens, "total_tokens": total}
                 facts["mlflow.chat.tokenUsage"] = usage
-                name = f"answer {answers}"
+                name = f"answer {answers}, sequence {turn.sequence + 1}" if turn.sequence else f"answer {answers}"
+                heard = opening or heard
                 spans.append(self._span(name, "CHAT_MODEL", number, times, _chat(heard), _chat(part), facts))
                 calls, heard = [call for message in part for call in message.get("tool_calls", [])], []
             else:
@@ -210,10 +218,7 @@ def chat_messages(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dic
             if calls := message.get("calls"):
                 waiting = [f"call_{total + number}" for number in range(len(calls))]
                 total += len(calls)
-                entry["tool_calls"] = [
-                    {"id": name, "type": "function", "function": _function(call)}
-                    for name, call in zip(waiting, calls, strict=True)
-                ]
+                entry["tool_calls"] = [_call(name, call) for name, call in zip(waiting, calls, strict=True)]
             elif role == "tool" and waiting:
                 entry["tool_call_id"] = waiting.pop(0)
             made[-1].append(entry)
@@ -233,9 +238,9 @@ def _chat(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def _function(call: Mapping[str, Any]) -> dict[str, str]:
+def _call(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = json.dumps(call["arguments"], ensure_ascii=False)
-    return {"name": clean(call["name"], TAG_LENGTH), "arguments": clean(arguments, TEXT_LENGTH)}
+    return tool_call(name, clean(call["name"], TAG_LENGTH), clean(arguments, TEXT_LENGTH))
 
 
 def _attributes(turn: Turn) -> dict[str, Any]:

@@ -48,9 +48,7 @@ def agents(name: str, dice: random.Random) -> dict[str, dict[str, Any]]:
         "runs": {"program": f"{WORLDS}:run", "max_contexts": 3},
     }
     if FAMILIES[name].tool:
-        # Some templates write no result in front of the first answer.
-        opens = name not in ("channels", "instruct")
-        made["results"] = {**talk, "kwargs": {"several": False, "opens": opens}, "observation_role": "tool"}
+        made["results"] = {**talk, "kwargs": {"several": False}, "observation_role": "tool"}
     if tools:
         made["calls"] = {**tools, "on_malformed": "end"}
     for agent, settings in made.items():
@@ -58,7 +56,7 @@ def agents(name: str, dice: random.Random) -> dict[str, dict[str, Any]]:
         settings["max_turn_tokens"] = dice.choice(
             [0, 80] if agent in ("calls", "shown", "masks") else [0, 1, 3, 20, 80]
         )
-        settings["max_observation_tokens"] = dice.choice([60, 100, 150])
+        settings["max_observation_tokens"] = dice.choice([8, 60, 150])
     return made
 
 

@@ -141,6 +141,8 @@ class Oracle:
         spans = [(span["kind"], span["tokens"]) for span in row["spans"]]
         program = row["agent_name"] in self.programs
         begins = [i for i, m in enumerate(messages) if m["role"] == "user" and BEGINS.match(m["content"])]
+        marked = [i for i, message in enumerate(messages) if message.pop("new_context", False)]
+        check(marked == (begins[1:] if program else []), "conversations begin at", marked, "and not", begins)
         found, start = [], 0
         said = sum(message["role"] == "assistant" for message in first)
         for number, context in enumerate(contexts):
@@ -296,7 +298,7 @@ class Oracle:
             self.seen[message["role"]] += 1
             self.seen["with control text"] += any(text in content for text in self.controls)
             self.seen["empty"] += not content
-            self.seen["shortened"] += "tokens are left out" in content
+            self.seen["shortened"] += "..." in content
         self.seen["several messages"] += len(messages) > 1
 
     def count(self, request: Asked, message: dict, row: dict[str, Any], trains: int) -> None:

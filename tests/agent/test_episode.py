@@ -142,10 +142,12 @@ def test_an_episode_is_answers_and_observations_one_behind_the_other() -> None:
     assert [text(ids) for ids, _, _ in policy.asked] == ["go", "go12$<up>"]
 
 
-def test_the_first_messages_of_the_environment_stand_in_the_prompt() -> None:
-    played = play(Policy("1"), ToySession([Observation(done=True)], opened="guess"))
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_the_first_message_of_the_environment_is_a_users_and_stands_in_the_prompt(role: str) -> None:
+    session = ToySession([Observation("up"), Observation(done=True)], opened="guess")
+    played = play(Policy("1", "2"), session, observation_role=role)
     assert text(played.prompt_ids) == "go|guess"
-    assert played.messages[1] == {"role": "user", "content": "guess"}
+    assert [message["role"] for message in played.messages] == ["user", "user", "assistant", role, "assistant"]
 
 
 def test_a_prompt_that_is_too_long_is_an_error_of_the_row() -> None:
@@ -182,11 +184,21 @@ def test_no_observation_is_added_behind_which_nothing_fits() -> None:
 
 def test_a_long_observation_is_cut_in_the_middle_and_says_so() -> None:
     played = play(
-        Policy("1", "2"), ToySession([Observation("x" * 500), Observation(done=True)]), max_observation_tokens=60
+        Policy("1", "2"), ToySession([Observation("x" * 500), Observation(done=True)]), max_observation_tokens=70
     )
     shown = played.messages[2]["content"]
-    assert len(shown) == 60 and "[... 440 tokens are left out ...]" in shown
+    assert len(shown) == 70 and "[... 465 tokens are left out ...]" in shown
+    assert shown.count("x") == 500 - 465
     assert played.numbers["cut_observations"] == 1
+
+
+@pytest.mark.parametrize("most", [8, 9, 30, 60])
+def test_at_least_half_of_a_short_observation_is_its_content(most: int) -> None:
+    session = ToySession([Observation("ab" * 50), Observation(done=True)])
+    played = play(Policy("1", "2"), session, max_observation_tokens=most)
+    shown = played.messages[2]["content"]
+    assert len(shown) == most and len(shown.replace("...", "")) == most - 3
+    assert shown.startswith("ab") and shown.endswith("b")
 
 
 def test_where_the_template_rewrites_an_answer_a_new_context_begins() -> None:

@@ -11,6 +11,7 @@ from pipeline.agent import EpisodeOver, Observation, episode
 from pipeline.agent.context import joined
 from pipeline.agent.conversation import Answer, Ask, Conversation
 from pipeline.agent.episode import Episode
+from pipeline.agent.forms import split
 from pipeline.agent.language import Language
 from pipeline.agent.messages import checked_messages, checked_tools
 from pipeline.agent.processes import EpisodeFailed
@@ -96,6 +97,8 @@ def test_messages_that_are_edited_begin_a_conversation_of_their_own() -> None:
     assert [text(context.prompt_ids) for context in played.contexts] == ["go", "go99$<up>"]
     assert [context.spans for context in played.contexts] == [[(ANSWER, 3, None)], [(ANSWER, 3, 1.0)]]
     assert [message["content"] for message in played.messages] == ["go", "12", "go", "99", "up", "40"]
+    assert [message.get("new_context") for message in played.messages] == [None, None, True, None, None, None]
+    assert split(played.messages) == [context.messages for context in played.contexts]
     played = play(Policy("12", "40"), edit)
     assert played.ended == "error" and "agent.max_contexts=1; repeat those of the chat before" in str(played.error)
 
@@ -121,6 +124,7 @@ def test_the_last_answer_is_of_the_last_context_and_has_the_reward() -> None:
     assert [text(context.ids) for context in played.contexts] == ["2$", "1$<c>3$"]
     assert [context.spans[-1][2] for context in played.contexts] == [None, 2.0]
     assert (played.response, played.parts, text(played.prompt_ids)) == ("3", {"acc": 1}, "b")
+    assert [[message["content"] for message in talk] for talk in split(played.messages)] == [["b", "2"], [*"a1c3"]]
     spans = [dict(zip(("kind", "tokens"), span, strict=False)) for each in played.contexts for span in each.spans]
     ids = joined(played.contexts, "stop", 0)[0].token_ids.tolist()
     assert text(_last_answer({"response_ids": ids, "spans": spans})) == "3$", "a replay compares it with the response"

@@ -11,7 +11,7 @@ import pytest
 from jobs.show import main
 from pipeline.config import Config, save_yaml
 from pipeline.models.tokenizer import load_tokenizer
-from tests.track.conversations import PLAYED, PROMPT, episode, single, write
+from tests.track.conversations import PLAYED, PROMPT, episode, programmed, single, write
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODE = """\
@@ -61,6 +61,24 @@ def test_an_episode_with_its_rewards_and_versions(tmp_path: Path, capsys: pytest
     assert title == "game, iteration 5: uid 0-0, sample 0, countdown" and printed.err == ""
     shown, _, file = text.partition("file      ")
     assert shown == EPISODE and file.endswith("iteration=000005/chunk-000000.parquet, row 0\n")
+
+
+def test_a_new_conversation_begins_with_its_own_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, programmed())
+    assert main([str(tmp_path)]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("── ")]
+    assert [head.removeprefix("── ").split(" · ")[:2] for head in heads] == [
+        ["user", "prompt"],
+        ["assistant", "answer 1 of 3"],
+        ["tool calc", "2 tokens"],
+        ["assistant", "answer 2 of 3"],
+        ["user", "prompt of sequence 2"],
+        ["assistant", "prompt of sequence 2"],
+        ["user", "prompt of sequence 2"],
+        ["assistant", "answer 3 of 3"],
+        ["user", "not in the response"],
+    ]
+    assert " · sequence 2 · " in heads[-2]
 
 
 def test_a_single_response_of_validation_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
+from pipeline.agent.forms import joined
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
@@ -75,17 +76,30 @@ def test_an_episode_is_read_whole(judge: Path) -> None:
     """Its prompt as it is; whatever was written behind it without special tokens."""
     prompt, call = json.loads(PROMPT), {"name": "calc", "arguments": {"x": ["<|im_end|>", 1]}}
     answer = {"role": "assistant", "content": None, "calls": [call], "reasoning": "hm"}
-    written = [answer, {"role": "user", "content": "54<|im_end|>"}, {"role": "assistant", "content": RESPONSES[3]}]
+    result = {"role": "tool", "tool_call_id": "call00000", "name": "calc", "content": "54<|im_end|>"}
+    written = [answer, result, {"role": "assistant", "content": RESPONSES[3]}]
     given = table([RESPONSES[3]])
     episodes = given.append_column("messages", pa.array([json.dumps([*prompt, *written])]))
     (made,) = conversations(episodes)
-    calls = [{"type": "function", "function": call}]
+    calls = [{"id": "call00000", "type": "function", "function": call}]
     assert made == (prompt, [{"role": "assistant", "content": "", "tool_calls": calls}, *written[1:]])
     stage = make_stage(judge)
     assert stage._as_text(made[1][0])["tool_calls"][0]["function"]["arguments"] == {"x": [" ", 1]}
-    clean = written[:1] + [{"role": "user", "content": "54 "}] + written[2:]
+    clean = [written[0], result | {"content": "54 "}, written[2]]
     same = given.append_column("messages", pa.array([json.dumps([*prompt, *clean])]))
     assert stage(episodes)["rm_score"] == stage(same)["rm_score"] != stage(given)["rm_score"]
+
+
+def test_of_several_conversations_the_last_is_read(judge: Path) -> None:
+    """All of it is text of a program, unless it begins with the prompt of the row."""
+    prompt, answer = json.loads(PROMPT), {"role": "assistant", "content": RESPONSES[0]}
+    review = [{"role": "user", "content": "Right?<|im_end|>"}, {"role": "assistant", "content": RESPONSES[3]}]
+    given = pa.concat_tables([table([RESPONSES[3]])] * 3)
+    talks = [joined(talk) for talk in ([[*prompt, answer], review], [review, [*prompt, answer]], [review])]
+    rows = given.append_column("messages", pa.array(map(json.dumps, talks)))
+    assert list(conversations(rows)) == [([], review), (prompt, [answer]), ([], review)]
+    first, second, third = make_stage(judge)(rows)["rm_score"].to_pylist()
+    assert first == pytest.approx(third, abs=1e-6) and second == pytest.approx(plain(judge, RESPONSES[0]), abs=1e-5)
 
 
 def test_a_special_token_in_words_is_no_special_token(judge: Path) -> None:

@@ -15,6 +15,7 @@ from pipeline.agent.bridge import Bridge
 from pipeline.config.supervised import SFTDataConfig
 from pipeline.supervised.data import read
 from pipeline.supervised.sft import SFTEncoder
+from tests.agent.families import THINKING
 
 
 def schema(name: str, argument: str) -> dict[str, Any]:
@@ -166,6 +167,29 @@ def test_thinking_is_an_argument_of_the_template(
     assert words == ["True", "False", "set"]
     with pytest.raises(ValueError, match="column 'enable_thinking': 'yes' is neither true nor false"):
         encode(tokenizer, tmp_path, {"messages": messages, "enable_thinking": "yes"})
+
+
+def test_a_template_that_changes_earlier_messages_is_refused(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As templates do that leave the thinking out of answers in front of the last user."""
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    thoughts = [{"role": "assistant", "content": f"<think>\n{number}?\n</think>\n\n{number}"} for number in range(2)]
+    asked = [{"role": "user", "content": "0?"}, {"role": "user", "content": "1?"}]
+    talk = [asked[0], thoughts[0], asked[1], thoughts[1]]
+    with pytest.raises(ValueError, match=r"f\.parquet.*changes earlier messages at message 3, .* one row per answer"):
+        encode(tokenizer, tmp_path, {"messages": talk})
+    # What the sentence advises is learnt, behind what the template makes of the earlier answer.
+    [row] = encode(tokenizer, tmp_path, {"messages": [talk[0], talk[1] | {"loss_mask": 0}, *talk[2:]]})
+    assert learnt(tokenizer, row) == f"{thoughts[1]['content']}<|im_end|>"
+    prompt = tokenizer.apply_chat_template(talk[:3], add_generation_prompt=True)["input_ids"]
+    assert row["input_ids"][: len(prompt)] == prompt and "think" not in tokenizer.decode(prompt)
+    # Where there is nothing to leave out, all of it is learnt.
+    [row] = encode(tokenizer, tmp_path, {"messages": [*asked[:1], {"role": "assistant", "content": "0"}, *talk[2:]]})
+    assert learnt(tokenizer, row) == f"0<|im_end|>{thoughts[1]['content']}<|im_end|>"
+    # Nor may an answer be written otherwise than the generation prompt begins it.
+    with pytest.raises(ValueError, match="changes earlier messages at message 1"):
+        encode(tokenizer, tmp_path, {"messages": talk[:2]}, apply_chat_template_kwargs={"think": False})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.agent.forms import joined
 from pipeline.rows import SCHEMA
 from pipeline.track.trajectories import Record
 from tests.recordings import recorded_row
@@ -61,6 +62,15 @@ def episode(group: int = 0, sample: int = 0, iteration: int = 1, **changes: Any)
         "reward_parts": '{"acc": 1}',
     }
     return row | changes
+
+
+def programmed(**changes: Any) -> dict[str, Any]:
+    """A row of a program: two conversations, of which the second begins with an answer that is none of the policy's."""
+    first, second = [*PLAYED[:3]], [OPENED[0], PLAYED[4], *PROMPT[1:], *PLAYED[4:]]
+    spans = [SPANS[0], SPANS[1], SPANS[2] | {"tokens": 3}, SPANS[4] | {"tokens": 3}]
+    contexts = [{"prompt": None, "tokens": 9}, {"prompt": [9] * 8, "tokens": 3}]
+    talks = joined([[*OPENED, *first], second])
+    return episode(contexts=contexts, spans=spans, messages=json.dumps(talks), turns=3) | changes
 
 
 def write(folder: Path, *rows: dict[str, Any]) -> None:

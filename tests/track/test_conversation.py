@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline.track.conversation import conversation, why_ended
-from tests.track.conversations import OPENED, PLAYED, PROMPT, SPANS, episode, single
+from tests.track.conversations import OPENED, PLAYED, PROMPT, SPANS, episode, programmed, single
 
 
 def test_a_single_response_is_a_conversation_with_one_answer() -> None:
@@ -66,6 +66,23 @@ def test_a_reply_may_be_in_the_prompt_of_the_next_sequence() -> None:
     assert [turn.tokens for turn in talk.turns] == [4, 0, 3, 3, 2, 0]
     assert [turn.sequence for turn in talk.turns] == [0, 0, 1, 1, 1, 1]
     assert [turn.context for turn in talk.turns] == [3, 7, 8, 11, 14, 16]
+
+
+def test_each_conversation_of_a_program_has_its_own_answers() -> None:
+    talk = conversation(programmed())
+    assert talk.prompt == OPENED and [turn.opening for turn in talk.turns[:3]] == [[], [], []]
+    assert [turn.messages for turn in talk.turns] == [[message] for message in [*PLAYED[:3], *PLAYED[4:]]]
+    assert talk.turns[3].opening == [OPENED[0], PLAYED[4], *PROMPT[1:]] and talk.turns[4].opening == []
+    assert [turn.sequence for turn in talk.turns] == [0, 0, 0, 1, 1]
+    assert [turn.tokens for turn in talk.turns] == [4, 2, 3, 3, 0]
+
+
+def test_conversations_of_older_rows_are_one() -> None:
+    row = programmed()
+    unmarked = [{**message, "new_context": False} for message in json.loads(row["messages"])]
+    talk = conversation(row | {"messages": json.dumps(unmarked)})
+    assert [turn.sequence for turn in talk.turns if turn.answer] == [0, 0, 1]
+    assert not any(turn.opening for turn in talk.turns) and talk.turns[-2].messages[0]["content"] == "40"
 
 
 def test_an_answer_that_was_masked_does_not_train() -> None:

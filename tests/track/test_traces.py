@@ -14,7 +14,7 @@ from pipeline.track.loggers import TrackedRun
 from pipeline.track.mlflow_logger import MlflowLogger
 from pipeline.track.traces import TEXT_LENGTH, chat_messages, clean
 from pipeline.track.trajectories import discard_trajectories
-from tests.track.conversations import CALL, NUMBERS, OPENED, PLAYED, PROMPT, SPANS, episode, single, write
+from tests.track.conversations import CALL, NUMBERS, OPENED, PLAYED, PROMPT, SPANS, episode, programmed, single, write
 
 NOW = 1_700_000_000.0
 
@@ -99,6 +99,19 @@ def test_an_episode_as_a_trace(store: Store) -> None:
     times = [time for span in below for time in (span.start_time_ns, span.end_time_ns)]
     assert times == sorted(times) and root.start_time_ns == times[0]
     assert times[1] - times[0] == 1.4e9 * 4 // 7 and times[-1] == pytest.approx(root.end_time_ns, abs=100)
+
+
+def test_conversations_of_a_program_are_told_apart(store: Store) -> None:
+    write(store.folder, programmed(iteration=9))
+    store.logger.traces("train", 9, NOW, 4)
+    (trace,) = store.found("tags.iteration = '9'")
+    root, *below = trace.data.spans
+    opening = [OPENED[0], PLAYED[4], *PROMPT[1:]]
+    assert [span.name for span in below] == ["answer 1", "calc", "answer 2", "answer 3, sequence 2", "environment"]
+    assert root.inputs == below[0].inputs == {"messages": OPENED} and below[3].inputs == {"messages": opening}
+    said = root.outputs["messages"]
+    assert said[3:] == [opening[0] | {"new_context": True}, *opening[1:], *PLAYED[4:]]
+    assert [message["content"] for message in said[:3]] == [message["content"] for message in PLAYED[:3]]
 
 
 def test_single_responses_and_a_failed_one(store: Store) -> None:

@@ -9,18 +9,27 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch import Tensor
 
 from pipeline.advantage.stage import Advantage
 from pipeline.config.algorithm import AlgorithmConfig
+from pipeline.losses import AGG_MODES
 from pipeline.models import packing
 from pipeline.rows import ADVANTAGE, SCHEMA, SPANS, flat
+from pipeline.stats import reduce
+from pipeline.train.learner import Learner
 from pipeline.train.setup import build_actor, build_critic
+from tests.train import test_actor_losses
+from tests.train.test_actor_losses import LOSSES
+from tests.train.test_contexts import watch
 from tests.train.updates import (
+    CPU,
     assert_same,
     assert_same_metrics,
     make_config,
     table,
     trained,
+    update,
     with_column,
     with_reference,
 )
@@ -172,6 +181,34 @@ def with_other_scores(rows: pa.Table) -> pa.Table:
     column = rows.column_names.index("score")
     scores = np.random.default_rng(5).normal(size=len(rows))
     return rows.set_column(column, SCHEMA.field("score"), pa.array(scores, pa.float32()))
+
+
+def loss_and_gradient(learner: Learner, rows: pa.Table, loss: str) -> tuple[float, dict[str, Tensor]]:
+    gradient = watch(learner)
+    return reduce([update(learner, rows)])[loss], gradient
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "critic"])
+def test_noise_reaches_no_loss_and_no_gradient_in_any_aggregation(tiny_model: Path, made: pa.Table, loss: str) -> None:
+    def computed(rows: pa.Table, mode: str) -> tuple[float, dict[str, Tensor]]:
+        if loss == "critic":
+            config = make_config(tiny_model)
+            config.critic.enable, config.critic.loss_agg_mode = True, mode
+            return loss_and_gradient(build_critic(config, CPU, 100), rows, "critic/vf_loss")
+        options = {"loss_agg_mode": mode, "use_kl_loss": True, "entropy_coeff": 0.05}
+        config = test_actor_losses.make_config(tiny_model, loss, **options)
+        return loss_and_gradient(build_actor(config, CPU, 100), rows, "actor/pg_loss")
+
+    clean = finished(made, adv_estimator="gae")
+    spoilt = noisy(clean, (*READ, "advantages", "returns"))
+    for mode in AGG_MODES:
+        (number, gradient), (same, equal) = computed(clean, mode), computed(spoilt, mode)
+        assert np.isfinite(number) and number == same, mode
+        assert all(torch.equal(grad, equal[name]) for name, grad in gradient.items()), mode
+    # Numbers of answers do reach them.
+    read = "returns" if loss == "critic" else "advantages"
+    _, other = computed(with_column(clean, read, 2 * flat(clean, read)[0]), mode)
+    assert not all(torch.equal(grad, other[name]) for name, grad in gradient.items())
 
 
 def test_noise_does_not_reach_the_critic(tiny_model: Path, made: pa.Table) -> None:

@@ -1,0 +1,84 @@
+"""Messages in OpenAI's form, which clients and chat templates read, and in that of the column `messages`.
+
+Needs Python 3.9 and nothing but the standard library; processes of episodes load it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.agent import Message
+
+NEW_CONTEXT = "new_context"
+"""Key of the first message of each conversation in the column `messages` but the first one; its value is true."""
+
+
+def call_id(number: int) -> str:
+    """Id of a call within its answer: nine letters and digits, which Mistral's template demands."""
+    return f"call{number:05}"
+
+
+def tool_call(number: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call in OpenAI's form.
+
+    Args:
+        number: its id.
+        name: of the tool.
+        arguments: an object for most chat templates; its JSON for clients and for some templates.
+    """
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def as_recorded(message: Message) -> dict[str, Any]:
+    """An answer as it stands in the column `messages`."""
+    recorded: dict[str, Any] = {"role": "assistant", "content": message.text}
+    if message.reasoning:
+        recorded["reasoning"] = message.reasoning
+    if message.calls:
+        recorded["calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.calls]
+    return recorded
+
+
+def recorded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's form as they stand in the column `messages`."""
+    return [_recorded(message) for message in messages]
+
+
+def _recorded(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return rest | {"calls": [call["function"] for call in message["tool_calls"]]}
+
+
+def joined(conversations: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The conversations of an episode one behind the other, each with at least one message, as a row has them."""
+    first, *others = conversations
+    return first + [message for one in others for message in [{**one[0], NEW_CONTEXT: True}, *one[1:]]]
+
+
+def split(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The conversations in the column `messages` of a row, without the marks of `joined`; at least one."""
+    conversations: list[list[dict[str, Any]]] = [[]]
+    for message in messages:
+        if message.get(NEW_CONTEXT):
+            message = {key: value for key, value in message.items() if key != NEW_CONTEXT}
+            conversations.append([])
+        conversations[-1].append(message)
+    return conversations
+
+
+def prompt_length(conversation: Sequence[dict[str, Any]], prompt: Sequence[dict[str, Any]]) -> int:
+    """How many of a conversation's messages are those of the row's prompt; a program may begin without them."""
+    return len(prompt) if list(conversation[: len(prompt)]) == recorded(prompt) else 0
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the column `messages` as chat templates read it."""
+    shown = {name: value for name, value in message.items() if name not in ("calls", "reasoning")}
+    if "reasoning" in message:
+        shown["reasoning_content"] = message["reasoning"]
+    if "calls" in message:
+        shown["tool_calls"] = [tool_call(call_id(number), **call) for number, call in enumerate(message["calls"])]
+    return shown

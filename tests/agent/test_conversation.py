@@ -1,0 +1,90 @@
+"""Conversations in a template family's own tokens, with a scripted policy: what was sampled is never encoded again."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.agent import Observation, episode
+from pipeline.agent.bridge import Bridge
+from pipeline.agent.calls import Reader
+from pipeline.agent.context import joined
+from pipeline.agent.conversation import Conversation
+from pipeline.agent.language import Language
+from pipeline.agent.world import World
+from pipeline.config.agent import AgentConfig
+from pipeline.generation import Generation
+from tests.agent.families import FAMILIES, plain, tokenizer
+from tests.agent.test_episode import ROW, ToySession
+
+UP = {"role": "user", "content": "up"}
+
+
+def ambiguous(name: str) -> list[int]:
+    """Two tokens whose text is encoded as two others."""
+    backend = plain(name)
+    for pair in itertools.product(range(backend.get_vocab_size()), repeat=2):
+        text = backend.decode(list(pair))
+        if text.isalpha() and len(again := backend.encode(text).ids) == 2 and again != list(pair):
+            return list(pair)
+    raise AssertionError(f"every pair of tokens of {name} is the encoding of its text")
+
+
+class Sampler:
+    """A policy that answers with the same tokens each time; `asked` has what it was asked."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self._answer, self.asked = answer, list[list[int]]()
+
+    async def __call__(self, ids: list[int], most: int, turn: int) -> Generation:
+        self.asked.append(list(ids))
+        count = len(self._answer)
+        ids32 = np.array(self._answer, np.int32)
+        return Generation(ids32, np.full(count, -1.0, np.float32), "stop", ((0, count),))
+
+
+def language(name: str, **config: Any) -> Language:
+    section = AgentConfig(environment="toy:Toy", **config)
+    bridge = Bridge.prove(tokenizer(name), {}, {"user"}, [])
+    return Language(section, bridge, Reader(tokenizer(name), [], bridge), [], 1000, 1000)
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "cut"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_second_prompt_holds_the_tokens_that_were_sampled(name: str, closed: bool) -> None:
+    """Their text has another encoding of the same length, which nothing but the tokens themselves tells apart."""
+    made = language(name)
+    closing = made.bridge.tokens.ids[made.bridge.proofs["user"].closing]
+    sampled = ambiguous(name) + [closing] * closed
+    policy, session = Sampler(sampled), ToySession([Observation("up"), Observation(done=True)])
+
+    async def opened() -> Any:
+        return session, World(made.config, session, {}, True)  # type: ignore[arg-type]
+
+    played = asyncio.run(episode.run(ROW, opened(), made, policy, 1000))
+    first = made.bridge.prompt(ROW["prompt"])
+    between = made.bridge.after(sampled, [UP])
+    assert played.error is None and policy.asked == [first, first + sampled + between]
+    (context,) = played.contexts
+    assert context.ids == joined(played.contexts, "stop", 0)[0].token_ids.tolist() == sampled + between + sampled
+    assert tokenizer(name).encode(made.bridge.text(sampled), add_special_tokens=False) != sampled
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_a_chat_that_goes_on_has_the_tokens_that_were_sampled(history: str) -> None:
+    made = language("chatml", history=history, max_contexts=2)
+    sampled = [*ambiguous("chatml"), made.bridge.tokens.ids["<|im_end|>"]]
+
+    async def chat() -> Conversation:
+        conversation = Conversation(made, policy, 1000)
+        answer = await conversation.chat(ROW["prompt"])
+        await conversation.chat([*ROW["prompt"], {"role": "assistant", "content": answer.message.text}, UP])
+        return conversation
+
+    policy = Sampler(sampled)
+    (context,) = asyncio.run(chat()).contexts
+    between = made.bridge.after(sampled, [UP])
+    assert context.ids == sampled + between + sampled
+    assert policy.asked[1] == context.prompt_ids + sampled + between
