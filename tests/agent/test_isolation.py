@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message, Observation, isolation
-from pipeline.agent.processes import EpisodeFailed, Processes
+from pipeline.agent.processes import EpisodeFailed, EpisodeLost, Processes
 from pipeline.config.agent import AgentConfig
-from tests.agent.test_hostile import GOOD, PARENT, SECRET, config, marked, outcome, wait_until_gone
+from tests.agent.test_hostile import GOOD, PARENT, SECRET, config, depth, marked, outcome, wait_until_gone
 from tests.agent.test_processes import ROW, WORLDS, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +191,12 @@ def test_nothing_is_left_of_episodes_that_fail(tmp_path: Path, code: Path, pytho
         assert outcomes[5] == await outcome(processes, "good") == GOOD
         # The keeper, the process that waits for process 1, and that one.
         await asyncio.to_thread(wait_until_gone, mark, 3)
+        session = await processes.open(ROW, 1, 30)
+        [zygote] = [process for process in marked(mark) if depth(process) == 3]
+        os.kill(zygote, signal.SIGKILL)
+        with pytest.raises(EpisodeLost, match="the process that starts those of episodes ended with signal SIGKILL"):
+            await session.step(Message("sleep"), 30)
+        assert await outcome(processes, "good") == GOOD
 
     async def grow(processes: Processes) -> None:
         session = await processes.open(ROW, 1, 30)

@@ -65,7 +65,10 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
         (f"agent.program=a:run {SCORE}", "custom_reward_function.path=score.py does nothing: the environment or the"),
         (f"{GAME} agent.isolation=bubblewrap", "agent.isolation=bubblewrap must be one of none, auto, namespaces"),
         ("agent.isolation=auto agent.command=[a]", "agent.isolation=auto leaves environment processes without a netw"),
-        ("agent.isolation=auto agent.environment=openenv:ws://a:1/x", "isolation=auto leaves environment processes wit"),
+        (
+            "agent.isolation=auto agent.environment=openenv:ws://a:1/x",
+            "isolation=auto leaves environment processes wi",
+        ),
         (f"{TOOLS} agent.isolation=namespaces agent.named.a.tools=['mcp:server']", "agent.isolation=namespaces leaves"),
         (f"{TOOLS} agent.named.a.isolation=auto agent.named.a.tools=['mcp:a']", "agent.named.a.isolation=auto leaves"),
         (
