@@ -92,7 +92,7 @@ def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int
         Zygote(settings, given, socket.socket(fileno=control)).serve()
     for descriptor in (given, control):
         os.close(descriptor)
-    _silence()
+    silence(1, 2)
     poll = select.poll()
     poll.register(life, select.POLLIN)
     poll.register(wake[0], select.POLLIN)
@@ -152,7 +152,7 @@ class Zygote:
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
         self._wake, self._woken = _wake_on_child()
-        _silence()
+        silence(1, 2)
         if "numpy" in sys.modules:
             # It is imported when it is first used, which each episode would do (`replies.py`).
             importlib.import_module("numpy.random")
@@ -358,9 +358,9 @@ def _kill_group(process: int) -> None:
         return
 
 
-def _silence() -> None:
-    """What is printed from here on goes nowhere."""
+def silence(*descriptors: int) -> None:
+    """What is written to these descriptors from here on goes nowhere, and nothing is read from them."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (1, 2):
+    for descriptor in descriptors:
         os.dup2(nothing, descriptor)
     os.close(nothing)

@@ -23,7 +23,7 @@ from pipeline.reward.sandbox.inside import limits, namespaces
 TEMP = 1 << 30
 """Bytes of `/tmp`, which the episodes of one zygote share."""
 PROCESSES = 8192
-"""Processes and threads of one zygote, all episodes together. The kernel does not hold user 0 to it."""
+"""Processes and threads of one zygote, its episodes included. The kernel does not hold user 0 to it."""
 ALLOWED = ("setsid", "setpgid")
 """System calls that the sandbox refuses. The zygote needs the first, and finds what an episode starts without it."""
 
@@ -43,6 +43,8 @@ def enter(settings: dict[str, Any]) -> None:
         host.first_to_go()
         os.umask(0o022)
         uid = namespaces.enter([(folder, folder) for folder in folders], TEMP, os.getcwd())
+        # The owner of a file that was opened outside can change its mode.
+        host.silence(0, 1)
         if uid is not None:
             limits.change_user(uid)
         most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
