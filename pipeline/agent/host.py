@@ -51,22 +51,26 @@ if settings["path"]:
 else:
     sys.modules["pipeline"] = package = types.ModuleType("pipeline")
     package.__path__ = []
-    spec = importlib.util.spec_from_file_location(
-        "pipeline.agent", settings["package"] + "/__init__.py", submodule_search_locations=[settings["package"]])
-    sys.modules["pipeline.agent"] = package.agent = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(package.agent)
+    for name in ("pipeline.agent", "pipeline.reward.sandbox.inside"):
+        folder = settings["package"] + name[len("pipeline"):].replace(".", "/")
+        spec = importlib.util.spec_from_file_location(
+            name, folder + "/__init__.py", submodule_search_locations=[folder])
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    package.agent = sys.modules["pipeline.agent"]
 from pipeline.agent import host
 getattr(host, sys.argv[1])(settings, *map(int, sys.argv[2:]))
 """
 """What an interpreter is started with, old ones included: `python -c START FUNCTION SETTINGS DESCRIPTOR...`. Without
-`path`, the interpreter is not the run's own, and only `pipeline.agent` can be imported there."""
+`path`, the interpreter is not the run's own, and of `pipeline` only what it needs can be imported there."""
 
 
 def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int) -> NoReturn:
     """Be the keeper and start the zygote.
 
     Args:
-        settings: `path`, `package`, and `code`, the arguments of `load.load`.
+        settings: `path`; `package`, the folder of `pipeline`; `isolation` and `home`; and `code`, the arguments of
+            `load.load`.
         given: descriptor of the file that holds the settings.
         control: connection of the zygote.
         life: connection that ends with the run.
@@ -88,7 +92,7 @@ def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int
         Zygote(settings, given, socket.socket(fileno=control)).serve()
     for descriptor in (given, control):
         os.close(descriptor)
-    _silence()
+    silence(1, 2)
     poll = select.poll()
     poll.register(life, select.POLLIN)
     poll.register(wake[0], select.POLLIN)
@@ -135,6 +139,10 @@ class Zygote:
         self._episodes: dict[int, int] = {}  # process id: number of the episode
         self._numbers: dict[int, int] = {}  # the other way round
         try:
+            if settings["isolation"] != "none":
+                from pipeline.agent import isolation
+
+                isolation.enter(settings)
             self._code = load.load(**settings["code"])
         except ValueError as error:
             self._send({"refused": str(error)})
@@ -144,7 +152,7 @@ class Zygote:
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
         self._wake, self._woken = _wake_on_child()
-        _silence()
+        silence(1, 2)
         if "numpy" in sys.modules:
             # It is imported when it is first used, which each episode would do (`replies.py`).
             importlib.import_module("numpy.random")
@@ -291,11 +299,20 @@ def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
     if hard != resource.RLIM_INFINITY:
         memory = min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    # When the machine has no memory left, the kernel ends an episode first, and not the engine.
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    first_to_go()
     Replies(connection, code).serve()
     os._exit(0)
+
+
+def first_to_go() -> None:
+    """Have the kernel end this process first, and not the engine, when the machine has no memory left."""
+    place = "/proc/self/oom_score_adj"
+    with open(place) as file:
+        done = file.read() == "1000\n"
+    # In isolation it is done by now, and the file cannot be written any more.
+    if not done:
+        with open(place, "w") as file:
+            file.write("1000")
 
 
 def _memory_limit() -> int:
@@ -341,9 +358,9 @@ def _kill_group(process: int) -> None:
         return
 
 
-def _silence() -> None:
-    """What is printed from here on goes nowhere."""
+def silence(*descriptors: int) -> None:
+    """What is written to these descriptors from here on goes nowhere, and nothing is read from them."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (1, 2):
+    for descriptor in descriptors:
         os.dup2(nothing, descriptor)
     os.close(nothing)

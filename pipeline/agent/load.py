@@ -5,6 +5,7 @@ Needs Python 3.9 and nothing but the standard library; it runs in environment pr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -295,6 +296,34 @@ def _named(code: Code, key: str, spec: str) -> Any:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise ValueError(f"{key} is {spec}, but {path} has no {name} (it has: {', '.join(sorted(own)) or 'nothing'})")
     return getattr(module, name)
+
+
+def folders(environment: str | None, tools: list[str], program: str | None = None, **_: Any) -> list[str]:
+    """Folders of the files that the settings of these names stand for, found without importing them."""
+    specs = [_split(spec)[0] for spec in (environment, program) if spec is not None]
+    for spec in tools:
+        if spec.endswith((".yaml", ".yml")):
+            specs.append(spec)
+            # What is wrong with the file is told when it is loaded.
+            with contextlib.suppress(ValueError):
+                specs += [entry["class_name"] for entry in verl.entries(spec)]
+        else:
+            specs.append(_split(spec)[0])
+    return [folder for path in specs for folder in _folders(path)]
+
+
+def _folders(path: str) -> Sequence[str]:
+    if path.endswith((".py", ".yaml", ".yml")):
+        return [os.path.dirname(os.path.abspath(os.path.expanduser(path)))]
+    try:
+        spec = importlib.util.find_spec(path.split(".")[0])
+    except (ImportError, ValueError):
+        return []
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return list(spec.submodule_search_locations)
+    return [os.path.dirname(str(spec.origin))] if spec.has_location else []
 
 
 def _split(spec: str) -> tuple[str, str, str]:

@@ -23,7 +23,7 @@ from pipeline.config.agent import AgentConfig
 START_S = 120.0  # seconds in which the user's files must be imported
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV")
 """Environment variables that environment processes get from the run."""
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 _MAX_LINE = 1000  # bytes of the last line on standard error
 _READ = 1 << 16
 
@@ -268,6 +268,8 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
     return {
         "path": [os.path.abspath(entry) for entry in sys.path] if config.python is None else None,
         "package": str(_PACKAGE),
+        "isolation": config.isolation,
+        "home": os.path.expanduser("~"),
         "code": {
             "environment": config.environment,
             "kwargs": config.kwargs,

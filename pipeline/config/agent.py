@@ -53,6 +53,11 @@ class AgentConfig:
     python: str | None = None
     """Interpreter of environment processes; null takes the run's own."""
 
+    isolation: str = setting("none", choices=("none", "auto", "namespaces"))
+    """`namespaces` (of Linux) or `auto` (the same): environment processes have no network, and see no process and no
+    file of the run but their own code, the interpreter and the system's programs. A run whose isolation does not work
+    here is refused. `none`: they can do what the run can."""
+
     env_vars: dict[str, str] = field(default_factory=dict)
     """Environment variables of environment processes, beside `PATH`, `HOME`, `LANG` and `TMPDIR`."""
 
@@ -176,6 +181,14 @@ class AgentConfig:
         """What scores this agent: `environment`, `function` or `sum`."""
         return self.reward or ("environment" if self.environment is not None or self.driven else "function")
 
+    @property
+    def _isolated(self) -> bool:
+        return self.isolation != "none"
+
+    @property
+    def _specs(self) -> list[object]:
+        return [self.environment, *self.tools]
+
     def problems(self) -> dict[str, object]:
         """Sentences on settings of episodes that exclude each other, and whether each applies (see `sentences`)."""
         alone = self.environment is None
@@ -188,6 +201,12 @@ class AgentConfig:
             ),
             "{agent.command} drives the episodes itself, without agent.environment, agent.tools and agent.program; "
             "leave these out": self.command and (not alone or self.tools or self.program is not None),
+            "{agent.isolation} leaves environment processes without a network, which MCP servers, OpenEnv servers and "
+            "agent.command need; set it to none": self._isolated
+            and (self.command or any(str(spec).startswith(("mcp:", "openenv:")) for spec in self._specs)),
+            "{agent.isolation}, and the tool pipeline.agent.python_tool isolates each call itself, which it cannot do "
+            "from inside; set it to none": self._isolated
+            and any(str(spec).startswith("pipeline.agent.python_tool") for spec in self._specs),
             "{agent.reward} needs the rewards of agent.environment, which is not set; leave it out": (
                 alone and not self.driven and self.reward in ("environment", "sum")
             ),

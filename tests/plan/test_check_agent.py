@@ -31,6 +31,8 @@ SCORE = "reward.custom_reward_function.path=score.py"
         f"{GAME} agent.named.plain.environment=null {SCORE}",
         f"agent.tools=[mcp:server,'mcp:/a/b','mcp:https://a.b/mcp'] {SCORE}",
         "agent.environment=openenv:wss://a.b:8000/x",
+        f"{GAME} {TOOLS} agent.isolation=auto agent.named.a.program=a:run agent.named.b.command=[a] "
+        "agent.named.b.isolation=none",
         "data.recorded_run=runs/recorded data.train_files=null data.val_files=null rollout.ignore_eos=true " + GAME,
     ],
 )
@@ -61,6 +63,18 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
         (f"{TOOLS} agent.command=[python]", "agent.command=['python'] drives the episodes itself"),
         ("agent.program=a:run agent.command=[python]", "agent.command=['python'] drives the episodes itself"),
         (f"agent.program=a:run {SCORE}", "custom_reward_function.path=score.py does nothing: the environment or the"),
+        (f"{GAME} agent.isolation=bubblewrap", "agent.isolation=bubblewrap must be one of none, auto, namespaces"),
+        ("agent.isolation=auto agent.command=[a]", "agent.isolation=auto leaves environment processes without a netw"),
+        (
+            "agent.isolation=auto agent.environment=openenv:ws://a:1/x",
+            "isolation=auto leaves environment processes wi",
+        ),
+        (f"{TOOLS} agent.isolation=namespaces agent.named.a.tools=['mcp:server']", "agent.isolation=namespaces leaves"),
+        (f"{TOOLS} agent.named.a.isolation=auto agent.named.a.tools=['mcp:a']", "agent.named.a.isolation=auto leaves"),
+        (
+            "agent.isolation=auto agent.tools=[pipeline.agent.python_tool:python]",
+            "agent.isolation=auto, and the tool pipeline.agent.python_tool isolates each call itself",
+        ),
         (f"{GAME} agent.env_vars.a-b=1", "'a-b' is not the name of an environment variable"),
         ("agent.kwargs.highest=31", "agent.environment is not set; leave them out"),
         (f"{TOOLS} agent.reward=environment", "agent.reward=environment needs the rewards of agent.environment"),

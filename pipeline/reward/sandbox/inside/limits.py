@@ -13,10 +13,12 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 import struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes as long to import as a small program to run
+    from collections.abc import Container
     from typing import Any
 
 # Numbers on x86_64 and on aarch64, from the kernel's unistd headers.
@@ -119,6 +121,14 @@ def prctl(option: int, value: int, pointer: Any = None) -> None:
     checked(libc.prctl(option, ctypes.c_ulong(value), pointer, 0, 0), f"prctl({option}, {value})")
 
 
+def change_user(uid: int) -> None:
+    """Take on a user id and a group id that own nothing."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+
+
 def drop_privileges() -> None:
     """Give up all capabilities for good; a program that is started later, even by root, gets none back."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -143,10 +153,11 @@ def write_only_below(folder: str) -> None:
     os.close(rules)
 
 
-def program(machine: str, only_self: int | None) -> bytes:
+def program(machine: str, only_self: int | None, allowed: Container[str] = ()) -> bytes:
     """The filter for `machine` (of `os.uname()`) as instructions of classic BPF, 8 bytes each.
 
     `only_self`: the process that is filtered, where namespaces do not hide others from it: it may signal itself alone.
+    `allowed`: names of `REFUSED` that it may call all the same.
     """
     column, arch = MACHINES[machine]
     refuse = (_RETURN, 0, 0, _ERRNO | EPERM)
@@ -159,8 +170,9 @@ def program(machine: str, only_self: int | None) -> bytes:
     if machine == "x86_64":  # the x32 numbers name the same calls again
         code += [(_AT_LEAST, 0, 1, 0x40000000), refuse]
     refused = REFUSED if only_self is None else REFUSED | REFUSED_IN_THE_OPEN
-    for numbers in refused.values():
-        code += [(_EQUAL, 0, 1, numbers[column]), refuse]
+    for name, numbers in refused.items():
+        if name not in allowed:
+            code += [(_EQUAL, 0, 1, numbers[column]), refuse]
     # The flags of clone3 lie in memory that a filter cannot read; libc falls back to clone.
     code += [(_EQUAL, 0, 1, CLONE3[column]), (_RETURN, 0, 0, _ERRNO | ENOSYS)]
     arguments = list(REFUSED_ARGUMENTS)
@@ -178,9 +190,9 @@ def program(machine: str, only_self: int | None) -> bytes:
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
-def filter_calls(only_self: int | None) -> None:
-    """Put the filter on this process and all that come from it, for good; `drop_privileges` comes first."""
-    code = ctypes.create_string_buffer(program(os.uname().machine, only_self))
+def filter_calls(only_self: int | None, allowed: Container[str] = ()) -> None:
+    """Put the filter of `program` on this process and all that come from it, for good; `drop_privileges` first."""
+    code = ctypes.create_string_buffer(program(os.uname().machine, only_self, allowed))
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]

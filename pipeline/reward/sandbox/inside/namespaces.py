@@ -3,18 +3,26 @@
 1. New mount, process, network, IPC, UTS and cgroup namespaces; with a new user namespace unless the process may make
    them without (root with CAP_SYS_ADMIN, who instead gives the code a user id of its own).
 2. The root is a small tmpfs. Into it go, read-only and without set-user-id bits, the system's libraries and programs,
-   the Python installation, and four harmless devices. Neither /proc nor /sys, no home, no run folder.
+   the Python installation, and four harmless devices. No /sys, no home, no run folder; a /proc only if asked.
 3. The process forks; the child is process 1, so that everything inside ends when it ends.
+
+Needs Python 3.9 and nothing but the standard library: environment processes use it as well (`pipeline/agent/`).
 """
+
+from __future__ import annotations
 
 import ctypes
 import os
 import signal
 import struct
-from collections.abc import Iterable
 
 from . import limits
 from .limits import checked, libc
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes as long to import as a small program to run
+    from collections.abc import Iterable
+    from typing import NoReturn
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -40,36 +48,42 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
     checked(result, f"mounting {source} at {target}")
 
 
-def enter(mounts: Iterable[tuple[str, str]], size: int) -> int | None:
+def enter(mounts: Iterable[tuple[str, str]], size: int, current: str | None = None) -> int | None:
     """Put this process, which must have one thread, into its namespaces and fork process 1 of them.
 
     Args:
         mounts: (folder outside, folder inside) to show read-only beside `SYSTEM`.
         size: bytes of the work folder.
+        current: a folder to begin in, made where `mounts` do not show it; with it there is a /proc, read-only.
 
     Returns:
-        In process 1: the user id for the code, None where it keeps the process's. The process outside waits in here.
+        In process 1: the user id for the code, None where it keeps the process's. The process outside waits in here,
+        and ends as process 1 does.
 
     Raises:
         OSError: the kernel or its settings refuse a step; the message names it.
     """
     uid = _unshare()
-    machine = os.uname().machine
-    _root(mounts, machine)
     child = os.fork()
     if child:
         os.closerange(0, 1024)
-        _, status = os.waitpid(child, 0)
-        os._exit(0 if status == 0 else 1)
+        _end_like(os.waitpid(child, 0)[1])
     limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
-    fresh_work(size)
+    _root(mounts, size, current)
     return uid
+
+
+def _end_like(status: int) -> NoReturn:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
 
 
 def fresh_work(size: int) -> None:
     """An empty work folder, in the place of the one before."""
     libc.umount2(WORK.encode(), _DETACH)  # fails the first time, when there is none
-    mount("tmpfs", WORK, "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes=4096,mode=777")
+    mount("tmpfs", WORK, "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes={max(4096, size >> 14)},mode=777")
 
 
 def _unshare() -> int | None:
@@ -83,7 +97,7 @@ def _unshare() -> int | None:
     return None
 
 
-def _root(mounts: Iterable[tuple[str, str]], machine: str) -> None:
+def _root(mounts: Iterable[tuple[str, str]], size: int, current: str | None) -> None:
     # Resolved now: an absolute link would be followed inside the new root.
     wanted = [(os.path.realpath(source), target) for source, target in mounts]
     links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path) and os.path.isdir(path)}
@@ -92,15 +106,23 @@ def _root(mounts: Iterable[tuple[str, str]], machine: str) -> None:
     mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=4m,nr_inodes=4096,mode=755")
     os.mkdir("/tmp/.old", 0o700)
     os.chdir("/tmp")
-    checked(libc.syscall(_PIVOT_ROOT[machine], b".", b".old"), "changing the root (pivot_root)")
+    checked(libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b".old"), "changing the root (pivot_root)")
     os.chdir("/")
     os.mkdir(WORK)
+    # Before the others, some of which may lie below it.
+    fresh_work(size)
     for source, target in sorted(wanted, key=lambda pair: pair[1]):
         _show("/.old" + source, target, _RDONLY | _NOSUID | _NODEV)
     for device in DEVICES:
         _show("/.old" + device, device, _RDONLY | _NOSUID | _NOEXEC)
     for path, target in links.items():
         os.symlink(target, path)
+    if current is not None:
+        os.mkdir("/proc")
+        # While the old one is there: a user namespace may only see what it could see before.
+        mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC)
+        os.makedirs(current, exist_ok=True)
+        os.chdir(current)
     checked(libc.umount2(b"/.old", _DETACH), "leaving the old root (umount2)")
     os.rmdir("/.old")
     mount("none", "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)

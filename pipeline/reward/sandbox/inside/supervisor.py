@@ -146,10 +146,7 @@ class Supervisor:
         """What a child does to itself before it runs anything foreign."""
         limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.uid is not None:
-            os.setgroups([])
-            os.setresgid(self.uid, self.uid, self.uid)
-            os.setresuid(self.uid, self.uid, self.uid)
-            limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+            limits.change_user(self.uid)
         if not self.alone:
             os.setpgid(0, self.group)
         limits.resources(self.job["limits"], self.job["processes"])
