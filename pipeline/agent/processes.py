@@ -110,7 +110,7 @@ class Processes:
                 raise EpisodeFailed(f"ProcessError: no process could be started: {error}") from None
             self._sessions.add(session)
             try:
-                await session.open(row, seed, deadline - clock())
+                await session.open(row, seed, max(0.0, deadline - clock()))
                 session.when_ended(self._sessions.discard)
                 return session
             except EpisodeFailed:
