@@ -21,6 +21,7 @@ import ray
 from ray.data import Dataset
 
 from pipeline import rows, stream
+from pipeline.agent.hosts import Hosts
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
@@ -66,6 +67,7 @@ class InstantRollout(Rollout):
         trainer: TrainerConfig,
         greedy: bool,
         policy: PolicySource,
+        hosts: Hosts,
     ):
         self._rollout, self._policy, self._greedy = rollout, policy, greedy
         self._tokenizer = load_tokenizer(model)

@@ -29,6 +29,7 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 
 from pipeline.advantage.baseline import Baseline
 from pipeline.advantage.stage import Advantage
+from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.config.scoring import ScorerConfig
 from pipeline.derived import (
@@ -71,7 +72,12 @@ WHOLE: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_co
 
 
 def build(
-    config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: type[Rollout] = Rollout
+    config: Config,
+    schedule: Schedule,
+    store: Any,
+    run_dir: str,
+    rollout_stage: type[Rollout] = Rollout,
+    hosts: Hosts = BESIDE_ENGINES,
 ) -> Dataset:
     """Build the stream of one attempt. Ray Train calls this again whenever its workers restart.
 
@@ -81,6 +87,7 @@ def build(
         store: handle of the policy store.
         run_dir: where trajectories are recorded.
         rollout_stage: class of the rollout stage; benchmarks pass a substitute.
+        hosts: hold the processes of episodes, and outlive the attempt.
     """
     # Ray Train calls this in its controller's process, which does not have the driver's `DataContext`.
     set_context()
@@ -102,7 +109,7 @@ def build(
             stream = stream.map_batches(Gate, fn_constructor_args=(policy,), **gate, **WHOLE)
         in_flight = rollout.in_flight(schedule.chunks_per_iteration)
         resources = engines(config, rollout.num_engines, in_flight, (rollout.fewest, rollout.most))
-        args = (*sections(config), policy)
+        args = (*sections(config), policy, hosts)
         stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **resources, **WHOLE)
     else:
         args = (config.data, uses_baselines(config), uses_agent(config), schedule, client, deadlines)

@@ -18,6 +18,7 @@ import pyarrow as pa
 import ray
 
 from pipeline import stream
+from pipeline.agent.hosts import Hosts
 from pipeline.config import Config
 from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_filter
@@ -94,7 +95,15 @@ class StandIn(Rollout):
     answers: type[Answers] = Answers
 
     def __init__(
-        self, data: Any, model: Any, rollout: Any, agent: Any, trainer: TrainerConfig, greedy: bool, policy: Any
+        self,
+        data: Any,
+        model: Any,
+        rollout: Any,
+        agent: Any,
+        trainer: TrainerConfig,
+        greedy: bool,
+        policy: Any,
+        hosts: Hosts,
     ) -> None:
         # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
         kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
@@ -102,7 +111,7 @@ class StandIn(Rollout):
         sys.modules.update(modules)
         self._log = Path(trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
         with patch.object(vllm, "build", lambda *args: self.answers()):
-            super().__init__(data, model, rollout, agent, trainer, greedy, Logged(policy, self._write))
+            super().__init__(data, model, rollout, agent, trainer, greedy, Logged(policy, self._write), hosts)
         self._write(event="start")
 
     def _write(self, **event: Any) -> None:

@@ -1,7 +1,9 @@
 """A whole run whose rows are episodes: environments in processes, real engine, real trainer, a tiny policy."""
 
 import json
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,10 @@ class Count(Environment):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_files: Any, ray_session: None) -> Run:
+def start(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_files: Any, ray_session: None
+) -> Callable[..., Run]:
+    """Starts a run of two iterations, by its name and further settings."""
     folder = tmp_path_factory.mktemp("episodes")
     (folder / "count.py").write_text(ENVIRONMENT)
     settings = tiny_settings(folder, tiny_model, prompt_files)
@@ -45,7 +50,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prompt_files
     agent = (*agent, f"agent.env_vars.MARK={MARK}")
     more = ("data.max_response_length=60", "reward.max_error_rate=0.5", "trainer.max_log_prob_gap=1e-4")
     turns = ("algorithm.adv_estimator=turn_grpo", "algorithm.turn_gamma=0.5")
-    return starter(settings)("episodes", *TWO, *agent, *more, *turns, "trainer.total_training_steps=2")
+    begin = starter(settings)
+    return lambda name, *own: begin(name, *TWO, *agent, *more, *turns, "trainer.total_training_steps=2", *own)
+
+
+@pytest.fixture(scope="module")
+def run(start: Callable[..., Run]) -> Run:
+    return start("episodes")
 
 
 def rows_of(run: Run, iteration: int) -> pa.Table:
@@ -99,6 +110,18 @@ def test_metrics_and_validation(run: Run) -> None:
 
 
 @pytest.mark.long
+def test_rows_are_the_same_where_hosts_hold_the_processes(run: Run, start: Callable[..., Run]) -> None:
+    hosted = start("hosted", "agent.hosts=2", "agent.host_cpus=0.5")
+    columns = ["response_ids", "prompt_ids", "score", "reward_error", "turns", "ended", "env_parts", "advantages"]
+    for iteration in (1, 2):
+        there, here = (
+            rows_of(each, iteration).sort_by([("uid", "ascending"), ("sample", "ascending")]) for each in (hosted, run)
+        )
+        assert there.select(columns).to_pylist() == here.select(columns).to_pylist()
+        assert there.num_rows
+
+
+@pytest.mark.long
 def test_it_replays_without_environments_and_engines(run: Run) -> None:
     again = replayed(run.folder, "again", "trainer.max_log_prob_gap=1e-4")
     for iteration in (1, 2):
@@ -115,5 +138,11 @@ def test_it_replays_with_a_critic(run: Run) -> None:
 
 
 def test_no_process_of_an_environment_is_left(run: Run) -> None:
-    # Engines end with the run, and with them what they have started.
-    assert not [each for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get("MARK") == MARK]
+    def left() -> list[psutil.Process]:
+        return [each for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get("MARK") == MARK]
+
+    # Engines and hosts end with the run, and with them what they have started.
+    deadline = time.monotonic() + 20
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left()

@@ -12,11 +12,11 @@ from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.driven import Program, drive
 from pipeline.agent.forms import joined
 from pipeline.agent.language import Language
-from pipeline.agent.processes import EpisodeFailed, EpisodeLost, Session
-from pipeline.agent.world import World
+from pipeline.agent.processes import EpisodeFailed, EpisodeLost
+from pipeline.agent.world import Played, World
 from pipeline.config.agent import AgentConfig
 
-Opened = tuple[Session | None, World] | tuple[Program, None]
+Opened = tuple[Played | None, World] | tuple[Program, None]
 """The process of an episode, None for a single answer; and its world, None where a program drives it."""
 
 
@@ -85,7 +85,7 @@ async def run(
     began = time.monotonic() - spent_s
     conversation = Conversation(language, ask, min(longest, language.max_response_length), stop)
     episode = Episode(conversation.contexts, list(row["prompt"]))
-    session: Session | Program | None = None
+    session: Played | Program | None = None
     world: World | None = None
     try:
         async with asyncio.timeout(config.episode_timeout_s - spent_s):
@@ -133,7 +133,7 @@ async def run(
 
 
 async def _turns(
-    episode: Episode, conversation: Conversation, row: dict[str, Any], session: Session | None, world: World
+    episode: Episode, conversation: Conversation, row: dict[str, Any], session: Played | None, world: World
 ) -> str:
     """Take turns until the episode ends; why it did."""
     first = (session.opened if session is not None else None) or []

@@ -19,11 +19,11 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 from pipeline.agent import Content, EpisodeOver, Message, Observation, frames
-from pipeline.agent.questions import Chat, ChatFailed, Questions, as_fields
+from pipeline.agent.questions import Asked, Chat, ChatFailed, Questions, Send, as_fields
 from pipeline.agent.replies import checked, checked_content
 from pipeline.agent.schema import mistake
 from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
@@ -36,6 +36,7 @@ EXIT_S = 3.0  # seconds until the zygote reports a process whose connection has 
 PLACE_S = 2.0  # seconds in which a process that is late must tell where it is
 RETRY_S = 0.2  # seconds until a process that the machine had no room for is started again
 _READ = 1 << 16
+Asking = Callable[[Send], AbstractAsyncContextManager[Asked]]
 
 
 class EpisodeFailed(Exception):
@@ -210,9 +211,13 @@ class Session:
             EpisodeFailed: it raised anything else, ended, or returned what is no reward.
         """
         try:
-            reply = await self._ask("run", "the program", None, chat, row=row)
+            return await self.drive(row, lambda send: Questions(chat, send))
         except ChatFailed as failed:
             raise failed.error from None
+
+    async def drive(self, row: dict[str, Any], asked: Asking) -> Observation:
+        """The same, where `asked` makes what takes the program's questions."""
+        reply = await self._ask("run", "the program", None, asked, row=row)
         if "over" in reply:
             raise EpisodeOver(str(reply["over"]))
         return self._returned(reply)
@@ -275,14 +280,14 @@ class Session:
             log.warning("the close of an environment failed, and what it holds may be left: %s", problem)
 
     async def _ask(
-        self, do: str, what: str, timeout_s: float | None, chat: Chat | None = None, **fields: Any
+        self, do: str, what: str, timeout_s: float | None, asked: Asking | None = None, **fields: Any
     ) -> dict[str, Any]:
         """The answer to a request.
 
         Args:
             what: names the request in errors.
             timeout_s: seconds until it must be there; None leaves that to the caller.
-            chat: gives the answers that the process asks for meanwhile.
+            asked: makes what takes the questions that the process asks meanwhile.
         """
         async with self._asking:
             if self._failed is not None:
@@ -290,7 +295,7 @@ class Session:
             number = next(self._ids)
             try:
                 async with asyncio.timeout(timeout_s):
-                    reply = await self._exchange(number, {"do": do, **fields}, chat)
+                    reply = await self._exchange(number, {"do": do, **fields}, asked)
             except TimeoutError:
                 place = await self._place()
                 seconds = f"{round(timeout_s or 0, 2):g} s"
@@ -319,7 +324,7 @@ class Session:
         except (ValueError, TypeError) as error:
             raise self._fail(f"ValueError: {error}") from None
 
-    async def _exchange(self, number: int, request: dict[str, Any], chat: Chat | None = None) -> dict[str, Any]:
+    async def _exchange(self, number: int, request: dict[str, Any], asked: Asking | None = None) -> dict[str, Any]:
         """Send a request and read its answer; an answer to a request that was cancelled is passed over.
 
         Raises:
@@ -330,7 +335,7 @@ class Session:
         self._torn = True
         await self._loop.sock_sendall(self._socket, frame)
         self._torn = False
-        if chat is None:
+        if asked is None:
             while True:
                 reply = await self._receive()
                 if reply.get("id") == number:
@@ -339,8 +344,10 @@ class Session:
         async def answer(fields: dict[str, Any]) -> None:
             await self._loop.sock_sendall(self._socket, frames.encode({"id": number, **fields}))
 
-        async with Questions(chat, answer) as questions:
+        async with asked(answer) as questions:
             while "chat" in (reply := await self._receive()):
+                if not isinstance(reply["chat"], int):
+                    raise ValueError("a chat without a number")
                 await questions.take(reply)
         return reply
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.chats import MAX_CHATS
@@ -13,6 +13,15 @@ if TYPE_CHECKING:
 
 Chat = Callable[..., Awaitable["Answer"]]
 """`Conversation.chat`."""
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+"""Sends a reply to the program, as one frame."""
+
+
+class Asked(Protocol):
+    """What takes the frames that a program asks by: `Questions`, or what hands them on."""
+
+    async def take(self, frame: dict[str, Any]) -> None:
+        """See `Questions.take`."""
 
 
 class ChatFailed(Exception):
@@ -36,7 +45,7 @@ class Questions:
         send: sends a reply as one frame.
     """
 
-    def __init__(self, chat: Chat, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    def __init__(self, chat: Chat, send: Send) -> None:
         self._chat, self._send = chat, send
         self._sending = asyncio.Lock()
         self._group = asyncio.TaskGroup()
@@ -57,14 +66,8 @@ class Questions:
             raise next(chats, group.exceptions[0]) from None
 
     async def take(self, frame: dict[str, Any]) -> None:
-        """Ask or cancel what a frame says.
-
-        Raises:
-            ValueError: it is no chat.
-        """
+        """Ask or cancel what a frame says."""
         number = frame["chat"]
-        if not isinstance(number, int):
-            raise ValueError("a chat without a number")
         if "cancel" in frame:
             if number in self._asking:
                 self._asking[number].cancel()

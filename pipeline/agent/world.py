@@ -7,11 +7,30 @@ none. A mistake of the model is something that it reads (`Reply.messages`); a fa
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from pipeline.agent import Call, Message
-from pipeline.agent.processes import EpisodeFailed, PolicyMistake, Session
+from pipeline.agent import Call, Content, Message, Observation
+from pipeline.agent.processes import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
+
+
+class Played(Protocol):
+    """The process of an episode, here (`processes.Session`) or on a host (`hosted.HostedSession`)."""
+
+    opened: Content
+    """What the environment's `open` returned."""
+
+    async def step(self, message: Message, timeout_s: float) -> Observation:
+        """See `processes.Session.step`."""
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
+        """See `processes.Session.call`."""
+
+    async def place(self) -> str:
+        """See `processes.Session.place`."""
+
+    async def close(self) -> None:
+        """See `processes.Session.close`."""
 
 
 @dataclass
@@ -39,7 +58,7 @@ class World:
     """
 
     def __init__(
-        self, config: AgentConfig, session: Session | None, tools: dict[str, float | None], environment: bool
+        self, config: AgentConfig, session: Played | None, tools: dict[str, float | None], environment: bool
     ) -> None:
         self.config, self._session, self._tools, self._environment = config, session, tools, environment
         self.calls: Counter[str] = Counter(dict.fromkeys(tools, 0))

@@ -104,6 +104,16 @@ class AgentConfig:
     """Score of a row: the rewards of the `environment` or the program, the reward `function`'s, or the `sum`; null
     takes the environment's where there is one."""
 
+    hosts: int = setting(0, at_least=0)
+    """Ray actors that hold the processes of episodes, on any node ([agents.md](agents.md#on-other-nodes)); 0 has each
+    engine hold its own."""
+
+    min_hosts: int | None = setting(None, at_least=1)
+    """Hosts without which the run does not begin; the others join when there is room for them. Null takes `hosts`."""
+
+    host_cpus: float = setting(1.0, at_least=0)
+    """Ray CPUs of a host, for all episodes that it holds."""
+
     named: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Agents that rows choose by the column `agent_name`: `agent.named.NAME.KEY=value`, with the keys of this section.
     Those that are left out are this section's, but `environment`, `kwargs`, `tools`, `program` and `command` belong
@@ -172,6 +182,11 @@ class AgentConfig:
         return self.program is not None or bool(self.command)
 
     @property
+    def fewest_hosts(self) -> int:
+        """Hosts without which the run does not begin."""
+        return self.hosts if self.min_hosts is None else self.min_hosts
+
+    @property
     def most_contexts(self) -> int:
         """Sequences that one episode of this agent may have."""
         return self.max_turns if self.history == "template" else self.max_contexts
@@ -207,6 +222,9 @@ class AgentConfig:
             "{agent.isolation}, and the tool pipeline.agent.python_tool isolates each call itself, which it cannot do "
             "from inside; set it to none": self._isolated
             and any(str(spec).startswith("pipeline.agent.python_tool") for spec in self._specs),
+            "{agent.command} with {agent.hosts}: it asks the policy at an address of the engine's own node; leave "
+            "agent.hosts out, or write a program (agent.program)": self.command and self.hosts,
+            "{agent.min_hosts} is above {agent.hosts}; lower it": (self.min_hosts or 0) > self.hosts,
             "{agent.reward} needs the rewards of agent.environment, which is not set; leave it out": (
                 alone and not self.driven and self.reward in ("environment", "sum")
             ),

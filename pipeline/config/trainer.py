@@ -12,7 +12,7 @@ class DeadlineConfig:
     """Longest waits in seconds; a wait beyond them ends the run with a sentence."""
 
     engine_start: float = setting(900.0, above=0)
-    """Until an engine has loaded its model."""
+    """Until an engine has loaded its model, and until `agent.min_hosts` hosts have loaded your files."""
 
     admission: float = setting(1800.0, above=0)
     """A chunk's wait for the policy version that may generate it."""
@@ -39,7 +39,7 @@ class DeadlineConfig:
     """Until a policy store that died has started again."""
 
 
-PLACED = ("prompts", "rollout", "reward", "train", "reward_model", "reference", "value", "policy")
+PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "reference", "value", "policy")
 """Stages that `trainer.placement` may name; `reward` means all tasks without an actor of their own."""
 
 LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}

@@ -6,6 +6,7 @@ parts that are there ─► summary        stream ─► chunk ─► part ─�
 import time
 from typing import TYPE_CHECKING, Any
 
+from pipeline.agent.hosts import Hosts
 from pipeline.evaluate.stream import build
 from pipeline.rollout.stage import Rollout
 from pipeline.track.console import THROUGHPUT, RunConsole
@@ -25,8 +26,16 @@ def generate(evaluation: "Evaluation", console: RunConsole, rollout_stage: type[
         TimeoutError: no chunk came within `trainer.deadlines.rows`.
         Exception: whatever a stage raised.
     """
+    hosts = Hosts.start(evaluation.config.agent, evaluation.config.trainer)
+    try:
+        _generate(evaluation, console, rollout_stage, hosts)
+    finally:
+        hosts.end()
+
+
+def _generate(evaluation: "Evaluation", console: RunConsole, rollout_stage: type[Rollout], hosts: Hosts) -> None:
     config, pages, summary = evaluation.config, evaluation.pages, evaluation.summary
-    stream = build(config, pages, evaluation.iteration, str(evaluation.folder.path), rollout_stage)
+    stream = build(config, pages, evaluation.iteration, str(evaluation.folder.path), rollout_stage, hosts)
     missing = pages.chunks - len(pages.done)
     tokens_before = summary.tokens
     arrived, began, shown = 0, None, 0.0

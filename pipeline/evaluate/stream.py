@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from ray.data import Dataset
 
+from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.evaluate.settings import in_flight
 from pipeline.prompts.encode import stamp
@@ -95,7 +96,14 @@ class FixedPolicy:
         """Never called: no weights are loaded."""
 
 
-def build(config: Config, pages: Pages, iteration: int, out: str, rollout_stage: type[Rollout] = Rollout) -> Dataset:
+def build(
+    config: Config,
+    pages: Pages,
+    iteration: int,
+    out: str,
+    rollout_stage: type[Rollout] = Rollout,
+    hosts: Hosts = BESIDE_ENGINES,
+) -> Dataset:
     """The stream of one evaluation.
 
     Args:
@@ -104,11 +112,12 @@ def build(config: Config, pages: Pages, iteration: int, out: str, rollout_stage:
         iteration: the policy version that is evaluated.
         out: folder in which unusable prompts are set aside.
         rollout_stage: class of the rollout stage; tests put a stand-in here.
+        hosts: hold the processes of episodes.
     """
     set_context()
     rollout, chunks = config.rollout, in_flight(config)
     num_engines = min(rollout.num_engines, max(1, pages.chunks - len(pages.done)))
     stream = source(pages.count, rollout.chunk_prompts, EvaluationPrompts, (config, pages, iteration, out), config)
-    args, resources = (*sections(config), FixedPolicy()), engines(config, num_engines, chunks)
+    args, resources = (*sections(config), FixedPolicy(), hosts), engines(config, num_engines, chunks)
     stream = stream.map_batches(rollout_stage, fn_constructor_args=args, **resources, **WHOLE)
     return rewarded(stream, config, chunks * num_engines)

@@ -15,6 +15,8 @@ _FILE = re.compile(r".*\.(?:py|ya?ml)", re.ASCII)
 _MCP = re.compile(r"mcp:\s*\S.*")
 _OPENENV = re.compile(r"openenv:(?:ws|http)s?://\S+")
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
+OF_THE_RUN = {"hosts", "min_hosts", "host_cpus"}
+"""Keys that an agent of its own does not have."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -23,6 +25,8 @@ def problems(config: Config) -> Iterator[str]:
     for named in config.agent.named:
         if not _NAME.fullmatch(named):
             yield f"agent.named: {named!r} is not the name of an agent; write letters, digits, _ and -"
+        for key in OF_THE_RUN & set(config.agent.named[named]):
+            yield f"agent.named.{named}.{key}: all agents share the hosts; set agent.{key}"
     found: dict[str, None] = {}
     for name, agent in config.agent.declared().items():
         own = [] if name is None else list(violations(agent, "agent."))
@@ -30,6 +34,9 @@ def problems(config: Config) -> Iterator[str]:
             found[config.agent.spelled(text, name)] = None
     # What is wrong with the section is found in each agent that takes it from there.
     yield from (text for text in found if text not in set(violations(config.agent, "agent.")))
+    idle = config.agent.hosts and not any(agent.plays for agent in config.agent.declared().values())
+    what = "agent.environment, agent.tools and agent.program"
+    yield from sentences(config, {f"{{agent.hosts}} would hold nothing without {what}; leave it out": idle})
     if uses_agent(config):
         yield from sentences(config, _rewards(config))
 

@@ -165,6 +165,7 @@ def check_resources(stages: Sequence[Stage], num_cpus: int | None = None, nodes:
 def _check_growth(stages: Sequence[Stage], nodes: Sequence[Node]) -> None:
     """Refuse a pool that would grow at the expense of tasks."""
     actors = [stage for stage in stages if not stage.at_least]
+    words = {"rollout": ("rollout.max_engines", "engines"), "agent": ("agent.hosts", "hosts of environments")}
     for stage in actors:
         for count in range(stage.count + 1, stage.most + 1):
             grown = replace(stage, count=count)
@@ -173,8 +174,9 @@ def _check_growth(stages: Sequence[Stage], nodes: Sequence[Node]) -> None:
                 break
             if not place([grown if other is stage else other for other in stages], nodes):
                 tasks = " and ".join(task.name for task in stages if task.at_least)
+                key, what = words[stage.name]
                 raise ConfigError(
-                    f"rollout.max_engines={stage.most}: {count} engines would take the CPUs of the tasks of {tasks}, "
+                    f"{key}={stage.most}: {count} {what} would take the CPUs of the tasks of {tasks}, "
                     f"which would wait forever; at most {count - 1} fit beside them"
                 )
 

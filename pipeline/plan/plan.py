@@ -119,6 +119,11 @@ def _stages(config: Config) -> Iterator[Stage]:
         keys = (fewest, "rollout.num_cpus", "rollout.tensor_parallel_size" if split else "rollout.num_gpus")
         most = rollout.most if rollout.elastic else 0
         yield Stage("rollout", rollout.fewest, rollout.num_cpus, rollout.gpus, keys, most=most)
+        if config.agent.hosts:
+            agent = config.agent
+            fewest = "agent.hosts" if agent.min_hosts is None else "agent.min_hosts"
+            most = 0 if agent.min_hosts is None else agent.hosts
+            yield Stage("agent", agent.fewest_hosts, agent.host_cpus, keys=(fewest, "agent.host_cpus", ""), most=most)
     else:
         keys = ("", "the replay stage", "")
         yield Stage("replay", 1, SHARED_STAGE_CPUS, keys=keys, labels=with_prompts)

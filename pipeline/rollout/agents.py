@@ -1,20 +1,24 @@
 """An agent of the config as an engine has it: its settings, the processes of its episodes, and its language."""
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.agent.bridge import Bridge
 from pipeline.agent.calls import Reader
 from pipeline.agent.commanded import Command
 from pipeline.agent.endpoint import SAMPLED, Endpoint
 from pipeline.agent.episode import Opened
+from pipeline.agent.hosts import Hosts
 from pipeline.agent.language import Language
-from pipeline.agent.processes import Processes
+from pipeline.agent.processes import Processes, Session
 from pipeline.agent.world import World
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.sampling import Sampling
+
+if TYPE_CHECKING:
+    from pipeline.agent.hosted import Hosted
 
 NOTHING = Loaded([], {}, environment=False, closes=False, forks=False)
 """What an agent has whose episodes are single answers."""
@@ -24,16 +28,26 @@ class Agent:
     """What plays the episodes of the rows that choose it.
 
     Args:
+        name: what it is called on hosts, by all engines.
         config: its settings.
         data: the section `data`.
         tokenizer: of the model.
         endpoint: where the commands of all agents ask.
+        hosts: hold the processes of its episodes; with none of them, these are beside the engine.
     """
 
-    def __init__(self, config: AgentConfig, data: DataConfig, tokenizer: Any, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        config: AgentConfig,
+        data: DataConfig,
+        tokenizer: Any,
+        endpoint: Endpoint,
+        hosts: Hosts,
+    ) -> None:
         self.config, self.loaded = config, NOTHING
         self._data, self._tokenizer, self._endpoint = data, tokenizer, endpoint
-        self._processes = Processes(config)
+        self._processes = processes(name, config, hosts)
         self._starting = asyncio.Lock()
         self._language: Language | None = None
 
@@ -42,6 +56,7 @@ class Agent:
 
         Raises:
             ValueError: they do not load.
+            TimeoutError: too few hosts have started (`Hosted.start`).
         """
         if self.config.plays:
             self.loaded = await self._processes.start()
@@ -64,12 +79,14 @@ class Agent:
             return self._language
 
     async def open(self, row: dict[str, Any], seed: int, sampling: Sampling) -> Opened:
-        """Begin an episode; see `Processes.open`."""
+        """Begin an episode; see `Processes.open` and `Hosted.open`."""
         config = self.config
         if not config.plays:
             return None, World(config, None, {}, environment=False)
         session = await self._processes.open(row, seed, config.open_timeout_s)
         if config.command:
+            # It asks at an address of this node (`AgentConfig.problems`).
+            assert isinstance(session, Session)
             chosen = {name: getattr(sampling, name) for name in SAMPLED}
             longest = min(sampling.max_tokens, config.max_turn_tokens or sampling.max_tokens)
             return Command(session, self._endpoint, chosen, longest), None
@@ -80,6 +97,16 @@ class Agent:
     async def close(self) -> None:
         """End the processes of environment, tools and programs."""
         await self._processes.close()
+
+
+def processes(name: str | None, config: AgentConfig, hosts: Hosts) -> "Processes | Hosted":
+    """What holds the processes of an agent's episodes."""
+    if not hosts.actors:
+        return Processes(config)
+    # Imports Ray, which a dry run does without.
+    from pipeline.agent.hosted import Hosted
+
+    return Hosted(name, config, hosts)
 
 
 def language(config: AgentConfig, data: DataConfig, tokenizer: Any, tools: list[dict[str, Any]]) -> Language:

@@ -16,6 +16,7 @@ from pipeline.agent.context import joined
 from pipeline.agent.conversation import Ask
 from pipeline.agent.endpoint import Endpoint
 from pipeline.agent.episode import Episode
+from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.config.agent import MOST_EPISODES, AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.generation import Generation
@@ -35,6 +36,7 @@ class Episodes:
         engine: generates the answers.
         seed: of the run, from which episodes and answers get theirs.
         seed_requests: whether each answer has a seed of its own (`rollout.seed_per_request`).
+        hosts: hold the processes; with none of them, these are beside the engine.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class Episodes:
         engine: EngineLoop,
         seed: int,
         seed_requests: bool,
+        hosts: Hosts = BESIDE_ENGINES,
     ) -> None:
         self._engine, self._seed, self._seed_requests = engine, seed, seed_requests
         self._endpoint = Endpoint()
-        made = {id(config): Agent(config, data, tokenizer, self._endpoint) for config in agents.values()}
+        shared = data, tokenizer, self._endpoint, hosts
+        made = {id(config): Agent(name, config, *shared) for name, config in agents.items()}
         self._agents = {name: made[id(config)] for name, config in agents.items()}
         # Each has a process and a descriptor, of which a node often allows 1,024.
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -29,6 +29,7 @@ import ray
 
 from pipeline import rows
 from pipeline.agent.episode import Episode
+from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
@@ -69,6 +70,7 @@ class Rollout:
         data, model, rollout, agent, trainer: these sections.
         greedy: whether each training prompt has a greedy response more.
         policy: admits chunks and hands out weights.
+        hosts: hold the processes of episodes; with none of them, these are beside the engine.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Rollout:
         trainer: TrainerConfig,
         greedy: bool,
         policy: PolicySource,
+        hosts: Hosts = BESIDE_ENGINES,
     ):
         from pipeline.models.tokenizer import load_tokenizer
 
@@ -106,7 +109,7 @@ class Rollout:
         self._episodes: Episodes | None = None
         if agent.used:
             run = self.engine, trainer.seed, rollout.seed_per_request
-            self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run)
+            self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts)
         if rollout.sleep:
             # An engine that starts while the trainer computes would otherwise be awake beside it.
             self.engine.call(vllm.sleep, when_idle=True).result(timeout=self._deadlines.publish)

@@ -21,6 +21,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline import stream
+from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config, save_yaml
 from pipeline.derived import uses_engines, uses_filter
 from pipeline.plan.plan import Plan
@@ -85,9 +86,11 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         .remote(admission, milliseconds)
     )
 
+    hosts = Hosts.start(config.agent, trainer) if uses_engines(config) else BESIDE_ENGINES
+
     def rollouts() -> ray.data.Dataset:
         StoreClient(store).wait_until_ready(deadlines.store)
-        return stream.build(config, schedule, store, str(run_dir))
+        return stream.build(config, schedule, store, str(run_dir), hosts=hosts)
 
     with warnings.catch_warnings():
         # Ray's own default sets an option that Ray deprecates.
@@ -166,6 +169,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         interrupted, problem = monitor.watch(store, thread, deadlines)
     finally:
         over.set()
+        hosts.end()
     if problem:
         # What is left of the run ends when it calls the store.
         ray.kill(store)

@@ -34,6 +34,12 @@ async def many(row, chat):
     return 1.0
 
 
+async def hundred(row, chat):
+    answers = await asyncio.gather(*(chat([{"role": "user", "content": str(i)}]) for i in range(100)))
+    assert [answer.text for answer in answers] == [str(i) for i in range(100)]
+    return 1.0
+
+
 async def let_pass(row, chat):
     await chat([{"role": "user", "content": "over"}])
 

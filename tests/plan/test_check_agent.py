@@ -33,6 +33,8 @@ SCORE = "reward.custom_reward_function.path=score.py"
         "agent.environment=openenv:wss://a.b:8000/x",
         f"{GAME} {TOOLS} agent.isolation=auto agent.named.a.program=a:run agent.named.b.command=[a] "
         "agent.named.b.isolation=none",
+        f"{GAME} agent.hosts=4 agent.min_hosts=2 agent.host_cpus=8 trainer.placement.agent.role=cpu",
+        f"agent.hosts=1 agent.named.calc.tools=[my_tools:calc] {SCORE}",
         "data.recorded_run=runs/recorded data.train_files=null data.val_files=null rollout.ignore_eos=true " + GAME,
     ],
 )
@@ -47,6 +49,16 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (
+            "agent.command=[python,a.py] agent.hosts=2",
+            "agent.command=['python', 'a.py'] with agent.hosts=2: it asks the policy at an address of the engine's own",
+        ),
+        (f"{GAME} agent.hosts=2 agent.named.a.command=[b]", "agent.named.a.command=['b'] with agent.hosts=2: it asks"),
+        (f"{GAME} agent.hosts=2 agent.min_hosts=3", "agent.min_hosts=3 is above agent.hosts=2; lower it"),
+        (f"{GAME} agent.min_hosts=1", "agent.min_hosts=1 is above agent.hosts=0; lower it"),
+        (f"{GAME} agent.hosts=-1", "agent.hosts=-1 must be at least 0"),
+        ("agent.hosts=1", "agent.hosts=1 would hold nothing without agent.environment"),
+        (f"{GAME} agent.named.a.hosts=2", "agent.named.a.hosts: all agents share the hosts; set agent.hosts"),
         ("agent.environment=HigherLower", "'HigherLower' is not the name of a class; write module:Class"),
         ("agent.environment=/code/my_game.py", "is not the name of a class"),
         ("agent.environment=my_game:1st", "is not the name of a class"),

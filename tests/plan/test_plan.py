@@ -166,6 +166,7 @@ SCORED = f"algorithm.adv_estimator=gae algorithm.use_kl_in_reward=true {POOLS} s
 GPUS = "rollout.num_gpus=1 trainer.use_gpu=true"
 KINDS = "8@role=cpu 4+4@role=rollout,zone=a 4+2@role=train"
 ENGINES = "trainer.placement.rollout.role=rollout"
+HOSTS = "agent.environment=my_game:Game agent.hosts=3 agent.host_cpus=2"
 ELASTIC = "rollout.min_engines=2 rollout.max_engines=6 rollout.num_gpus=1"
 SPLIT = "rollout.num_gpus=1 rollout.tensor_parallel_size=4 rollout.num_engines=2"
 SHARED = "rollout.num_gpus=0.4 trainer.use_gpu=true trainer.gpus_per_worker=0.6 rollout.num_engines=2"
@@ -225,6 +226,15 @@ def cluster(text: str) -> list[Node]:
         ("rollout.max_engines=6", "8", "5 engines would take the CPUs of the tasks of reward, advantage.* at most 4"),
         ("rollout.max_engines=60 rollout.num_gpus=1", "12+5", ""),
         (f"rollout.max_engines=60 {ENGINES}", "4 8@role=rollout", ""),
+        # Hosts of environments.
+        (HOSTS, "13", ""),
+        (HOSTS, "12", r"agent.hosts x agent.host_cpus .* \+ 3 x 2 \+ .* = 13 CPUs"),
+        (f"{HOSTS} trainer.placement.agent.role=cpu", "7 6@role=cpu", ""),
+        (f"{HOSTS} trainer.placement.agent.role=cpu", "20 4@role=cpu", "not together for .* 3 x agent of 2 CPUs"),
+        (f"{HOSTS} agent.min_hosts=1", "9", ""),
+        (f"{HOSTS} agent.min_hosts=1", "8", r"agent.min_hosts x agent.host_cpus .* = 9 CPUs"),
+        (f"{HOSTS} agent.min_hosts=1", "10", "agent.hosts=3: 2 hosts of environments would take .* at most 1"),
+        (f"data.recorded_run=runs/x data.train_files=null data.val_files=null {HOSTS}", "4", ""),
     ],
 )
 def test_nodes_that_hold_the_run_and_others(overrides, nodes, words):

@@ -1,0 +1,238 @@
+"""Hosts: Ray actors that hold the processes of episodes on other nodes than the engines' (`agent.hosts`).
+
+    engine: Hosted ─── Ray calls ───► Host: Processes ─► keeper ─► zygote ─► episode        (`processes.py`)
+
+All hosts are alike, and each serves all agents of all engines. They live as long as the run: Ray starts one that died
+again, and its episodes begin anew on those that are there (`hosted.py`). What an engine that died has left ends as soon
+as Ray reports its death.
+"""
+
+import asyncio
+import os
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.agent import Content, EpisodeOver
+from pipeline.agent.chats import MAX_CHATS
+from pipeline.agent.processes import EpisodeFailed, EpisodeLost, PolicyMistake, Processes, Session
+from pipeline.agent.questions import Send
+from pipeline.agent.zygote import Loaded
+from pipeline.config.agent import AgentConfig
+from pipeline.config.trainer import TrainerConfig
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+MAX_CALLS = 100_000  # calls that a host works on at once; each open episode has one or two
+Key = tuple[str, int]
+"""An episode: the id that its engine has given itself, and a number."""
+Outcome = tuple[Any, Exception | None]
+"""What a call returned, or the error that it raised. Ray would wrap an error that a call raises in one of its own."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run, for its engines."""
+
+    actors: tuple[Any, ...] = ()
+    fewest: int = 0
+    """Hosts without which no engine begins."""
+    start_s: float = 0.0
+    """Seconds until these must have started."""
+
+    @classmethod
+    def start(cls, agent: AgentConfig, trainer: TrainerConfig) -> "Hosts":
+        """Ask Ray for `agent.hosts` hosts, and wait for none of them; without that key there are none."""
+        import ray
+
+        options: dict[str, Any] = {"num_cpus": agent.host_cpus, "label_selector": trainer.placed("agent")}
+        host = ray.remote(Host).options(
+            # Calls are not repeated: a new host knows nothing of the old one's episodes.
+            **options,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=MAX_CALLS,
+            scheduling_strategy="SPREAD",
+        )
+        actors = tuple(host.remote() for _ in range(agent.hosts))
+        return cls(actors, agent.fewest_hosts, trainer.deadlines.engine_start)
+
+    def end(self) -> None:
+        """Kill the hosts, and with them all processes that they hold."""
+        for actor in self.actors:
+            # A dry run, which has no hosts, is spared the import.
+            import ray
+
+            ray.kill(actor)
+
+
+BESIDE_ENGINES = Hosts()
+"""No hosts: each engine holds the processes of its episodes."""
+
+
+class Held:
+    """An episode on a host."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.send: Send | None = None
+        self._request: asyncio.Task[Any] | None = None
+        self._program: asyncio.Queue[Outcome] = asyncio.Queue()  # its questions, and at last what it returned
+        self._room = asyncio.Semaphore(MAX_CHATS)  # for questions that the engine has not fetched
+
+    def begin(self, request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Work on a request of the engine, which `stop` ends."""
+        self._request = asyncio.create_task(request)
+        return self._request
+
+    async def stop(self) -> None:
+        """End the request that is worked on: the engine waits for it no more."""
+        if self._request is not None:
+            self._request.cancel()
+            await asyncio.wait([self._request])
+
+    def run(self, row: dict[str, Any]) -> None:
+        """Start the program."""
+
+        def asked(send: Send) -> AbstractAsyncContextManager[Held]:
+            self.send = send
+            return nullcontext(self)
+
+        async def run(session: Session) -> None:
+            self._program.put_nowait(await outcome(session.drive(row, asked)))
+
+        assert self.session is not None
+        self.begin(run(self.session))
+
+    async def take(self, frame: dict[str, Any]) -> None:
+        """Keep a question of the program until the engine fetches it; see `Asked`."""
+        await self._room.acquire()
+        self._program.put_nowait((frame, None))
+
+    async def next(self) -> Outcome:
+        """The next question of the program, a frame, or the last observation."""
+        asked = await self._program.get()
+        if isinstance(asked[0], dict):
+            self._room.release()
+        return asked
+
+
+async def outcome(request: Awaitable[Any]) -> Outcome:
+    """What a request returned, or the error of the episode that it raised."""
+    try:
+        return await request, None
+    except (EpisodeFailed, EpisodeOver, PolicyMistake) as error:
+        return None, error
+    except asyncio.CancelledError:
+        return None, EpisodeFailed("the engine gave up a request of the episode")
+
+
+class Host:
+    """The Ray actor. Methods on an episode return an `Outcome`; those of one that it does not know, `EpisodeLost`."""
+
+    def __init__(self) -> None:
+        # An episode has a descriptor, and a host may have those of many engines.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self._processes: dict[str | None, Processes] = {}
+        self._held: dict[Key, Held] = {}
+
+    async def start(self, agent: str | None, config: AgentConfig) -> tuple[str, Loaded | str]:
+        """The host's name, and what the files of an agent hold, or why they do not load."""
+        processes = self._processes.setdefault(agent, Processes(config))
+        try:
+            return self.name, await processes.start()
+        except ValueError as refused:
+            return self.name, str(refused)
+
+    async def hold(self) -> None:
+        """Return never, so that an engine learns of this host's death by this call."""
+        await asyncio.Event().wait()
+
+    async def watch(self, engine: str, life: "list[ObjectRef]") -> None:
+        """End the episodes of an engine when it has died.
+
+        Args:
+            engine: its id.
+            life: what its call of `hold` returns. It is the engine's, so that Ray raises `OwnerDiedError` here.
+        """
+        from ray.exceptions import RayError
+
+        try:
+            await life[0]
+        except RayError:
+            await asyncio.gather(*(self.close(key) for key in list(self._held) if key[0] == engine))
+
+    async def open(self, key: Key, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float) -> Outcome:
+        """What the environment's `open` returned; see `Processes.open`."""
+        processes = self._processes.get(agent)
+        if processes is None:
+            return None, self._unknown()
+        held = self._held[key] = Held()
+
+        async def opened() -> Content:
+            held.session = await processes.open(row, seed, timeout_s)
+            return held.session.opened
+
+        return await outcome(held.begin(opened()))
+
+    async def step(self, key: Key, *arguments: Any) -> Outcome:
+        """See `Session.step`."""
+        return await self._ask(key, lambda session: session.step(*arguments))
+
+    async def call(self, key: Key, *arguments: Any) -> Outcome:
+        """See `Session.call`."""
+        return await self._ask(key, lambda session: session.call(*arguments))
+
+    async def _ask(self, key: Key, do: Callable[[Session], Coroutine[Any, Any, Any]]) -> Outcome:
+        held = self._held.get(key)
+        if held is None or held.session is None:
+            return None, self._unknown()
+        return await outcome(held.begin(do(held.session)))
+
+    def _unknown(self) -> EpisodeLost:
+        return EpisodeLost(f"ProcessError: the environment host {self.name} was started again")
+
+    async def run(self, key: Key, row: dict[str, Any]) -> Outcome:
+        """Start the program of the episode; the first of what `next` returns."""
+        if key in self._held:
+            self._held[key].run(row)
+        return await self.next(key)
+
+    async def next(self, key: Key) -> Outcome:
+        """See `Held.next`."""
+        held = self._held.get(key)
+        return (None, self._unknown()) if held is None else await held.next()
+
+    async def answer(self, key: Key, frame: dict[str, Any]) -> Outcome:
+        """Hand the answer to a question to the program."""
+        held = self._held.get(key)
+        if held is not None and held.send is not None:
+            # How a process ended that takes it no more, its request tells.
+            with suppress(OSError):
+                await held.send(frame)
+        return None, None
+
+    async def place(self, key: Key) -> Outcome:
+        """Where the process is; see `Session.place`."""
+        held = self._held.get(key)
+        if held is None or held.session is None:
+            return "", None
+        await held.stop()
+        return await held.session.place(), None
+
+    async def close(self, key: Key) -> Outcome:
+        """End the episode; it has ended when this returns."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            await held.stop()
+            if held.session is not None:
+                await held.session.close()
+                assert held.session.closing is not None
+                await held.session.closing
+        return None, None
