@@ -84,6 +84,8 @@ class Measured(NamedTuple):
 
     rate: float
     """Sampled tokens per second."""
+    cpu_rate: float
+    """Sampled tokens per CPU second of this process."""
     cpu_ms: Clocks
     """Milliseconds of a turn."""
     idle: float
@@ -174,10 +176,18 @@ async def measure(config: Config, args: argparse.Namespace) -> dict[str, list[Me
             )
             tokens = await play()
             seconds = time.perf_counter() - begun
-            cpu = np.subtract(Clocks.read(episodes), clocks) / (config.data.train_batch_size * config.rollout.n * turns)
+            spent = Clocks(*np.subtract(Clocks.read(episodes), clocks))
             if repeat:  # everything starts in the first one
-                idle = 1 - (episodes.engine.busy_s - busy) / seconds
-                found[name].append(Measured(tokens / seconds, Clocks(*cpu * 1e3), idle, episodes.engine.steps - steps))
+                each = 1e3 / (config.data.train_batch_size * config.rollout.n * turns)
+                found[name].append(
+                    Measured(
+                        tokens / seconds,
+                        tokens / (spent.engine + spent.outside),
+                        Clocks(*np.multiply(spent, each)),
+                        1 - (episodes.engine.busy_s - busy) / seconds,
+                        episodes.engine.steps - steps,
+                    )
+                )
     episodes.engine.close()
     return found
 
@@ -200,18 +210,21 @@ def settings(model: str, data: str, folder: str, args: argparse.Namespace) -> Co
 def report(found: dict[str, list[Measured]]) -> None:
     """Print medians, and ratios to the other modes of the same repeat."""
     for name, repeats in found.items():
-        rates = [measured.rate for measured in repeats]
-        engine, outside, environments = np.median([measured.cpu_ms for measured in repeats], axis=0)
-        line = f"{name:9}{statistics.median(rates):7.0f} tokens per second"
+        rate, cpu_rate = ([each[number] for each in repeats] for number in range(2))
+        engine, outside, environments = np.median([each.cpu_ms for each in repeats], axis=0)
+        print(f"{name:9}{statistics.median(rate):7.0f} tokens per second, CPU ms per turn: ", end="")
+        print(f"engine {engine:.2f}, outside {outside:.2f}, environments {environments:.2f}", end="")
         if name != "turns":
-            line += f"; engine idle {statistics.median(one.idle for one in repeats):.0%}"
-            line += f", {statistics.median(one.steps for one in repeats):.0f} steps"
-        line += f"; CPU ms per turn: engine {engine:.2f}, outside {outside:.2f}, environments {environments:.2f}"
+            idle, steps = (statistics.median(each[number] for each in repeats) for number in (-2, -1))
+            print(f"; {steps:.0f} steps, engine idle {idle:.0%}", end="")
+        print()
         for other in AGAINST[name]:
             if other in found:
-                ratios = np.divide(rates, [measured.rate for measured in found[other]])
-                line += f"; {statistics.median(ratios):.2f} of {other} ({', '.join(f'{r:.2f}' for r in ratios)})"
-        print(line, flush=True)
+                ratios = np.divide(rate, [each.rate for each in found[other]])
+                by_cpu = np.divide(cpu_rate, [each.cpu_rate for each in found[other]])
+                listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                print(f"{'':9}{statistics.median(ratios):7.2f} of {other} ({listed})", end="")
+                print(f", {statistics.median(by_cpu):.2f} by CPU of the process", flush=True)
 
 
 def main() -> None:
