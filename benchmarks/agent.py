@@ -4,28 +4,40 @@
     python -m benchmarks.agent --turns 4 --turn-tokens 16 --pause 0.1 --repeats 4
 
 The modes take turns with one engine: `single` samples all tokens of a row in one request, `episodes` in several turns
-with an environment that replies at once, `slow` with one that sleeps `--pause` seconds before each reply. Every answer
-has the same length. Only ratios within one run are to be trusted.
+with an environment that replies at once, `slow` with one that sleeps `--pause` seconds before each reply. `turns` is
+the bound of `episodes`: bare vLLM is asked the same prompts, with no environment, and each next one at once. Every
+answer has the same length. Only ratios within one run are to be trusted.
+
+CPU time of a turn is that of the engine's thread, of all others of the run's process (`outside`), and of the processes
+of the environments, those that start and end them included.
 """
 
 import argparse
 import asyncio
+import contextlib
 import copy
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pyarrow as pa
 
 from benchmarks import rollout
 from pipeline import rows
 from pipeline.config import Config
-from pipeline.rollout.stage import Rollout, sections
+from pipeline.rollout import vllm
+from pipeline.rollout.stage import Rollout, sections, token_lists
+from pipeline.sampling import Sampling
+from pipeline.store.versions import Ticket
 
 ENVIRONMENT = '''
 import time
@@ -41,6 +53,30 @@ class Ready(Environment):
         time.sleep(self.pause_s)
         return Observation("go on", reward=0.0)
 '''
+REPLY = "go on"
+AGAINST = {"single": (), "turns": ("single",), "episodes": ("single", "turns"), "slow": ("episodes",)}
+"""Modes, and those that each is compared with."""
+
+
+class Clocks(NamedTuple):
+    """CPU seconds so far."""
+
+    engine: float
+    """Of the engine's thread."""
+    outside: float
+    """Of all other threads of this process."""
+    environments: float
+    """Of the processes below this one, those that have ended included."""
+
+    @classmethod
+    def read(cls, stage: Rollout) -> "Clocks":
+        thread = stage.engine._thread.ident
+        assert thread is not None
+        engine, below = time.clock_gettime(time.pthread_getcpuclockid(thread)), 0.0
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                below += sum(process.cpu_times()[:4])
+        return cls(engine, time.process_time() - engine, below)
 
 
 class Measured(NamedTuple):
@@ -48,10 +84,14 @@ class Measured(NamedTuple):
 
     rate: float
     """Sampled tokens per second."""
-    outside_ms: float
-    """CPU milliseconds of a turn that are not the engine's steps."""
+    cpu_rate: float
+    """Sampled tokens per CPU second of this process."""
+    cpu_ms: Clocks
+    """Milliseconds of a turn."""
     idle: float
     """Share of the time in which the engine took no step."""
+    steps: int
+    """Of the engine."""
 
 
 def sampled(table: pa.Table) -> int:
@@ -59,19 +99,45 @@ def sampled(table: pa.Table) -> int:
     return int(rows.flat(table, "response_mask")[0].sum())
 
 
-async def generate(stage: Rollout, policy: rollout.OneVersion, chunks: Sequence[pa.Table], turns: int) -> Measured:
-    policy.version += 1
-    begun, busy = rollout.clocks(), stage.engine.busy_s
+async def generate(stage: Rollout, chunks: Sequence[pa.Table]) -> int:
+    """Tokens that the stage samples."""
     tables = await asyncio.gather(*(stage(chunk) for chunk in chunks))
-    busy = stage.engine.busy_s - busy
-    found = rollout.Generated.since(begun, sum(map(sampled, tables)))
-    errors = [
-        error for table in tables if "env_error" in table.column_names for error in table["env_error"].to_pylist()
-    ]
-    if any(errors):
-        raise RuntimeError(f"an environment failed: {next(filter(None, errors))}")
-    count = sum(map(len, tables)) * turns
-    return Measured(found.tokens / found.seconds, (found.cpu_s - busy) / count * 1e3, 1 - busy / found.seconds)
+    for table in tables:
+        for error in filter(None, table["env_error"].to_pylist() if "env_error" in table.column_names else ()):
+            raise RuntimeError(f"an environment failed: {error}")
+    return sum(map(sampled, tables))
+
+
+async def bare(stage: Rollout, policy: rollout.OneVersion, config: Config, chunks: Sequence[pa.Table]) -> int:
+    """Tokens that bare vLLM samples, asked as the episodes ask it."""
+    assert stage._episodes is not None
+    language = await stage._episodes._agents[None].start()
+    observation = language.bridge.after([], [{"role": config.agent.observation_role, "content": REPLY}])
+    sampling = replace(Sampling.of(config.rollout, 1, "train"), max_tokens=config.agent.max_turn_tokens or 1)
+    prompts = [ids for chunk in chunks for ids in token_lists(chunk, "prompt_ids") for _ in range(config.rollout.n)]
+    await stage._bring_to(Ticket(policy.version, policy.shards))
+
+    def play(engine: Any) -> int:
+        tokens, turns = 0, Counter[int]()
+
+        def ask(number: int) -> None:
+            prompt, params = vllm.turn(prompts[number], sampling, vllm.seed_of(f"{number}/{turns[number]}"))
+            vllm.salt(engine, prompt)
+            engine.add_request(str(number), prompt, params)
+            turns[number] += 1
+
+        for number in range(len(prompts)):
+            ask(number)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                number, answer = int(output.request_id), output.outputs[0].token_ids
+                tokens += len(answer)
+                if turns[number] < config.agent.max_turns:
+                    prompts[number] = [*prompts[number], *answer, *observation]
+                    ask(number)
+        return tokens
+
+    return await asyncio.wrap_future(stage.engine.call(play, when_idle=True))
 
 
 def paused(table: pa.Table, seconds: float) -> pa.Table:
@@ -84,21 +150,44 @@ def paused(table: pa.Table, seconds: float) -> pa.Table:
 async def measure(config: Config, args: argparse.Namespace) -> dict[str, list[Measured]]:
     policy = rollout.OneVersion([rollout.weights(config, lambda buffer: buffer)])
     chunks = rollout.prompt_chunks(config)
+    slow = [paused(chunk, args.pause) for chunk in chunks]
     episodes = Rollout(*sections(config), policy)
     single = copy.copy(episodes)
     single._episodes = None
     single._rollout = copy.copy(config.rollout)
     single._max_response_length = single._rollout.min_tokens = args.turns * args.turn_tokens
-    modes = {"single": (single, 0.0), "episodes": (episodes, 0.0), "slow": (episodes, args.pause)}
-    found: dict[str, list[Measured]] = {name: [] for name in modes}
+    modes: dict[str, tuple[int, Callable[[], Awaitable[int]]]] = {
+        "single": (1, lambda: generate(single, chunks)),
+        "turns": (args.turns, lambda: bare(episodes, policy, config, chunks)),
+        "episodes": (args.turns, lambda: generate(episodes, chunks)),
+        "slow": (args.turns, lambda: generate(episodes, slow)),
+    }
+    found: dict[str, list[Measured]] = {name: [] for name in args.modes}
     for repeat in range(args.repeats + 1):
-        for name in list(modes)[:: 1 if repeat % 2 else -1]:
-            stage, pause = modes[name]
-            stage._version = policy.version
-            turns = 1 if name == "single" else args.turns
-            measured = await generate(stage, policy, [paused(chunk, pause) for chunk in chunks], turns)
+        for name in args.modes[:: 1 if repeat % 2 else -1]:
+            turns, play = modes[name]
+            # Each takes the weights again, so that no prefix is cached.
+            single._version, policy.version = episodes._version, policy.version + 1
+            steps, busy, clocks, begun = (
+                episodes.engine.steps,
+                episodes.engine.busy_s,
+                Clocks.read(episodes),
+                time.perf_counter(),
+            )
+            tokens = await play()
+            seconds = time.perf_counter() - begun
+            spent = Clocks(*np.subtract(Clocks.read(episodes), clocks))
             if repeat:  # everything starts in the first one
-                found[name].append(measured)
+                each = 1e3 / (config.data.train_batch_size * config.rollout.n * turns)
+                found[name].append(
+                    Measured(
+                        tokens / seconds,
+                        tokens / (spent.engine + spent.outside),
+                        Clocks(*np.multiply(spent, each)),
+                        1 - (episodes.engine.busy_s - busy) / seconds,
+                        episodes.engine.steps - steps,
+                    )
+                )
     episodes.engine.close()
     return found
 
@@ -120,19 +209,22 @@ def settings(model: str, data: str, folder: str, args: argparse.Namespace) -> Co
 
 def report(found: dict[str, list[Measured]]) -> None:
     """Print medians, and ratios to the other modes of the same repeat."""
-    against = {"episodes": "single", "slow": "episodes"}
-    for name, all_of_them in found.items():
-        rates = [measured.rate for measured in all_of_them]
-        line = f"{name:9} {statistics.median(rates):7.0f} tokens per second"
-        line += (
-            f", {statistics.median(one.outside_ms for one in all_of_them):.2f} ms of CPU per turn outside the engine"
-        )
-        line += f", engine idle {statistics.median(one.idle for one in all_of_them):.0%}"
-        if name in against:
-            ratios = np.divide(rates, [measured.rate for measured in found[against[name]]])
-            line += f", {statistics.median(ratios):.2f} of {against[name]}"
-            line += f" ({', '.join(f'{ratio:.2f}' for ratio in ratios)})"
-        print(line, flush=True)
+    for name, repeats in found.items():
+        rate, cpu_rate = ([each[number] for each in repeats] for number in range(2))
+        engine, outside, environments = np.median([each.cpu_ms for each in repeats], axis=0)
+        print(f"{name:9}{statistics.median(rate):7.0f} tokens per second, CPU ms per turn: ", end="")
+        print(f"engine {engine:.2f}, outside {outside:.2f}, environments {environments:.2f}", end="")
+        if name != "turns":
+            idle, steps = (statistics.median(each[number] for each in repeats) for number in (-2, -1))
+            print(f"; {steps:.0f} steps, engine idle {idle:.0%}", end="")
+        print()
+        for other in AGAINST[name]:
+            if other in found:
+                ratios = np.divide(rate, [each.rate for each in found[other]])
+                by_cpu = np.divide(cpu_rate, [each.cpu_rate for each in found[other]])
+                listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                print(f"{'':9}{statistics.median(ratios):7.2f} of {other} ({listed})", end="")
+                print(f", {statistics.median(by_cpu):.2f} by CPU of the process", flush=True)
 
 
 def main() -> None:
@@ -141,6 +233,7 @@ def main() -> None:
     own.add_argument("--turns", type=int, default=4)
     own.add_argument("--turn-tokens", type=int, default=16)
     own.add_argument("--pause", type=float, default=0.1)
+    own.add_argument("--modes", nargs="+", choices=list(AGAINST), default=list(AGAINST))
     args = own.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != str(args.threads):
         # OpenMP reads it when the process starts; the stream sets it for its engines.

@@ -83,10 +83,10 @@ class OneVersion:
     """A policy whose newest version is whatever `version` says, always with the same weights."""
 
     def __init__(self, shards: list[Shard]) -> None:
-        self.version, self._shards = 0, shards
+        self.version, self.shards = 0, shards
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket:
-        return Ticket(self.version, self._shards)
+        return Ticket(self.version, self.shards)
 
     async def acknowledge(
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float

@@ -50,6 +50,8 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         "enable_chunked_prefill": rollout.num_gpus > 0,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_sleep_mode": rollout.sleep,
+        # On CPUs vLLM's own are of 128 tokens, and a prefix below that is never found again.
+        **({} if rollout.num_gpus else {"block_size": 32}),
         **engine_args(rollout.tensor_parallel_size),
     }
     return LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))
@@ -133,12 +135,10 @@ def requests(
         ignore_eos: go on past the end-of-sequence token.
         greedy: whether each prompt has a greedy request.
     """
-    # Most prompts of a chunk are sampled alike: making and checking parameters costs more than the rest of a request.
-    params = functools.cache(functools.partial(_params, ignore_eos=ignore_eos))
     pairs = []
     for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
         for sample, sampling in enumerate([chosen] * n + [chosen.greedy()] * greedy):
-            own = copy.copy(params(sampling))
+            own = copy.copy(_params(sampling, ignore_eos))
             drawn = seed is not None and sampling.temperature > 0
             own.seed = seed_of(f"{seed}/{uid}/{sample}") if drawn else None
             pairs.append((prompt_of(ids), own))
@@ -163,11 +163,13 @@ def turn(ids: list[int], sampling: Sampling, seed: int | None) -> tuple[Any, Any
         sampling: how the answer is sampled; `max_tokens` is its longest length.
         seed: of the request; None leaves the answer to chance.
     """
-    own = _params(sampling, False)
+    own = copy.copy(_params(sampling, False))
     own.seed = seed if sampling.temperature > 0 else None
     return prompt_of(ids), own
 
 
+# Most answers are sampled alike: making and checking parameters costs more than the rest of a request.
+@functools.lru_cache(maxsize=1024)
 def _params(chosen: Sampling, ignore_eos: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

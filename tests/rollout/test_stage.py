@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from pipeline import rows
 from pipeline.config import Config
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Rollout, decoded, sections
+from pipeline.sampling import Sampling
 from pipeline.store.versions import Ticket
 
 GREEDY_TOKEN = 7
@@ -91,8 +93,10 @@ Make = Callable[..., Rollout]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Make:
     """A stage for an estimator and tickets, without vLLM and without a model; its engine is at `.fake`."""
+    vllm._params.cache_clear()
+    request.addfinalizer(vllm._params.cache_clear)
     kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
@@ -284,6 +288,14 @@ def test_seeds_are_those_of_every_run_before(make: Make) -> None:
     stage._rollout.seed_per_request = False
     generate(stage, chunk())
     assert {own.seed for _, own in stage.fake.asked} == {None}
+
+
+def test_answers_that_are_sampled_alike_have_their_own_seeds(make: Make) -> None:
+    sampling = Sampling(1.0, 1.0, -1, 0, 9, ())
+    pairs = [vllm.turn([1, 2], own, seed) for own in (sampling, sampling.greedy()) for seed in (7, 8)]
+    assert [own.seed for _, own in pairs] == [7, 8, None, None]
+    assert [own.temperature for _, own in pairs] == [1.0, 1.0, 0.0, 0.0]
+    assert vllm.turn([1, 2], replace(sampling, max_tokens=3), 7)[1].max_tokens == 3
 
 
 def test_texts_are_those_of_the_tokenizer() -> None:

@@ -28,7 +28,7 @@ CALL_S = 120.0
 MAX_TOKENS = 48
 PROMPT_TOKENS = 100
 BLOCK = 32
-"""Tokens of a KV block; a prompt holds several whole ones, so there is something to find in the prefix cache."""
+"""Tokens of a KV block on a CPU; a prompt holds several, so there is something to find in the prefix cache."""
 
 
 class Versions:
@@ -78,7 +78,6 @@ class Place:
         config.rollout.enforce_eager = config.rollout.enable_prefix_caching = True
         # Less than a chunk's prompts, so that prompts wait for a later step.
         config.rollout.max_num_batched_tokens = 256
-        config.rollout.engine_kwargs = {"block_size": BLOCK}
         change(config)
         self.config = config
         self.versions = Versions()
