@@ -46,6 +46,12 @@ def test_a_guess_earns_by_what_it_excludes_and_replies_may_be_dots() -> None:
     assert [each.content for each in seen] == ["."] * 5 + [None]
 
 
+def test_a_table_may_be_hidden() -> None:
+    table = runpy.run_path(str(EXAMPLES / "lookup.py"))["Lookup"](blind=True)
+    table.open({"ground_truth": "10 1"}, 1)
+    assert {table.get(key) for key in range(10, 100)} == {"."}
+
+
 def test_higher_and_lower(files: Path) -> None:
     """The first test row hides 1."""
 
