@@ -1,12 +1,16 @@
 """The parts of the weight benchmark that need neither Ray nor vLLM."""
 
+import pytest
+import ray
 import torch
 
 from benchmarks.weights import changes, join, model, report, trainer_side
 from pipeline.weights.load import parameters
 
 
-def test_what_the_trainer_does_is_timed_and_whole() -> None:
+def test_what_the_trainer_does_is_timed_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other tests of the session may have started it.
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     module = model(layers=1, width=64, vocabulary=300)
     times, shard = trainer_side(module, torch.float32, 2**16, repeats=2)
     times["join"] = join(shard, 2)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BATCH, SAMPLES, CHUNKS = 16, 2, 2
+EPISODE_WAITS = {"open": 0.1, "step": 0.05, "episode": 0.14}
+"""Share of the script's patience; an episode may have to wait until its host is there again."""
 NODE_LABEL = "host=second"
 """Of the second node, on which the engine and the reward tasks are then placed."""
 REWARD = '''"""The share of digits. Countdown's rule would give a model with random weights 0 each time."""
@@ -92,7 +94,12 @@ def settings(
     }
     # A model that is warm already would be spoilt by steps as large as one with random weights wants.
     lr = "1e-3" if inputs.reward or inputs.environment else "1e-4"
-    episodes = [f"agent.environment={inputs.environment}:Digits", "agent.max_turn_tokens=8", "agent.hosts=1"]
+    episodes = [
+        f"agent.environment={inputs.environment}:Digits",
+        "agent.max_turn_tokens=8",
+        "agent.hosts=1",
+        *(f"agent.{wait}_timeout_s={share * patience_s:g}" for wait, share in EPISODE_WAITS.items()),
+    ]
     placed = [f"trainer.placement.{stage}.{NODE_LABEL}" for stage in ("rollout", "reward")] if nodes > 1 else []
     return [
         "algorithm=ppo",
