@@ -21,7 +21,7 @@ SFT_DATA ?= --sft 23000 --sft-test 400 --sft-solution answer
 SFT_STEPS_countdown := 400
 SFT_STEPS_higher_lower := 2500
 SFT_STEPS_calculator := 600
-SFT_STEPS_lookup := 600
+SFT_STEPS_lookup := 400
 TINY_higher_lower := --digits 2 --hidden 128 --layers 3
 SFT ?= data.train_batch_size=64 trainer.total_training_steps=$(SFT_STEPS_$(TASK)) trainer.num_workers=2 \
 	optim.lr=2e-3 optim.min_lr_ratio=0 optim.weight_decay=0.1 'optim.betas=[0.9,0.98]'
