@@ -105,5 +105,5 @@ def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def error(refused: Refused) -> web.Response:
     """A refusal as Anthropic's clients read it."""
-    told = {"type": "error", "error": {"type": "invalid_request_error", "message": str(refused)}}
-    return web.json_response(told, status=refused.status, headers={"x-should-retry": "false"})
+    body = {"type": "error", "error": {"type": "invalid_request_error", "message": str(refused)}}
+    return web.json_response(body, status=refused.status, headers={"x-should-retry": "false"})

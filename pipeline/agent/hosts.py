@@ -2,8 +2,8 @@
 
     engine: Hosted ─── Ray calls ───► Host: Processes ─► keeper ─► zygote ─► episode        (`processes.py`)
 
-All hosts are alike, and each serves all agents of all engines. They live as long as the run: Ray starts one that died
-again, and its episodes begin anew on those that are there (`hosted.py`). What an engine that died has left ends as soon
+All hosts are alike, and each serves all agents of all engines. They live as long as the run: Ray restarts one that has
+died, and its episodes begin again on those that are there (`hosted.py`). What an engine that died has left ends as soon
 as Ray reports its death.
 """
 

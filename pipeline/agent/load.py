@@ -304,7 +304,7 @@ def folders(environment: str | None, tools: list[str], program: str | None = Non
     for spec in tools:
         if spec.endswith((".yaml", ".yml")):
             specs.append(spec)
-            # What is wrong with the file is told when it is loaded.
+            # What is wrong with the file is an error when it is loaded.
             with contextlib.suppress(ValueError):
                 specs += [entry["class_name"] for entry in verl.entries(spec)]
         else:
