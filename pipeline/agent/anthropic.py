@@ -32,6 +32,9 @@ def as_completion(body: bytes, longest: int) -> bytes:
     """
     try:
         asked = decode(body)
+    except ValueError as error:
+        raise Refused(f"the body is {error}", "invalid_json") from None
+    try:
         request = AnthropicMessagesRequest.model_validate(asked)
         completion = AnthropicServingMessages.to_chat_completion_request(request)
         plain = completion.model_dump(mode="json", exclude_unset=True, exclude_none=True)
@@ -40,7 +43,7 @@ def as_completion(body: bytes, longest: int) -> bytes:
         place = ".".join(map(str, first["loc"]))
         raise Refused(f"{place}: {first['msg']}", "invalid_value", param=place) from None
     except ValueError as error:
-        raise Refused(f"the body is {error}", "invalid_json") from None
+        raise Refused(f"the request cannot be read as a chat: {error}", "invalid_value") from None
     further = sorted(asked.keys() - AnthropicMessagesRequest.model_fields.keys())
     if further:
         raise Refused(f"{further[0]!r:.40} is not supported; leave it out", "unsupported", param=further[0])

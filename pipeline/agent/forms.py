@@ -54,8 +54,18 @@ def _recorded(message: dict[str, Any]) -> dict[str, Any]:
 
 def joined(conversations: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The conversations of an episode one behind the other, each with at least one message, as a row has them."""
-    first, *others = conversations
-    return first + [message for one in others for message in [{**one[0], NEW_CONTEXT: True}, *one[1:]]]
+    messages: list[dict[str, Any]] = []
+    for number, conversation in enumerate(conversations):
+        start = len(messages)
+        # A message of the user's files that has the key already is no border.
+        messages += [_without_border(message) for message in conversation]
+        if number:
+            messages[start] = {**messages[start], NEW_CONTEXT: True}
+    return messages
+
+
+def _without_border(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != NEW_CONTEXT}
 
 
 def split(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -63,9 +73,8 @@ def split(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     conversations: list[list[dict[str, Any]]] = [[]]
     for message in messages:
         if message.get(NEW_CONTEXT):
-            message = {key: value for key, value in message.items() if key != NEW_CONTEXT}
             conversations.append([])
-        conversations[-1].append(message)
+        conversations[-1].append(_without_border(message))
     return conversations
 
 

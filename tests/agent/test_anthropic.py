@@ -84,6 +84,9 @@ def test_thinking_comes_first_and_may_be_sent_back() -> None:
     assert sent["messages"][1]["tool_calls"] == calls and sent["max_tokens"] == 5
 
 
+REMOVAL = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "absent"}}
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -94,6 +97,10 @@ def test_thinking_comes_first_and_may_be_sent_back() -> None:
         ({"extra_body": {"container": "x"}}, "'container'"),
         ({"extra_body": {"messages": [{"role": "user", "content": 3}]}}, "messages.0.content"),
         ({"max_tokens": 0}, "max_tokens: "),
+        (
+            {"extra_body": {"messages": [user("go"), {"role": "system", "content": [REMOVAL]}]}},
+            "cannot be read as a chat",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(asked: dict[str, Any], words: str) -> None:

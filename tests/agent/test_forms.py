@@ -47,6 +47,8 @@ def test_conversations_of_a_row_can_be_told_apart() -> None:
         assert [message | {NEW_CONTEXT: True} for message in row] != row and split(row) == talks
         assert [{key: message[key] for key in ("role", "content")} for message in row] == sum(talks, [])
     assert NEW_CONTEXT not in ask and split([]) == [[]]
+    marked = ask | {NEW_CONTEXT: True}
+    assert split(joined([[marked, marked, say], [marked, say]])) == [[ask, ask, say], [ask, say]]
 
 
 @pytest.mark.parametrize(("prompt", "length"), [([], 0), (1, 1), (2, 2), ([{"role": "user", "content": "other"}], 0)])
