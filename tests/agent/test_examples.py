@@ -1,6 +1,9 @@
 """The examples of environments and tools, in environment processes, on the rows that are prepared for them."""
 
+import asyncio
+import random
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 from jobs.prepare import calculator, lookup
 from jobs.prepare.__main__ import main
 from jobs.tiny import build_tokenizer, texts
-from pipeline.agent import Message, Observation, ToolError
+from pipeline.agent import Call, Message, Observation, ToolError
 from pipeline.agent.load import load
 from pipeline.agent.processes import PolicyMistake, Processes
 from pipeline.config import load_config
@@ -104,6 +107,45 @@ def test_a_table_that_only_its_tool_can_read(files: Path) -> None:
         assert (await further.step(Message(str(key)), 10)).reward == 1.0
 
     run(AgentConfig(environment=LOOKUP), play)
+
+
+def test_a_table_that_is_read_in_one_conversation_for_each_step() -> None:
+    program = runpy.run_path(str(EXAMPLES / "lookup_program.py"))
+    assert [program["TOOL"]] == lookup.TOOLS
+    random.seed(3)
+    table = {key: random.choice(program["KEYS"]) for key in program["KEYS"]}
+    asked: list[list[Any]] = []
+
+    async def policy(messages: list[Any], tools: list[dict[str, Any]]) -> Message:
+        asked.append(messages)
+        if messages[-1]["role"] == "tool":
+            return Message(f" {messages[-1]['content']}\n")
+        key = int(messages[-1]["content"].split()[1])
+        return Message("", calls=[Call("call00000", "get", {"key": key})])
+
+    def play(answers: Callable[..., Any], steps: int) -> tuple[Any, list[str]]:
+        asked.clear()
+        random.seed(3)
+        row = {"ground_truth": f"10 {steps}", "prompt": [{"role": "user", "content": f"From 10 take {steps}."}]}
+        return asyncio.run(program["run"](row, answers)), [messages[0]["content"] for messages in asked]
+
+    first, second = table[10], table[table[10]]
+    right = {"reward": 1.0, "acc": 1}
+    assert play(policy, 1) == (right, ["From 10 take 1."] * 2)
+    assert play(policy, 3) == (
+        right,
+        ["From 10 take 3.", f"From {first} take 2.", *[f"From {second} take 1."] * 2],
+    )
+    assert [len(messages) for messages in asked] == [1, 1, 1, 3] and asked[-1][2]["content"] == str(table[second])
+
+    async def guess(messages: list[Any], tools: list[dict[str, Any]]) -> Message:
+        return Message(str(table[10]))
+
+    async def stray(messages: list[Any], tools: list[dict[str, Any]]) -> Message:
+        return Message("", calls=[Call("call00000", "get", {"key": 7})])
+
+    wrong = {"reward": 0.0, "acc": 0}
+    assert play(guess, 1)[0] == right and play(guess, 2)[0] == play(stray, 2)[0] == wrong
 
 
 @pytest.mark.parametrize("task", ["higher_lower", "calculator", "lookup"])
