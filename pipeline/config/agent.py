@@ -10,9 +10,6 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.config.bounds import setting
 from pipeline.config.schema import expected
 
-MOST_EPISODES = 4096
-"""Episodes that one engine plays at once, each in a process of its own; further ones wait."""
-
 CODE = ("environment", "kwargs", "tools", "program", "command")
 """Keys of code that replies. An agent that has one of its own takes none of them from the section `agent`."""
 TOOL_AGENT, SINGLE_TURN = "tool_agent", "single_turn_agent"
@@ -93,6 +90,10 @@ class AgentConfig:
 
     episode_timeout_s: float = setting(600.0, above=0)
     """Seconds of one episode; after them `late` applies."""
+
+    max_episodes: int = setting(4096, at_least=1)
+    """Episodes that one engine plays at once, each in a process of its own; further ones wait. Of a `command` that loads
+    large packages, as many as the machine has memory for."""
 
     late: str = setting("error", choices=("error", "score"))
     """An episode that exceeds `episode_timeout_s` is an `error`, or is ended and gets the `score` it has so far."""

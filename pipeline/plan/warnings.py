@@ -6,7 +6,6 @@ from fnmatch import fnmatch
 
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
-from pipeline.config.agent import MOST_EPISODES
 from pipeline.config.bounds import as_argument, sentences
 from pipeline.config.schema import keys, value_of
 from pipeline.derived import (
@@ -67,10 +66,11 @@ def notes(config: Config, chunks: int, memory: Memory | None, episodes: int = 0)
     yield from replay.notes(config)
     if uses_engines(config):
         yield from sentences(config, _pools(config, chunks, memory))
-    if episodes > MOST_EPISODES:
+    most = max(agent.max_episodes for agent in config.agent.declared().values())
+    if episodes > most:
         yield (
-            f"one engine has up to {episodes:,} episodes at once and plays {MOST_EPISODES:,} of them, each in a "
-            "process; the others wait, and a lower rollout.chunks_in_flight would let other engines have them"
+            f"one engine has up to {episodes:,} episodes at once and plays {most:,} of them (agent.max_episodes), each "
+            "in a process; the others wait, and a lower rollout.chunks_in_flight would let other engines have them"
         )
     yield from sentences(config, _algorithm(config))
     if config.algorithm.max_staleness:

@@ -46,6 +46,7 @@ class Agent:
         hosts: Hosts,
     ) -> None:
         self.config, self.loaded = config, NOTHING
+        self.places = asyncio.Semaphore(config.max_episodes)
         self._data, self._tokenizer, self._endpoint = data, tokenizer, endpoint
         self._processes = processes(name, config, hosts)
         self._starting = asyncio.Lock()

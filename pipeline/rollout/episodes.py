@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from pipeline.agent.conversation import Ask
 from pipeline.agent.endpoint import Endpoint
 from pipeline.agent.episode import Episode
 from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
-from pipeline.config.agent import MOST_EPISODES, AgentConfig
+from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.generation import Generation
 from pipeline.rollout import vllm
@@ -56,9 +57,7 @@ class Episodes:
         self._agents = {name: made[id(config)] for name, config in agents.items()}
         # Each has a process and a descriptor, of which a node often allows 1,024.
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._places = asyncio.Semaphore(
-            MOST_EPISODES if allowed == resource.RLIM_INFINITY else min(MOST_EPISODES, allowed // 2)
-        )
+        self._places = asyncio.Semaphore(sys.maxsize if allowed == resource.RLIM_INFINITY else allowed // 2)
 
     async def start(self, table: pa.Table) -> None:
         """Start the agents of the prompts in `table`: see `Agent.start`."""
@@ -104,7 +103,7 @@ class Episodes:
 
     async def _play(self, agent: Agent, row: dict[str, Any], seed: int, sampling: Sampling, ask: Ask) -> Episode:
         """One episode, once there is a place for it."""
-        async with self._places:
+        async with agent.places, self._places:
             settings = await agent.start(), ask, sampling.max_tokens, sampling.stop
             played = await episode.run(row, agent.open(row, seed, sampling), *settings)
             if not played.lost:

@@ -1,14 +1,24 @@
-"""Episodes as rows."""
+"""Episodes as rows, and how many are played at once."""
+
+import asyncio
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from pipeline.agent.context import Context
 from pipeline.agent.episode import Episode
+from pipeline.config.agent import AgentConfig
+from pipeline.config.data import DataConfig
 from pipeline.generation import Generation
 from pipeline.models.batch import TokenBatch
-from pipeline.rollout.episodes import generations, with_episodes
+from pipeline.rollout.agents import Agent
+from pipeline.rollout.engine import Lease
+from pipeline.rollout.episodes import Episodes, generations, with_episodes
 from pipeline.rows import INTS, flat
+from pipeline.sampling import Sampling
 
 
 def context(prompt: list[int], *answers: list[int]) -> Context:
@@ -49,3 +59,36 @@ def test_contexts_of_an_episode_are_written_as_the_model_must_see_them() -> None
     assert [prompt.tolist() for prompt in prompts] == [[1, 2], [3], [4, 5], [6], []]
     assert [response.tolist() for response in responses] == [[10, 11, 90, 91, 12], [13], [14, 15], [16], []]
     assert mask.tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1] and len(mask) == len(flat(table, "response_ids")[0])
+
+
+def test_no_more_episodes_than_asked_for_are_played_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two agents, each of which has places of its own."""
+    playing: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    async def play(row: dict[str, Any], *given: Any) -> Episode:
+        name = row["data_source"]
+        given[0].close()
+        playing[name] += 1
+        most[name] = max(most[name], playing[name])
+        await asyncio.sleep(0)
+        playing[name] -= 1
+        return Episode([], [])
+
+    async def start(agent: Agent) -> None:
+        return None
+
+    async def go() -> list[Episode]:
+        sampling = Sampling(1.0, 1.0, -1, 0, 1, ())
+        agents = {None: AgentConfig(max_episodes=2), "other": AgentConfig(max_episodes=3)}
+        episodes = Episodes(agents, DataConfig(), None, engine, 0, seed_requests=True)
+        return await episodes.run(table, [[sampling] * 5] * 2, Lease(True), 0)
+
+    monkeypatch.setattr("pipeline.rollout.episodes.episode.run", play)
+    monkeypatch.setattr(Agent, "start", start)
+    engine: Any = None
+    columns = {name: [None] * 2 for name in ("ground_truth", "extra_info")}
+    names = {"uid": ["a", "b"], "agent_name": [None, "other"], "prompt": ["[]"] * 2, "data_source": ["two", "three"]}
+    table = pa.table(names | columns)
+    assert len(asyncio.run(go())) == 10
+    assert most == {"two": 2, "three": 3}
