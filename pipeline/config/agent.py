@@ -92,8 +92,8 @@ class AgentConfig:
     """Seconds of one episode; after them `late` applies."""
 
     max_episodes: int = setting(4096, at_least=1)
-    """Episodes that one engine plays at once, each in a process of its own; further ones wait. Of a `command` that loads
-    large packages, as many as the machine has memory for."""
+    """Episodes that one engine plays at once, each in a process of its own; further ones wait. Of a `command` that
+    imports large packages, as many as the machine has memory for."""
 
     late: str = setting("error", choices=("error", "score"))
     """An episode that exceeds `episode_timeout_s` is an `error`, or is ended and gets the `score` it has so far."""
