@@ -41,7 +41,7 @@ from pipeline.models.fsdp import torch_dtype
 from pipeline.run.driver import start_ray
 from pipeline.weights.delta import BucketCache, apply, encode
 from pipeline.weights.load import Shard, parameters
-from pipeline.weights.publish import pack
+from pipeline.weights.publish import named, pack
 
 WAIT_S = 600.0
 MIB = 2**20
@@ -80,7 +80,7 @@ def trainer_side(module: Any, dtype: torch.dtype, limit: int, repeats: int) -> t
 
     def gather() -> Shard:
         buffers.clear()
-        return pack(module, 0, dtype, limit, lambda buffer: buffers.append(buffer) or buffer)  # type: ignore[func-returns-value]
+        return pack(named(module), 0, dtype, limit, lambda buffer: buffers.append(buffer) or buffer)  # type: ignore[func-returns-value]
 
     times = {"gather": seconds(repeats, gather)}
     times["crc"] = seconds(repeats, lambda: [zlib.crc32(buffer) for buffer in buffers])
@@ -88,7 +88,7 @@ def trainer_side(module: Any, dtype: torch.dtype, limit: int, repeats: int) -> t
     times["copy"] = seconds(repeats, lambda: [np.copyto(t, b) for t, b in zip(target, buffers, strict=True)])
     if ray.is_initialized():
         times["put"] = seconds(repeats, lambda: [ray.put(buffer) for buffer in buffers])
-    return times, pack(module, 0, dtype, limit, ray.put if ray.is_initialized() else lambda buffer: buffer)
+    return times, pack(named(module), 0, dtype, limit, ray.put if ray.is_initialized() else lambda buffer: buffer)
 
 
 def private_mib() -> float:
@@ -158,12 +158,12 @@ def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str,
 
     The first step of Adam moves every weight that has a gradient by about `lr`, whatever the gradient.
     """
-    old = pack(module, 0, dtype, limit, lambda buffer: buffer)
+    old = pack(named(module), 0, dtype, limit, lambda buffer: buffer)
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.01)
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    new = pack(module, 0, dtype, limit, lambda buffer: buffer)
+    new = pack(named(module), 0, dtype, limit, lambda buffer: buffer)
     kind = np.dtype(f"u{dtype.itemsize}")
     whole = sum(len(bucket) for bucket in new.buckets)
     changed = sum(

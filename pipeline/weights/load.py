@@ -31,11 +31,18 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     """Of the whole parameter."""
-    start: int
-    """Index of the part's first number in the flattened parameter."""
+    start: tuple[int, ...]
+    """Index of the part's first number, in every dimension."""
+    extent: tuple[int, ...]
+    """Shape of the part."""
     bucket: int
     offset: int
     nbytes: int
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The part's numbers in the whole parameter, as an index."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.extent, strict=True))
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ def parameters(
                 if piece.name not in joined:
                     joined[piece.name] = torch.empty(piece.shape, dtype=dtype, device=part.device)
                     counts[piece.name] = 0
-                joined[piece.name].view(-1)[piece.start : piece.start + len(part)] = part
+                joined[piece.name][piece.place] = part.view(piece.extent)
                 counts[piece.name] += len(part)
         for name, tensor in joined.items():
             if counts[name] != tensor.numel():
