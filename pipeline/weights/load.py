@@ -12,11 +12,13 @@ With `trainer.weight_transport=delta` a shard also holds what has changed since 
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.weights.checksum import crc
 from pipeline.weights.delta import BucketCache, Span
-from pipeline.weights.direct import RemoteBuffer, digest, read
+from pipeline.weights.direct import RemoteBuffer, read
 
 if TYPE_CHECKING:
     import torch
@@ -84,13 +86,6 @@ class Shard:
         return [(piece.offset, piece.nbytes) for piece in self.pieces if piece.bucket == number]
 
 
-def crc(buffer: Any) -> int:
-    """The checksum of a bucket: CRC-32 of host memory, `digest` of a tensor, which stays on its device."""
-    import torch
-
-    return digest(buffer) if isinstance(buffer, torch.Tensor) else zlib.crc32(buffer)
-
-
 def checksum(shards: Sequence[Shard]) -> int:
     """One number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
     ordered = sorted(shards, key=lambda shard: shard.rank)
@@ -119,7 +114,10 @@ def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
 def parameters(
     shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]], cache: BucketCache | None = None
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks at a time.
+    """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks after the other.
+
+    While the caller works on a bucket, the next one is fetched and verified, except by one-sided reads. What one rank
+    holds whole is not copied: such a tensor is read-only, and a cache changes it with the next version.
 
     Args:
         shards: one per rank; every rank has the same number of buckets with the same parameters in each.
@@ -138,16 +136,24 @@ def parameters(
         cache = None
     if cache:
         cache.begin(shards)
-    for number in range(len(shards[0].buckets)):
+    count = len(shards[0].buckets)
+
+    def arrive(number: int) -> list[Any]:
         buffers = cache.take(shards, number, fetch) if cache else fetch([shard.buckets[number] for shard in shards])
-        joined: dict[str, torch.Tensor] = {}
-        counts: dict[str, int] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
             if crc(buffer) != shard.checksums[number]:
                 raise ValueError(
                     f"weights bucket {number} of train rank {shard.rank} arrived damaged: its checksum does not match "
                     "the published one"
                 )
+        return buffers
+
+    # A one-sided read would overwrite device memory that is free, but that queued work still reads.
+    direct = count and isinstance(shards[0].buckets[0], RemoteBuffer)
+    for number, buffers in enumerate(map(arrive, range(count)) if direct else _ahead(arrive, count)):
+        joined: dict[str, torch.Tensor] = {}
+        counts: dict[str, int] = {}
+        for shard, buffer in zip(shards, buffers, strict=True):
             for piece in (piece for piece in shard.pieces if piece.bucket == number):
                 if isinstance(buffer, torch.Tensor):
                     part = buffer[piece.offset : piece.offset + piece.nbytes].view(dtype)
@@ -155,17 +161,32 @@ def parameters(
                     # Read-only shared memory, from which is copied.
                     count = piece.nbytes // dtype.itemsize
                     part = torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset)
+                part = part.view(piece.extent)
+                if piece.extent == piece.shape:
+                    joined[piece.name], counts[piece.name] = part, part.numel()
+                    continue
                 if piece.name not in joined:
                     joined[piece.name] = torch.empty(piece.shape, dtype=dtype, device=part.device)
                     counts[piece.name] = 0
-                joined[piece.name][piece.place] = part.view(piece.extent)
-                counts[piece.name] += len(part)
+                joined[piece.name][piece.place] = part
+                counts[piece.name] += part.numel()
         for name, tensor in joined.items():
             if counts[name] != tensor.numel():
                 raise ValueError(f"parameter {name!r}: the ranks published {counts[name]} of {tensor.numel()} numbers")
             yield name, tensor
     if cache:
         cache.done(shards)
+
+
+def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
+    """Results of `work` on 0 to `count` in order, of which the next is made while the caller has one."""
+    with ThreadPoolExecutor(1, "weights") as pool:
+        pending = pool.submit(work, 0) if count else None
+        for following in range(1, count + 1):
+            assert pending is not None
+            done = pending.result()
+            pending = pool.submit(work, following) if following < count else None
+            yield done
 
 
 def register() -> None:

@@ -7,6 +7,7 @@ and an engine can load bucket by bucket (`load.py`).
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipeline.stats import Stat, Stats, mean
+from pipeline.weights.checksum import crc
 from pipeline.weights.delta import MAX_STEPS, encode
 from pipeline.weights.direct import PublishedMemory
-from pipeline.weights.load import Piece, Shard, Step, crc
+from pipeline.weights.load import Piece, Shard, Step
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters with their names."""
@@ -97,9 +99,11 @@ def pack(
     dtype: torch.dtype,
     limit: int,
     put: Callable[[Any], Any],
-    memory: PublishedMemory | None = None,
+    memory: "PublishedMemory | Staging | None" = None,
 ) -> Shard:
     """This rank's part of the current weights.
+
+    While a bucket is filled, another thread computes the checksum of the one before and stores it.
 
     Args:
         weights: parameters, sharded or not, under the engine's names; asked for one bucket after the other, the same on
@@ -108,32 +112,70 @@ def pack(
         dtype: type the weights travel in; the engine's.
         limit: bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
         put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
-        memory: where the buckets are written, as uint8 tensors that `put` then gets.
+        memory: where the buckets are written; `put` gets those of `PublishedMemory` as tensors. Without it every bucket
+            has memory of its own.
     """
-    shard = Shard(rank, [], [], [], str(dtype).removeprefix("torch."))
-    for number, group in enumerate(buckets(weights, dtype, limit)):
-        parts = [(name, tuple(parameter.shape), *local_part(parameter, rank)) for name, parameter in group]
-        size = sum(part.numel() for _, _, part, _ in parts) * dtype.itemsize
-        buffer = memory.empty(size) if memory else torch.empty(size, dtype=torch.uint8)
-        offset = 0
-        for name, shape, part, start in parts:
-            nbytes = part.numel() * dtype.itemsize
-            buffer[offset : offset + nbytes].view(dtype).copy_(part.reshape(-1))
-            if nbytes:
-                shard.pieces.append(Piece(name, shape, start, tuple(part.shape), number, offset, nbytes))
-            offset += nbytes
-        data: Any = buffer if memory else buffer.numpy()
+    pieces: list[Piece] = []
+    stored: list[Future[tuple[int, Any]]] = []
+
+    def store(data: Any) -> tuple[int, Any]:
         # On a GPU this also waits until the bytes are written.
-        shard.checksums.append(crc(data))
-        shard.buckets.append(put(data))
-    return shard
+        return crc(data), put(data)
+
+    # An error in between waits for what is being stored.
+    with ThreadPoolExecutor(1, "publish") as pool:
+        for number, group in enumerate(buckets(weights, dtype, limit)):
+            if number > 1:
+                # The memory of the bucket before last is written again.
+                stored[number - 2].result()
+            parts = [(name, tuple(parameter.shape), *local_part(parameter, rank)) for name, parameter in group]
+            size = sum(part.numel() for _, _, part, _ in parts) * dtype.itemsize
+            buffer = memory.empty(size) if memory else torch.empty(size, dtype=torch.uint8)
+            offset = 0
+            for name, shape, part, start in parts:
+                nbytes = part.numel() * dtype.itemsize
+                buffer[offset : offset + nbytes].view(dtype).view(part.shape).copy_(part)
+                if nbytes:
+                    pieces.append(Piece(name, shape, start, tuple(part.shape), number, offset, nbytes))
+                offset += nbytes
+            stored.append(pool.submit(store, buffer if isinstance(memory, PublishedMemory) else buffer.numpy()))
+    found = [future.result() for future in stored]
+    return Shard(rank, pieces, [ref for _, ref in found], [crc for crc, _ in found], str(dtype).removeprefix("torch."))
+
+
+class Staging:
+    """Host memory for buckets, written again and again: to touch fresh memory takes longer than to copy.
+
+    `put` must have copied a bucket when it returns.
+
+    Args:
+        keeps: a version's buckets stand until the version after the next; otherwise there are two buckets in turn.
+    """
+
+    def __init__(self, keeps: bool) -> None:
+        self._keeps = keeps
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._version = self._number = 0
+
+    def begin(self, version: int) -> None:
+        """Let `version` overwrite the one before the last."""
+        self._version, self._number = version, 0
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory [nbytes] uint8 for the next bucket."""
+        key = (self._version % 2, self._number) if self._keeps else (0, self._number % 2)
+        self._number += 1
+        if key not in self._buffers or len(self._buffers[key]) < nbytes:
+            self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[key][:nbytes]
 
 
 class WeightPublisher:
     """Publishes one rank's weights of one model, version after version.
 
     Args:
-        rank, dtype, limit, put: see `pack`.
+        rank, dtype, limit: see `pack`.
+        put: stores a copy of a uint8 numpy array and returns what fetches it; `ray.put`.
         rename: turns a parameter's name into the engine's.
         delta: also publish the changes since earlier versions (`delta.py`); this keeps the last version's buckets.
         memory: stores the buckets, in place of `put`.
@@ -151,7 +193,7 @@ class WeightPublisher:
     ) -> None:
         self._args = rank, dtype, limit
         self._put: Callable[[Any], Any] = memory.put if memory else put
-        self._rename, self._delta, self._memory = rename, delta, memory
+        self._rename, self._delta, self._memory = rename, delta, memory or Staging(keeps=delta)
         self._version = -1
         self._kept: list[np.ndarray] = []
         self._steps: list[Step] = []
@@ -173,10 +215,12 @@ class WeightPublisher:
             buffers.append(buffer)
             return self._put(buffer)
 
-        if self._memory:
+        if isinstance(self._memory, PublishedMemory):
             rank, dtype, _ = self._args
             numbers = sum(local_part(parameter, rank)[0].numel() for _, parameter in named(model, self._rename))
             self._memory.begin(version, numbers * dtype.itemsize)
+        else:
+            self._memory.begin(version)
         shard = pack(named(model, self._rename), *self._args, put, self._memory)
         self.whole_bytes = self.bytes = sum(map(len, buffers))
         if not self._delta:
