@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.weights import reload
 from pipeline.weights.checksum import crc
 from pipeline.weights.delta import BucketCache, Span
 from pipeline.weights.direct import RemoteBuffer, read
@@ -197,8 +198,6 @@ def register() -> None:
         WeightTransferUpdateInfo,
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     @dataclass
     class Update(WeightTransferUpdateInfo):
@@ -221,7 +220,7 @@ def register() -> None:
             if not self._needed:
                 # Tied parameters are one until an update fails half way.
                 self._needed.update(name for name, _ in self.model.named_parameters())
-            initialize_layerwise_reload(self.model)
+            reload.begin(self.model)
 
         def receive_weights(self, update_info: Update) -> None:
             def take(refs: list[Any]) -> list[Any]:
@@ -234,13 +233,7 @@ def register() -> None:
                 raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")
 
         def finish_weight_update(self) -> None:
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu":
-                # A tied head shares the embedding's tensor but keeps its own packed copy for the CPU GEMM; without
-                # this it keeps computing logits with the previous version's weights.
-                for module in self.model.modules():
-                    if isinstance(module, ParallelLMHead):
-                        module.quant_method.process_weights_after_loading(module)
+            reload.finish(self.model, self.model_config, self.device.type)
 
         def shutdown(self) -> None:
             pass
