@@ -4,17 +4,18 @@
     python -m benchmarks.weights --dtype bfloat16 --engines 4 --repeats 10
     python -m benchmarks.weights --engines 0               # without vLLM: only what the trainer does, and the changes
 
-    gather  a train rank copies its weights into buckets, and their checksums are computed (`publish.pack`)
-    crc     of that, the checksums alone
-    put     the buckets go into Ray's object store
-    get     an engine gets all buckets; those of its node are mapped into its memory, not copied
-    join    of the load, the checksums and the joining of whole parameters
-    load    vLLM loads them: checksums, whole parameters, its own packing
-    copy    all bytes, from one place in memory to another
+    copy     all bytes, from one place in memory to another
+    publish  a train rank copies its weights into buckets, with checksums, and puts them into Ray's object store
+    gather   of that, the copy into buckets, with checksums
+    crc      of that, the checksums alone
+    get      an engine gets all buckets; those of its node are mapped into its memory, not copied
+    join     of the load, the checksums and the joining of parameters of which ranks hold parts
+    load     vLLM loads them: checksums, whole parameters, its own packing
+    path     publish and load: from the optimiser's step to the acknowledgement
 
-Each is timed in the process in which a run does it, the first time left out. Then the engines hold the buckets at the
-same time, and their private memory and the object store show that a node has one copy. Last, what
-`trainer.weight_transport=delta` would send for an AdamW step of `--lr`: bytes, and the time to find and apply the
+Each is timed in the process in which a run does it and with its environment, the first time left out. Then the engines
+hold the buckets at the same time, and their private memory and the object store show that a node has one copy. Last,
+what `trainer.weight_transport=delta` would send for an AdamW step of `--lr`: bytes, and the time to find and apply the
 changes.
 """
 
@@ -23,6 +24,7 @@ import statistics
 import tempfile
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.prompt_stream import byte_tokenizer
 from pipeline.config import Config, load_config
+from pipeline.config.trainer import TrainerConfig
 from pipeline.models.fsdp import torch_dtype
 from pipeline.run.driver import start_ray
+from pipeline.stream import engine_env
 from pipeline.weights.delta import BucketCache, apply, encode
 from pipeline.weights.load import Shard, parameters
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import WeightPublisher, named, pack
 
 WAIT_S = 600.0
 MIB = 2**20
@@ -75,7 +79,7 @@ def seconds(repeats: int, run: Callable[[], Any]) -> list[float]:
 
 
 def trainer_side(module: Any, dtype: torch.dtype, limit: int, repeats: int) -> tuple[dict[str, list[float]], Shard]:
-    """Times of gather, put and copy, and the shard that was put."""
+    """Times of gather, crc, copy and publish, and the shard that was published last."""
     buffers: list[np.ndarray] = []
 
     def gather() -> Shard:
@@ -86,9 +90,13 @@ def trainer_side(module: Any, dtype: torch.dtype, limit: int, repeats: int) -> t
     times["crc"] = seconds(repeats, lambda: [zlib.crc32(buffer) for buffer in buffers])
     target = [np.empty_like(buffer) for buffer in buffers]
     times["copy"] = seconds(repeats, lambda: [np.copyto(t, b) for t, b in zip(target, buffers, strict=True)])
-    if ray.is_initialized():
-        times["put"] = seconds(repeats, lambda: [ray.put(buffer) for buffer in buffers])
-    return times, pack(named(module), 0, dtype, limit, ray.put if ray.is_initialized() else lambda buffer: buffer)
+    if not ray.is_initialized():
+        return times, pack(named(module), 0, dtype, limit, lambda buffer: buffer)
+    publisher = WeightPublisher(0, dtype, limit, ray.put)
+    # As in a run, engines hold a version while the next one is published.
+    published = deque([publisher.pack(module, 0)], maxlen=2)
+    times["publish"] = seconds(repeats, lambda: published.append(publisher.pack(module, 0)))
+    return times, published[-1]
 
 
 def private_mib() -> float:
@@ -135,7 +143,7 @@ def engine_config(folder: Path, dtype: str) -> Config:
 
 def engine_side(config: Config, shard: Shard, engines: int, repeats: int) -> tuple[dict[str, list[float]], str]:
     """Times of get and load in the first engine, and a sentence on the memory of all."""
-    actor = ray.remote(Receiver).options(num_cpus=1)
+    actor = ray.remote(Receiver).options(num_cpus=1, runtime_env={"env_vars": engine_env(config)})
     receivers = [actor.remote(config) for _ in range(engines)]
     first = receivers[0]
     times = {name: ray.get(getattr(first, name).remote(shard, repeats), timeout=WAIT_S * 3) for name in ("get", "load")}
@@ -198,7 +206,9 @@ def report(times: dict[str, list[float]], mib: float) -> Table:
     for name in ("median s", "min s", "max s", "of a plain copy"):
         table.add_column(name, justify="right")
     copy = statistics.median(times["copy"])
-    for name in ("copy", "gather", "crc", "put", "get", "join", "load"):
+    if "load" in times:
+        times["path"] = [sum(parts) for parts in zip(times["publish"], times["load"], strict=True)]
+    for name in ("copy", "publish", "gather", "crc", "get", "join", "load", "path"):
         if name in times:
             middle = statistics.median(times[name])
             cells = f"{middle:.4f}", f"{min(times[name]):.4f}", f"{max(times[name]):.4f}", f"{middle / copy:.2f}"
@@ -211,7 +221,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--bucket-mb", type=int, default=TrainerConfig().weight_bucket_mb)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--width", type=int, default=768)

@@ -1,8 +1,8 @@
 """How vLLM takes new weights: its own reload, layer by layer, but embeddings and heads in place.
 
 vLLM's reload gives a layer fresh memory, loads it, lets it pack its weights for the kernels, and copies the result to
-where the old weights are. Embeddings and unquantised heads have nothing to change before that copy, and are a large part
-of a small model: they are loaded to where they are. On CPUs a head also has a copy of its weights that is packed for the
+where the old weights are. Embeddings and unquantised heads have nothing to change before that copy, and are a large
+part of a small model: they are loaded in place. On CPUs a head also has a copy of its weights that is packed for the
 GEMM; here each head gets it once, and embeddings that are no heads get none.
 """
 
