@@ -1,6 +1,7 @@
 """Weights from sharded ranks to whole parameters: `pack` on real gloo ranks, `parameters` on what they put."""
 
 import os
+import threading
 import time
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -20,7 +21,7 @@ from pipeline.config.learner import FSDPConfig
 from pipeline.models.fsdp import shard
 from pipeline.weights.checksum import crc
 from pipeline.weights.load import Piece, Shard, checksum, parameters
-from pipeline.weights.publish import named, pack
+from pipeline.weights.publish import WeightPublisher, named, pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIMIT = 600
@@ -122,19 +123,39 @@ def test_buckets_are_bounded_and_the_same_on_all_ranks(published: Path, world: i
     assert all(sum(map(len, s.buckets)) < whole for s in made) or world == 1
 
 
-def test_one_bucket_is_fetched_at_a_time(published: Path) -> None:
+def test_the_next_bucket_is_fetched_while_the_caller_has_one_and_no_other(published: Path) -> None:
     made = shards(published, 2, "float32")
+    buckets = [[s.buckets[number] for s in made] for number in range(len(made[0].buckets))]
     asked: list[list[bytes]] = []
+    came = threading.Event()
 
     def watch(refs: list[bytes]) -> list[bytes]:
         asked.append(refs)
+        if len(asked) == 2:
+            came.set()
         return refs
 
     stream = parameters(made, watch)
     next(stream)
-    assert asked == [[s.buckets[0] for s in made]]
+    assert came.wait(20), "the second bucket is not fetched before the caller is done with the first"
+    time.sleep(0.1)
+    assert asked == buckets[:2]
     list(stream)
-    assert len(asked) == len(made[0].buckets)
+    assert asked == buckets
+
+
+def test_what_one_rank_holds_whole_is_not_copied(published: Path) -> None:
+    for world in (1, 2):
+        made = shards(published, world, "float32")
+        buffers = [bytearray(bucket) for s in made for bucket in s.buckets]
+        for s in made:
+            s.buckets[:] = [next(b for b in buffers if b == bucket) for bucket in s.buckets]
+        places = [torch.frombuffer(b, dtype=torch.uint8).data_ptr() for b in buffers if b]
+        sizes = [len(b) for b in buffers if b]
+        for name, tensor in parameters(made, fetch):
+            is_view = any(p <= tensor.data_ptr() < p + size for p, size in zip(places, sizes, strict=True))
+            parts = [piece for s in made for piece in s.pieces if piece.name == name]
+            assert is_view == (len(parts) == 1), name
 
 
 def test_the_checksum_covers_every_bucket_of_every_rank_in_rank_order(published: Path) -> None:
@@ -202,3 +223,32 @@ def test_scalars_and_unsharded_models_come_from_rank_0_alone(dtype: str) -> None
     for name, parameter in Scalars().named_parameters():
         assert torch.equal(arrived[f"model.{name}"], parameter.to(DTYPES[dtype]))
     assert arrived["model.scale"].shape == ()
+
+
+def test_memory_of_buckets_is_used_again_and_not_before_they_are_stored() -> None:
+    places: set[int] = set()
+
+    def slow(buffer: Any) -> bytes:
+        places.add(buffer.__array_interface__["data"][0])
+        time.sleep(0.02)
+        return bytes(buffer)
+
+    for delta in (False, True):
+        places.clear()
+        made = WeightPublisher(0, torch.float32, 200, slow, delta=delta)
+        for version in range(6):
+            torch.manual_seed(version)
+            model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
+            shard = made.pack(model, version)
+            arrived = dict(parameters([shard], fetch))
+            assert all(torch.equal(arrived[name], p) for name, p in model.named_parameters())
+        # With changes, the buckets of the version before still are compared.
+        assert len(shard.buckets) > 3 and (delta or len(places) == 2)
+
+
+def test_a_bucket_that_cannot_be_stored_is_an_error() -> None:
+    def full(buffer: Any) -> Any:
+        raise MemoryError("the object store is full")
+
+    with pytest.raises(MemoryError, match="object store is full"):
+        pack(named(Model()), 0, torch.float32, LIMIT, full)
