@@ -12,9 +12,9 @@
     path     publish and load: from the optimiser's step to the acknowledgement
 
 Each is timed in the process in which a run does it and with its environment, in turns with a plain copy of as many
-bytes there; the first time is left out. Then the engines hold the buckets at the same time, and their private memory and
-the object store show that a node has one copy. Last, what `trainer.weight_transport=delta` would send for an AdamW step
-of `--lr`: bytes, and the time to find and apply the changes.
+bytes there; the first time is left out. Then the engines hold the buckets at the same time, and their private memory
+and the object store show that a node has one copy. Last, what `trainer.weight_transport=delta` would send for an AdamW
+step of `--lr`: bytes, and the time to find and apply the changes.
 """
 
 import argparse
