@@ -149,34 +149,44 @@ def parameters(
                 )
         return buffers
 
+    parts: list[dict[str, list[tuple[int, Piece]]]] = [{} for _ in range(count)]
+    for index, shard in enumerate(shards):
+        for piece in shard.pieces:
+            parts[piece.bucket].setdefault(piece.name, []).append((index, piece))
     # A one-sided read would overwrite device memory that is free, but that queued work still reads.
     direct = count and isinstance(shards[0].buckets[0], RemoteBuffer)
-    for number, buffers in enumerate(map(arrive, range(count)) if direct else _ahead(arrive, count)):
-        joined: dict[str, torch.Tensor] = {}
-        counts: dict[str, int] = {}
-        for shard, buffer in zip(shards, buffers, strict=True):
-            for piece in (piece for piece in shard.pieces if piece.bucket == number):
-                if isinstance(buffer, torch.Tensor):
-                    part = buffer[piece.offset : piece.offset + piece.nbytes].view(dtype)
-                else:
-                    # Read-only shared memory, from which is copied.
-                    count = piece.nbytes // dtype.itemsize
-                    part = torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset)
-                part = part.view(piece.extent)
-                if piece.extent == piece.shape:
-                    joined[piece.name], counts[piece.name] = part, part.numel()
-                    continue
-                if piece.name not in joined:
-                    joined[piece.name] = torch.empty(piece.shape, dtype=dtype, device=part.device)
-                    counts[piece.name] = 0
-                joined[piece.name][piece.place] = part
-                counts[piece.name] += part.numel()
-        for name, tensor in joined.items():
-            if counts[name] != tensor.numel():
-                raise ValueError(f"parameter {name!r}: the ranks published {counts[name]} of {tensor.numel()} numbers")
-            yield name, tensor
+    arrived = map(arrive, range(count)) if direct else _ahead(arrive, count)
+    for buffers, named in zip(arrived, parts, strict=True):
+        # One after the other: memory of a parameter that the caller has dropped serves the next one.
+        for name, found in named.items():
+            yield name, _joined(name, [(piece, _numbers(buffers[index], piece, dtype)) for index, piece in found])
     if cache:
         cache.done(shards)
+
+
+def _numbers(buffer: Any, piece: Piece, dtype: "torch.dtype") -> "torch.Tensor":
+    """A piece of a bucket, without a copy."""
+    import torch
+
+    if isinstance(buffer, torch.Tensor):
+        return buffer[piece.offset : piece.offset + piece.nbytes].view(dtype).view(piece.extent)
+    # Read-only shared memory.
+    count = piece.nbytes // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset).view(piece.extent)
+
+
+def _joined(name: str, parts: list[tuple[Piece, "torch.Tensor"]]) -> "torch.Tensor":
+    """A parameter of its pieces."""
+    import torch
+
+    piece, whole = parts[0]
+    if piece.extent != piece.shape:
+        whole = torch.empty(piece.shape, dtype=whole.dtype, device=whole.device)
+        for piece, part in parts:
+            whole[piece.place] = part
+    if (count := sum(part.numel() for _, part in parts)) != whole.numel():
+        raise ValueError(f"parameter {name!r}: the ranks published {count} of {whole.numel()} numbers")
+    return whole
 
 
 def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
