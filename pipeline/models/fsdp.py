@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
+from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.models.slices import adopt, take_slices
 
 if TYPE_CHECKING:
     from pipeline.models.pretrained import Pretrained
@@ -65,8 +66,14 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     return []
 
 
-def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Module:
-    """Shard `module`, which is equal on all ranks, over the default process group, in place, and move it to `device`.
+def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: Mesh | None = None) -> Module:
+    """Shard `module` in place, and move it to `device`.
+
+    Args:
+        module: equal on all ranks; weights of which each rank has read its slices (`slices.py`) are not cut again.
+        config: types, and whether gathered weights are freed.
+        device: this rank's device.
+        mesh: that of the slices; None shards over all ranks.
 
     Returns:
         `module`: its parameters are DTensors, and its gradients are summed over ranks.
@@ -75,23 +82,21 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Mod
         RuntimeError: no process group is initialised.
         ValueError: a type in `config` is unknown.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("sharding needs a process group; call torch.distributed.init_process_group first")
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    mesh = mesh or make_mesh(device)
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(config.param_dtype, "fsdp.param_dtype") if config.param_dtype else None,
         reduce_dtype=torch_dtype(config.reduce_dtype, "fsdp.reduce_dtype"),
     )
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mesh": mesh.data,
         "mp_policy": policy,
         "reshard_after_forward": config.reshard_after_forward,
     }
+    slots = take_slices(module)
     for block in transformer_blocks(module):
         fully_shard(block, **options)
     fully_shard(module, **options)
+    adopt(slots)
     module.to(device)  # buffers; fully_shard moved the parameters
     for part in module.modules():
         if isinstance(part, FSDPModule):

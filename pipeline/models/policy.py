@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.mesh import Mesh
 from pipeline.models.pretrained import (
     Pretrained,
     check_complete,
     differs,
     load_pretrained,
     random_states,
+    small_head,
     without_dropout,
 )
 from pipeline.models.sharing import hidden_states
@@ -130,25 +132,28 @@ class Policy(Pretrained):
         name = type(self.lm).__name__
         if not isinstance(head, nn.Linear) or decoder is self.lm:
             raise ValueError(f"{name} has no decoder with a linear head, so it cannot be trained as a policy.")
-        hidden, theirs = random_states(self.lm, decoder, head, token=0)
-        if differs(self._logits(hidden), theirs):
+        with small_head(head):
+            hidden, theirs = random_states(self.lm, decoder, head, token=0)
+            ours = self._logits(hidden)
+        if differs(ours, theirs):
             raise ValueError(
                 f"{name} computes its logits in a way that is not supported: a linear head with "
                 "final_logit_softcapping, logit_scale or logits_scaling gives other numbers. Use another model."
             )
 
 
-def load_policy(config: ModelConfig, key: str = "model.path") -> Policy:
-    """The policy of `config.path` on the CPU; see `load_lm`. Raises ValueError also for an unsupported model."""
-    return Policy(load_lm(config, key))
+def load_policy(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None) -> Policy:
+    """The policy of `config.path`; see `load_lm`. Raises ValueError also for an unsupported model."""
+    return Policy(load_lm(config, key, mesh))
 
 
-def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True) -> Any:
-    """The `transformers` causal language model of `config.path` on the CPU, in training mode.
+def load_lm(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None, with_head: bool = True) -> Any:
+    """The `transformers` causal language model of `config.path`, in training mode.
 
     Args:
         config: path, type, attention and checkpointing.
         key: the configuration key of the path, for errors.
+        mesh: ranks that load slices (`load_pretrained`); None loads it whole.
         with_head: whether the checkpoint must have the head's weights.
 
     Raises ValueError for no path, an incomplete model folder, or weights missing in the checkpoint.
@@ -156,7 +161,7 @@ def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True
     # Imported here because it takes seconds, and every process of the stream imports this module.
     from transformers import AutoModelForCausalLM
 
-    lm, report = load_pretrained(AutoModelForCausalLM, config, key)
+    lm, report = load_pretrained(AutoModelForCausalLM, config, key, mesh)
     missing = set(report["missing_keys"])
     if not with_head:
         decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}

@@ -16,6 +16,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
 from pipeline.losses import Candidates, LossInput, checked, get_policy_loss, kl_loss
 from pipeline.models.batch import TrainBatch
+from pipeline.models.mesh import make_mesh
 from pipeline.models.packing import MicroBatch
 from pipeline.models.policy import Policy, load_policy
 from pipeline.stats import Stat, Stats, mean, merge
@@ -50,7 +51,9 @@ class Actor(Learner):
         seed: int,
         guards_gap: bool = False,
     ):
-        super().__init__("actor", load_policy(model), config, shape, device, iterations, model.share_prompts)
+        mesh = make_mesh(device)
+        policy = load_policy(model, mesh=mesh)
+        super().__init__("actor", policy, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
         self.seed = seed
         self.temperature = temperature

@@ -13,6 +13,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
 from pipeline.losses import explained_variance, value_loss
 from pipeline.models.batch import TrainBatch
+from pipeline.models.mesh import make_mesh
 from pipeline.models.packing import MicroBatch
 from pipeline.models.value import ValueModel, load_value_model
 from pipeline.stats import Stat, Stats, mean, merge
@@ -28,8 +29,9 @@ class Critic(Learner):
     def __init__(
         self, config: CriticConfig, model: ModelConfig, shape: UpdateShape, device: torch.device, iterations: int
     ):
-        module = load_value_model(model, config.path)
-        super().__init__("critic", module, config, shape, device, iterations, model.share_prompts)
+        mesh = make_mesh(device)
+        module = load_value_model(model, config.path, mesh)
+        super().__init__("critic", module, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
 
     def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:

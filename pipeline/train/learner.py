@@ -19,6 +19,7 @@ from pipeline.derived import UpdateShape
 from pipeline.losses import agg_loss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import clip_grad_norm, shard
+from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
 from pipeline.models.sharing import pack_rows, shared_size
@@ -32,12 +33,13 @@ class Learner(ABC):
 
     Args:
         name: `actor` or `critic`, the first part of its metrics' names.
-        module: the model, equal on every rank, with a `decoder`; it is sharded in place.
+        module: the model, with a `decoder`; it is sharded in place.
         config: the section `actor` or `critic`.
         shape: settings of the update.
         device: this rank's device.
         iterations: number of iterations that update it, for the learning-rate schedule.
         share_prompts: `model.share_prompts`.
+        mesh: the ranks that loaded slices of the model.
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class Learner(ABC):
         device: torch.device,
         iterations: int,
         share_prompts: str,
+        mesh: Mesh,
     ):
         self.name, self.shape, self.device = name, shape, device
         self.grad_clip = config.grad_clip
         self._shared_size = shared_size(share_prompts, module, device)
         self._nonfinite_steps = 0
-        self.module = shard(module, config.fsdp, device)
+        self.module = shard(module, config.fsdp, device, mesh)
         self.optimizer = build_optimizer(self.module, config.optim)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
 

@@ -1,0 +1,116 @@
+"""Sharded loading: each rank reads its own slices of the weights, so that no rank ever holds a whole model.
+
+    transformers builds the model without memory ─► `place` puts a placeholder for this rank's slice in each weight's
+    place ─► transformers reads what the placeholders ask for ─► `adopt` hands the slices to FSDP
+
+1. `transformers` knows all formats, names and conversions of weights, and reads no more of a file than a placeholder (a
+   `DTensor`) covers. Its own FSDP has one fixed precision and no choice of what is freed when, so `fsdp.shard` applies
+   ours, to a model whose weights are on the meta device, and gives it the slices.
+2. Slices are those that FSDP itself would cut: rows in equal chunks.
+3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must not depend on the ranks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+Slots = dict[int, tuple[DTensor, list[tuple[nn.Module, str]]]]
+"""Slices by their id, each with the modules that hold it (several where weights are tied) and its name there."""
+
+
+def place(lm: Any, mesh: DeviceMesh) -> None:
+    """Put placeholders for this rank's rows into `lm`, whose weights are on the meta device.
+
+    Args:
+        lm: model of `transformers`.
+        mesh: one-dimensional, of the ranks among which rows are divided.
+    """
+    head = lm.get_output_embeddings() if lm.can_generate() else None
+    sliced = {id(parameter) for parameter in lm.base_model.parameters() if parameter.ndim > 1}
+    sliced |= {id(head.weight)} if isinstance(head, nn.Linear) else set()
+    placed: dict[int, nn.Parameter] = {}
+    for module in lm.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in sliced:
+                if id(parameter) not in placed:
+                    placed[id(parameter)] = nn.Parameter(_rows(parameter, mesh), parameter.requires_grad)
+                setattr(module, name, placed[id(parameter)])  # a tied weight stays one parameter
+
+
+def _rows(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
+    rows, _ = Shard.local_shard_size_and_offset(len(parameter), mesh.size(), mesh.get_local_rank())
+    local = torch.empty(rows, *parameter.shape[1:], dtype=parameter.dtype, device="meta")
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+@contextmanager
+def reading_slices(mesh: DeviceMesh) -> Iterator[None]:
+    """Inside, `from_pretrained` of `transformers` reads this rank's slices alone.
+
+    Raises ValueError there if a file holds a weight of another shape than the model's configuration says, of which
+    slices would be read without an error.
+    """
+    from transformers import PreTrainedModel
+
+    read = PreTrainedModel._load_pretrained_model
+
+    def read_slices(model: Any, state: Any, files: list[str], load_config: Any) -> Any:
+        _check_shapes(model, files)
+        place(model, mesh)
+        return read(model, state, files, load_config)
+
+    with patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read_slices)):
+        yield
+
+
+def _check_shapes(lm: Any, files: list[str]) -> None:
+    from safetensors import safe_open
+
+    shapes = {name: list(parameter.shape) for name, parameter in lm.named_parameters()}
+    for file in files:
+        if not file.endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as weights:
+            for name in sorted(weights.keys() & shapes.keys()):
+                stored = weights.get_slice(name).get_shape()
+                # Of few rows is a head, which is read whole, and compared by transformers.
+                if stored != shapes[name] and shapes[name][0] > 1:
+                    raise ValueError(f"{file} holds {name} of shape {stored}, but config.json says {shapes[name]}")
+
+
+def take_slices(module: nn.Module) -> Slots:
+    """Take this rank's slices out of `module`, and leave weights without memory for `fully_shard` in their places."""
+    slots: Slots = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                slots.setdefault(id(parameter), (parameter, []))[1].append((part, name))
+    for parameter, places in slots.values():
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        empty = nn.Parameter(whole, parameter.requires_grad)
+        for part, name in places:
+            setattr(part, name, empty)
+    return slots
+
+
+def adopt(slots: Slots) -> None:
+    """Give the modules of `slots`, to which `fully_shard` was applied since, their slices back."""
+    for loaded, places in slots.values():
+        part, name = places[0]
+        cut = getattr(part, name)
+        local = loaded.to_local().detach()
+        if cut.to_local().shape != local.shape:
+            raise RuntimeError(f"FSDP cuts {name} into {tuple(cut.to_local().shape)}, read was {tuple(local.shape)}")
+        sharded = DTensor.from_local(
+            local, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+        )
+        parameter = nn.Parameter(sharded, cut.requires_grad)
+        for part, name in places:
+            setattr(part, name, parameter)
