@@ -7,6 +7,7 @@
 Each `backward` is a collective: all ranks must run the same number of micro-batches.
 """
 
+import copy
 import math
 import shutil
 import uuid
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
 from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.models.save import WeightFiles, gathered_blocks
 from pipeline.models.slices import adopt, take_slices
 
 if TYPE_CHECKING:
@@ -127,48 +129,59 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     A tied parameter appears once, under its first name.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
-    persistent = model.state_dict().keys()
-    state: dict[str, Tensor] = {}
-    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        if name not in persistent:
-            continue
-        # One tensor at a time is gathered, to save memory.
-        gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if keep:
-            state[name] = gathered.detach().to("cpu", copy=True)
-        del gathered
-    return state
+    return {name: tensor for block in gathered_blocks(model, keep) for name, tensor in block.items()}
 
 
-def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
+def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
-    Rank 0 writes beside `folder` and renames, so an interrupted save never looks like a model. An older `folder` is
-    replaced.
+    Rank 0 holds one block of the model and one file at a time. It writes beside `folder` and renames, so an interrupted
+    save never looks like a model. An older `folder` is replaced. Weights are saved as `dtype`, or as they are for None.
 
     Raises RuntimeError, on every rank, if rank 0 could not write.
     """
     folder = Path(folder)
-    state = full_state_dict(model)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    failure: list[str | None] = [None]
     error: OSError | None = None
-    if rank == 0:
-        partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
-        try:
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+    files = WeightFiles(model.lm, partial)
+    try:
+        if rank == 0:
             partial.mkdir(parents=True)
-            named = {model.hf_name(name): tensor for name, tensor in state.items()}
-            model.lm.save_pretrained(partial, state_dict=named)
+    except OSError as problem:
+        error = problem
+    for block in gathered_blocks(model, rank == 0, dtype):
+        try:
+            if rank == 0 and error is None:
+                files.add({model.hf_name(name): tensor for name, tensor in block.items()})
+        except OSError as problem:
+            # The other ranks go on to gather.
+            error = problem
+    try:
+        if rank == 0 and error is None:
+            # It clears what it takes for weights of an older save, so it comes before them.
+            _save_settings(model.lm, partial, dtype)
+            files.finish()
             tokenizer.save_pretrained(partial)
             old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
             if folder.exists():
                 folder.rename(old)
             partial.rename(folder)
             shutil.rmtree(old, ignore_errors=True)
-        except OSError as problem:
-            shutil.rmtree(partial, ignore_errors=True)
-            error, failure = problem, [str(problem)]
+    except OSError as problem:
+        error = problem
+    failure = [str(error) if error else None]
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
+        shutil.rmtree(partial, ignore_errors=True)
         raise RuntimeError(f"the model could not be saved in {folder}: {failure[0]}") from error
+
+
+def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """The model's config, its generation config and its own code, without weights."""
+    lm.save_pretrained(folder, state_dict={})
+    if dtype is not None:
+        config = copy.deepcopy(lm.config)
+        config.dtype = dtype
+        config.save_pretrained(folder)

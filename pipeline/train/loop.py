@@ -24,7 +24,7 @@ from pipeline.config import save_yaml
 from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
 from pipeline.models.batch import TrainBatch
-from pipeline.models.fsdp import save_hf
+from pipeline.models.fsdp import save_hf, torch_dtype
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import flat, policy_tokens, prompt_tokens
@@ -131,7 +131,8 @@ class Loop:
         if self.saved != self.version:
             self._save(stopping)
         self.saver.wait()
-        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model")
+        dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
+        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model", dtype)
         end = TrainingEnded(self.version, stopping)
         if self.rank == 0:
             ModelSettings.of(self.config, self.version).save(Path(self.run_dir) / "model")

@@ -6,6 +6,7 @@ import torch
 from pipeline.config import Config
 from pipeline.derived import UpdateShape, rollout_correction
 from pipeline.models.fsdp import torch_dtype
+from pipeline.scoring.replica import scoring_model
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
@@ -44,6 +45,7 @@ def build_publishers(
     delta = transport == "delta"
     publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, actor.module.hf_name, delta, memory)}
     if critic:
-        dtype = torch_dtype(config.model.dtype, "model.dtype")
+        replica = scoring_model(config.model, config.scoring.value, config.critic.fsdp)
+        dtype = torch_dtype(replica.dtype, "scoring.value.dtype")
         publishers[CRITIC] = WeightPublisher(rank, dtype, limit, ray.put)
     return publishers

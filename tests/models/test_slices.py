@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from transformers import (
 
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
-from pipeline.models.fsdp import full_state_dict, shard
+from pipeline.models import save
+from pipeline.models.fsdp import full_state_dict, save_hf, shard
 from pipeline.models.mesh import make_mesh
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.models.sharing import obstacle
 from pipeline.models.value import ValueModel, load_value_model
+from tests.models.test_fsdp import NoTokenizer
 from tests.train.updates import spawn, worlds
 
 SIZES: dict[str, Any] = dict(
@@ -107,7 +110,35 @@ def compare(rank: int, folder: str) -> None:
                 torch.testing.assert_close(one.to_local(), two.to_local(), rtol=0, atol=0, msg=name)
                 torch.testing.assert_close(one.grad.to_local(), two.grad.to_local(), rtol=0, atol=0, msg=name)
             assert full_state_dict(model).keys() == full_state_dict(whole).keys()
+            if isinstance(model, Policy):
+                saves(model, place / kind)
         refusals(place, mesh)
+
+
+def saves(model: Policy, source: Path) -> None:
+    """Files are written one after the other, and hold the weights as the checkpoint called them."""
+    largest: list[int] = []
+    with patch.object(save, "FILE_BYTES", 12_000):
+        save_hf(model, NoTokenizer(), source / "again")
+    save_hf(model, NoTokenizer(), source / "half", torch.bfloat16)
+    if dist.get_rank() > 0:
+        return
+    wanted = load_file(source / "model.safetensors")
+    index = json.loads((source / "again" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == wanted.keys()
+    files = sorted((source / "again").glob("*.safetensors"))
+    assert len(files) > 2 and {file.name for file in files} == set(index["weight_map"].values())
+    for file in files:
+        held = load_file(file)
+        largest.append(sum(tensor.nbytes for tensor in held.values()) if len(held) > 1 else 0)
+        for name, tensor in held.items():
+            assert index["weight_map"][name] == file.name
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)
+    assert max(largest) <= 12_000
+    half = load_file(source / "half" / "model.safetensors")
+    assert half.keys() == wanted.keys() and {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+    assert json.loads((source / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((source / "again" / "config.json").read_text())["dtype"] == "float32"
 
 
 def counting(read: list[int], load: Any) -> Any:
