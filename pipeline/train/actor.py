@@ -76,7 +76,7 @@ class Actor(Learner):
             return {}
         entropies = []
         for batch in self.micro_batches(rows, list(range(len(rows)))):
-            log_probs, entropy = self._forward(batch)
+            log_probs, entropy = self._forward(batch, with_entropy=True)
             rows.old_log_probs[batch.token_index] = log_probs.cpu().numpy()
             entropies.append(_entropy_stats(entropy, batch))
         if self.correction.active:
@@ -106,7 +106,7 @@ class Actor(Learner):
             return
         log_probs = np.zeros(len(rows.mask))
         for batch in self.micro_batches(rows, index):
-            log_probs[batch.token_index] = self._forward(batch)[0].double().cpu().numpy()
+            log_probs[batch.token_index] = self._forward(batch, False)[0].double().cpu().numpy()
         tokens = rows.trained_tokens(index)
         keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
         own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
@@ -119,7 +119,8 @@ class Actor(Learner):
     def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
         """See `Learner.backward`."""
         config = self.config
-        log_probs, entropy = self._forward(batch)
+        # Recomputed old log-probs bring the entropy of the policy before the first step.
+        log_probs, entropy = self._forward(batch, bool(config.entropy_coeff) or not self.needs_old_log_probs)
         mask, weights, stats = batch.loss_mask, batch.weights, Stats()
         if not self.needs_old_log_probs and self.correction.active:
             corrected = self._correct_batch(batch, log_probs)
@@ -155,14 +156,14 @@ class Actor(Learner):
             stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.loss_mask.cpu())
         return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: MicroBatch, with_entropy: bool) -> tuple[Tensor, Tensor]:
         return self.module(
             batch.input_ids,
             batch.logit_index,
             batch.targets,
             temperature=self.temperature,
             chunk_tokens=self.config.logits_chunk_tokens,
-            with_entropy=True,
+            with_entropy=with_entropy,
             positions=batch.positions,
             segment_ids=batch.segment_ids,
         )
