@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -94,7 +95,7 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
         "mp_policy": policy,
         "reshard_after_forward": config.reshard_after_forward,
     }
-    slots = take_slices(module)
+    slots = take_slices(module, mesh)
     for block in transformer_blocks(module):
         fully_shard(block, **options)
     fully_shard(module, **options)
@@ -113,14 +114,25 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
 
     Gradients with a norm that is not finite are left as they are: skip that optimiser step.
     """
-    with_grad = [parameter for parameter in params if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    value = float(norm)
+    groups = by_mesh(parameter for parameter in params if parameter.grad is not None)
+    squares = 0.0
+    for group in groups:
+        # Ranks that hold the same weights have the same gradients, which count once.
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
+        squares += float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+    value = math.sqrt(squares)
     if math.isfinite(value):
-        nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, max_norm, torch.tensor(value))
     return value
+
+
+def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters of each device mesh, in order: torch's operations on lists of `DTensor` refuse two meshes."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in params:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

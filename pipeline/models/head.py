@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 
@@ -54,6 +55,14 @@ class VocabularyPart:
     """Token of the first row."""
     group: dist.ProcessGroup
     """Ranks that have the others, and see the same hidden states."""
+
+
+def own_rows(parameter: Tensor | None) -> tuple[Tensor | None, VocabularyPart | None]:
+    """A head's weights or bias on this rank; which part they are, if tensor parallelism has divided them."""
+    if not isinstance(parameter, DTensor):
+        return parameter, None
+    mesh = parameter.device_mesh
+    return parameter.to_local(), VocabularyPart(mesh.get_local_rank() * len(parameter) // mesh.size(), mesh.get_group())
 
 
 class _Head(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from pipeline.config.model import ModelConfig
-from pipeline.models.head import LogitRule, token_log_probs
+from pipeline.models.head import LogitRule, own_rows, token_log_probs
 from pipeline.models.mesh import Mesh
 from pipeline.models.pretrained import (
     Pretrained,
@@ -78,7 +78,9 @@ class Policy(Pretrained):
         """
         hidden = hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids)
         head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
-        return token_log_probs(hidden, head.weight, head.bias, targets, rule, chunk_tokens, with_entropy)
+        (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
+        assert weight is not None
+        return token_log_probs(hidden, weight, bias, targets, rule, chunk_tokens, with_entropy, part)
 
     @torch.no_grad()
     def sum_pi_squared(

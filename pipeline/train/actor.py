@@ -51,7 +51,7 @@ class Actor(Learner):
         seed: int,
         guards_gap: bool = False,
     ):
-        mesh = make_mesh(device)
+        mesh = make_mesh(device, config.parallel)
         policy = load_policy(model, mesh=mesh)
         super().__init__("actor", policy, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
@@ -110,9 +110,9 @@ class Actor(Learner):
         tokens = rows.trained_tokens(index)
         keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
         own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
-        parts = ranks.all_gather(own.astype(np.float64))
+        parts = ranks.all_gather(own.astype(np.float64))[:: self.mesh.same_rows]
         chosen = self.loss.token_mask_fn(Candidates(*np.concatenate(parts, axis=1)), self.config)
-        before = sum(part.shape[1] for part in parts[: ranks.rank()])
+        before = sum(part.shape[1] for part in parts[: ranks.rank() // self.mesh.same_rows])
         rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
         rows.token_mask[tokens] = chosen[before : before + len(tokens)]
 

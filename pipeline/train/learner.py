@@ -39,7 +39,8 @@ class Learner(ABC):
         device: this rank's device.
         iterations: number of iterations that update it, for the learning-rate schedule.
         share_prompts: `model.share_prompts`.
-        mesh: the ranks that loaded slices of the model.
+        mesh: the ranks that loaded slices of the model. Those of its tensor group get the same rows and compute one
+            learner together: metrics are complete without all but the first of them.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Learner(ABC):
         mesh: Mesh,
     ):
         self.name, self.shape, self.device = name, shape, device
-        self.grad_clip = config.grad_clip
+        self.mesh, self.grad_clip = mesh, config.grad_clip
         self._shared_size = shared_size(share_prompts, module, device)
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
@@ -145,7 +146,7 @@ class Learner(ABC):
         step = finite and tokens > self.all_reduce([rejected])[0]
         stats = {
             f"{self.name}/grad_norm": mean(norm, 1) if finite else mean(0, 0),
-            f"{self.name}/skipped_steps": Stat("sum", (float(not step) / ranks.count(),)),
+            f"{self.name}/skipped_steps": Stat("sum", (float(not step) / self.data_ranks,)),
             f"{self.name}/lr": Stat("max", (self.optimizer.param_groups[0]["lr"],)),
         }
         if step:
@@ -159,5 +160,16 @@ class Learner(ABC):
         self.scheduler.step()
 
     def all_reduce(self, values: list[float], op: Any = ranks.SUM) -> list[float]:
-        """See `ranks.all_reduce`."""
-        return ranks.all_reduce(values, self.device, op)
+        """See `ranks.all_reduce`; ranks with the same rows count as one."""
+        reduced = ranks.all_reduce(values, self.device, op)
+        return [value / self.mesh.same_rows for value in reduced] if op == ranks.SUM else reduced
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of tensor groups, or ranks, that see different rows."""
+        return ranks.count() // self.mesh.same_rows
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that see its rows."""
+        return ranks.rank() % self.mesh.same_rows == 0

@@ -6,6 +6,7 @@ import torch
 from pipeline.config import Config
 from pipeline.derived import UpdateShape, rollout_correction
 from pipeline.models.fsdp import torch_dtype
+from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.scoring.replica import scoring_model
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
@@ -29,9 +30,10 @@ def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
     )
 
 
-def build_critic(config: Config, device: torch.device, iterations: int) -> Critic:
-    """The critic, sharded over all ranks; `iterations` of the run update it."""
-    return Critic(config.critic, config.model, UpdateShape.of(config, config.critic), device, iterations)
+def build_critic(config: Config, device: torch.device, iterations: int, mesh: Mesh | None = None) -> Critic:
+    """The critic, sharded over the actor's `mesh` (None makes one); `iterations` of the run update it."""
+    mesh = mesh or make_mesh(device, config.actor.parallel)
+    return Critic(config.critic, config.model, UpdateShape.of(config, config.critic), device, iterations, mesh)
 
 
 def build_publishers(
