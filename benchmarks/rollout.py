@@ -49,7 +49,7 @@ from pipeline.store.events import PromptsMade
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.versions import Ticket
 from pipeline.weights.load import Shard
-from pipeline.weights.publish import pack
+from pipeline.weights.publish import named, pack
 
 CPU = " by CPU"
 STOP_IDS = [2, *range(100, 107)]
@@ -236,7 +236,7 @@ def in_ray(config: Config, repeats: int, run_dir: str) -> dict[str, list[float]]
 def weights(config: Config, put: Any) -> Shard:
     """The model's weights as one rank would publish them."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="float32")
-    return pack(model, 0, torch_dtype(config.rollout.dtype, "rollout.dtype"), 2**29, put)
+    return pack(named(model), 0, torch_dtype(config.rollout.dtype, "rollout.dtype"), 2**29, put)
 
 
 def settings(model: str, data: str, args: argparse.Namespace) -> Config:

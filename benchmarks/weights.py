@@ -4,26 +4,26 @@
     python -m benchmarks.weights --dtype bfloat16 --engines 4 --repeats 10
     python -m benchmarks.weights --engines 0               # without vLLM: only what the trainer does, and the changes
 
-    gather  a train rank copies its weights into buckets, and their checksums are computed (`publish.pack`)
-    crc     of that, the checksums alone
-    put     the buckets go into Ray's object store
-    get     an engine gets all buckets; those of its node are mapped into its memory, not copied
-    join    of the load, the checksums and the joining of whole parameters
-    load    vLLM loads them: checksums, whole parameters, its own packing
-    copy    all bytes, from one place in memory to another
+    publish  a train rank copies its weights into buckets, with checksums, and puts them into Ray's object store
+    crc      of that, the checksums alone
+    get      an engine gets all buckets; those of its node are mapped into its memory, not copied
+    join     of the load, the checksums and the joining of parameters of which ranks hold parts
+    load     vLLM loads them: checksums, whole parameters, its own packing
+    path     publish and load: from the optimiser's step to the acknowledgement
 
-Each is timed in the process in which a run does it, the first time left out. Then the engines hold the buckets at the
-same time, and their private memory and the object store show that a node has one copy. Last, what
-`trainer.weight_transport=delta` would send for an AdamW step of `--lr`: bytes, and the time to find and apply the
-changes.
+Each is timed in the process in which a run does it and with its environment, in turns with a plain copy of as many
+bytes there; the first time is left out. Then the engines hold the buckets at the same time, and their private memory
+and the object store show that a node has one copy. Last, what `trainer.weight_transport=delta` would send for an AdamW
+step of `--lr`: bytes, and the time to find and apply the changes.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
-import zlib
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.prompt_stream import byte_tokenizer
 from pipeline.config import Config, load_config
+from pipeline.config.trainer import TrainerConfig
 from pipeline.models.fsdp import torch_dtype
 from pipeline.run.driver import start_ray
+from pipeline.stream import engine_env
+from pipeline.weights.checksum import crc
 from pipeline.weights.delta import BucketCache, apply, encode
 from pipeline.weights.load import Shard, parameters
-from pipeline.weights.publish import pack
+from pipeline.weights.publish import WeightPublisher, named, pack
 
 WAIT_S = 600.0
 MIB = 2**20
@@ -64,31 +67,35 @@ def model(layers: int, width: int, vocabulary: int) -> Any:
     )
 
 
-def seconds(repeats: int, run: Callable[[], Any]) -> list[float]:
-    """Of each call but the first."""
-    times = []
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a part, and of a plain copy in the same process, in turns: the machine's speed changes meanwhile."""
+
+    part: list[float]
+    copy: list[float]
+
+
+def in_turns(repeats: int, run: Callable[[], Any], nbytes: int) -> Times:
+    """Of each call but the first, each behind a copy of `nbytes`."""
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    times: list[list[float]] = [[], []]
     for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begun)
-    return times[1:]
+        for one, call in zip(times, (run, lambda: np.copyto(target, source)), strict=True):
+            begun = time.perf_counter()
+            call()
+            one.append(time.perf_counter() - begun)
+    return Times(times[0][1:], times[1][1:])
 
 
-def trainer_side(module: Any, dtype: torch.dtype, limit: int, repeats: int) -> tuple[dict[str, list[float]], Shard]:
-    """Times of gather, put and copy, and the shard that was put."""
-    buffers: list[np.ndarray] = []
-
-    def gather() -> Shard:
-        buffers.clear()
-        return pack(module, 0, dtype, limit, lambda buffer: buffers.append(buffer) or buffer)  # type: ignore[func-returns-value]
-
-    times = {"gather": seconds(repeats, gather)}
-    times["crc"] = seconds(repeats, lambda: [zlib.crc32(buffer) for buffer in buffers])
-    target = [np.empty_like(buffer) for buffer in buffers]
-    times["copy"] = seconds(repeats, lambda: [np.copyto(t, b) for t, b in zip(target, buffers, strict=True)])
-    if ray.is_initialized():
-        times["put"] = seconds(repeats, lambda: [ray.put(buffer) for buffer in buffers])
-    return times, pack(module, 0, dtype, limit, ray.put if ray.is_initialized() else lambda buffer: buffer)
+def trainer_side(publisher: WeightPublisher, module: Any, repeats: int) -> tuple[dict[str, Times], Shard]:
+    """Times of publish and crc, and the shard that was published last."""
+    # As in a run, engines hold a version while the next one is published.
+    published = deque([publisher.pack(module, 0)], maxlen=2)
+    nbytes = publisher.whole_bytes
+    times = {"publish": in_turns(repeats, lambda: published.append(publisher.pack(module, 0)), nbytes)}
+    data = np.ones(nbytes, np.uint8)
+    times["crc"] = in_turns(repeats, lambda: crc(data), nbytes)
+    return times, published[-1]
 
 
 def private_mib() -> float:
@@ -106,11 +113,14 @@ class Receiver:
         self._engine = vllm.build(config.model, config.rollout, 512, config.trainer.seed)
         self._held: list[Any] = []
 
-    def get(self, shard: Shard, repeats: int) -> list[float]:
-        return seconds(repeats, lambda: ray.get(shard.buckets, timeout=WAIT_S))
+    def get(self, shard: Shard, repeats: int) -> Times:
+        return in_turns(repeats, lambda: ray.get(shard.buckets, timeout=WAIT_S), size(shard))
 
-    def load(self, shard: Shard, repeats: int) -> list[float]:
-        return seconds(repeats, lambda: self._vllm.load(self._engine, [shard], WAIT_S, 1))
+    def load(self, shard: Shard, repeats: int) -> Times:
+        return in_turns(repeats, lambda: self.take(shard), size(shard))
+
+    def take(self, shard: Shard) -> None:
+        self._vllm.load(self._engine, [shard], WAIT_S, 1)
 
     def hold(self, shard: Shard) -> tuple[float, float]:
         """Private MiB before and while all buckets are held, every byte of which has been read."""
@@ -133,12 +143,15 @@ def engine_config(folder: Path, dtype: str) -> Config:
     )
 
 
-def engine_side(config: Config, shard: Shard, engines: int, repeats: int) -> tuple[dict[str, list[float]], str]:
-    """Times of get and load in the first engine, and a sentence on the memory of all."""
-    actor = ray.remote(Receiver).options(num_cpus=1)
+def engine_side(
+    config: Config, shard: Shard, engines: int, repeats: int, publish: Callable[[], Shard]
+) -> tuple[dict[str, Times], str]:
+    """Times of get, load and the whole path in the first engine, and a sentence on the memory of all."""
+    actor = ray.remote(Receiver).options(num_cpus=1, runtime_env={"env_vars": engine_env(config)})
     receivers = [actor.remote(config) for _ in range(engines)]
     first = receivers[0]
     times = {name: ray.get(getattr(first, name).remote(shard, repeats), timeout=WAIT_S * 3) for name in ("get", "load")}
+    times["path"] = in_turns(repeats, lambda: ray.get(first.take.remote(publish()), timeout=WAIT_S), size(shard))
     before = object_store_mib()
     held = ray.get([receiver.hold.remote(shard) for receiver in receivers], timeout=WAIT_S)
     grown = ", ".join(f"{after - earlier:+.1f}" for earlier, after in held)
@@ -158,12 +171,12 @@ def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str,
 
     The first step of Adam moves every weight that has a gradient by about `lr`, whatever the gradient.
     """
-    old = pack(module, 0, dtype, limit, lambda buffer: buffer)
+    old = pack(named(module), 0, dtype, limit, lambda buffer: buffer)
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.01)
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    new = pack(module, 0, dtype, limit, lambda buffer: buffer)
+    new = pack(named(module), 0, dtype, limit, lambda buffer: buffer)
     kind = np.dtype(f"u{dtype.itemsize}")
     whole = sum(len(bucket) for bucket in new.buckets)
     changed = sum(
@@ -185,24 +198,28 @@ def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str,
     }
 
 
-def join(shard: Shard, repeats: int) -> list[float]:
-    """Seconds to verify and join the parameters, without an engine that loads them."""
+def size(shard: Shard) -> int:
+    """Bytes of all buckets."""
+    return sum(piece.nbytes for piece in shard.pieces)
+
+
+def join(shard: Shard, repeats: int) -> Times:
+    """Times to verify and join the parameters, without an engine that loads them."""
     fetch = (lambda refs: ray.get(refs, timeout=WAIT_S)) if ray.is_initialized() else (lambda refs: refs)
-    return seconds(repeats, lambda: sum(1 for _ in parameters([shard], fetch, BucketCache())))
+    return in_turns(repeats, lambda: sum(1 for _ in parameters([shard], fetch, BucketCache())), size(shard))
 
 
-def report(times: dict[str, list[float]], mib: float) -> Table:
-    """Median, smallest and largest seconds of every part, and the ratio of medians to the plain copy."""
+def report(times: dict[str, Times], mib: float) -> Table:
+    """Median, smallest and largest seconds of every part, and the ratio of medians to the plain copy beside it."""
     table = Table(title=f"{mib:.0f} MiB of weights", title_justify="left")
     table.add_column("part")
-    for name in ("median s", "min s", "max s", "of a plain copy"):
+    for name in ("median s", "min s", "max s", "copy s", "of a plain copy"):
         table.add_column(name, justify="right")
-    copy = statistics.median(times["copy"])
-    for name in ("copy", "gather", "crc", "put", "get", "join", "load"):
+    for name in ("publish", "crc", "get", "join", "load", "path"):
         if name in times:
-            middle = statistics.median(times[name])
-            cells = f"{middle:.4f}", f"{min(times[name]):.4f}", f"{max(times[name]):.4f}", f"{middle / copy:.2f}"
-            table.add_row(name, *cells)
+            middle, copy = (statistics.median(values) for values in (times[name].part, times[name].copy))
+            cells = (middle, min(times[name].part), max(times[name].part), copy)
+            table.add_row(name, *(f"{cell:.4f}" for cell in cells), f"{middle / copy:.2f}")
     return table
 
 
@@ -211,7 +228,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--bucket-mb", type=int, default=TrainerConfig().weight_bucket_mb)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--width", type=int, default=768)
@@ -227,14 +244,14 @@ def main() -> None:
             byte_tokenizer().save_pretrained(folder)
             config = engine_config(folder, args.dtype)
             start_ray(config)
-        times, shard = trainer_side(module, dtype, limit, args.repeats)
+        publisher = WeightPublisher(0, dtype, limit, ray.put if args.engines else np.copy)
+        times, shard = trainer_side(publisher, module, args.repeats)
         times["join"] = join(shard, args.repeats)
         if args.engines:
-            more, memory = engine_side(config, shard, args.engines, args.repeats)
+            more, memory = engine_side(config, shard, args.engines, args.repeats, lambda: publisher.pack(module, 0))
             times |= more
             ray.shutdown()
-    mib = sum(piece.nbytes for piece in shard.pieces) / MIB
-    Console().print(report(times, mib))
+    Console().print(report(times, size(shard) / MIB))
     print(memory)
     found = changes(module, dtype, limit, args.lr)
     print(

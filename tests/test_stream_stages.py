@@ -26,7 +26,7 @@ from pipeline.prompts.stage import Schedule
 from pipeline.rows import AGENT, BASELINE, POLICY, REFERENCE, REWARD_MODEL, SCHEMA, VALUE, flat
 from pipeline.track.trajectories import read_trajectories
 from pipeline.weights.load import Shard
-from pipeline.weights.publish import pack
+from pipeline.weights.publish import named, pack
 from tests.scoring.generated import assert_near
 from tests.scoring.test_policy import sums, variant
 from tests.scoring.test_reference import chosen
@@ -63,8 +63,8 @@ class Published:
     def __call__(self, version: int) -> dict[str, Shard]:
         policy = Policy(AutoModelForCausalLM.from_pretrained(self.policies[version]))
         return {
-            "policy": pack(policy, 0, torch.float32, BUCKET, ray.put, Policy.hf_name),
-            "critic": pack(self.critics[version], 0, torch.float32, BUCKET, ray.put),
+            "policy": pack(named(policy, Policy.hf_name), 0, torch.float32, BUCKET, ray.put),
+            "critic": pack(named(self.critics[version]), 0, torch.float32, BUCKET, ray.put),
         }
 
 

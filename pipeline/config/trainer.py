@@ -140,8 +140,8 @@ class TrainerConfig:
     log_traces: int = setting(2, at_least=0, at_most=100)
     """Rows of each iteration, and of each validation, that MLflow gets as [traces](trace.md#look-at-rows)."""
 
-    weight_bucket_mb: int = setting(512, at_least=1)
-    """MiB of weights that travel as one buffer."""
+    weight_bucket_mb: int = setting(64, at_least=1)
+    """MiB of weights that travel as one buffer; the next one is stored or fetched while one is filled or loaded."""
 
     weight_transport: str = setting("object_store", choices=("object_store", "delta", "nixl"))
     """How weights reach an engine. `object_store`: all weights. `delta`: changed numbers, without loss; workers and

@@ -3,20 +3,17 @@
 A train worker keeps a copy of its shard for every version that may still be fetched (`PublishedMemory`) and publishes
 where the buckets are. Engines `read` them by NIXL's one-sided reads, over what UCX finds between the two: NVLink,
 InfiniBand, shared memory, TCP. The train worker takes no part in a read, so it computes meanwhile. The bytes need not
-pass through host memory, and neither does their checksum (`digest`).
+pass through host memory, and neither does their checksum (`checksum.py`).
 """
 
 import functools
 import os
 import time
 import uuid
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from pipeline.errors import PeerDied
 
@@ -26,10 +23,6 @@ if TYPE_CHECKING:
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 """What NIXL calls the memory of a device."""
 POLL_S = 0.001
-BLOCK = 2**16
-"""Numbers of 16 bits that are summed up together."""
-SLICE = 2**20
-"""Bytes that are summed up at a time: few enough for a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +37,6 @@ class RemoteBuffer:
     agent: str = ""
     metadata: bytes = b""
     """What another agent needs to know of this one."""
-
-
-def digest(data: "torch.Tensor") -> int:
-    """A 32-bit checksum of bytes [B] uint8, computed on their device and the same on each.
-
-    Every two bytes are a number, every number has a weight by its position in a block, and the CRC-32 is of the blocks'
-    sums. Weights are odd and sums exact, so a block with one wrong number always has another sum.
-    """
-    import torch
-    from torch.nn.functional import pad
-
-    sums = [torch.empty(0, dtype=torch.int64, device=data.device)]
-    for part in data.split(SLICE):
-        numbers = pad(part, (0, -len(part) % (2 * BLOCK))).view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
-        sums.append(numbers.view(-1, BLOCK).mul_(_weights(str(data.device))).sum(1))
-    return zlib.crc32(torch.cat(sums).cpu().numpy().tobytes(), len(data) & 0xFFFFFFFF)
-
-
-@functools.cache
-def _weights(device: str) -> "torch.Tensor":
-    import torch
-
-    # Below 2^31: 2^16 products of such a weight and 16 bits add up to less than 2^63.
-    odd = (np.random.PCG64(0).random_raw(BLOCK) >> np.uint64(33)) | np.uint64(1)
-    return torch.from_numpy(odd.astype(np.int64)).to(device)
 
 
 @functools.cache

@@ -12,11 +12,14 @@ With `trainer.weight_transport=delta` a shard also holds what has changed since 
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.weights import reload
+from pipeline.weights.checksum import crc
 from pipeline.weights.delta import BucketCache, Span
-from pipeline.weights.direct import RemoteBuffer, digest, read
+from pipeline.weights.direct import RemoteBuffer, read
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +34,18 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     """Of the whole parameter."""
-    start: int
-    """Index of the part's first number in the flattened parameter."""
+    start: tuple[int, ...]
+    """Index of the part's first number, in every dimension."""
+    extent: tuple[int, ...]
+    """Shape of the part."""
     bucket: int
     offset: int
     nbytes: int
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The part's numbers in the whole parameter, as an index."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.extent, strict=True))
 
 
 @dataclass(frozen=True)
@@ -77,13 +87,6 @@ class Shard:
         return [(piece.offset, piece.nbytes) for piece in self.pieces if piece.bucket == number]
 
 
-def crc(buffer: Any) -> int:
-    """The checksum of a bucket: CRC-32 of host memory, `digest` of a tensor, which stays on its device."""
-    import torch
-
-    return digest(buffer) if isinstance(buffer, torch.Tensor) else zlib.crc32(buffer)
-
-
 def checksum(shards: Sequence[Shard]) -> int:
     """One number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
     ordered = sorted(shards, key=lambda shard: shard.rank)
@@ -112,7 +115,10 @@ def fetch(refs: list[Any], device: Any, timeout: float) -> list[Any]:
 def parameters(
     shards: Sequence[Shard], fetch: Callable[[list[Any]], list[Any]], cache: BucketCache | None = None
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks at a time.
+    """Whole parameters of a version, `(name, tensor)`, one bucket of all ranks after the other.
+
+    While the caller works on a bucket, the next one is fetched and verified, except by one-sided reads. What one rank
+    holds whole is not copied: such a tensor is read-only, and a cache changes it with the next version.
 
     Args:
         shards: one per rank; every rank has the same number of buckets with the same parameters in each.
@@ -131,34 +137,67 @@ def parameters(
         cache = None
     if cache:
         cache.begin(shards)
-    for number in range(len(shards[0].buckets)):
+    count = len(shards[0].buckets)
+
+    def arrive(number: int) -> list[Any]:
         buffers = cache.take(shards, number, fetch) if cache else fetch([shard.buckets[number] for shard in shards])
-        joined: dict[str, torch.Tensor] = {}
-        counts: dict[str, int] = {}
         for shard, buffer in zip(shards, buffers, strict=True):
             if crc(buffer) != shard.checksums[number]:
                 raise ValueError(
                     f"weights bucket {number} of train rank {shard.rank} arrived damaged: its checksum does not match "
                     "the published one"
                 )
-            for piece in (piece for piece in shard.pieces if piece.bucket == number):
-                if isinstance(buffer, torch.Tensor):
-                    part = buffer[piece.offset : piece.offset + piece.nbytes].view(dtype)
-                else:
-                    # Read-only shared memory, from which is copied.
-                    count = piece.nbytes // dtype.itemsize
-                    part = torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset)
-                if piece.name not in joined:
-                    joined[piece.name] = torch.empty(piece.shape, dtype=dtype, device=part.device)
-                    counts[piece.name] = 0
-                joined[piece.name].view(-1)[piece.start : piece.start + len(part)] = part
-                counts[piece.name] += len(part)
-        for name, tensor in joined.items():
-            if counts[name] != tensor.numel():
-                raise ValueError(f"parameter {name!r}: the ranks published {counts[name]} of {tensor.numel()} numbers")
-            yield name, tensor
+        return buffers
+
+    parts: list[dict[str, list[tuple[int, Piece]]]] = [{} for _ in range(count)]
+    for index, shard in enumerate(shards):
+        for piece in shard.pieces:
+            parts[piece.bucket].setdefault(piece.name, []).append((index, piece))
+    # A one-sided read would overwrite device memory that is free, but that queued work still reads.
+    direct = count and isinstance(shards[0].buckets[0], RemoteBuffer)
+    arrived = map(arrive, range(count)) if direct else _ahead(arrive, count)
+    for buffers, named in zip(arrived, parts, strict=True):
+        # One after the other: memory of a parameter that the caller has dropped serves the next one.
+        for name, found in named.items():
+            yield name, _joined(name, [(piece, _numbers(buffers[index], piece, dtype)) for index, piece in found])
     if cache:
         cache.done(shards)
+
+
+def _numbers(buffer: Any, piece: Piece, dtype: "torch.dtype") -> "torch.Tensor":
+    """A piece of a bucket, without a copy."""
+    import torch
+
+    if isinstance(buffer, torch.Tensor):
+        return buffer[piece.offset : piece.offset + piece.nbytes].view(dtype).view(piece.extent)
+    # Read-only shared memory.
+    count = piece.nbytes // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset).view(piece.extent)
+
+
+def _joined(name: str, parts: list[tuple[Piece, "torch.Tensor"]]) -> "torch.Tensor":
+    """A parameter of its pieces."""
+    import torch
+
+    piece, whole = parts[0]
+    if piece.extent != piece.shape:
+        whole = torch.empty(piece.shape, dtype=whole.dtype, device=whole.device)
+        for piece, part in parts:
+            whole[piece.place] = part
+    if (count := sum(part.numel() for _, part in parts)) != whole.numel():
+        raise ValueError(f"parameter {name!r}: the ranks published {count} of {whole.numel()} numbers")
+    return whole
+
+
+def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
+    """Results of `work` on 0 to `count` in order, of which the next is made while the caller has one."""
+    with ThreadPoolExecutor(1, "weights") as pool:
+        pending = pool.submit(work, 0) if count else None
+        for following in range(1, count + 1):
+            assert pending is not None
+            done = pending.result()
+            pending = pool.submit(work, following) if following < count else None
+            yield done
 
 
 def register() -> None:
@@ -169,8 +208,6 @@ def register() -> None:
         WeightTransferUpdateInfo,
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     @dataclass
     class Update(WeightTransferUpdateInfo):
@@ -193,7 +230,7 @@ def register() -> None:
             if not self._needed:
                 # Tied parameters are one until an update fails half way.
                 self._needed.update(name for name, _ in self.model.named_parameters())
-            initialize_layerwise_reload(self.model)
+            reload.begin(self.model)
 
         def receive_weights(self, update_info: Update) -> None:
             def take(refs: list[Any]) -> list[Any]:
@@ -206,13 +243,7 @@ def register() -> None:
                 raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")
 
         def finish_weight_update(self) -> None:
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu":
-                # A tied head shares the embedding's tensor but keeps its own packed copy for the CPU GEMM; without
-                # this it keeps computing logits with the previous version's weights.
-                for module in self.model.modules():
-                    if isinstance(module, ParallelLMHead):
-                        module.quant_method.process_weights_after_loading(module)
+            reload.finish(self.model, self.model_config, self.device.type)
 
         def shutdown(self) -> None:
             pass

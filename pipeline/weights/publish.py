@@ -1,12 +1,13 @@
 """The trainer's side of the weight broadcast: each rank puts its shards into the object store and publishes the refs.
 
-Every rank copies the rows it holds of each parameter into a few large byte buffers and puts those; nothing is gathered
+Every rank copies the block it holds of each parameter into a few large byte buffers and puts those; nothing is gathered
 between ranks. Buckets are cut by the parameters' whole sizes, so every rank has the same parameters in the same bucket
 and an engine can load bucket by bucket (`load.py`).
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,35 +17,71 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipeline.stats import Stat, Stats, mean
+from pipeline.weights.checksum import crc
 from pipeline.weights.delta import MAX_STEPS, encode
 from pipeline.weights.direct import PublishedMemory
-from pipeline.weights.load import Piece, Shard, Step, crc
+from pipeline.weights.load import Piece, Shard, Step
+
+Named = Iterable[tuple[str, torch.Tensor]]
+"""Parameters with their names."""
 
 
-def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, int]:
-    """This rank's rows of a parameter and the index of their first number in the flattened parameter.
+def named(model: nn.Module, rename: Callable[[str], str] = str) -> Named:
+    """All parameters of a model, under the names that `rename` gives them."""
+    return ((rename(name), parameter) for name, parameter in model.named_parameters())
 
-    An unsharded parameter belongs to rank 0 alone.
+
+def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """This rank's part of a parameter and, for every dimension, the index of its first number.
+
+    Where several ranks hold the same part (replicas, tensor-parallel ranks with the same norm), the first of them has
+    it and the others have no numbers. An unsharded parameter belongs to rank 0 alone.
 
     Raises:
-        ValueError: the parameter is sharded along another dimension than the first.
+        ValueError: the part is no block of neighbouring numbers, or one of several summands.
     """
     if not isinstance(parameter, DTensor):
-        return parameter if rank == 0 else parameter.new_empty(0), 0
-    if any(isinstance(p, Sharded) and p.dim != 0 for p in parameter.placements):
-        raise ValueError(f"a parameter is sharded as {parameter.placements}; only rows (Shard(0)) can be broadcast")
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    first_row = offset[0] if offset else 0
-    return parameter.to_local(), first_row * math.prod(parameter.shape[1:])
+        return parameter if rank == 0 else parameter.new_empty(0), (0,) * parameter.ndim
+    mesh, placements, local = parameter.device_mesh, parameter.placements, parameter.to_local()
+    # FSDP under tensor parallelism cuts what the later dimension of the mesh has cut: those parts are blocks.
+    later: Counter[int] = Counter()
+    for size, placement in zip(reversed(mesh.shape), reversed(placements), strict=True):
+        if isinstance(placement, _StridedShard) and placement.split_factor != (later[placement.dim] or 1):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded as {placements}: a rank's part is no block "
+                "of neighbouring rows or columns, so its weights cannot be published. Tensor parallelism deals packed "
+                "projections (gate and up in one) like this; shard the experts instead (actor.parallel.expert) or set "
+                "actor.parallel.tensor=1"
+            )
+        if isinstance(placement, _StridedShard | Sharded):
+            later[placement.dim] = (later[placement.dim] or 1) * size
+        elif not placement.is_replicate():
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is placed as {placements}; only whole numbers can be "
+                "published, sharded or replicated"
+            )
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    if shape != tuple(local.shape):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)}, sharded as {placements}, has a part of shape "
+            f"{tuple(local.shape)} where {shape} was expected; its weights cannot be published"
+        )
+    replicated = [
+        c for c, placement in zip(mesh.get_coordinate() or (), placements, strict=True) if placement.is_replicate()
+    ]
+    # The first rank is in the first of the meshes that hold the same parameter.
+    owns = not any(replicated) and bool((mesh.mesh == 0).any())
+    return local if owns else local.new_empty(0), start
 
 
-def buckets(model: nn.Module, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def buckets(weights: Named, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Parameters in order, in groups of at most `limit` bytes as `dtype`; a larger one is a group of its own."""
-    group: list[tuple[str, nn.Parameter]] = []
+    group: list[tuple[str, torch.Tensor]] = []
     size = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in weights:
         nbytes = parameter.numel() * dtype.itemsize
         if group and size + nbytes > limit:
             yield group
@@ -57,49 +94,89 @@ def buckets(model: nn.Module, dtype: torch.dtype, limit: int) -> Iterator[list[t
 
 @torch.no_grad()
 def pack(
-    model: nn.Module,
+    weights: Named,
     rank: int,
     dtype: torch.dtype,
     limit: int,
     put: Callable[[Any], Any],
-    rename: Callable[[str], str] = str,
-    memory: PublishedMemory | None = None,
+    memory: "PublishedMemory | Staging | None" = None,
 ) -> Shard:
     """This rank's part of the current weights.
 
+    While a bucket is filled, another thread computes the checksum of the one before and stores it.
+
     Args:
-        model: sharded along dimension 0, or not at all.
+        weights: parameters, sharded or not, under the engine's names; asked for one bucket after the other, the same on
+            every rank.
         rank: rank of this process.
         dtype: type the weights travel in; the engine's.
         limit: bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
         put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
-        rename: turns a parameter's name into the engine's.
-        memory: where the buckets are written, as uint8 tensors that `put` then gets.
+        memory: where the buckets are written; `put` gets those of `PublishedMemory` as tensors. Without it every bucket
+            has memory of its own.
     """
-    shard = Shard(rank, [], [], [], str(dtype).removeprefix("torch."))
-    for number, group in enumerate(buckets(model, dtype, limit)):
-        parts = [(rename(name), tuple(parameter.shape), *local_part(parameter, rank)) for name, parameter in group]
-        size = sum(part.numel() for _, _, part, _ in parts) * dtype.itemsize
-        buffer = memory.empty(size) if memory else torch.empty(size, dtype=torch.uint8)
-        offset = 0
-        for name, shape, part, start in parts:
-            nbytes = part.numel() * dtype.itemsize
-            buffer[offset : offset + nbytes].view(dtype).copy_(part.reshape(-1))
-            if nbytes:
-                shard.pieces.append(Piece(name, shape, start, number, offset, nbytes))
-            offset += nbytes
-        data: Any = buffer if memory else buffer.numpy()
+    pieces: list[Piece] = []
+    stored: list[Future[tuple[int, Any]]] = []
+
+    def store(data: Any) -> tuple[int, Any]:
         # On a GPU this also waits until the bytes are written.
-        shard.checksums.append(crc(data))
-        shard.buckets.append(put(data))
-    return shard
+        return crc(data), put(data)
+
+    # An error in between waits for what is being stored.
+    with ThreadPoolExecutor(1, "publish") as pool:
+        for number, group in enumerate(buckets(weights, dtype, limit)):
+            if number > 1:
+                # The memory of the bucket before last is written again.
+                stored[number - 2].result()
+            parts = [(name, tuple(parameter.shape), *local_part(parameter, rank)) for name, parameter in group]
+            size = sum(part.numel() for _, _, part, _ in parts) * dtype.itemsize
+            buffer = memory.empty(size) if memory else torch.empty(size, dtype=torch.uint8)
+            offset = 0
+            for name, shape, part, start in parts:
+                nbytes = part.numel() * dtype.itemsize
+                buffer[offset : offset + nbytes].view(dtype).view(part.shape).copy_(part)
+                if nbytes:
+                    pieces.append(Piece(name, shape, start, tuple(part.shape), number, offset, nbytes))
+                offset += nbytes
+            stored.append(pool.submit(store, buffer if isinstance(memory, PublishedMemory) else buffer.numpy()))
+    found = [future.result() for future in stored]
+    return Shard(rank, pieces, [ref for _, ref in found], [crc for crc, _ in found], str(dtype).removeprefix("torch."))
+
+
+class Staging:
+    """Host memory for buckets, written again and again: to touch fresh memory takes longer than to copy.
+
+    `put` must have copied a bucket when it returns.
+
+    Args:
+        keeps: a version's buckets stand until the version after the next; otherwise there are two buckets in turn.
+    """
+
+    def __init__(self, keeps: bool) -> None:
+        self._keeps = keeps
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._version = self._number = 0
+
+    def begin(self, version: int) -> None:
+        """Let `version` overwrite the one before the last."""
+        self._version, self._number = version, 0
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory [nbytes] uint8 for the next bucket."""
+        key = (self._version % 2, self._number) if self._keeps else (0, self._number % 2)
+        self._number += 1
+        if key not in self._buffers or len(self._buffers[key]) < nbytes:
+            self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[key][:nbytes]
 
 
 class WeightPublisher:
     """Publishes one rank's weights of one model, version after version.
 
     Args:
-        rank, dtype, limit, put, rename: see `pack`.
+        rank, dtype, limit: see `pack`.
+        put: stores a copy of a uint8 numpy array and returns what fetches it; `ray.put`.
+        rename: turns a parameter's name into the engine's.
         delta: also publish the changes since earlier versions (`delta.py`); this keeps the last version's buckets.
         memory: stores the buckets, in place of `put`.
     """
@@ -116,7 +193,7 @@ class WeightPublisher:
     ) -> None:
         self._args = rank, dtype, limit
         self._put: Callable[[Any], Any] = memory.put if memory else put
-        self._rename, self._delta, self._memory = rename, delta, memory
+        self._rename, self._delta, self._memory = rename, delta, memory or Staging(keeps=delta)
         self._version = -1
         self._kept: list[np.ndarray] = []
         self._steps: list[Step] = []
@@ -138,11 +215,13 @@ class WeightPublisher:
             buffers.append(buffer)
             return self._put(buffer)
 
-        if self._memory:
+        if isinstance(self._memory, PublishedMemory):
             rank, dtype, _ = self._args
-            numbers = sum(local_part(parameter, rank)[0].numel() for parameter in model.parameters())
+            numbers = sum(local_part(parameter, rank)[0].numel() for _, parameter in named(model, self._rename))
             self._memory.begin(version, numbers * dtype.itemsize)
-        shard = pack(model, *self._args, put, self._rename, self._memory)
+        else:
+            self._memory.begin(version)
+        shard = pack(named(model, self._rename), *self._args, put, self._memory)
         self.whole_bytes = self.bytes = sum(map(len, buffers))
         if not self._delta:
             return shard
