@@ -10,12 +10,11 @@ weights that it gathers.
 """
 
 import argparse
+import json
 import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -49,9 +48,9 @@ def make_model(folder: Path, layers: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder, max_shard_size="200MB")
 
 
-def measure(rank: int, way: str, folder: str, ranks: int, store: str, results: Any) -> None:
+def measure(rank: int, way: str, folder: str, ranks: int, store: str) -> None:
     """One rank: `(rank, MiB at the peak after loading, after every weight was written, after a pass, at the end, MiB of
-    the whole model, seconds of loading)` goes into `results`."""
+    the whole model, seconds of loading)` is written beside `store`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=300)
@@ -81,7 +80,8 @@ def measure(rank: int, way: str, folder: str, ranks: int, store: str, results: A
         policy(ids, torch.arange(7), ids[0, 1:])
     peaks.append(resident("VmHWM") - before)
     size = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters()) // 2**20
-    results.put((rank, *peaks, resident("VmRSS") - before, size, seconds))
+    found = (rank, *peaks, resident("VmRSS") - before, size, seconds)
+    Path(f"{store}.{rank}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -93,9 +93,9 @@ def compare(ranks: int, layers: int) -> dict[str, list[tuple[float, ...]]]:
         folder = Path(place) / "model"
         make_model(folder, layers)
         for way in WAYS:
-            results = mp.get_context("spawn").SimpleQueue()
-            mp.spawn(measure, (way, str(folder), ranks, f"{place}/{way}", results), nprocs=ranks)
-            found[way] = sorted(results.get() for _ in range(ranks))
+            store = f"{place}/{way}"
+            mp.spawn(measure, (way, str(folder), ranks, store), nprocs=ranks)
+            found[way] = [tuple(json.loads(Path(f"{store}.{rank}").read_text())) for rank in range(ranks)]
     return found
 
 

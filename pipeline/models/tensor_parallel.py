@@ -31,7 +31,7 @@ def divide(lm: Any, mesh: Mesh) -> None:
 
     size, name = mesh.same_rows, type(lm).__name__
     assert mesh.tensor is not None
-    if not lm.tp_plan:
+    if not lm.config.base_model_tp_plan:
         raise ValueError(f"transformers has no plan for tensor parallelism of {name}; set actor.parallel.tensor=1")
     if mesh.expert > 1 and not lm.ep_plan:
         raise ValueError(f"transformers has no plan for expert parallelism of {name}; set actor.parallel.expert=1")

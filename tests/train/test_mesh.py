@@ -57,9 +57,9 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
 
 def settings(folder: str, mesh: tuple[int, int, int, int]) -> Config:
     # A small budget gives several micro-batches.
-    config = make_config(folder, ppo_max_token_len_per_gpu=32, entropy_coeff=0.01)
+    config = make_config(folder, ppo_max_token_len_per_gpu=16, entropy_coeff=0.01)
     config.actor.parallel.tensor, config.actor.parallel.expert, config.actor.parallel.replicate = mesh[1:]
-    config.critic.ppo_max_token_len_per_gpu = 32
+    config.critic.ppo_max_token_len_per_gpu = 16
     config.model.share_prompts = "never"
     return config
 
