@@ -59,7 +59,9 @@ class Case:
 
     def __init__(self, tokens: int, width: int, vocabulary: int, dtype: torch.dtype, device: str, chunk: int):
         generator = torch.Generator().manual_seed(0)
-        normal = [torch.randn(*shape, generator=generator) for shape in ((tokens, width), (vocabulary, width), (tokens,))]
+        normal = [
+            torch.randn(*shape, generator=generator) for shape in ((tokens, width), (vocabulary, width), (tokens,))
+        ]
         self.hidden, self.weight = (value.to(device, dtype) for value in (normal[0], normal[1] / width**0.5))
         self.given, self.chunk = normal[2].to(device), chunk
         self.targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(device)

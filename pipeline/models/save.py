@@ -19,9 +19,7 @@ FILE_BYTES = 2 * 2**30
 """Size at which a file is full."""
 
 
-def gathered_blocks(
-    model: nn.Module, keep: bool, dtype: torch.dtype | None = None
-) -> Iterator[dict[str, Tensor]]:
+def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
     """All parameters and persistent buffers, unsharded, in CPU memory, block after block; a collective.
 
     A tied parameter comes once, under its first name.

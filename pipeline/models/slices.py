@@ -68,7 +68,8 @@ def reading_slices(mesh: Mesh) -> Iterator[None]:
     Raises ValueError there if a file holds a weight of another shape than the model's configuration says, of which
     slices would be read without an error.
     """
-    from transformers import PreTrainedModel
+    from safetensors import safe_open
+    from transformers import PreTrainedModel, modeling_utils
 
     read = PreTrainedModel._load_pretrained_model
 
@@ -77,7 +78,14 @@ def reading_slices(mesh: Mesh) -> Iterator[None]:
         place(model, mesh)
         return read(model, state, files, load_config)
 
-    with patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read_slices)):
+    def open_file(file: str, **options: Any) -> Any:
+        # Of a mapped file, pages beside the slices would stay in memory as long as the slices do.
+        return safe_open(file, **options | {"backend": "pread"})
+
+    with (
+        patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read_slices)),
+        patch.object(modeling_utils, "safe_open", open_file),
+    ):
         yield
 
 

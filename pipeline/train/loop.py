@@ -66,7 +66,9 @@ class Loop:
         self._store = StoreClient(settings.store, store.ask(PolicyStore.current_attempt))
         iterations, warmup = self.schedule.iterations, self.config.critic.warmup
         self.actor = build_actor(self.config, self.device, iterations - warmup)
-        self.critic = build_critic(self.config, self.device, iterations, self.actor.mesh) if uses_critic(self.config) else None
+        self.critic = (
+            build_critic(self.config, self.device, iterations, self.actor.mesh) if uses_critic(self.config) else None
+        )
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)

@@ -18,12 +18,22 @@ EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 9}
         (DENSE, 4, ["tensor=2", "replicate=2"], []),
         (DENSE, 3, [], []),
         (EXPERTS, 4, ["replicate=4"], []),
-        (DENSE, 6, ["tensor=2", "replicate=2"], ["= 2 x 2 = 4 must divide trainer.num_workers=6; make it a multiple of 4"]),
+        (
+            DENSE,
+            6,
+            ["tensor=2", "replicate=2"],
+            ["= 2 x 2 = 4 must divide trainer.num_workers=6; make it a multiple of 4"],
+        ),
         (DENSE, 3, ["tensor=3"], ["does not divide num_key_value_heads=2", "does not divide vocab_size=100"]),
         (DENSE, 2, ["tensor=2", "expert=2"], ["actor.parallel.expert=2, but model.path={path} has no experts"]),
         (EXPERTS, 2, ["tensor=2", "expert=2"], ["does not divide the 9 experts of model.path={path} (num_experts)"]),
         (EXPERTS, 2, ["tensor=2"], ["whose weights must stay whole; set actor.parallel.expert=2"]),
-        (DENSE | {"model_type": "gpt2"}, 2, ["tensor=2"], ["no plan for tensor parallelism of model.path={path}, a gpt2"]),
+        (
+            DENSE | {"model_type": "gpt2"},
+            2,
+            ["tensor=2"],
+            ["no plan for tensor parallelism of model.path={path}, a gpt2"],
+        ),
     ],
 )
 def test_what_cannot_be_divided(tmp_path: Path, model: dict, workers: int, mesh: list[str], wanted: list[str]) -> None:

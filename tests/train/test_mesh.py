@@ -82,9 +82,7 @@ def work(rank: int, folder: str, *names: str) -> None:
         if rank >= mesh[0]:
             continue
         store = dist.FileStore(f"{folder}/store {name}", mesh[0])
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=mesh[0], timeout=timedelta(seconds=120)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh[0], timeout=timedelta(seconds=120))
         config = settings(f"{folder}/model", mesh)
         for build in (build_actor, build_critic):
             learner: Any = build(config, CPU, 100)
