@@ -56,6 +56,28 @@ class FSDPConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How a model is divided over the train workers beside FSDP; `trainer.num_workers` is a multiple of the product of
+    `tensor` and `replicate`."""
+
+    tensor: int = setting(1, at_least=1)
+    """Tensor parallelism: so many workers, neighbours on a node, see the same rows, and each computes a part of every
+    layer. It divides heads and vocabulary of the model."""
+
+    expert: int = setting(1, at_least=1)
+    """Expert parallelism of mixtures of experts: so many workers have different experts. 1, or as `tensor`."""
+
+    replicate: int = setting(1, at_least=1)
+    """FSDP keeps so many copies of the sharded weights, each on neighbouring workers, which alone gather from each
+    other; for slow networks between nodes."""
+
+    @property
+    def ranks_with_same_rows(self) -> int:
+        """Workers that see the same rows."""
+        return self.tensor
+
+
+@dataclass
 class PolicyLossConfig:
     """Which policy loss, and the options of those that have some."""
 
@@ -99,6 +121,9 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Of actor and critic."""
 
     clip_ratio: float = setting(0.2, above=0)
     """PPO clip range: the ratio is clipped to [1 - clip_ratio_low, 1 + clip_ratio_high]."""
@@ -161,9 +186,14 @@ class ActorConfig:
 
     def problems(self) -> dict[str, object]:
         """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
-        loss = self.policy_loss
-        sentence = "{actor.policy_loss.clip_cov_lb} must be below {actor.policy_loss.clip_cov_ub}"
-        return {sentence: not loss.clip_cov_lb < loss.clip_cov_ub}
+        loss, parallel = self.policy_loss, self.parallel
+        return {
+            "{actor.policy_loss.clip_cov_lb} must be below {actor.policy_loss.clip_cov_ub}": (
+                not loss.clip_cov_lb < loss.clip_cov_ub
+            ),
+            "{actor.parallel.expert} must be 1 or {actor.parallel.tensor}: experts are divided among the workers that "
+            "see the same rows": parallel.expert not in (1, parallel.tensor),
+        }
 
 
 @dataclass

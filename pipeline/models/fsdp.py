@@ -7,6 +7,7 @@
 Each `backward` is a collective: all ranks must run the same number of micro-batches.
 """
 
+import copy
 import math
 import shutil
 import uuid
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
+from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.models.save import WeightFiles, gathered_blocks
+from pipeline.models.slices import adopt, take_slices
 
 if TYPE_CHECKING:
     from pipeline.models.pretrained import Pretrained
@@ -65,8 +69,14 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     return []
 
 
-def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Module:
-    """Shard `module`, which is equal on all ranks, over the default process group, in place, and move it to `device`.
+def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: Mesh | None = None) -> Module:
+    """Shard `module` in place, and move it to `device`.
+
+    Args:
+        module: equal on all ranks; weights of which each rank has read its slices (`slices.py`) are not cut again.
+        config: types, and whether gathered weights are freed.
+        device: this rank's device.
+        mesh: that of the slices; None shards over all ranks.
 
     Returns:
         `module`: its parameters are DTensors, and its gradients are summed over ranks.
@@ -75,23 +85,21 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Mod
         RuntimeError: no process group is initialised.
         ValueError: a type in `config` is unknown.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("sharding needs a process group; call torch.distributed.init_process_group first")
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    mesh = mesh or make_mesh(device)
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(config.param_dtype, "fsdp.param_dtype") if config.param_dtype else None,
         reduce_dtype=torch_dtype(config.reduce_dtype, "fsdp.reduce_dtype"),
     )
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mesh": mesh.data,
         "mp_policy": policy,
         "reshard_after_forward": config.reshard_after_forward,
     }
+    slots = take_slices(module, mesh)
     for block in transformer_blocks(module):
         fully_shard(block, **options)
     fully_shard(module, **options)
+    adopt(slots)
     module.to(device)  # buffers; fully_shard moved the parameters
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -106,14 +114,25 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
 
     Gradients with a norm that is not finite are left as they are: skip that optimiser step.
     """
-    with_grad = [parameter for parameter in params if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    value = float(norm)
+    groups = by_mesh(parameter for parameter in params if parameter.grad is not None)
+    squares = 0.0
+    for group in groups:
+        # Ranks that hold the same weights have the same gradients, which count once.
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
+        squares += float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+    value = math.sqrt(squares)
     if math.isfinite(value):
-        nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, max_norm, torch.tensor(value))
     return value
+
+
+def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters of each device mesh, in order: torch's operations on lists of `DTensor` refuse two meshes."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in params:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -122,48 +141,59 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     A tied parameter appears once, under its first name.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
-    persistent = model.state_dict().keys()
-    state: dict[str, Tensor] = {}
-    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        if name not in persistent:
-            continue
-        # One tensor at a time is gathered, to save memory.
-        gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if keep:
-            state[name] = gathered.detach().to("cpu", copy=True)
-        del gathered
-    return state
+    return {name: tensor for block in gathered_blocks(model, keep) for name, tensor in block.items()}
 
 
-def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
+def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
-    Rank 0 writes beside `folder` and renames, so an interrupted save never looks like a model. An older `folder` is
-    replaced.
+    Rank 0 holds one block of the model and one file at a time. It writes beside `folder` and renames, so an interrupted
+    save never looks like a model. An older `folder` is replaced. Weights are saved as `dtype`, or as they are for None.
 
     Raises RuntimeError, on every rank, if rank 0 could not write.
     """
     folder = Path(folder)
-    state = full_state_dict(model)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    failure: list[str | None] = [None]
     error: OSError | None = None
-    if rank == 0:
-        partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
-        try:
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+    files = WeightFiles(model.lm, partial)
+    try:
+        if rank == 0:
             partial.mkdir(parents=True)
-            named = {model.hf_name(name): tensor for name, tensor in state.items()}
-            model.lm.save_pretrained(partial, state_dict=named)
+    except OSError as problem:
+        error = problem
+    for block in gathered_blocks(model, rank == 0, dtype):
+        try:
+            if rank == 0 and error is None:
+                files.add({model.hf_name(name): tensor for name, tensor in block.items()})
+        except OSError as problem:
+            # The other ranks go on to gather.
+            error = problem
+    try:
+        if rank == 0 and error is None:
+            # It clears what it takes for weights of an older save, so it comes before them.
+            _save_settings(model.lm, partial, dtype)
+            files.finish()
             tokenizer.save_pretrained(partial)
             old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
             if folder.exists():
                 folder.rename(old)
             partial.rename(folder)
             shutil.rmtree(old, ignore_errors=True)
-        except OSError as problem:
-            shutil.rmtree(partial, ignore_errors=True)
-            error, failure = problem, [str(problem)]
+    except OSError as problem:
+        error = problem
+    failure = [str(error) if error else None]
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
+        shutil.rmtree(partial, ignore_errors=True)
         raise RuntimeError(f"the model could not be saved in {folder}: {failure[0]}") from error
+
+
+def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """The model's config, its generation config and its own code, without weights."""
+    lm.save_pretrained(folder, state_dict={})
+    if dtype is not None:
+        config = copy.deepcopy(lm.config)
+        config.dtype = dtype
+        config.save_pretrained(folder)

@@ -2,8 +2,8 @@
 
 1. The decoder runs on right-padded ids without an attention mask: under causal attention no token sees the padding
    behind it, and the fast causal kernels apply.
-2. Only the hidden states that predict a target reach the head, in chunks whose logits are recomputed in the backward
-   pass, so that the logits of the whole batch never exist.
+2. Only the hidden states that predict a target reach the head (`head.py`), in chunks whose logits are recomputed in the
+   backward pass, so that the logits of the whole batch never exist.
 3. The head is used inside of `Policy.forward`, because FSDP2 gathers the root's weights only there.
 4. Dropout is off, so that the ratio of two log-probs of a token measures the policy alone.
 """
@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import linear
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.head import LogitRule, own_rows, token_log_probs
+from pipeline.models.mesh import Mesh
 from pipeline.models.pretrained import (
     Pretrained,
     check_complete,
     differs,
     load_pretrained,
     random_states,
+    small_head,
     without_dropout,
 )
 from pipeline.models.sharing import hidden_states
@@ -74,16 +77,10 @@ class Policy(Pretrained):
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
         """
         hidden = hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids)
-        log_probs, entropies = [], []
-        # At least one chunk even for N = 0, so that the head takes part in the ranks' collectives.
-        for start in range(0, max(1, len(logit_index)), chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            log_prob, entropy = checkpoint(
-                self._head, hidden[part], targets[part], temperature, with_entropy, use_reentrant=False
-            )
-            log_probs.append(log_prob)
-            entropies.append(entropy)
-        return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+        head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
+        (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
+        assert weight is not None
+        return token_log_probs(hidden, weight, bias, targets, rule, chunk_tokens, with_entropy, part)
 
     @torch.no_grad()
     def sum_pi_squared(
@@ -111,17 +108,15 @@ class Policy(Pretrained):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] float32 of hidden states [..., H], as the model itself computes them."""
-        logits = self.lm.get_output_embeddings()(hidden) * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits.float()
+        head = self._linear_head()
+        return LogitRule(self.scale, self.softcap).apply(linear(hidden, head.weight, head.bias))[0]
 
-    def _head(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        log_probs = torch.log_softmax(self._logits(hidden) / temperature, dim=-1)  # [N, V]
-        chosen = log_probs.gather(-1, targets[:, None]).squeeze(-1)
-        return chosen, -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None
+    def _linear_head(self) -> nn.Linear:
+        """The head, of whose weights alone the logits are computed."""
+        head = self.lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            raise ValueError(f"the head of {type(self.lm).__name__}, a {type(head).__name__}, is not a linear layer.")
+        return head
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -130,25 +125,28 @@ class Policy(Pretrained):
         name = type(self.lm).__name__
         if not isinstance(head, nn.Linear) or decoder is self.lm:
             raise ValueError(f"{name} has no decoder with a linear head, so it cannot be trained as a policy.")
-        hidden, theirs = random_states(self.lm, decoder, head, token=0)
-        if differs(self._logits(hidden), theirs):
+        with small_head(head):
+            hidden, theirs = random_states(self.lm, decoder, head, token=0)
+            ours = self._logits(hidden)
+        if differs(ours, theirs):
             raise ValueError(
                 f"{name} computes its logits in a way that is not supported: a linear head with "
                 "final_logit_softcapping, logit_scale or logits_scaling gives other numbers. Use another model."
             )
 
 
-def load_policy(config: ModelConfig, key: str = "model.path") -> Policy:
-    """The policy of `config.path` on the CPU; see `load_lm`. Raises ValueError also for an unsupported model."""
-    return Policy(load_lm(config, key))
+def load_policy(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None) -> Policy:
+    """The policy of `config.path`; see `load_lm`. Raises ValueError also for an unsupported model."""
+    return Policy(load_lm(config, key, mesh))
 
 
-def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True) -> Any:
-    """The `transformers` causal language model of `config.path` on the CPU, in training mode.
+def load_lm(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None, with_head: bool = True) -> Any:
+    """The `transformers` causal language model of `config.path`, in training mode.
 
     Args:
         config: path, type, attention and checkpointing.
         key: the configuration key of the path, for errors.
+        mesh: ranks that load slices (`load_pretrained`); None loads it whole.
         with_head: whether the checkpoint must have the head's weights.
 
     Raises ValueError for no path, an incomplete model folder, or weights missing in the checkpoint.
@@ -156,7 +154,7 @@ def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True
     # Imported here because it takes seconds, and every process of the stream imports this module.
     from transformers import AutoModelForCausalLM
 
-    lm, report = load_pretrained(AutoModelForCausalLM, config, key)
+    lm, report = load_pretrained(AutoModelForCausalLM, config, key, mesh)
     missing = set(report["missing_keys"])
     if not with_head:
         decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}

@@ -1,5 +1,8 @@
 """Code that all models made of `transformers` models share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +13,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.errors import short_reason
 from pipeline.models.fsdp import torch_dtype
+from pipeline.models.mesh import Mesh
+from pipeline.models.slices import reading_slices
 
 PREFIX = "lm."
 
@@ -25,13 +30,17 @@ class Pretrained(nn.Module):
         return name.removeprefix(PREFIX)
 
 
-def load_pretrained(auto: Any, config: ModelConfig, key: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The model of `config.path` on the CPU, in training mode, and the loading report of `transformers`.
+def load_pretrained(
+    auto: Any, config: ModelConfig, key: str, mesh: Mesh | None = None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The model of `config.path`, in training mode, and the loading report of `transformers`.
 
     Args:
         auto: class of `transformers` with `from_pretrained`, such as `AutoModelForCausalLM`.
         config: path, type, attention and checkpointing.
         key: the configuration key of the path, for errors.
+        mesh: ranks that read their slices of the weights (`slices.py`); None, or one rank, reads whole weights on the
+            CPU.
         options: arguments of `from_pretrained` that override those of `config`.
 
     Raises ValueError for no path, an incomplete model folder, or one that `transformers` cannot load.
@@ -47,8 +56,10 @@ def load_pretrained(auto: Any, config: ModelConfig, key: str, **options: Any) ->
         "trust_remote_code": config.trust_remote_code,
         **options,
     }
+    slices = reading_slices(mesh) if mesh and mesh.slices else nullcontext()
     try:
-        model, report = auto.from_pretrained(folder or config.path, output_loading_info=True, **arguments)
+        with slices:
+            model, report = auto.from_pretrained(folder or config.path, output_loading_info=True, **arguments)
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
     if config.enable_gradient_checkpointing:
@@ -91,6 +102,23 @@ def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[T
     hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
     with patch.object(decoder, "forward", return_value=MoeModelOutputWithPast(last_hidden_state=hidden)):
         return hidden, lm(input_ids=torch.full((1, 4), token, device=hidden.device)).logits.float()
+
+
+@contextmanager
+def small_head(head: nn.Linear) -> Iterator[None]:
+    """Inside, a linear head has random weights and at most 256 outputs, for a look at what a model computes from them.
+
+    Its own weights may be spread over ranks. Logits are large enough to show a cap on them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, width = min(head.out_features, 256), head.in_features
+    small = {"weight": torch.randn(rows, width, generator=generator) * 10 / width**0.5}
+    if head.bias is not None:
+        small["bias"] = torch.randn(rows, generator=generator)
+    own = {name: nn.Parameter(values.to(head.weight.dtype)) for name, values in small.items()}
+    # Tensor parallelism puts a forward pass for divided weights into the instance.
+    with patch.dict(head._parameters, own), patch.object(head, "forward", MethodType(type(head).forward, head)):
+        yield
 
 
 def differs(ours: Tensor, theirs: Tensor) -> bool:

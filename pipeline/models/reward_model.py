@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.mesh import Mesh
 from pipeline.models.pretrained import (
     Pretrained,
     check_complete,
@@ -90,13 +91,16 @@ class RewardModel(Pretrained):
             )
 
 
-def load_reward_model(model: ModelConfig, key: str = "model.path", new_head: bool = False) -> RewardModel:
-    """The reward model of `model.path` on the CPU, in training mode.
+def load_reward_model(
+    model: ModelConfig, key: str = "model.path", new_head: bool = False, mesh: Mesh | None = None
+) -> RewardModel:
+    """The reward model of `model.path`, in training mode.
 
     Args:
         model: path, type, attention and checkpointing.
         key: the configuration key of the path, for errors.
         new_head: add a head, whose scores are 0, to a checkpoint without one, such as that of a language model.
+        mesh: ranks that load slices (`load_pretrained`); None loads it whole, on the CPU.
 
     Raises:
         ValueError: no path, an incomplete model folder, weights missing in the checkpoint, a head with several labels,
@@ -110,7 +114,7 @@ def load_reward_model(model: ModelConfig, key: str = "model.path", new_head: boo
     # Missing weights are drawn at random; the seed makes them equal on all ranks.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        lm, report = load_pretrained(AutoModelForSequenceClassification, model, key, **options)
+        lm, report = load_pretrained(AutoModelForSequenceClassification, model, key, mesh, **options)
     for name, shape, needed in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{key}={model.path} holds {name} of shape {list(shape)} where one label needs {list(needed)}: it is a "

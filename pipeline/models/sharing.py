@@ -8,6 +8,7 @@ those of the contexts alone, up to rounding. The prompt is computed once, but at
 needs a kernel that takes a mask, so a context joins others only if that is clearly cheaper.
 """
 
+import copy
 import inspect
 import logging
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeline.models.batch import TokenBatch, ranges
 
@@ -110,10 +112,10 @@ def hidden_states(
 
 @torch.no_grad()
 def obstacle(decoder: Any) -> str | None:
-    """Why contexts cannot share a prompt in this decoder, which is not sharded yet; None if they can.
+    """Why contexts cannot share a prompt in this decoder, which FSDP does not shard yet; None if they can.
 
     It looks at the configuration, and then tries: two responses behind one prompt must have the hidden states that each
-    has alone.
+    has alone. Where ranks have slices of the weights, a decoder of one layer is tried, with random weights.
     """
     config = decoder.config.get_text_config()
     if config._attn_implementation != "sdpa":
@@ -123,6 +125,9 @@ def obstacle(decoder: Any) -> str | None:
         return f"its layers are not all of full attention ({', '.join(sorted(kinds)) or 'sliding_window'})"
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "it takes no position_ids"
+    if any(isinstance(parameter, DTensor) for parameter in decoder.parameters()):
+        decoder = _one_layer(decoder)
+        config = decoder.config.get_text_config()
     device = decoder.get_input_embeddings().weight.device
     ids = torch.arange(7, device=device)[None] % config.vocab_size
     prompt, first, second = ids[:, :3], ids[:, 3:5], ids[:, 5:]
@@ -143,12 +148,24 @@ def obstacle(decoder: Any) -> str | None:
     return None
 
 
+def _one_layer(decoder: Any) -> Any:
+    """A decoder of this class and configuration, but with one layer and few tokens; the same on every rank."""
+    config = copy.deepcopy(decoder.config)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, min(text.vocab_size, 64), None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(decoder)._from_config(config, dtype=decoder.dtype).train(decoder.training)
+
+
 def shared_size(setting: str, module: Any, device: torch.device) -> int | None:
     """The model's hidden size if contexts share their prompt in it, else None.
 
     Args:
         setting: `model.share_prompts`.
-        module: the model, with a `decoder`; not sharded yet.
+        module: the model, with a `decoder`; FSDP does not shard it yet.
         device: where it will run.
 
     Raises ValueError if the setting is `always`, and the model cannot share prompts.

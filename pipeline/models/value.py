@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.mesh import Mesh
 from pipeline.models.policy import load_lm
 from pipeline.models.pretrained import float32_head, without_dropout
 from pipeline.models.sharing import hidden_states
@@ -57,19 +58,20 @@ class ValueModel(nn.Module):
         return float32_head(self.head, hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids))
 
 
-def load_value_model(policy: ModelConfig, path: str | None = None) -> ValueModel:
-    """The critic on the CPU, with a value head of zeros.
+def load_value_model(policy: ModelConfig, path: str | None = None, mesh: Mesh | None = None) -> ValueModel:
+    """The critic, with a value head of zeros.
 
     Args:
         policy: settings of the policy's model, which the critic shares.
         path: `critic.path`; the checkpoint may lack a language-model head, as that of a reward model does. None takes
             the policy's model.
+        mesh: ranks that load slices (`load_pretrained`); None loads it whole, on the CPU.
 
     Raises ValueError for no path, an incomplete or unsupported model, or a vocabulary without all of the policy's
     tokens.
     """
     key = "critic.path" if path else "model.path"
-    model = ValueModel(load_lm(dataclasses.replace(policy, path=path or policy.path), key, with_head=False))
+    model = ValueModel(load_lm(dataclasses.replace(policy, path=path or policy.path), key, mesh, with_head=False))
     if path:
         tokens = len(load_tokenizer(policy, needs_chat_template=False))
         if model.vocab_size < tokens:

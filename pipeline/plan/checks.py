@@ -12,7 +12,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.derived import most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
-from pipeline.plan import check_agent, check_algorithm, check_reward, models
+from pipeline.plan import check_agent, check_algorithm, check_reward, models, parallel
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
 from pipeline.replay import checks as replay
@@ -57,6 +57,7 @@ def _problems(config: Config) -> Iterator[str]:
         yield str(error)
         return
     yield from models.problems(config)
+    yield from parallel.problems(config)
     if not single:
         # The arithmetic divides by values that were found to be positive above.
         yield from _batches(config)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models.fsdp import clip_grad_norm, save_hf, shard
+from pipeline.models.mesh import make_mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.pretrained import Pretrained
 from pipeline.models.tokenizer import load_tokenizer
@@ -78,7 +79,8 @@ class SupervisedLoop(ABC, Generic[C]):
         hint = "trainer.data_timeout; Ray Data may lack a free CPU for its reader, or the files answer too slowly"
         self.rows = TimedIterator(iter(blocks), trainer.data_timeout, lambda: hint)
         self.tokenizer = load_tokenizer(self.config.model)
-        self.model: Any = shard(self.load(), self.config.fsdp, self.device)
+        self.mesh = make_mesh(self.device)
+        self.model: Any = shard(self.load(), self.config.fsdp, self.device, self.mesh)
         self.optimizer = build_optimizer(self.model, self.config.optim)
         self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
         encoder = self.encoder(self.tokenizer, self.config.data)
@@ -87,7 +89,7 @@ class SupervisedLoop(ABC, Generic[C]):
 
     @abstractmethod
     def load(self) -> Pretrained:
-        """The model on the CPU, with the same weights on every rank."""
+        """The model, whose slices every rank of `mesh` has read."""
 
     @abstractmethod
     def count(self, table: pa.Table) -> int:

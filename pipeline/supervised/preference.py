@@ -159,7 +159,7 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
 
     def load(self) -> RewardModel:
         # A language model gets a new head.
-        model = load_reward_model(self.config.model, new_head=True)
+        model = load_reward_model(self.config.model, new_head=True, mesh=self.mesh)
         longest = self.config.data.max_length
         if model.max_length is not None and longest > model.max_length:
             raise ValueError(

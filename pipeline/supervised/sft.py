@@ -162,7 +162,7 @@ class SFTLoop(SupervisedLoop[SFTConfig]):
     measured = ("loss",)
 
     def load(self) -> Policy:
-        return load_policy(self.config.model)
+        return load_policy(self.config.model, mesh=self.mesh)
 
     def count(self, table: pa.Table) -> int:
         return len(collate(table, list(range(len(table))))[1])

@@ -16,6 +16,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
 from pipeline.losses import Candidates, LossInput, checked, get_policy_loss, kl_loss
 from pipeline.models.batch import TrainBatch
+from pipeline.models.mesh import make_mesh
 from pipeline.models.packing import MicroBatch
 from pipeline.models.policy import Policy, load_policy
 from pipeline.stats import Stat, Stats, mean, merge
@@ -50,7 +51,9 @@ class Actor(Learner):
         seed: int,
         guards_gap: bool = False,
     ):
-        super().__init__("actor", load_policy(model), config, shape, device, iterations, model.share_prompts)
+        mesh = make_mesh(device, config.parallel)
+        policy = load_policy(model, mesh=mesh)
+        super().__init__("actor", policy, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
         self.seed = seed
         self.temperature = temperature
@@ -73,7 +76,7 @@ class Actor(Learner):
             return {}
         entropies = []
         for batch in self.micro_batches(rows, list(range(len(rows)))):
-            log_probs, entropy = self._forward(batch)
+            log_probs, entropy = self._forward(batch, with_entropy=True)
             rows.old_log_probs[batch.token_index] = log_probs.cpu().numpy()
             entropies.append(_entropy_stats(entropy, batch))
         if self.correction.active:
@@ -103,20 +106,21 @@ class Actor(Learner):
             return
         log_probs = np.zeros(len(rows.mask))
         for batch in self.micro_batches(rows, index):
-            log_probs[batch.token_index] = self._forward(batch)[0].double().cpu().numpy()
+            log_probs[batch.token_index] = self._forward(batch, False)[0].double().cpu().numpy()
         tokens = rows.trained_tokens(index)
         keys = rows.random_keys(index, self.seed, self.scheduler.last_epoch)
         own = np.stack([log_probs[tokens], rows.old_log_probs[tokens], rows.advantages[tokens], keys])
-        parts = ranks.all_gather(own.astype(np.float64))
+        parts = ranks.all_gather(own.astype(np.float64))[:: self.mesh.same_rows]
         chosen = self.loss.token_mask_fn(Candidates(*np.concatenate(parts, axis=1)), self.config)
-        before = sum(part.shape[1] for part in parts[: ranks.rank()])
+        before = sum(part.shape[1] for part in parts[: ranks.rank() // self.mesh.same_rows])
         rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
         rows.token_mask[tokens] = chosen[before : before + len(tokens)]
 
     def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
         """See `Learner.backward`."""
         config = self.config
-        log_probs, entropy = self._forward(batch)
+        # Recomputed old log-probs bring the entropy of the policy before the first step.
+        log_probs, entropy = self._forward(batch, bool(config.entropy_coeff) or not self.needs_old_log_probs)
         mask, weights, stats = batch.loss_mask, batch.weights, Stats()
         if not self.needs_old_log_probs and self.correction.active:
             corrected = self._correct_batch(batch, log_probs)
@@ -152,14 +156,14 @@ class Actor(Learner):
             stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.loss_mask.cpu())
         return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: MicroBatch, with_entropy: bool) -> tuple[Tensor, Tensor]:
         return self.module(
             batch.input_ids,
             batch.logit_index,
             batch.targets,
             temperature=self.temperature,
             chunk_tokens=self.config.logits_chunk_tokens,
-            with_entropy=True,
+            with_entropy=with_entropy,
             positions=batch.positions,
             segment_ids=batch.segment_ids,
         )

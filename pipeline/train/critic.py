@@ -13,6 +13,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
 from pipeline.losses import explained_variance, value_loss
 from pipeline.models.batch import TrainBatch
+from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.models.packing import MicroBatch
 from pipeline.models.value import ValueModel, load_value_model
 from pipeline.stats import Stat, Stats, mean, merge
@@ -21,15 +22,23 @@ from pipeline.train.learner import Learner
 
 
 class Critic(Learner):
-    """The sharded value model with its optimiser; `model` are the settings of the policy's model."""
+    """The sharded value model with its optimiser; `model` are the settings of the policy's model, `mesh` is the
+    actor's (None for one of all ranks without tensor parallelism)."""
 
     module: ValueModel
 
     def __init__(
-        self, config: CriticConfig, model: ModelConfig, shape: UpdateShape, device: torch.device, iterations: int
+        self,
+        config: CriticConfig,
+        model: ModelConfig,
+        shape: UpdateShape,
+        device: torch.device,
+        iterations: int,
+        mesh: Mesh | None = None,
     ):
-        module = load_value_model(model, config.path)
-        super().__init__("critic", module, config, shape, device, iterations, model.share_prompts)
+        mesh = mesh or make_mesh(device)
+        module = load_value_model(model, config.path, mesh)
+        super().__init__("critic", module, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
 
     def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:

@@ -19,6 +19,7 @@ from pipeline.derived import UpdateShape
 from pipeline.losses import agg_loss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import clip_grad_norm, shard
+from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
 from pipeline.models.sharing import pack_rows, shared_size
@@ -32,12 +33,14 @@ class Learner(ABC):
 
     Args:
         name: `actor` or `critic`, the first part of its metrics' names.
-        module: the model, equal on every rank, with a `decoder`; it is sharded in place.
+        module: the model, with a `decoder`; it is sharded in place.
         config: the section `actor` or `critic`.
         shape: settings of the update.
         device: this rank's device.
         iterations: number of iterations that update it, for the learning-rate schedule.
         share_prompts: `model.share_prompts`.
+        mesh: the ranks that loaded slices of the model. Those of its tensor group get the same rows and compute one
+            learner together: metrics are complete without all but the first of them.
     """
 
     def __init__(
@@ -49,12 +52,13 @@ class Learner(ABC):
         device: torch.device,
         iterations: int,
         share_prompts: str,
+        mesh: Mesh,
     ):
         self.name, self.shape, self.device = name, shape, device
-        self.grad_clip = config.grad_clip
+        self.mesh, self.grad_clip = mesh, config.grad_clip
         self._shared_size = shared_size(share_prompts, module, device)
         self._nonfinite_steps = 0
-        self.module = shard(module, config.fsdp, device)
+        self.module = shard(module, config.fsdp, device, mesh)
         self.optimizer = build_optimizer(self.module, config.optim)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
 
@@ -142,7 +146,7 @@ class Learner(ABC):
         step = finite and tokens > self.all_reduce([rejected])[0]
         stats = {
             f"{self.name}/grad_norm": mean(norm, 1) if finite else mean(0, 0),
-            f"{self.name}/skipped_steps": Stat("sum", (float(not step) / ranks.count(),)),
+            f"{self.name}/skipped_steps": Stat("sum", (float(not step) / self.data_ranks,)),
             f"{self.name}/lr": Stat("max", (self.optimizer.param_groups[0]["lr"],)),
         }
         if step:
@@ -156,5 +160,16 @@ class Learner(ABC):
         self.scheduler.step()
 
     def all_reduce(self, values: list[float], op: Any = ranks.SUM) -> list[float]:
-        """See `ranks.all_reduce`."""
-        return ranks.all_reduce(values, self.device, op)
+        """See `ranks.all_reduce`; ranks with the same rows count as one."""
+        reduced = ranks.all_reduce(values, self.device, op)
+        return [value / self.mesh.same_rows for value in reduced] if op == ranks.SUM else reduced
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of tensor groups, or ranks, that see different rows."""
+        return ranks.count() // self.mesh.same_rows
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that see its rows."""
+        return ranks.rank() % self.mesh.same_rows == 0

@@ -8,6 +8,7 @@ only by reading rows and publishing versions. With `trainer.stream_gradients` it
 generate the next ones.
 """
 
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from pipeline.config import save_yaml
 from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
 from pipeline.models.batch import TrainBatch
-from pipeline.models.fsdp import save_hf
+from pipeline.models.fsdp import save_hf, torch_dtype
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import flat, policy_tokens, prompt_tokens
@@ -44,6 +45,7 @@ from pipeline.train.checkpoint import Saver, restore
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.train.learner import Learner
+from pipeline.train.pool import pool
 from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop_reason, timed
 from pipeline.train.setup import build_actor, build_critic, build_publishers
 from pipeline.train.update import StreamedUpdate
@@ -64,7 +66,9 @@ class Loop:
         self._store = StoreClient(settings.store, store.ask(PolicyStore.current_attempt))
         iterations, warmup = self.schedule.iterations, self.config.critic.warmup
         self.actor = build_actor(self.config, self.device, iterations - warmup)
-        self.critic = build_critic(self.config, self.device, iterations) if uses_critic(self.config) else None
+        self.critic = (
+            build_critic(self.config, self.device, iterations, self.actor.mesh) if uses_critic(self.config) else None
+        )
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
@@ -87,6 +91,8 @@ class Loop:
         )
         chunks = self.schedule.chunks_per_iteration // self.world_size
         parts = chunks if streams_gradients(self.config) else 1
+        # Mini-batches in a part; ranks with the same rows pool them one by one.
+        self.segments = max(1, math.lcm(*(learner.shape.mini_batches for learner in self.learners)) // parts)
         self.feed = RowsFeed(TimedIterator(iter(blocks), trainer.deadlines.rows, self._describe), chunks, parts)
 
     def run(self) -> TrainingEnded:
@@ -131,7 +137,8 @@ class Loop:
         if self.saved != self.version:
             self._save(stopping)
         self.saver.wait()
-        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model")
+        dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
+        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model", dtype)
         end = TrainingEnded(self.version, stopping)
         if self.rank == 0:
             ModelSettings.of(self.config, self.version).save(Path(self.run_dir) / "model")
@@ -144,9 +151,11 @@ class Loop:
         return [*([self.critic] if self.critic else []), *policy]
 
     def _update(self, timings: Stats) -> tuple[pa.Table, list[Stats]] | None:
-        """Train on the next iteration's rows. Returns this rank's rows and metrics; None if the stream has ended."""
+        """Train on the next iteration's rows. Returns the rows that came to this rank, and metrics; None if
+        the stream has ended."""
         updates = [StreamedUpdate(learner, self.feed.parts) for learner in self._trained()]
         tables: list[pa.Table] = []
+        pooled: list[pa.Table] = []
         for part in range(self.feed.parts):
             with timed(timings, "gen"):
                 table = self.feed.next(self.version + 1, part)
@@ -155,15 +164,16 @@ class Loop:
             if table is None:
                 return None
             tables.append(table)
-            batch = TrainBatch.from_table(table)
+            pooled.append(pool(table, self.actor.mesh, self.segments))
+            batch = TrainBatch.from_table(pooled[-1])
             for update in updates:
                 update.add(batch)
-        rows = pa.concat_tables(tables)
+        rows = pa.concat_tables(pooled)
         stats = [update.finish() for update in updates]
         for update in updates:
-            if update.learner.needs_old_log_probs:
+            if update.learner.needs_old_log_probs and self.actor.leads:
                 self.record.old_log_probs(rows, self.version + 1, self.rank, update.rows.old_log_probs)
-        return rows, stats
+        return pa.concat_tables(tables), stats if self.actor.leads else []
 
     def _update_kl(self, table: pa.Table) -> None:
         """Adapt the coefficient of the KL in the reward to the mean KL of all ranks' rows."""

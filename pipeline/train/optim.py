@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipeline.config.learner import OptimConfig
+from pipeline.models.fsdp import by_mesh
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 0.0,
@@ -15,6 +17,22 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
 }
 """Share of the way from the peak to the floor, over the progress of the decay from 0 to 1."""
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW whose fused step, which refuses tensors of two device meshes, takes those of each mesh by themselves.
+
+    Its groups are the same for any mesh, and so are its checkpoints.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        """See `torch.optim.AdamW`."""
+        groups = self.param_groups
+        self.param_groups = [{**group, "params": same} for group in groups for same in by_mesh(group["params"])]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -31,7 +49,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     ]
     betas = (config.betas[0], config.betas[1])
     filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    return AdamW(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:

@@ -6,6 +6,8 @@ import torch
 from pipeline.config import Config
 from pipeline.derived import UpdateShape, rollout_correction
 from pipeline.models.fsdp import torch_dtype
+from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.scoring.replica import scoring_model
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
@@ -28,9 +30,10 @@ def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
     )
 
 
-def build_critic(config: Config, device: torch.device, iterations: int) -> Critic:
-    """The critic, sharded over all ranks; `iterations` of the run update it."""
-    return Critic(config.critic, config.model, UpdateShape.of(config, config.critic), device, iterations)
+def build_critic(config: Config, device: torch.device, iterations: int, mesh: Mesh | None = None) -> Critic:
+    """The critic, sharded over the actor's `mesh` (None makes one); `iterations` of the run update it."""
+    mesh = mesh or make_mesh(device, config.actor.parallel)
+    return Critic(config.critic, config.model, UpdateShape.of(config, config.critic), device, iterations, mesh)
 
 
 def build_publishers(
@@ -44,6 +47,7 @@ def build_publishers(
     delta = transport == "delta"
     publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, actor.module.hf_name, delta, memory)}
     if critic:
-        dtype = torch_dtype(config.model.dtype, "model.dtype")
+        replica = scoring_model(config.model, config.scoring.value, config.critic.fsdp)
+        dtype = torch_dtype(replica.dtype, "scoring.value.dtype")
         publishers[CRITIC] = WeightPublisher(rank, dtype, limit, ray.put)
     return publishers

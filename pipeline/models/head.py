@@ -1,0 +1,178 @@
+"""The fused head: log-probs and entropies of chosen tokens from hidden states, chunk by chunk, with exact gradients.
+
+    forward    logits of a chunk ─► log-prob of its targets, log of the softmax's denominator, entropy
+    backward   logits once more ─► probabilities ─► gradient of the logits, in their place ─► of hidden states and weights
+
+With logits x, p = softmax(x) and H the entropy, the gradients are
+
+    d log p_t / dx = 1_t - p            dH / dx = -p (log p + H)
+
+Only [N] numbers are kept between the passes, and only the logits of one chunk exist, two or three times. The
+vocabulary may be spread over the ranks of a group, which then add up what their parts of the logits contribute.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does to the numbers of its linear head, and the temperature: `cap tanh(scale z / cap) / temperature`,
+    or `scale z / temperature` without a cap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def apply(self, numbers: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits [N, V] float32 of the head's numbers [N, V], which are overwritten where they are float32; and the
+        derivative by these numbers where it depends on them, else it is `slope`."""
+        x = numbers.float()
+        if self.softcap is None:
+            return x if self.slope == 1.0 else x.mul_(self.slope), None
+        x = x.mul_(self.scale / self.softcap).tanh_()
+        derivative = (1 - x.square()).mul_(self.slope)
+        return x.mul_(self.softcap / self.temperature), derivative
+
+    @property
+    def slope(self) -> float:
+        """Derivative of a logit by the head's number, without a cap or at 0."""
+        return self.scale / self.temperature
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of the head's weights that this rank has."""
+
+    first: int
+    """Token of the first row."""
+    group: dist.ProcessGroup
+    """Ranks that have the others, and see the same hidden states."""
+
+
+def own_rows(parameter: Tensor | None) -> tuple[Tensor | None, VocabularyPart | None]:
+    """A head's weights or bias on this rank; which part they are, if tensor parallelism has divided them."""
+    if not isinstance(parameter, DTensor):
+        return parameter, None
+    mesh = parameter.device_mesh
+    return parameter.to_local(), VocabularyPart(mesh.get_local_rank() * len(parameter) // mesh.size(), mesh.get_group())
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        rule: LogitRule,
+        chunk_tokens: int,
+        with_entropy: bool,
+        part: VocabularyPart | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        log_probs, log_sums, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        for start in range(0, len(hidden), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            x, _ = rule.apply(linear(hidden[chunk], weight, bias))
+            top = x.amax(-1)
+            if part:
+                dist.all_reduce(top, dist.ReduceOp.MAX, part.group)
+            x.sub_(top[:, None])
+            place, here = _places(targets[chunk], len(weight), part)
+            target = x.gather(-1, place[:, None]).squeeze(-1)
+            weights = x.exp() if with_entropy else x.exp_()
+            sums = [weights.sum(-1), target if here is None else target.where(here, 0.0)]
+            sums += [torch.linalg.vecdot(weights, x)] if with_entropy else []
+            if part:
+                together = torch.stack(sums)
+                dist.all_reduce(together, group=part.group)
+                sums = list(together)
+            log_sum = sums[0].log()
+            log_probs[chunk], log_sums[chunk] = sums[1] - log_sum, log_sum + top
+            if with_entropy:
+                entropies[chunk] = log_sum - sums[2] / sums[0]
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
+        ctx.arguments = rule, chunk_tokens, part
+        ctx.set_materialize_grads(False)
+        return log_probs, entropies if with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_sums, entropies = ctx.saved_tensors
+        rule, chunk_tokens, part = ctx.arguments
+        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        of_bias = None if bias is None else torch.zeros_like(bias)
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(log_sums)
+        for start in range(0, len(hidden), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            given = of_log_probs[chunk][:, None]
+            x, derivative = rule.apply(linear(hidden[chunk], weight, bias))
+            x.sub_(log_sums[chunk][:, None])  # log p
+            if of_entropies is None:
+                x.exp_().mul_(-given)
+            else:
+                p = x.exp()
+                x.add_(entropies[chunk][:, None]).mul_(of_entropies[chunk][:, None]).add_(given).mul_(p).neg_()
+            place, here = _places(targets[chunk], len(weight), part)
+            x.scatter_add_(1, place[:, None], given if here is None else given.where(here[:, None], 0.0))
+            if derivative is not None:
+                x.mul_(derivative)
+            elif rule.slope != 1.0:
+                x.mul_(rule.slope)
+            of_numbers = x.to(hidden.dtype)
+            torch.mm(of_numbers, weight, out=of_hidden[chunk])
+            of_weight.addmm_(of_numbers.t(), hidden[chunk])
+            if of_bias is not None:
+                of_bias += of_numbers.sum(0)
+        if part:
+            dist.all_reduce(of_hidden, group=part.group)
+        return of_hidden, of_weight, of_bias, None, None, None, None, None
+
+
+def _places(targets: Tensor, rows: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
+    """Rows of the targets [N] in this rank's weights, and which of them it has (None for all)."""
+    if part is None:
+        return targets, None
+    place = targets - part.first
+    return place.clamp(0, rows - 1), (place >= 0) & (place < rows)
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    rule: LogitRule,
+    chunk_tokens: int,
+    with_entropy: bool,
+    part: VocabularyPart | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of `targets`, and entropies, under the softmax of a linear head.
+
+    Args:
+        hidden: [N, H] hidden states; N may be 0.
+        weight: [V, H], of the type of `hidden`; with `part` this rank's rows.
+        bias: [V] or None.
+        targets: [N] int64, tokens of the whole vocabulary.
+        rule: from the head's numbers to logits.
+        chunk_tokens: positions whose logits exist at a time.
+        with_entropy: also give entropies.
+        part: which rows `weight` has, where ranks share the vocabulary.
+
+    Returns:
+        log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
+    """
+    result: tuple[Tensor, Tensor | None] = _Head.apply(
+        hidden, weight, bias, targets, rule, chunk_tokens, with_entropy, part
+    )
+    return result

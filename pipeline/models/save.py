@@ -1,0 +1,107 @@
+"""Weights that leave a sharded model for safetensors files, without ever being whole in one process.
+
+    gather one block's tensors ─► give them the names of the checkpoint ─► collect ─► write a file when it is full
+
+Only the tensors of one transformer block and of one file are in the memory of rank 0.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+FILE_BYTES = 2 * 2**30
+"""Size at which a file is full."""
+
+
+def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
+    """All parameters and persistent buffers, unsharded, in CPU memory, block after block; a collective.
+
+    A tied parameter comes once, under its first name.
+
+    Args:
+        model: sharded or not.
+        keep: whether this rank wants the tensors; others get empty dicts.
+        dtype: type of numbers with a fraction; None leaves theirs.
+    """
+    persistent = model.state_dict().keys()
+    block: dict[str, Tensor] = {}
+    place: str | None = ""
+    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        if name not in persistent:
+            continue
+        found = re.match(r".*?\.\d+\.", name)
+        if block and (found is None or found[0] != place):
+            yield block
+            block = {}
+        place = found[0] if found else None
+        tensor = tensor.detach()
+        if dtype and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        # One tensor at a time is gathered, to save memory.
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            block[name] = whole.to("cpu", copy=True)
+        del whole
+    yield block
+
+
+class WeightFiles:
+    """The safetensors files of a model's folder, written one after the other.
+
+    Args:
+        lm: model of `transformers`, which knows how its checkpoints call the weights.
+        folder: a folder without weights.
+    """
+
+    def __init__(self, lm: Any, folder: Path):
+        self._lm, self._folder = lm, folder
+        self._open: dict[str, Tensor] = {}
+        self._written: list[list[str]] = []
+        self._bytes = 0
+
+    def add(self, block: dict[str, Tensor]) -> None:
+        """Add the whole tensors of a block, by their names in `lm`. Raises OSError if a file cannot be written."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for name, tensor in revert_weight_conversion(self._lm, block).items():
+            size = tensor.numel() * tensor.element_size()
+            if self._open and sum(t.numel() * t.element_size() for t in self._open.values()) + size > FILE_BYTES:
+                self._write()
+            self._open[name] = tensor.contiguous()
+            self._bytes += size
+
+    def finish(self) -> None:
+        """Write what is left, and the index if there are several files. Raises OSError if that fails."""
+        if self._open:
+            self._write()
+        count = len(self._written)
+        if count == 1:
+            self._file(1).rename(self._folder / "model.safetensors")
+            return
+        places: dict[str, str] = {}
+        for number, names in enumerate(self._written, 1):
+            final = f"model-{number:05}-of-{count:05}.safetensors"
+            self._file(number).rename(self._folder / final)
+            places |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": places}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _write(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        self._written.append(list(self._open))
+        try:
+            save_file(self._open, self._file(len(self._written)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        self._open = {}
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"part-{number:05}.safetensors"

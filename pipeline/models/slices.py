@@ -1,0 +1,137 @@
+"""Sharded loading: each rank reads its own slices of the weights, so that no rank ever holds a whole model.
+
+    transformers builds the model without memory ─► `place` puts a placeholder for this rank's slice in each weight's
+    place ─► transformers reads what the placeholders ask for ─► `adopt` hands the slices to FSDP
+
+1. `transformers` knows all formats, names and conversions of weights, and reads no more of a file than a placeholder (a
+   `DTensor`) covers. Its own FSDP has one fixed precision and no choice of what is freed when, so `fsdp.shard` applies
+   ours, to a model whose weights are on the meta device, and gives it the slices.
+2. Slices are those that FSDP itself would cut: rows in equal chunks, of what tensor parallelism leaves to this rank.
+3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must not depend on the ranks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from pipeline.models.mesh import Mesh
+from pipeline.models.tensor_parallel import divide
+
+Slots = dict[int, tuple[DTensor, list[tuple[nn.Module, str]]]]
+"""Slices by their id, each with the modules that hold it (several where weights are tied) and its name there."""
+
+
+def place(lm: Any, mesh: Mesh) -> None:
+    """Divide `lm`, whose weights are on the meta device, and put placeholders for this rank's slices into it.
+
+    Raises ValueError if tensor or expert parallelism is wanted of a class without a plan for it.
+    """
+    if mesh.tensor:
+        divide(lm, mesh)
+    head = lm.get_output_embeddings() if lm.can_generate() else None
+    sliced = {id(parameter) for parameter in lm.base_model.parameters() if parameter.ndim > 1}
+    sliced |= {id(head.weight)} if isinstance(head, nn.Linear) else set()
+    placed: dict[int, nn.Parameter] = {}
+    for module in lm.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in sliced or isinstance(parameter, DTensor):
+                if id(parameter) not in placed:
+                    placed[id(parameter)] = nn.Parameter(_slice(parameter, mesh), parameter.requires_grad)
+                setattr(module, name, placed[id(parameter)])  # a tied weight stays one parameter
+
+
+def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
+    """The placeholder of this rank's rows, of a whole weight or of its part in the tensor group."""
+    part, ranks, placements = parameter, mesh.shards, list[Placement]([Shard(0)])
+    if isinstance(parameter, DTensor):
+        assert mesh.both is not None
+        part, ranks, (divided,) = parameter.to_local(), mesh.both, parameter.placements
+        rows = divided.is_shard(0) or (isinstance(divided, _StridedShard) and divided.dim == 0)
+        # FSDP cuts the rows that tensor parallelism has dealt, so a rank's rows are not one after the other.
+        placements = [_StridedShard(0, split_factor=mesh.same_rows) if rows else Shard(0), divided]
+    count, _ = Shard.local_shard_size_and_offset(len(part), mesh.shards.size(), mesh.shards.get_local_rank())
+    local = torch.empty(count, *part.shape[1:], dtype=parameter.dtype, device="meta")
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, ranks, placements, run_check=False, shape=shape, stride=stride)
+
+
+@contextmanager
+def reading_slices(mesh: Mesh) -> Iterator[None]:
+    """Inside, `from_pretrained` of `transformers` reads this rank's slices alone.
+
+    Raises ValueError there if a file holds a weight of another shape than the model's configuration says, of which
+    slices would be read without an error.
+    """
+    from safetensors import safe_open
+    from transformers import PreTrainedModel, modeling_utils
+
+    read = PreTrainedModel._load_pretrained_model
+
+    def read_slices(model: Any, state: Any, files: list[str], load_config: Any) -> Any:
+        _check_shapes(model, files)
+        place(model, mesh)
+        return read(model, state, files, load_config)
+
+    def open_file(file: str, **options: Any) -> Any:
+        # Of a mapped file, pages beside the slices would stay in memory as long as the slices do.
+        return safe_open(file, **options | {"backend": "pread"})
+
+    with (
+        patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read_slices)),
+        patch.object(modeling_utils, "safe_open", open_file),
+    ):
+        yield
+
+
+def _check_shapes(lm: Any, files: list[str]) -> None:
+    from safetensors import safe_open
+
+    shapes = {name: list(parameter.shape) for name, parameter in lm.named_parameters()}
+    for file in files:
+        if not file.endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as weights:
+            for name in sorted(weights.keys() & shapes.keys()):
+                stored = weights.get_slice(name).get_shape()
+                # Of few rows is a head, which is read whole, and compared by transformers.
+                if stored != shapes[name] and shapes[name][0] > 1:
+                    raise ValueError(f"{file} holds {name} of shape {stored}, but config.json says {shapes[name]}")
+
+
+def take_slices(module: nn.Module, mesh: Mesh) -> Slots:
+    """Take this rank's slices out of `module`, and leave weights without memory for `fully_shard` in their places."""
+    slots: Slots = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                slots.setdefault(id(parameter), (parameter, []))[1].append((part, name))
+    for slice_, places in slots.values():
+        whole: Tensor = torch.empty(slice_.shape, dtype=slice_.dtype, device="meta")
+        if slice_.device_mesh.ndim > 1:
+            whole = distribute_tensor(whole, mesh.tensor, slice_.placements[1:], src_data_rank=None)
+        empty = nn.Parameter(whole, slice_.requires_grad)
+        for part, name in places:
+            setattr(part, name, empty)
+    return slots
+
+
+def adopt(slots: Slots) -> None:
+    """Give the modules of `slots`, to which `fully_shard` was applied since, their slices back."""
+    for loaded, places in slots.values():
+        part, name = places[0]
+        cut = getattr(part, name)
+        local = loaded.to_local().detach()
+        if cut.to_local().shape != local.shape:
+            raise RuntimeError(f"FSDP cuts {name} into {tuple(cut.to_local().shape)}, read was {tuple(local.shape)}")
+        sharded = DTensor.from_local(
+            local, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+        )
+        parameter = nn.Parameter(sharded, cut.requires_grad)
+        for part, name in places:
+            setattr(part, name, parameter)

@@ -1,0 +1,69 @@
+"""Whether a model can be divided as `actor.parallel` says, from its `config.json`, before anything is started."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.config.paths import model_folder
+from pipeline.derived import uses_critic
+from pipeline.plan.models import ModelFiles, read_model
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What model families call the number of experts in a layer."""
+HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
+"""What tensor parallelism divides."""
+
+
+def problems(config: Config) -> Iterator[str]:
+    """One sentence per reason why the train workers or a trained model cannot be divided."""
+    parallel, workers = config.actor.parallel, config.trainer.num_workers
+    size = parallel.ranks_with_same_rows * parallel.replicate
+    if size < 1 or parallel.expert < 1:
+        return
+    if workers % size:
+        yield (
+            f"actor.parallel.tensor x actor.parallel.replicate = {parallel.tensor} x {parallel.replicate} = {size} must "
+            f"divide trainer.num_workers={workers}; make it a multiple of {size}"
+        )
+    trained = {"model.path": config.model.path, "critic.path": config.critic.path if uses_critic(config) else None}
+    for key, path in trained.items():
+        # Damaged folders are reported with all models of the run.
+        with contextlib.suppress(ValueError):
+            if path and (model := read_model(model_folder(path, key))):
+                yield from _model(config, key, path, model)
+
+
+def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
+    """One sentence per reason why the trained model at `path`, which the setting `key` names, cannot be divided."""
+    tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
+    experts = next(((name, model.config[name]) for name in EXPERTS if model.config.get(name)), None)
+    if expert > 1 and experts is None:
+        yield f"actor.parallel.expert={expert}, but {key}={path} has no experts; set it to 1"
+    elif expert > 1 and experts is not None and experts[1] % expert:
+        yield f"actor.parallel.expert={expert} does not divide the {experts[1]} experts of {key}={path} ({experts[0]})"
+    if tensor == 1:
+        return
+    if experts is not None and expert == 1:
+        yield (
+            f"actor.parallel.tensor={tensor}, but {key}={path} has experts, whose weights must stay whole; set "
+            f"actor.parallel.expert={tensor}"
+        )
+    for name in HEADS:
+        count = model.config.get(name)
+        if isinstance(count, int) and count % tensor:
+            yield f"actor.parallel.tensor={tensor} does not divide {name}={count} of {key}={path}; choose a divisor"
+    if not _has_plan(model.config):
+        yield (
+            f"transformers has no plan for tensor parallelism of {key}={path}, a {model.config.get('model_type')}; set "
+            "actor.parallel.tensor=1"
+        )
+
+
+def _has_plan(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration class of `transformers` has a plan; True for classes that it does not know."""
+    # Takes seconds, so only runs that ask for tensor parallelism wait for it.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    return kind not in CONFIG_MAPPING or bool(getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None))

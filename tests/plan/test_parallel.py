@@ -1,0 +1,53 @@
+"""A mesh that a run or its model does not divide into is refused by a sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_config
+from pipeline.plan.parallel import problems
+
+DENSE = {"model_type": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 100}
+EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 9}
+
+
+@pytest.mark.parametrize(
+    ("model", "workers", "mesh", "wanted"),
+    [
+        (DENSE, 4, ["tensor=2", "replicate=2"], []),
+        (DENSE, 3, [], []),
+        (EXPERTS, 4, ["replicate=4"], []),
+        (
+            DENSE,
+            6,
+            ["tensor=2", "replicate=2"],
+            ["= 2 x 2 = 4 must divide trainer.num_workers=6; make it a multiple of 4"],
+        ),
+        (DENSE, 3, ["tensor=3"], ["does not divide num_key_value_heads=2", "does not divide vocab_size=100"]),
+        (DENSE, 2, ["tensor=2", "expert=2"], ["actor.parallel.expert=2, but model.path={path} has no experts"]),
+        (EXPERTS, 2, ["tensor=2", "expert=2"], ["does not divide the 9 experts of model.path={path} (num_experts)"]),
+        (EXPERTS, 2, ["tensor=2"], ["whose weights must stay whole; set actor.parallel.expert=2"]),
+        (
+            DENSE | {"model_type": "gpt2"},
+            2,
+            ["tensor=2"],
+            ["no plan for tensor parallelism of model.path={path}, a gpt2"],
+        ),
+    ],
+)
+def test_what_cannot_be_divided(tmp_path: Path, model: dict, workers: int, mesh: list[str], wanted: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    keys = [f"actor.parallel.{setting}" for setting in mesh]
+    config = load_config([f"model.path={tmp_path}", f"trainer.num_workers={workers}", *keys])
+    found = list(problems(config))
+    assert len(found) == len(wanted), found
+    for sentence, part in zip(found, wanted, strict=True):
+        assert part.format(path=tmp_path) in sentence
+
+
+def test_the_critic_is_divided_as_the_actor_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"num_key_value_heads": 3}))
+    more = ["model.path=owner/model", f"critic.path={tmp_path}", "algorithm.adv_estimator=gae", "trainer.num_workers=2"]
+    found = list(problems(load_config([*more, "actor.parallel.tensor=2"])))
+    assert len(found) == 1 and f"num_key_value_heads=3 of critic.path={tmp_path}" in found[0]
