@@ -1,8 +1,9 @@
 """What actor and critic share: a sharded model, its optimiser and its learning-rate schedule.
 
 An update passes over an iteration's rows `ppo_epochs` times in mini-batches of `ppo_mini_batch_size` prompts, with one
-optimiser step each (`update.py`). Chunks are dealt to the ranks in turn and a mini-batch is a whole number of chunks,
-so it holds the same rows for any number of ranks. Its gradient is normalised by counts over all ranks.
+optimiser step each (`update.py`). Chunks come to the ranks in turn, a mini-batch is a whole number of chunks, and ranks
+exchange rows within a mini-batch alone (`deal.py`), so it holds the same rows for any number of ranks. Its gradient is
+normalised by counts over all ranks.
 """
 
 import math
@@ -57,6 +58,11 @@ class Learner(ABC):
         self.module = shard(module, config.fsdp, device)
         self.optimizer = build_optimizer(self.module, config.optim)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether samples share their prompt in a pass."""
+        return self._shared_size is not None
 
     # Different in actor and critic.
 
