@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.train.deal import Dealer, deal, trains, work_of
 from tests.train.updates import (
     CPU,
@@ -31,6 +32,25 @@ def test_each_rank_gets_one_of_the_longest_and_the_longest_goes_where_least_was_
     assert deal(work, everything(6), 2).tolist() == [1, 0, 0, 1, 0, 1]  # 9 | 8, then 5 to the 9 and 7 to the 8
     assert deal(work, everything(6), 2).tolist() == deal(work.copy(), everything(6), 2).tolist()
     assert deal(np.ones(4), everything(4), 1).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("unit", [1, 8])
+def test_no_rank_waits_for_another_by_more_than_a_tenth(unit: int) -> None:
+    """64 ranks with 64 rows of log-normal lengths: a pass takes as long as on the slowest rank, in real tokens."""
+    ranks, rows, budget = 64, 64, 32768
+    for mean, sigma, longest in ((1500, 0.7, 8192), (6000, 0.8, 30000)):
+        for seed in range(10):
+            rng = np.random.default_rng(seed)
+            drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, ranks * rows)
+            lengths = np.clip(drawn, 16, longest).astype(int) + 256
+            owner = deal(lengths.reshape(-1, unit).sum(1).astype(float), everything(ranks * rows // unit), ranks)
+            own = [lengths[np.repeat(owner, unit) == rank].tolist() for rank in range(ranks)]
+            count = max(minimum_parts(part, budget, packed=True) for part in own)
+            split = [split_micro_batches(part, budget, count, packed=True) for part in own]
+            passes = [
+                [sum(part[i] for i in batch) for batch in batches] for part, batches in zip(own, split, strict=True)
+            ]
+            assert np.max(passes, axis=0).sum() < 1.05 * lengths.sum() / ranks
 
 
 def test_units_that_train_are_dealt_apart_from_those_that_do_not() -> None:
