@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 PACKED = "packed"
 """Name of this attention in `transformers`."""
-LONG_PROMPT = 128
+LONG_PROMPT = 64
 """Tokens of a shared prompt from which responses alone ask; below, fewer calls are faster."""
 
 

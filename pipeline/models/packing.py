@@ -74,12 +74,13 @@ def pack(
     packs: Sequence[Sequence[int]],
     pad_token_id: int = 0,
     read: np.ndarray | None = None,
-    packed: bool = True,
+    packed: bool = False,
 ) -> ModelInputs:
     """Model inputs of the contexts in `packs`, in that order; those of a pack share one prompt (`sharing.py`).
 
     Of response tokens that are not in `read` [N] (bool, None for all), nothing is predicted: they stand in `input_ids`
-    alone, as prompts do. Without `packed`, packs are padded, and each is one context.
+    alone, as prompts do. With `packed`, which a model must be able to take (`sharing.Passes`), packs stand end to end;
+    without, they are padded, and each is one context.
 
     Without packs they are one pad token and no response token (N = 0): a pass over them keeps this rank in step with
     the others, and its gradient is exactly 0.
@@ -144,7 +145,9 @@ def pack(
     )
 
 
-def collate(rows: TrainBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0, packed: bool = True) -> MicroBatch:
+def collate(
+    rows: TrainBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0, packed: bool = False
+) -> MicroBatch:
     """The micro-batch of the contexts in `packs`, in that order; see `pack`. Of tokens that do not train, such as those
     of tools and environments, it has nothing but their ids."""
     inputs = pack(rows, packs, pad_token_id, rows.mask > 0, packed)

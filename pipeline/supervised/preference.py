@@ -134,7 +134,7 @@ def kept_pairs(table: pa.Table) -> pa.Table:
     return table.filter(pc.greater(pc.list_value_length(table["chosen_ids"]), 0))
 
 
-def collate(table: pa.Table, index: list[int], packed: bool = True) -> tuple[ModelInputs, Tensor]:
+def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor]:
     """The micro-batch of the pairs `index` that have tokens.
 
     Returns:

@@ -145,7 +145,7 @@ def take_learnt(message: dict[str, Any], place: str) -> bool:
     return learnt
 
 
-def collate(table: pa.Table, index: list[int], packed: bool = True) -> tuple[ModelInputs, Tensor, Tensor]:
+def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor, Tensor]:
     """The micro-batch of the rows `index`, the flat positions [N] that predict the learnt tokens, and those tokens [N].
     No rows give one padding token and N = 0."""
     rows = table.take(pa.array(index, pa.int64()))

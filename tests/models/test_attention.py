@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.models.attention import LONG_PROMPT, Layout, attend, layout
+from pipeline.models.attention import Layout, attend, layout
 
 HEADS, KEY_HEADS, DIMS = 4, 2, 8
+LONG = 128
 PACKS = [
     (3, (2, 4, 1)),
     (1, (0,)),
-    (LONG_PROMPT, (9, 3, LONG_PROMPT + 5, 20, 90)),
+    (LONG, (9, 3, LONG + 5, 20, 90)),
     (40, (200,)),
-    (LONG_PROMPT + 1, (2, 60)),
-    (LONG_PROMPT, (1, 1)),
+    (LONG + 1, (2, 60)),
+    (LONG, (1, 1)),
     (7, (30, 31, 29)),
 ]
 """Tokens of a prompt, and of the responses behind it."""
@@ -71,17 +72,17 @@ def test_blocks_hold_contexts_of_similar_length_and_responses_ask_alone_behind_l
         (block.contexts, len(block.queries) // block.contexts, len(block.keys) // block.contexts)
         for block in made.blocks
     ]
-    first = LONG_PROMPT + 9
+    first = LONG + 9
     assert blocks == [
-        (1, 2 * LONG_PROMPT + 5, 2 * LONG_PROMPT + 5),  # a response longer than its prompt asks with it
+        (1, 2 * LONG + 5, 2 * LONG + 5),  # a response longer than its prompt asks with it
         (1, 240, 240),
         (3, first, first),
         (3, 38, 38),
         (4, 7, 7),
-        (1, 90, LONG_PROMPT + 90),
-        (1, 20, LONG_PROMPT + 20),
-        (2, 3, LONG_PROMPT + 3),
-        (1, 60, LONG_PROMPT + 61),
+        (1, 90, LONG + 90),
+        (1, 20, LONG + 20),
+        (2, 3, LONG + 3),
+        (1, 60, LONG + 61),
     ]
     assert [block.mask is not None for block in made.blocks] == [False] * 5 + [True] * 4
     assert sum(len(block.keys) for block in made.blocks) < 1.1 * int((contexts[:, 1] + contexts[:, 3]).sum())

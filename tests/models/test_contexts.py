@@ -53,7 +53,7 @@ def test_layout_by_hand() -> None:
     assert rows.response_offsets.tolist() == [0, 2, 3, 6, 7, 7, 8] and rows.row_offsets.tolist() == [0, 6, 7, 8]
     assert rows.lengths == [4, 2, 6, 3, 2, 2]
 
-    batch = pack(rows, [[4], [5], [0], [1], [2]], packed=False)
+    batch = pack(rows, [[4], [5], [0], [1], [2]])
     assert batch.input_ids.tolist() == [
         [1, 2, 0, 0, 0, 0],
         [9, 13, 0, 0, 0, 0],
@@ -66,14 +66,14 @@ def test_layout_by_hand() -> None:
     assert batch.row_index.tolist() == [0, 1, 1, 1, 1, 1, 1] and batch.sequences == 2
     assert batch.token_index.tolist() == [7, 0, 1, 2, 3, 4, 5]
     assert batch.positions is None
-    packed = pack(rows, [[4], [5], [0], [1], [2]])
+    packed = pack(rows, [[4], [5], [0], [1], [2]], packed=True)
     assert packed.input_ids.tolist() == [[1, 2, 9, 13, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
     assert packed.logit_index.tolist() == [2, 5, 6, 8, 12, 13, 14]
     for name in ("targets", "row_index", "token_index"):
         assert getattr(packed, name).tolist() == getattr(batch, name).tolist(), name
 
     # Of the tokens that the mask leaves out, which are the second and the fifth of each row, nothing is predicted.
-    trained = collate(rows, [[4], [5], [0], [1], [2]], packed=False)
+    trained = collate(rows, [[4], [5], [0], [1], [2]])
     assert trained.input_ids.equal(batch.input_ids)
     for name in ("targets", "logit_index", "row_index", "token_index"):
         assert getattr(trained, name).tolist() == getattr(batch, name)[[0, 1, 3, 4, 6]].tolist(), name
@@ -136,7 +136,7 @@ def test_packs_share_prompts_of_rows_that_are_one_context_or_may_be_split() -> N
     assert pack_rows(rows, [0, 1, 2, 3], 99, True, whole=False) == ([[0, 1, 3, 4], [2], [5]], None)
     assert pack_rows(rows, [3, 2], 99, False, whole=True) == ([[3], [4], [5]], [1, 2])
     assert pack_rows(rows, [], 99, False, whole=True) == ([], [])
-    shared = pack(rows, [[0, 1, 3, 4], [2], [5]])
+    shared = pack(rows, [[0, 1, 3, 4], [2], [5]], packed=True)
     assert shared.row_index.tolist() == [0, 1, 2, 3, 4, 5]  # pieces of rows
     # Of rows without contexts the packs are those of before, in the same order.
     plain = TokenBatch.from_table(episodes(group))
@@ -187,7 +187,7 @@ def test_log_probs_are_those_of_each_context_alone() -> None:
     assert enable(policy.decoder) is None
     together, _ = pack_rows(rows, [0, 1, 2], 99, True, whole=False)
     for packs in ([[0], [1], [2], [3], [4], [5]], together, [[5], [2], [4], [0], [3], [1]]):
-        batch = pack(rows, packs)
+        batch = pack(rows, packs, packed=True)
         found, _ = policy(
             batch.input_ids, batch.logit_index, batch.targets, positions=batch.positions, packing=batch.packing
         )

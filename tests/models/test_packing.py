@@ -40,10 +40,10 @@ ROWS = [([1, 2], [3, 0, 5]), ([6], []), ([7, 8, 9], [4])]
 
 def test_collate_by_hand():
     rows = TrainBatch.from_table(table(ROWS))
-    padded = collate(rows, [[2], [0]], pad_token_id=99, packed=False)
+    padded = collate(rows, [[2], [0]], pad_token_id=99)
     assert padded.input_ids.tolist() == [[7, 8, 9, 4, 99], [1, 2, 3, 0, 5]]
     assert padded.logit_index.tolist() == [2, 6, 8] and padded.packing is None
-    batch = collate(rows, [[2], [0]], pad_token_id=99)
+    batch = collate(rows, [[2], [0]], pad_token_id=99, packed=True)
     assert batch.input_ids.tolist() == [[7, 8, 9, 4, 1, 2, 3, 0, 5]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
     assert batch.lengths.tolist() == [4, 5]
@@ -77,7 +77,10 @@ def test_empty_responses_and_the_dummy():
     alone = collate(rows, [[1]])
     assert alone.input_ids.tolist() == [[6]] and alone.logit_index.numel() == 0
     assert collate(rows, [[1], [0]]).row_index.tolist() == [1, 1]
+    assert collate(rows, [[1], [0]], packed=True).input_ids.tolist() == [[6, 1, 2, 3, 0, 5]]
     dummy = collate(rows, [], pad_token_id=7)
+    packed = collate(rows, [], pad_token_id=7, packed=True)
+    assert packed.input_ids.tolist() == [[7]] and packed.positions.tolist() == [[0]] and packed.packing is not None
     assert dummy.input_ids.tolist() == [[7]] and dummy.lengths.tolist() == [1] and dummy.logit_index.numel() == 0
     # A layer runs forward and backward on it and gets an exact zero gradient.
     layer = torch.nn.Embedding(10, 4)
@@ -103,7 +106,7 @@ def test_order_split_and_padding_keep_what_each_token_computes(made, budget, ran
     def per_token(batches: list[list[int]], pad: int) -> np.ndarray:
         out = np.full(len(rows.mask), np.nan)
         for index in batches:
-            batch = collate(rows, [[i] for i in index], pad, packed=False)
+            batch = collate(rows, [[i] for i in index], pad)
             hidden = embed[batch.input_ids].cumsum(dim=1).flatten(0, 1)  # position t sees positions up to t
             out[batch.token_index] = (hidden[batch.logit_index] * embed[batch.targets]).sum(-1) + batch.advantages
         return out

@@ -81,13 +81,13 @@ def numbers(module: Any, rows: TokenBatch, taken: list[list[int]], pad: int = 0)
 def test_packs_by_hand() -> None:
     rows = sequences([((7, 8), (2, 0, 1)), ((9,), (1,))])
     a, b, c, d = rows.response_ids
-    batch = pack(rows, [[0, 1, 2], [3]], pad_token_id=5)
+    batch = pack(rows, [[0, 1, 2], [3]], pad_token_id=5, packed=True)
     assert batch.input_ids.tolist() == [[7, 8, a, b, c, 9, d]]
     assert batch.positions is not None and batch.positions.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
     assert batch.logit_index.tolist() == [1, 2, 1, 5]
     assert batch.row_index.tolist() == [0, 0, 2, 3] and batch.sequences == 4
     assert batch.lengths.tolist() == [5, 2] and batch.token_index.tolist() == [0, 1, 2, 3]
-    padded = pack(rows, [[0], [1], [2], [3]], pad_token_id=5, packed=False)
+    padded = pack(rows, [[0], [1], [2], [3]], pad_token_id=5)
     assert padded.input_ids.tolist() == [[7, 8, a, b], [7, 8, 5, 5], [7, 8, c, 5], [9, d, 5, 5]]
     assert padded.positions is None and padded.packing is None and padded.sequences == 4
     assert padded.logit_index.tolist() == [1, 2, 9, 12]
