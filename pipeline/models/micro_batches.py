@@ -95,14 +95,14 @@ def _sizes(lengths: list[int], max_tokens: int, units: list[int] | None) -> list
     sizes = [max(sum(lengths[a:b]), 1) for a, b in zip(first, first[1:], strict=False)]
     if max(sizes, default=0) > max_tokens:
         unit = next(unit for unit, size in enumerate(sizes) if size > max_tokens)
-        what, together = "has", ""
-        if first[unit + 1] - first[unit] > 1:
-            what = f"has {first[unit + 1] - first[unit]} contexts, which must pass through the model together, with"
-            together = APART
+        contexts = first[unit + 1] - first[unit]
+        where = f"row {first[unit]} has"
+        if contexts > 1:
+            where = f"a row has {contexts} contexts, all of which must pass through the model together, with"
         raise ValueError(
-            f"row {first[unit]} {what} {sizes[unit]} tokens (prompt + response), {sizes[unit] - max_tokens} more than "
-            f"the {max_tokens} that one forward pass may hold; raise actor.ppo_max_token_len_per_gpu to at least "
-            f"{sizes[unit]}{together}"
+            f"{where} {sizes[unit]} tokens (prompt + response), {sizes[unit] - max_tokens} more than the {max_tokens} "
+            f"that one forward pass may hold; raise actor.ppo_max_token_len_per_gpu to at least {sizes[unit]}"
+            f"{APART if contexts > 1 else ''}"
         )
     return sizes
 

@@ -150,9 +150,10 @@ def test_a_pack_ends_at_the_budget() -> None:
 def test_the_step_is_the_same(tiny_model: Path, changes: dict[str, Any]) -> None:
     rows = make_rows([((11, 12, 13, 14, 15), (3, 6)) for _ in range(4)] + [((20 + i,) * 6, (2, 7)) for i in range(4)])
     found = []
-    for share in ("never", "auto", "always"):
+    # Packed alone, packed behind shared prompts twice, and padded, which is all that eager attention can.
+    for share, attention in (("never", "sdpa"), ("auto", "sdpa"), ("always", "sdpa"), ("auto", "eager")):
         config = make_config(tiny_model, **changes)
-        config.model.share_prompts = share
+        config.model.share_prompts, config.model.attn_implementation = share, attention
         found.append(trained(config, rows, rows))
     for metrics, weights in found[1:]:
         assert_same(found[0][1], weights)
