@@ -39,18 +39,19 @@ class Passes:
 
     @classmethod
     def of(cls, module: Any, share_prompts: str) -> "Passes":
-        """How rows pass through `module`, which has a `decoder` and is not sharded yet; prepares it for that.
+        """How rows pass through `module`, which is not sharded yet; prepares it for that.
 
         Args:
-            module: the model; its `decoder` is None if it has none.
+            module: the model; only one with a `decoder` can pack rows.
             share_prompts: `model.share_prompts`.
 
         Raises ValueError if the setting is `always`, and the model cannot share prompts.
         """
-        reason = "it is no decoder" if module.decoder is None else enable(module.decoder)
+        decoder = getattr(module, "decoder", None)
+        reason = "it is no decoder" if decoder is None else enable(decoder)
         if reason is None:
             return cls(packed=True, shared=share_prompts != "never")
-        name = type(module.decoder or module).__name__
+        name = type(module if decoder is None else decoder).__name__
         if share_prompts == "always":
             raise ValueError(f"model.share_prompts=always, but {name} cannot: {reason}")
         logger.info("rows are padded, and samples do not share their prompt in %s: %s", name, reason)
