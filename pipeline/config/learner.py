@@ -165,7 +165,7 @@ class ActorConfig:
     """Prompts per optimiser step; null takes `data.train_batch_size`."""
 
     ppo_max_token_len_per_gpu: int = 16384
-    """Most tokens (padding counted) in one forward pass of a rank."""
+    """Most tokens in one forward pass of a rank; padding counts, in models that cannot attend over packed rows."""
 
     old_log_probs: str = setting("recompute", choices=("recompute", "engine"))
     """Old log-probs of the ratio: `recompute` (a pass of the trainer before the update; decoupled mode) or `engine` (as
@@ -229,4 +229,4 @@ class CriticConfig:
     """Prompts per optimiser step; null takes the actor's."""
 
     ppo_max_token_len_per_gpu: int | None = None
-    """Most tokens (padding counted) in one forward pass of a rank; null takes the actor's."""
+    """Most tokens in one forward pass of a rank, as the actor's; null takes that."""

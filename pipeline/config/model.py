@@ -28,5 +28,6 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, more time."""
 
     share_prompts: str = setting("auto", choices=("auto", "always", "never"))
-    """Let samples in one forward pass share a copy of their prompt; numbers are the same up to rounding. `auto`: on
-    CPUs, for models with full attention and `sdpa`. `always`: on any device; models that cannot are refused."""
+    """Let samples in one forward pass share a copy of their prompt; numbers are the same up to rounding. `auto`: in
+    models that attend over packed rows, which is found out at the start (full attention, `sdpa`). `always`: models that
+    cannot are refused."""

@@ -25,7 +25,7 @@ class ScorerConfig:
     """Type in which the replica computes; null takes the trainer's (`fsdp.param_dtype`, else `model.dtype`)."""
 
     max_token_len: int = 16384
-    """Most tokens (padding counted) in one forward pass."""
+    """Most tokens in one forward pass; padding counts, in models that cannot attend over packed rows."""
 
 
 @dataclass

@@ -68,7 +68,7 @@ class SupervisedTrainerConfig:
     that is joined."""
 
     max_token_len_per_gpu: int = setting(16384, at_least=1)
-    """Most tokens, padding included, in one forward pass of a worker; conversations are grouped by length to fit."""
+    """Most tokens in one forward pass of a worker; padding counts, in models that cannot attend over packed rows."""
 
     grad_clip: float = setting(1.0, above=0)
     """Largest gradient norm; larger gradients are scaled down to it."""

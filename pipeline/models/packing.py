@@ -1,6 +1,7 @@
 """Packs of contexts become the tensors of a forward pass.
 
-A pack is one context, or several behind one copy of their prompt (`sharing.py`). Packs are padded on the right.
+A pack is one context, or several behind one copy of their prompt (`sharing.py`). Packs stand end to end in one sequence
+(`attention.py`), or, for models that cannot attend over such a sequence, one below the other and padded on the right.
 """
 
 from collections.abc import Sequence
@@ -11,23 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.models.attention import Layout, layout
 from pipeline.models.batch import TokenBatch, TrainBatch, ranges
+
+_PAD = np.array([[0, 1, 1, 0]])
+"""The one pad token as a prompt without a response, for `layout`."""
 
 
 @dataclass
 class ModelInputs:
-    """Input of one forward pass: B packs of T positions, with N predicted response tokens of S rows."""
+    """Input of one forward pass: packs with N predicted response tokens of S rows."""
 
     input_ids: Tensor
-    """[B, T] int64, a prompt and one or more responses, padded on the right."""
+    """[1, T] int64, the packs end to end, each a prompt and one or more responses; or [B, T], one context below the
+    other, padded on the right."""
     lengths: Tensor
-    """[B] int64, tokens of each pack that are not padding."""
+    """[B] int64, tokens of each pack."""
     positions: Tensor | None
-    """[B, T] int64, positions in each context; None where every pack is one context."""
-    segment_ids: Tensor | None
-    """[B, T] int64, 0 in the prompt, k in the k-th response of the pack, -1 in padding; None as `positions`."""
+    """[1, T] int64, positions in each context; None where packs are padded."""
+    packing: Layout | None
+    """Where the contexts are; None where packs are padded."""
     logit_index: Tensor
-    """[N] int64, index into the B * T positions of the token before each response token, which predicts it."""
+    """[N] int64, index into the flat positions of the token before each response token, which predicts it."""
     targets: Tensor
     """[N] int64, the response tokens."""
     row_index: Tensor
@@ -42,7 +48,9 @@ class ModelInputs:
         """The same batch with its tensors on `device`."""
         moved: dict[str, Any] = {}
         for name, value in vars(self).items():
-            moved[name] = value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                value = value.to(device, non_blocking=True)
+            moved[name] = value.to(device) if isinstance(value, Layout) else value
         return type(self)(**moved)
 
 
@@ -62,12 +70,17 @@ class MicroBatch(ModelInputs):
 
 
 def pack(
-    rows: TokenBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0, read: np.ndarray | None = None
+    rows: TokenBatch,
+    packs: Sequence[Sequence[int]],
+    pad_token_id: int = 0,
+    read: np.ndarray | None = None,
+    packed: bool = False,
 ) -> ModelInputs:
     """Model inputs of the contexts in `packs`, in that order; those of a pack share one prompt (`sharing.py`).
 
     Of response tokens that are not in `read` [N] (bool, None for all), nothing is predicted: they stand in `input_ids`
-    alone, as prompts do.
+    alone, as prompts do. With `packed`, which a model must be able to take (`sharing.Passes`), packs stand end to end;
+    without, they are padded, and each is one context.
 
     Without packs they are one pad token and no response token (N = 0): a pass over them keeps this rank in step with
     the others, and its gradient is exactly 0.
@@ -82,13 +95,14 @@ def pack(
     before = np.cumsum(counts) - counts  # response tokens of all contexts before
     before_in_pack = before - np.repeat(before[first], sizes)
     lengths = prompt_counts + np.add.reduceat(counts, first) if len(sizes) else np.ones(1, dtype=np.int64)
-    width = max(int(lengths.max()), 1)
 
-    # Indices into the B * T positions.
-    pack_starts = np.arange(len(sizes)) * width
+    # Indices into the flat positions.
+    shape = (1, max(int(lengths.sum()), 1)) if packed else (len(lengths), max(int(lengths.max()), 1))
+    pack_starts = (np.cumsum(lengths) - lengths if packed else np.arange(len(lengths)) * shape[1])[: len(sizes)]
     prompt_ends = pack_starts + prompt_counts
     prompt_index = ranges(pack_starts, prompt_counts)
-    response_index = ranges(np.repeat(prompt_ends, sizes) + before_in_pack, counts)
+    response_starts = np.repeat(prompt_ends, sizes) + before_in_pack
+    response_index = ranges(response_starts, counts)
     # A token is predicted at the token before it; the first token of a response at the prompt's last token.
     logit_index = response_index - 1
     not_empty = counts > 0
@@ -96,18 +110,18 @@ def pack(
 
     token_index = ranges(starts, counts)
     targets = rows.response_ids[token_index].astype(np.int64)
-    shape = len(lengths), width
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     input_ids.flat[prompt_index] = rows.prompt_ids[ranges(prompt_starts, prompt_counts)]
     input_ids.flat[response_index] = targets
-    positions = segment_ids = None
-    if len(order) > len(sizes):
+    positions = where = None
+    if packed:
         positions = np.zeros(shape, dtype=np.int64)
         positions.flat[prompt_index] = ranges(np.zeros_like(prompt_counts), prompt_counts)
         positions.flat[response_index] = ranges(np.repeat(prompt_counts, sizes), counts)
-        segment_ids = np.full(shape, -1, dtype=np.int64)
-        segment_ids.flat[prompt_index] = 0
-        segment_ids.flat[response_index] = np.repeat(np.arange(len(order)) - np.repeat(first, sizes) + 1, counts)
+        own = counts.copy()
+        own[first] += prompt_counts
+        described = (np.repeat(pack_starts, sizes), np.repeat(prompt_counts, sizes), response_starts, counts)
+        where = layout(np.stack(described, 1)[own > 0] if own.any() else _PAD, shape[1])
     row_number = np.arange(len(order))
     if not rows.are_contexts:
         # Not the rows' own numbers: their order is that of the packs.
@@ -122,7 +136,7 @@ def pack(
         input_ids=torch.from_numpy(input_ids),
         lengths=torch.from_numpy(lengths),
         positions=None if positions is None else torch.from_numpy(positions),
-        segment_ids=None if segment_ids is None else torch.from_numpy(segment_ids),
+        packing=where,
         logit_index=torch.from_numpy(logit_index),
         targets=torch.from_numpy(targets),
         row_index=torch.from_numpy(row_index),
@@ -131,12 +145,23 @@ def pack(
     )
 
 
-def collate(rows: TrainBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0) -> MicroBatch:
+def collate(
+    rows: TrainBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0, packed: bool = False
+) -> MicroBatch:
     """The micro-batch of the contexts in `packs`, in that order; see `pack`. Of tokens that do not train, such as those
     of tools and environments, it has nothing but their ids."""
-    inputs = pack(rows, packs, pad_token_id, rows.mask > 0)
+    inputs = pack(rows, packs, pad_token_id, rows.mask > 0, packed)
     columns: dict[str, Any] = {}
     for name in MicroBatch.__annotations__:
         values = getattr(rows, name)
         columns[name] = None if values is None else torch.from_numpy(values[inputs.token_index])
     return MicroBatch(**vars(inputs), **columns)
+
+
+def lay_out(sequences: Sequence[np.ndarray], packed: bool) -> ModelInputs:
+    """Model inputs of whole sequences of tokens, of which nothing is predicted; see `pack`."""
+    counts = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
+    tokens = np.concatenate([*sequences, np.empty(0)]).astype(np.int32)
+    ends, none = np.concatenate([[0], np.cumsum(counts)]), np.zeros(len(counts) + 1, dtype=np.int64)
+    rows = TokenBatch(tokens, ends, tokens[:0], none, np.arange(len(counts) + 1))
+    return pack(rows, [[row] for row in range(len(counts))], packed=packed)

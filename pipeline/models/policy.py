@@ -1,7 +1,7 @@
 """The policy: a causal language model that returns log-probs of chosen tokens.
 
-1. The decoder runs on right-padded ids without an attention mask: under causal attention no token sees the padding
-   behind it, and the fast causal kernels apply.
+1. The decoder runs on packed rows (`attention.py`), or on right-padded ids without an attention mask: under causal
+   attention no token sees the padding behind it, and the fast causal kernels apply.
 2. Only the hidden states that predict a target reach the head (`head.py`), in chunks whose logits are recomputed in the
    backward pass, so that the logits of the whole batch never exist.
 3. The head is used inside of `Policy.forward`, because FSDP2 gathers the root's weights only there.
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.attention import Layout, hidden_states
 from pipeline.models.head import LogitRule, own_rows, token_log_probs
 from pipeline.models.mesh import Mesh
 from pipeline.models.pretrained import (
@@ -26,7 +27,6 @@ from pipeline.models.pretrained import (
     small_head,
     without_dropout,
 )
-from pipeline.models.sharing import hidden_states
 
 
 class Policy(Pretrained):
@@ -58,25 +58,25 @@ class Policy(Pretrained):
         chunk_tokens: int = 1024,
         with_entropy: bool = False,
         positions: Tensor | None = None,
-        segment_ids: Tensor | None = None,
+        packing: Layout | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs of `targets` under the policy at `temperature`.
 
         Args:
-            input_ids: [B, T] int64, padded on the right with any id.
+            input_ids: [1, T] int64 packed (`attention.py`), or [B, T] padded on the right with any id.
             logit_index: [N] int64, the flat position in B*T that predicts each target: `b * T + t - 1` for token t of
                 row b.
             targets: [N] int64.
             temperature: divides the logits; above 0.
             chunk_tokens: positions whose logits exist at a time.
             with_entropy: also compute the entropy of each distribution.
-            positions: [B, T] int64, for packs (`sharing.attention_inputs`); None if every pack is one context.
-            segment_ids: [B, T] int64, as `positions`.
+            positions: [1, T] int64, positions in each context, if packed.
+            packing: where the contexts are, if packed.
 
         Returns:
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
         """
-        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids)
+        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing)
         head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
         (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
         assert weight is not None
@@ -90,11 +90,11 @@ class Policy(Pretrained):
         temperature: float = 1.0,
         chunk_tokens: int = 1024,
         positions: Tensor | None = None,
-        segment_ids: Tensor | None = None,
+        packing: Layout | None = None,
     ) -> Tensor:
         """Sum over the vocabulary of squared probabilities, [N] float32; arguments as in `forward`. Not for sharded
         policies."""
-        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids)
+        hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing)
         sums = hidden.new_empty(len(logit_index), dtype=torch.float32)
         for start in range(0, len(logit_index), chunk_tokens):
             part = slice(start, start + chunk_tokens)

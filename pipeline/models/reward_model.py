@@ -2,7 +2,7 @@
 
 1. A decoder's score is read at the last token of the row, given by the row's length. (`transformers` takes the last id
    that is not the pad token. It is wrong if a conversation ends with the pad token, which is the end-of-sequence token
-   of many models, and fails for a model without one.) It runs without an attention mask, as in `policy.py`.
+   of many models, and fails for a model without one.) It runs on packed or padded rows, as in `policy.py`.
 2. An encoder has bidirectional attention, so it gets an attention mask made of the lengths, and its own head.
 3. A new head starts at 0: all ranks have the same one, and the first step moves the head alone.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.attention import Layout, hidden_states
 from pipeline.models.mesh import Mesh
 from pipeline.models.pretrained import (
     Pretrained,
@@ -61,12 +62,22 @@ class RewardModel(Pretrained):
         ]
         return min(*room, self.lm.config.get_text_config().max_position_embeddings) if room else None
 
-    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+    @property
+    def decoder(self) -> Any:
+        """The model without its head; None for an encoder."""
+        return self.lm.base_model if self.is_decoder else None
+
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor, positions: Tensor | None = None, packing: Layout | None = None
+    ) -> Tensor:
         """The score of each row.
 
         Args:
-            input_ids: [B, T] int64, padded on the right with any id.
-            lengths: [B] int64, tokens of each row; a row of length 0 gets the score of its first position.
+            input_ids: [1, T] int64, B rows end to end (`attention.py`), or [B, T] padded on the right with any id.
+            lengths: [B] int64, tokens of each row, at least 1 if packed; a row of length 0 gets the score of its first
+                position.
+            positions: [1, T] int64, positions in each row, if packed.
+            packing: where the rows are, if packed.
 
         Returns:
             scores [B] float32.
@@ -76,8 +87,11 @@ class RewardModel(Pretrained):
             mask = torch.arange(input_ids.shape[1], device=lengths.device) < lengths[:, None]
             logits: Tensor = self.lm(input_ids=input_ids, attention_mask=mask.long()).logits  # [B, 1]
             return logits.float().sum(-1)  # the only label; of a view of it FSDP would warn
-        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
-        return float32_head(self.lm.score, hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1])
+        starts = torch.arange(len(lengths), device=lengths.device) * input_ids.shape[1]
+        if packing is not None:
+            starts = lengths.cumsum(0) - lengths
+        hidden = hidden_states(self.decoder, input_ids, starts + lengths - 1, positions, packing)
+        return float32_head(self.lm.score, hidden)
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.attention import Layout, hidden_states
 from pipeline.models.mesh import Mesh
 from pipeline.models.policy import load_lm
 from pipeline.models.pretrained import float32_head, without_dropout
-from pipeline.models.sharing import hidden_states
 from pipeline.models.tokenizer import load_tokenizer
 
 
@@ -42,20 +42,20 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(
-        self, input_ids: Tensor, logit_index: Tensor, positions: Tensor | None = None, segment_ids: Tensor | None = None
+        self, input_ids: Tensor, logit_index: Tensor, positions: Tensor | None = None, packing: Layout | None = None
     ) -> Tensor:
         """Values of response tokens.
 
         Args:
-            input_ids: [B, T] int64, padded on the right with any id.
+            input_ids: [1, T] int64 packed (`attention.py`), or [B, T] padded on the right with any id.
             logit_index: [N] int64, flat positions in B*T, as in `Policy.forward`.
-            positions: [B, T] int64, for packs (`sharing.attention_inputs`); None if every pack is one context.
-            segment_ids: [B, T] int64, as `positions`.
+            positions: [1, T] int64, positions in each context, if packed.
+            packing: where the contexts are, if packed.
 
         Returns:
             values [N] float32; in the graph also for N = 0, for the ranks' collectives.
         """
-        return float32_head(self.head, hidden_states(self.decoder, input_ids, logit_index, positions, segment_ids))
+        return float32_head(self.head, hidden_states(self.decoder, input_ids, logit_index, positions, packing))
 
 
 def load_value_model(policy: ModelConfig, path: str | None = None, mesh: Mesh | None = None) -> ValueModel:

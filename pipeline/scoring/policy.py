@@ -51,5 +51,5 @@ class PolicyScore:
             self._temperature,
             self._chunk_tokens,
             batch.positions,
-            batch.segment_ids,
+            batch.packing,
         )

@@ -50,5 +50,5 @@ class Reference:
             self._temperature,
             self._chunk_tokens,
             positions=batch.positions,
-            segment_ids=batch.segment_ids,
+            packing=batch.packing,
         )[0]

@@ -26,7 +26,7 @@ from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import ModelInputs, pack
-from pipeline.models.sharing import pack_rows, shared_size
+from pipeline.models.sharing import Passes, pack_rows
 from pipeline.rows import FLOATS, ragged
 from pipeline.store.client import StoreClient
 from pipeline.store.policy_store import PolicyStore
@@ -63,7 +63,7 @@ class Replica(Generic[M]):
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(scorer.num_threads, scorer.num_cpus))
         self.module = load().to(self.device).eval().requires_grad_(False)
-        self._shared_size = shared_size(share_prompts, self.module, self.device)
+        self.passes = Passes.of(self.module, share_prompts)
 
     @torch.no_grad()
     def score(self, table: pa.Table, forward: Callable[[M, ModelInputs], Tensor]) -> pa.Array:
@@ -90,9 +90,10 @@ class Replica(Generic[M]):
                 f"{longest}"
             )
         numbers = np.zeros(len(rows.response_ids), dtype=np.float32)
-        packs, _ = pack_rows(rows, range(len(rows)), self.max_token_len, self._shared_size, whole=False)
-        for part in split_micro_batches(rows.pack_lengths(packs), self.max_token_len):
-            batch = pack(rows, [packs[i] for i in part]).to(self.device)
+        packs, _ = pack_rows(rows, range(len(rows)), self.max_token_len, self.passes.shared, whole=False)
+        packed = self.passes.packed
+        for part in split_micro_batches(rows.pack_lengths(packs), self.max_token_len, packed=packed):
+            batch = pack(rows, [packs[i] for i in part], packed=packed).to(self.device)
             numbers[batch.token_index] = forward(self.module, batch).float().cpu().numpy()
         return ragged(numbers, rows.row_offsets, FLOATS)
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.agent.forms import for_template, prompt_length, split
 from pipeline.config.learner import FSDPConfig
@@ -23,6 +22,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.errors import short_reason
 from pipeline.models.micro_batches import split_micro_batches
+from pipeline.models.packing import lay_out
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import REWARD_MODEL, append
@@ -119,11 +119,11 @@ class RewardModelScore:
 
     @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:
-        """The model's number for each row of tokens, [R] float32; rows run grouped by length."""
-        lengths, device = [len(tokens) for tokens in ids], self._replica.device
+        """The model's number for each row of tokens, [R] float32; rows run in micro-batches."""
+        lengths, packed = [len(tokens) for tokens in ids], self._replica.passes.packed
         scores = np.zeros(len(ids), dtype=np.float32)
-        for index in split_micro_batches(lengths, self._replica.max_token_len):
-            batch = pad_sequence([torch.tensor(ids[row]) for row in index], batch_first=True).to(device)
-            sizes = torch.tensor([lengths[row] for row in index], device=device)
-            scores[index] = self._replica.module(batch, sizes).float().cpu().numpy()
+        for index in split_micro_batches(lengths, self._replica.max_token_len, packed=packed):
+            batch = lay_out([np.array(ids[row]) for row in index], packed).to(self._replica.device)
+            found = self._replica.module(batch.input_ids, batch.lengths, batch.positions, batch.packing)
+            scores[index] = found.float().cpu().numpy()
         return scores

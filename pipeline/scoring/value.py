@@ -43,4 +43,4 @@ class Value:
 
 
 def _values(module: ValueModel, batch: ModelInputs) -> Tensor:
-    return module(batch.input_ids, batch.logit_index, batch.positions, batch.segment_ids)
+    return module(batch.input_ids, batch.logit_index, batch.positions, batch.packing)

@@ -13,9 +13,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import ray.data
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SupervisedDataConfig
@@ -184,7 +181,6 @@ def train_dataset(
     return stream.repartition(target_num_rows_per_block=block_rows, strict=True)
 
 
-def pad(rows: Iterable[pa.ListScalar]) -> Tensor:
-    """Lists of integers as [R, T] int64, padded with 0 on the right; without rows [1, 1]."""
-    tensors = [torch.from_numpy(row.values.to_numpy().astype(np.int64)) for row in rows]
-    return pad_sequence(tensors or [torch.zeros(1, dtype=torch.int64)], batch_first=True)
+def lists(rows: Iterable[pa.ListScalar]) -> list[np.ndarray]:
+    """Lists of integers as one int64 array each."""
+    return [row.values.to_numpy().astype(np.int64) for row in rows]

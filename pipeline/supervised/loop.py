@@ -4,7 +4,7 @@
    FSDP. So neither ranks nor micro-batches change the result.
 2. Each rank gets `train_batch_size / num_workers` rows per step as one block. The ranks get blocks in turn, so step k
    sees the same rows on any number of ranks.
-3. Rows are grouped by length into micro-batches under a token budget, which keeps padding small.
+3. Rows run in micro-batches under a token budget, packed or grouped by length (`models/micro_batches.py`).
 """
 
 import math
@@ -26,6 +26,7 @@ from pipeline.models.fsdp import clip_grad_norm, save_hf, shard
 from pipeline.models.mesh import make_mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.pretrained import Pretrained
+from pipeline.models.sharing import Passes
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.supervised.data import Encoder, RowGroup, held_rows
 from pipeline.threads import compute_threads
@@ -58,6 +59,7 @@ class SupervisedLoop(ABC, Generic[C]):
     Attributes:
         encoder: turns rows of files into token rows.
         measured: names of the metrics that `sums` returns; the first one is the loss.
+        packed: whether rows stand end to end in a micro-batch, without padding.
     """
 
     encoder: ClassVar[type[Encoder[Any]]]
@@ -80,7 +82,9 @@ class SupervisedLoop(ABC, Generic[C]):
         self.rows = TimedIterator(iter(blocks), trainer.data_timeout, lambda: hint)
         self.tokenizer = load_tokenizer(self.config.model)
         self.mesh = make_mesh(self.device)
-        self.model: Any = shard(self.load(), self.config.fsdp, self.device, self.mesh)
+        model = self.load()
+        self.packed = Passes.of(model, "never").packed
+        self.model: Any = shard(model, self.config.fsdp, self.device, self.mesh)
         self.optimizer = build_optimizer(self.model, self.config.optim)
         self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
         encoder = self.encoder(self.tokenizer, self.config.data)
@@ -97,7 +101,7 @@ class SupervisedLoop(ABC, Generic[C]):
 
     @abstractmethod
     def lengths(self, table: pa.Table) -> list[int]:
-        """Tokens of each row in a micro-batch in which it is the longest."""
+        """Tokens of each row in a micro-batch in which it is the longest, padding included unless rows are `packed`."""
 
     @abstractmethod
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
@@ -162,9 +166,9 @@ class SupervisedLoop(ABC, Generic[C]):
         self.model.train(learn)
         total = self._reduce(self.count(table), dist.ReduceOp.SUM)
         lengths, budget = self.lengths(table), self.config.trainer.max_token_len_per_gpu
-        parts = int(self._reduce(minimum_parts(lengths, budget), dist.ReduceOp.MAX))
+        parts = int(self._reduce(minimum_parts(lengths, budget, packed=self.packed), dist.ReduceOp.MAX))
         sums = torch.zeros(len(self.measured), dtype=torch.float64, device=self.device)
-        for index in split_micro_batches(lengths, budget, parts):
+        for index in split_micro_batches(lengths, budget, parts, packed=self.packed):
             part = self.sums(table, index)
             if learn:
                 (part[0] / max(total, 1.0)).backward()

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
+from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.rows import INTS
 from pipeline.supervised.conversations import Messages, checked_messages, is_list
-from pipeline.supervised.data import Encoder, pad
+from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import Settings, SupervisedLoop
 
 SCHEMA = pa.schema([("chosen_ids", INTS), ("rejected_ids", INTS), ("margin", pa.float32())])
@@ -133,17 +134,16 @@ def kept_pairs(table: pa.Table) -> pa.Table:
     return table.filter(pc.greater(pc.list_value_length(table["chosen_ids"]), 0))
 
 
-def collate(table: pa.Table, index: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor]:
     """The micro-batch of the pairs `index` that have tokens.
 
     Returns:
-        ids [2 N, T] padded on the right, the preferred sides first; lengths [2 N]; margins [N]. No pairs give one row
-        of one padding token, and N = 0 margins.
+        2 N sequences, the preferred sides first, and margins [N]. No pairs give one row of one padding token, and N = 0
+        margins.
     """
     pairs = kept_pairs(table.take(pa.array(index, pa.int64())))
-    rows = [*pairs["chosen_ids"], *pairs["rejected_ids"]]
-    lengths = torch.tensor([len(row) for row in rows] or [1])
-    return pad(rows), lengths, torch.tensor(pairs["margin"].to_pylist(), dtype=torch.float32)
+    rows = lists([*pairs["chosen_ids"], *pairs["rejected_ids"]])
+    return lay_out(rows, packed), torch.tensor(pairs["margin"].to_pylist(), dtype=torch.float32)
 
 
 class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
@@ -172,13 +172,16 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         return len(kept_pairs(table))
 
     def lengths(self, table: pa.Table) -> list[int]:
-        # Both sides of a pair are padded to the longer one.
-        sides = (pc.list_value_length(table[name]) for name in ("chosen_ids", "rejected_ids"))
+        sides = [pc.list_value_length(table[name]) for name in ("chosen_ids", "rejected_ids")]
+        if self.packed:
+            return list(pc.add(*sides).to_pylist())
+        # Both are padded to the longer one.
         return [2 * length for length in pc.max_element_wise(*sides).to_pylist()]
 
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
-        input_ids, lengths, margin = (tensor.to(self.device) for tensor in collate(table, index))
-        rewards, pairs = self.model(input_ids, lengths), len(margin)
+        batch, margin = collate(table, index, self.packed)
+        batch, margin = batch.to(self.device), margin.to(self.device)
+        rewards, pairs = self.model(batch.input_ids, batch.lengths, batch.positions, batch.packing), len(margin)
         return bradley_terry(rewards[:pairs], rewards[pairs : 2 * pairs], margin)
 
     def step(self, table: pa.Table) -> dict[str, float]:

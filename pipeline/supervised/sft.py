@@ -14,10 +14,11 @@ import pyarrow.compute as pc
 from torch import Tensor
 
 from pipeline.config.supervised import SFTConfig, SFTDataConfig
+from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.policy import Policy, load_policy
 from pipeline.rows import INTS
 from pipeline.supervised.conversations import checked_messages, checked_tools, is_list
-from pipeline.supervised.data import Encoder, pad
+from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import SupervisedLoop
 
 SCHEMA = pa.schema([("input_ids", INTS), ("loss_mask", pa.list_(pa.int8()))])
@@ -144,15 +145,17 @@ def take_learnt(message: dict[str, Any], place: str) -> bool:
     return learnt
 
 
-def collate(table: pa.Table, index: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The micro-batch of the rows `index`: ids [B, T] padded on the right, positions [N] that predict the learnt
-    tokens, and those tokens [N] (see `Policy.forward`). No rows give one padding token and N = 0."""
+def collate(table: pa.Table, index: list[int], packed: bool = False) -> tuple[ModelInputs, Tensor, Tensor]:
+    """The micro-batch of the rows `index`, the flat positions [N] that predict the learnt tokens, and those tokens [N].
+    No rows give one padding token and N = 0."""
     rows = table.take(pa.array(index, pa.int64()))
-    input_ids = pad(rows["input_ids"])
-    learnt = pad(rows["loss_mask"])
-    learnt[:, 0] = 0  # nothing predicts the first token
-    targets = learnt.flatten().nonzero()[:, 0]
-    return input_ids, targets - 1, input_ids.flatten()[targets]
+    inputs = lay_out(lists(rows["input_ids"]), packed)
+    masks = lists(rows["loss_mask"])
+    for mask in masks:
+        mask[:1] = 0  # nothing predicts the first token
+    learnt = lay_out(masks, packed).input_ids.flatten()
+    targets = learnt.nonzero()[:, 0]
+    return inputs, targets - 1, inputs.input_ids.flatten()[targets]
 
 
 class SFTLoop(SupervisedLoop[SFTConfig]):
@@ -165,12 +168,16 @@ class SFTLoop(SupervisedLoop[SFTConfig]):
         return load_policy(self.config.model, mesh=self.mesh)
 
     def count(self, table: pa.Table) -> int:
-        return len(collate(table, list(range(len(table))))[1])
+        return sum(int(mask[1:].sum()) for mask in lists(table["loss_mask"]))
 
     def lengths(self, table: pa.Table) -> list[int]:
         return list(pc.list_value_length(table["input_ids"]).to_pylist())
 
     def sums(self, table: pa.Table, index: list[int]) -> Tensor:
-        input_ids, positions, targets = (tensor.to(self.device) for tensor in collate(table, index))
+        batch, places, targets = collate(table, index, self.packed)
+        batch = batch.to(self.device)
         chunk = self.config.trainer.logits_chunk_tokens
-        return -self.model(input_ids, positions, targets, chunk_tokens=chunk)[0].sum(dim=0, keepdim=True)
+        where = {"positions": batch.positions, "packing": batch.packing}
+        return -self.model(
+            batch.input_ids, places.to(self.device), targets.to(self.device), chunk_tokens=chunk, **where
+        )[0].sum(dim=0, keepdim=True)

@@ -165,7 +165,7 @@ class Actor(Learner):
             chunk_tokens=self.config.logits_chunk_tokens,
             with_entropy=with_entropy,
             positions=batch.positions,
-            segment_ids=batch.segment_ids,
+            packing=batch.packing,
         )
 
     def _shows_gap(self, number: int) -> bool:

@@ -1,8 +1,9 @@
 """What actor and critic share: a sharded model, its optimiser and its learning-rate schedule.
 
 An update passes over an iteration's rows `ppo_epochs` times in mini-batches of `ppo_mini_batch_size` prompts, with one
-optimiser step each (`update.py`). Chunks are dealt to the ranks in turn and a mini-batch is a whole number of chunks,
-so it holds the same rows for any number of ranks. Its gradient is normalised by counts over all ranks.
+optimiser step each (`update.py`). Chunks come to the ranks in turn, a mini-batch is a whole number of chunks, and ranks
+exchange rows within a mini-batch alone (`deal.py`), so it holds the same rows for any number of ranks. Its gradient is
+normalised by counts over all ranks.
 """
 
 import math
@@ -22,7 +23,7 @@ from pipeline.models.fsdp import clip_grad_norm, shard
 from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
-from pipeline.models.sharing import pack_rows, shared_size
+from pipeline.models.sharing import Passes, pack_rows
 from pipeline.stats import Stat, Stats, mean
 from pipeline.train import ranks
 from pipeline.train.optim import build_optimizer, build_scheduler
@@ -56,11 +57,16 @@ class Learner(ABC):
     ):
         self.name, self.shape, self.device = name, shape, device
         self.mesh, self.grad_clip = mesh, config.grad_clip
-        self._shared_size = shared_size(share_prompts, module, device)
+        self._passes = Passes.of(module, share_prompts)
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
         self.optimizer = build_optimizer(self.module, config.optim)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether samples share their prompt in a pass."""
+        return self._passes.shared
 
     # Different in actor and critic.
 
@@ -115,12 +121,16 @@ class Learner(ABC):
             index: which of them.
             whole_rows: keep the contexts of a row in one micro-batch.
         """
-        budget = self.shape.max_tokens
-        packs, units = pack_rows(rows, index, budget, self._shared_size, whole_rows)
+        budget, packed = self.shape.max_tokens, self._passes.packed
+        packs, units = pack_rows(rows, index, budget, self._passes.shared, whole_rows)
         lengths = rows.pack_lengths(packs)
-        parts = int(self.all_reduce([minimum_parts(lengths, budget, units)], ranks.MAX)[0])
-        for part in split_micro_batches(lengths, budget, parts, units):
-            yield collate(rows, [packs[i] for i in part]).to(self.device)
+        parts = int(self.all_reduce([minimum_parts(lengths, budget, units, packed)], ranks.MAX)[0])
+        for part in split_micro_batches(lengths, budget, parts, units, packed):
+            yield self.collate(rows, [packs[i] for i in part])
+
+    def collate(self, rows: TrainBatch, packs: list[list[int]]) -> MicroBatch:
+        """The micro-batch of these packs, as the model takes it; see `packing.collate`."""
+        return collate(rows, packs, packed=self._passes.packed).to(self.device)
 
     def optimizer_step(self, tokens: float, rejected: float) -> Stats:
         """Clip the gradient and take one optimiser step; a collective.

@@ -1,6 +1,6 @@
 """The train loop: what every train worker does, iteration by iteration.
 
-    wait for rows ─► update critic and actor ─► publish the next version ─► report
+    wait for rows ─► deal them by their work ─► update critic and actor ─► publish the next version ─► report
 
 Policy version v is the policy after v iterations; version 0 is the initial one. Iteration k trains on rows of version
 k - 1, or of up to `algorithm.max_staleness` versions before it, and publishes version k. The loop controls the stream
@@ -8,7 +8,6 @@ only by reading rows and publishing versions. With `trainer.stream_gradients` it
 generate the next ones.
 """
 
-import math
 import time
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,7 @@ from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import Record, discard_trajectories
 from pipeline.train import ranks
 from pipeline.train.checkpoint import Saver, restore
+from pipeline.train.deal import Dealer
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.train.learner import Learner
@@ -91,9 +91,8 @@ class Loop:
         )
         chunks = self.schedule.chunks_per_iteration // self.world_size
         parts = chunks if streams_gradients(self.config) else 1
-        # Mini-batches in a part; ranks with the same rows pool them one by one.
-        self.segments = max(1, math.lcm(*(learner.shape.mini_batches for learner in self.learners)) // parts)
         self.feed = RowsFeed(TimedIterator(iter(blocks), trainer.deadlines.rows, self._describe), chunks, parts)
+        self.deal = Dealer.of(self.actor, self.critic, self.config.rollout.n, parts)
 
     def run(self) -> TrainingEnded:
         """Iterate until the last iteration, the end of the data, or a request to stop; then save.
@@ -151,11 +150,11 @@ class Loop:
         return [*([self.critic] if self.critic else []), *policy]
 
     def _update(self, timings: Stats) -> tuple[pa.Table, list[Stats]] | None:
-        """Train on the next iteration's rows. Returns the rows that came to this rank, and metrics; None if
-        the stream has ended."""
+        """Train on the next iteration's rows. Returns the rows that came to this rank, in whole groups and chunks, and
+        metrics; None if the stream has ended."""
         updates = [StreamedUpdate(learner, self.feed.parts) for learner in self._trained()]
         tables: list[pa.Table] = []
-        pooled: list[pa.Table] = []
+        dealt: list[pa.Table] = []
         for part in range(self.feed.parts):
             with timed(timings, "gen"):
                 table = self.feed.next(self.version + 1, part)
@@ -164,12 +163,13 @@ class Loop:
             if table is None:
                 return None
             tables.append(table)
-            pooled.append(pool(table, self.actor.mesh, self.segments))
-            batch = TrainBatch.from_table(pooled[-1])
+            with timed(timings, "deal"):
+                dealt.append(pool(self.deal(table), self.actor.mesh, self.deal.segments))
+            batch = TrainBatch.from_table(dealt[-1])
             for update in updates:
                 update.add(batch)
-        rows = pa.concat_tables(pooled)
-        stats = [update.finish() for update in updates]
+        rows = pa.concat_tables(dealt)
+        stats = [*(update.finish() for update in updates), sequence_balance(rows)]
         for update in updates:
             if update.learner.needs_old_log_probs and self.actor.leads:
                 self.record.old_log_probs(rows, self.version + 1, self.rank, update.rows.old_log_probs)
@@ -220,7 +220,7 @@ class Loop:
         tokens = {"prompt": prompt_tokens(table), "response": len(flat(table, "response_ids")[0])}
         tokens["policy"] = int(policy_tokens(table).sum())
         stats.append({name: Stat("sum", (float(count),)) for name, count in tokens.items()})
-        stats += [memory_metrics(self.device), sequence_balance(table), self.publishers[POLICY].stats()]
+        stats += [memory_metrics(self.device), self.publishers[POLICY].stats()]
         parts = ranks.all_gather(stats)
         verdict: tuple[str | None, bool] = (None, False)
         if self.rank == 0:

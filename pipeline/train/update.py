@@ -22,7 +22,7 @@ import torch
 
 from pipeline.losses import agg_divisor
 from pipeline.models.batch import TrainBatch
-from pipeline.models.packing import MicroBatch, collate
+from pipeline.models.packing import MicroBatch
 from pipeline.stats import Stat, Stats, merge
 from pipeline.train.learner import Learner
 from pipeline.train.report import timed
@@ -57,7 +57,7 @@ class GradAccumulator:
         learner = self._learner
         if not self._stats:
             # AdamW skips a parameter without a gradient, but moves one with a gradient of 0 by its momentum.
-            self._backward(collate(rows, []).to(learner.device))
+            self._backward(learner.collate(rows, []))
         tokens, sequences = learner.all_reduce(self._counts.tolist())
         factor = 1.0 / agg_divisor(learner.shape.agg_mode, tokens, sequences)
         with torch.no_grad():

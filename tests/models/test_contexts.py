@@ -14,7 +14,7 @@ from pipeline.models.batch import TokenBatch, TrainBatch
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import collate, pack
 from pipeline.models.policy import Policy
-from pipeline.models.sharing import pack_rows
+from pipeline.models.sharing import enable, pack_rows
 from pipeline.rows import CONTEXTS, prompt_tokens
 from pipeline.track.performance import sequence_balance
 from tests.models.test_packing import ROWS, table
@@ -66,6 +66,11 @@ def test_layout_by_hand() -> None:
     assert batch.row_index.tolist() == [0, 1, 1, 1, 1, 1, 1] and batch.sequences == 2
     assert batch.token_index.tolist() == [7, 0, 1, 2, 3, 4, 5]
     assert batch.positions is None
+    packed = pack(rows, [[4], [5], [0], [1], [2]], packed=True)
+    assert packed.input_ids.tolist() == [[1, 2, 9, 13, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
+    assert packed.logit_index.tolist() == [2, 5, 6, 8, 12, 13, 14]
+    for name in ("targets", "row_index", "token_index"):
+        assert getattr(packed, name).tolist() == getattr(batch, name).tolist(), name
 
     # Of the tokens that the mask leaves out, which are the second and the fifth of each row, nothing is predicted.
     trained = collate(rows, [[4], [5], [0], [1], [2]])
@@ -127,37 +132,40 @@ def test_packs_share_prompts_of_rows_that_are_one_context_or_may_be_split() -> N
     group = [[([1, 2, 3, 4, 5, 6], [10 + n])] for n in range(2)]
     cut = [[([1, 2, 3, 4, 5, 6], [20 + n]), ([7 + n], [30 + n])] for n in range(2)]
     rows = TokenBatch.from_table(episodes([group[0], cut[0], group[1], cut[1]]))
-    assert pack_rows(rows, [0, 1, 2, 3], 99, 32, whole=True) == ([[0, 3], [1], [2], [4], [5]], [1, 2, 2])
-    assert pack_rows(rows, [0, 1, 2, 3], 99, 32, whole=False) == ([[0, 1, 3, 4], [2], [5]], None)
-    assert pack_rows(rows, [3, 2], 99, None, whole=True) == ([[3], [4], [5]], [1, 2])
-    assert pack_rows(rows, [], 99, None, whole=True) == ([], [])
-    shared = pack(rows, [[0, 1, 3, 4], [2], [5]])
+    assert pack_rows(rows, [0, 1, 2, 3], 99, True, whole=True) == ([[0, 3], [1], [2], [4], [5]], [1, 2, 2])
+    assert pack_rows(rows, [0, 1, 2, 3], 99, True, whole=False) == ([[0, 1, 3, 4], [2], [5]], None)
+    assert pack_rows(rows, [3, 2], 99, False, whole=True) == ([[3], [4], [5]], [1, 2])
+    assert pack_rows(rows, [], 99, False, whole=True) == ([], [])
+    shared = pack(rows, [[0, 1, 3, 4], [2], [5]], packed=True)
     assert shared.row_index.tolist() == [0, 1, 2, 3, 4, 5]  # pieces of rows
     # Of rows without contexts the packs are those of before, in the same order.
     plain = TokenBatch.from_table(episodes(group))
     for whole in (True, False):
-        assert pack_rows(plain, [1, 0], 99, 32, whole) == ([[1, 0]], None)
+        assert pack_rows(plain, [1, 0], 99, True, whole) == ([[1, 0]], None)
 
 
 unit_lengths = st.lists(st.lists(st.integers(1, 10), min_size=1, max_size=4), max_size=12)
 
 
 @settings(max_examples=200, deadline=None)
-@given(unit_lengths, st.integers(40, 120), st.integers(0, 15))
-def test_units_stay_together_and_in_order(lengths: list[list[int]], budget: int, extra: int) -> None:
+@given(unit_lengths, st.integers(40, 120), st.integers(0, 15), st.booleans())
+def test_units_stay_together_and_in_order(lengths: list[list[int]], budget: int, extra: int, packed: bool) -> None:
     flat, sizes = list(chain(*lengths)), list(map(len, lengths))
-    fewest = minimum_parts(flat, budget, sizes)
-    batches = split_micro_batches(flat, budget, fewest + extra, sizes)
-    assert len(batches) == fewest + extra and len(split_micro_batches(flat, budget, None, sizes)) == fewest
+    fewest = minimum_parts(flat, budget, sizes, packed)
+    batches = split_micro_batches(flat, budget, fewest + extra, sizes, packed)
+    assert len(batches) == fewest + extra
+    assert len(split_micro_batches(flat, budget, None, sizes, packed)) == fewest
     assert sorted(chain(*batches)) == list(range(len(flat)))
-    assert all(len(batch) * max(flat[i] for i in batch) <= budget for batch in batches if batch)
+    for batch in filter(None, batches):
+        tokens = [flat[i] for i in batch]
+        assert (sum(tokens) if packed else len(batch) * max(tokens)) <= budget
     assert sum(bool(batch) for batch in batches) == min(fewest + extra, len(sizes))
     for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
         (home,) = [batch for batch in batches if start in batch]
         place = home.index(start)
         assert home[place : place + size] == list(range(start, start + size))
     ones = [1] * len(flat)
-    assert split_micro_batches(flat, budget, None, ones) == split_micro_batches(flat, budget)
+    assert split_micro_batches(flat, budget, None, ones, packed) == split_micro_batches(flat, budget, packed=packed)
 
 
 def test_units_by_hand() -> None:
@@ -176,11 +184,12 @@ def test_log_probs_are_those_of_each_context_alone() -> None:
     torch.manual_seed(0)
     policy: Any = Policy(build("qwen2-tied").lm)
     rows = TokenBatch.from_table(episodes([THREE, [([1, 2], [20])], TWO]))
-    together, _ = pack_rows(rows, [0, 1, 2], 99, 32, whole=False)
+    assert enable(policy.decoder) is None
+    together, _ = pack_rows(rows, [0, 1, 2], 99, True, whole=False)
     for packs in ([[0], [1], [2], [3], [4], [5]], together, [[5], [2], [4], [0], [3], [1]]):
-        batch = pack(rows, packs)
+        batch = pack(rows, packs, packed=True)
         found, _ = policy(
-            batch.input_ids, batch.logit_index, batch.targets, positions=batch.positions, segment_ids=batch.segment_ids
+            batch.input_ids, batch.logit_index, batch.targets, positions=batch.positions, packing=batch.packing
         )
         given_ = dict(zip(batch.token_index.tolist(), found.tolist(), strict=True))
         place = 0

@@ -39,11 +39,16 @@ ROWS = [([1, 2], [3, 0, 5]), ([6], []), ([7, 8, 9], [4])]
 
 
 def test_collate_by_hand():
-    batch = collate(TrainBatch.from_table(table(ROWS)), [[2], [0]], pad_token_id=99)
-    assert batch.input_ids.tolist() == [[7, 8, 9, 4, 99], [1, 2, 3, 0, 5]]
+    rows = TrainBatch.from_table(table(ROWS))
+    padded = collate(rows, [[2], [0]], pad_token_id=99)
+    assert padded.input_ids.tolist() == [[7, 8, 9, 4, 99], [1, 2, 3, 0, 5]]
+    assert padded.logit_index.tolist() == [2, 6, 8] and padded.packing is None
+    batch = collate(rows, [[2], [0]], pad_token_id=99, packed=True)
+    assert batch.input_ids.tolist() == [[7, 8, 9, 4, 1, 2, 3, 0, 5]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
     assert batch.lengths.tolist() == [4, 5]
     # The second token of the first row does not train, and nothing predicts it.
-    assert batch.logit_index.tolist() == [2, 6, 8]
+    assert batch.logit_index.tolist() == [2, 5, 7]
     assert batch.targets.tolist() == [4, 3, 5]
     assert batch.row_index.tolist() == [0, 1, 1]
     assert batch.loss_mask.tolist() == [1, 1, 1]
@@ -72,7 +77,10 @@ def test_empty_responses_and_the_dummy():
     alone = collate(rows, [[1]])
     assert alone.input_ids.tolist() == [[6]] and alone.logit_index.numel() == 0
     assert collate(rows, [[1], [0]]).row_index.tolist() == [1, 1]
+    assert collate(rows, [[1], [0]], packed=True).input_ids.tolist() == [[6, 1, 2, 3, 0, 5]]
     dummy = collate(rows, [], pad_token_id=7)
+    packed = collate(rows, [], pad_token_id=7, packed=True)
+    assert packed.input_ids.tolist() == [[7]] and packed.positions.tolist() == [[0]] and packed.packing is not None
     assert dummy.input_ids.tolist() == [[7]] and dummy.lengths.tolist() == [1] and dummy.logit_index.numel() == 0
     # A layer runs forward and backward on it and gets an exact zero gradient.
     layer = torch.nn.Embedding(10, 4)
@@ -144,7 +152,39 @@ def test_split_by_hand():
     assert split_micro_batches([10, 1, 1, 1], 10, 3) == [[0], [1], [2, 3]]
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=25), st.integers(40, 120), st.integers(0, 30))
+def test_packed_split_keeps_its_promises(lengths, budget, extra):
+    fewest = minimum_parts(lengths, budget, packed=True)
+    assert -(-sum(lengths) // budget) <= fewest <= minimum_parts(lengths, budget)
+    batches = split_micro_batches(lengths, budget, fewest + extra, packed=True)
+    assert len(batches) == fewest + extra
+    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+    sizes = [sum(lengths[row] for row in batch) for batch in batches]
+    assert all(size <= budget for size in sizes) and sizes == sorted(sizes, reverse=True)
+    assert sum(map(bool, batches)) == min(fewest + extra, len(lengths))
+    assert batches == split_micro_batches(list(lengths), budget, fewest + extra, packed=True)
+    assert len(split_micro_batches(lengths, budget, packed=True)) == fewest
+
+
+def test_packed_split_by_hand():
+    assert minimum_parts([5, 1, 1, 1, 9, 2], 10, packed=True) == 2  # 9 + 1, 5 + 2 + 1 + 1; padded it takes three
+    assert split_micro_batches([5, 1, 1, 1, 9, 2], 10, packed=True) == [[3, 4], [0, 1, 2, 5]]
+    assert split_micro_batches([4, 4, 4, 4], 16, 2, packed=True) == [[0, 2], [1, 3]]
+    assert split_micro_batches([3, 3], 10, 4, packed=True) == [[0], [1], [], []]
+    assert split_micro_batches([], 10, 2, packed=True) == [[], []]
+    # Each where there is most room: 5 + 4, 5 + 3, and the last one fits in neither. First fit has it.
+    assert split_micro_batches([5, 5, 4, 3, 3], 10, packed=True) == [[0, 1], [2, 3, 4]]
+    assert split_micro_batches([4, 1, 2, 5, 1, 3], 16, 2, [2, 1, 3], packed=True) == [[3, 4, 5], [0, 1, 2]]
+
+
 def test_sentences():
+    with pytest.raises(ValueError, match=r"row 1 has 30 tokens .* 10 more than the 20 .* to at least 30$"):
+        split_micro_batches([5, 30], 20, packed=True)
+    with pytest.raises(
+        ValueError, match=r"a row has 3 contexts, .* together, with 25 tokens .* to at least 25, or choose"
+    ):
+        minimum_parts([5, 9, 9, 7], 20, [1, 3], packed=True)
     with pytest.raises(ValueError, match=r"row 1 has 30 tokens .* 10 more than the 20 .*ppo_max_token_len_per_gpu"):
         split_micro_batches([5, 30], 20)
     with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu to at least 30"):

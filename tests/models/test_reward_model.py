@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +33,9 @@ from transformers import (
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.models.fsdp import save_hf, shard
+from pipeline.models.packing import lay_out
 from pipeline.models.reward_model import RewardModel, load_reward_model
+from pipeline.models.sharing import Passes
 from tests.models.test_fsdp import NoTokenizer
 from tests.models.test_policy import SIZES, VOCAB
 
@@ -94,6 +97,22 @@ def test_a_padded_batch_gets_what_each_row_gets_alone_with_gradients(family: str
         torch.testing.assert_close(parameter.grad, wanted[model.hf_name(name)].grad, atol=1e-5, rtol=1e-4, msg=name)
     # A row without tokens gets the score of its first position.
     assert model(*(part[:1] for part in pack(rows)))[0] != model(pack(rows)[0][:1], torch.tensor([0]))[0]
+
+
+def test_packed_rows_get_what_each_row_gets_alone_with_gradients() -> None:
+    assert not Passes.of(build("bert"), "auto").packed
+    model, alone, rows = build("qwen3"), build("qwen3").lm, ragged(LENGTHS)
+    assert Passes.of(model, "auto").packed
+    batch = lay_out([np.array(ids) for ids in rows], packed=True)
+    assert batch.input_ids.shape == (1, sum(map(len, rows)))
+    got = model(batch.input_ids, batch.lengths, batch.positions, batch.packing)
+    want = theirs(alone, rows)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    for scores in (got, want):
+        (scores - 1).square().sum().backward()
+    wanted = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[model.hf_name(name)].grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "bert"])

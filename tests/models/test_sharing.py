@@ -24,10 +24,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from pipeline.models.attention import PACKED
 from pipeline.models.batch import TokenBatch, TrainBatch
 from pipeline.models.packing import pack
 from pipeline.models.policy import Policy
-from pipeline.models.sharing import attention_inputs, obstacle, share_prefixes, shared_size
+from pipeline.models.sharing import Passes, enable, share_prefixes
 from pipeline.models.value import ValueModel
 from pipeline.train.setup import build_actor
 from tests.models.test_policy import SIZES, VOCAB, build
@@ -68,8 +69,8 @@ def sequences(groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = GROUPS) ->
 
 def numbers(module: Any, rows: TokenBatch, taken: list[list[int]], pad: int = 0) -> torch.Tensor:
     """What the module gives for each response token, in the order of the rows."""
-    batch = pack(rows, taken, pad)
-    more = {"positions": batch.positions, "segment_ids": batch.segment_ids}
+    batch = pack(rows, taken, pad, packed=enable(module.decoder) is None)
+    more = {"positions": batch.positions, "packing": batch.packing}
     if isinstance(module, Policy):
         found = torch.stack(module(batch.input_ids, batch.logit_index, batch.targets, 0.7, 5, True, **more), 1)
     else:
@@ -77,23 +78,19 @@ def numbers(module: Any, rows: TokenBatch, taken: list[list[int]], pad: int = 0)
     return found[torch.from_numpy(np.argsort(batch.token_index))]
 
 
-def test_layout_by_hand() -> None:
+def test_packs_by_hand() -> None:
     rows = sequences([((7, 8), (2, 0, 1)), ((9,), (1,))])
     a, b, c, d = rows.response_ids
-    batch = pack(rows, [[0, 1, 2], [3]], pad_token_id=5)
-    assert batch.input_ids.tolist() == [[7, 8, a, b, c], [9, d, 5, 5, 5]]
-    assert batch.positions is not None and batch.positions.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0]]
-    assert batch.segment_ids is not None and batch.segment_ids.tolist() == [[0, 0, 1, 1, 3], [0, 1, -1, -1, -1]]
+    batch = pack(rows, [[0, 1, 2], [3]], pad_token_id=5, packed=True)
+    assert batch.input_ids.tolist() == [[7, 8, a, b, c, 9, d]]
+    assert batch.positions is not None and batch.positions.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
     assert batch.logit_index.tolist() == [1, 2, 1, 5]
     assert batch.row_index.tolist() == [0, 0, 2, 3] and batch.sequences == 4
     assert batch.lengths.tolist() == [5, 2] and batch.token_index.tolist() == [0, 1, 2, 3]
-    visible = attention_inputs(batch.positions, batch.segment_ids)["attention_mask"]
-    assert visible.shape == (2, 1, 5, 5)
-    expected = ["1....", "11...", "111..", "1111.", "11..1"]
-    assert ["".join(".1"[seen] for seen in row) for row in visible[0, 0].tolist()] == expected
-    assert visible[1, 0].diagonal().all()
-    alone = pack(rows, [[0], [1], [2], [3]])
-    assert alone.positions is None and alone.segment_ids is None and alone.sequences == 4
+    padded = pack(rows, [[0], [1], [2], [3]], pad_token_id=5)
+    assert padded.input_ids.tolist() == [[7, 8, a, b], [7, 8, 5, 5], [7, 8, c, 5], [9, d, 5, 5]]
+    assert padded.positions is None and padded.packing is None and padded.sequences == 4
+    assert padded.logit_index.tolist() == [1, 2, 9, 12]
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-untied", "cohere-scale", "granite-scaling"])
@@ -105,7 +102,7 @@ def test_numbers_and_gradients_are_those_of_the_rows_alone(family: str, kind: ty
         torch.nn.init.normal_(module.head.weight)
     rows = sequences()
     alone = [[row] for row in range(len(rows))]
-    together = share_prefixes(rows, range(len(rows)), 1000, 32)
+    together = share_prefixes(rows, range(len(rows)), 1000, True)
     assert together == [[0, 1, 2, 3], [4, 5], [6], [7, 8, 9]]
     found = []
     for taken in (alone, together, [[9, 7], [1, 2, 0], [4], [5], [6], [8], [3]]):
@@ -126,30 +123,26 @@ ragged_groups = st.lists(st.tuples(prompts, st.lists(st.integers(0, 9), min_size
 
 
 @settings(max_examples=40, deadline=None)
-@given(ragged_groups, st.integers(21, 60), st.sampled_from([1, 8, 32, 1000]), st.randoms(use_true_random=False))
-def test_packs_are_complete_bounded_and_never_dearer(groups: Any, budget: int, hidden: int, random: Any) -> None:
+@given(ragged_groups, st.integers(21, 60), st.randoms(use_true_random=False))
+def test_packs_are_complete_and_bounded(groups: Any, budget: int, random: Any) -> None:
     rows = sequences(groups)
     index = sorted(random.sample(range(len(rows)), random.randint(0, len(rows))))
-    packs = share_prefixes(rows, index, budget, hidden)
+    packs = share_prefixes(rows, index, budget, True)
     assert [row for members in packs for row in members] == index
-    assert share_prefixes(rows, index, budget, None) == [[row] for row in index]
-    lengths, together = rows.lengths, rows.pack_lengths(packs)
-    cost = lambda length: length * (6 * hidden + length)  # noqa: E731
-    for members, length in zip(packs, together, strict=True):
+    assert share_prefixes(rows, index, budget, False) == [[row] for row in index]
+    for members, length in zip(packs, rows.pack_lengths(packs), strict=True):
         own = {tuple(rows.prompt_ids[rows.prompt_offsets[i] : rows.prompt_offsets[i + 1]]) for i in members}
         assert len(own) == 1 and (length <= budget or len(members) == 1)
-        assert cost(length) <= sum(cost(lengths[i]) for i in members)
     policy = build("qwen3-untied")
     with torch.no_grad():
         apart = numbers(policy, rows, [[row] for row in index])
         torch.testing.assert_close(numbers(policy, rows, packs), apart, atol=1e-5, rtol=0)
 
 
-def test_long_responses_stay_alone() -> None:
-    """The prompt's share is small there, and attention over what is not seen would cost more than it saves."""
-    assert share_prefixes(sequences([((1,) * 4, (400,) * 4)]), range(4), 10_000, 32) == [[0], [1], [2], [3]]
-    assert share_prefixes(sequences([((1,) * 400, (4,) * 4)]), range(4), 10_000, 32) == [[0, 1, 2, 3]]
-    assert share_prefixes(sequences([((1,) * 400, (4,) * 4)]), range(4), 409, 32) == [[0, 1], [2, 3]]
+def test_a_pack_ends_at_the_budget() -> None:
+    rows = sequences([((1,) * 400, (4,) * 4)])
+    assert share_prefixes(rows, range(4), 10_000, True) == [[0, 1, 2, 3]]
+    assert share_prefixes(rows, range(4), 409, True) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -157,9 +150,10 @@ def test_long_responses_stay_alone() -> None:
 def test_the_step_is_the_same(tiny_model: Path, changes: dict[str, Any]) -> None:
     rows = make_rows([((11, 12, 13, 14, 15), (3, 6)) for _ in range(4)] + [((20 + i,) * 6, (2, 7)) for i in range(4)])
     found = []
-    for share in ("never", "auto", "always"):
+    # Packed alone, packed behind shared prompts twice, and padded, which is all that eager attention can.
+    for share, attention in (("never", "sdpa"), ("auto", "sdpa"), ("always", "sdpa"), ("auto", "eager")):
         config = make_config(tiny_model, **changes)
-        config.model.share_prompts = share
+        config.model.share_prompts, config.model.attn_implementation = share, attention
         found.append(trained(config, rows, rows))
     for metrics, weights in found[1:]:
         assert_same(found[0][1], weights)
@@ -191,7 +185,7 @@ def test_replicas_share(tiny_model: Path) -> None:
         )
         found.append((np.concatenate([np.asarray(row) for row in reference(rows)["ref_log_probs"].to_pylist()]), seen))
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
-    assert sum(b for b, _ in found[1][1]) < sum(b for b, _ in found[0][1])
+    assert sum(b * t for b, t in found[1][1]) < sum(b * t for b, t in found[0][1])
 
 
 REFUSED = {
@@ -206,12 +200,14 @@ def test_models_that_cannot_are_found_out(name: str) -> None:
     make, reason = REFUSED[name]
     torch.manual_seed(0)
     decoder = make().get_decoder()
-    found = obstacle(decoder)
+    found = enable(decoder)
     assert found is not None and reason in found
+    assert decoder.config._attn_implementation != PACKED
     module = type("Module", (), {"decoder": decoder})
-    assert shared_size("auto", module, CPU) is None and shared_size("never", module, CPU) is None
+    for setting in ("auto", "never"):
+        assert Passes.of(module, setting) == Passes(packed=False, shared=False)
     with pytest.raises(ValueError, match=r"model\.share_prompts=always, but"):
-        shared_size("always", module, CPU)
+        Passes.of(module, "always")
 
 
 def test_models_that_can() -> None:
@@ -221,7 +217,12 @@ def test_models_that_can() -> None:
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
         GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64)),
     ):
-        assert obstacle(lm.eval().get_decoder()) is None
-    for other in ("eager", "flash_attention_2"):
-        lm.config._attn_implementation = other
-        assert other in str(obstacle(lm.get_decoder()))
+        decoder = lm.eval().get_decoder()
+        for other in ("eager", "flash_attention_2"):
+            decoder.config._attn_implementation = other
+            assert other in str(enable(decoder))
+        decoder.config._attn_implementation = "sdpa"
+        assert enable(decoder) is None and enable(decoder) is None
+        module = type("Module", (), {"decoder": decoder})
+        assert Passes.of(module, "never") == Passes(packed=True, shared=False)
+        assert Passes.of(module, "auto") == Passes.of(module, "always") == Passes(packed=True, shared=True)

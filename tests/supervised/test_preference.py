@@ -185,12 +185,14 @@ def test_far_apart_rewards_stay_finite() -> None:
 
 def test_collate_keeps_both_sides_of_a_pair_together() -> None:
     rows = table([[5, 6, 7], [], [8]], [[1, 2], [], [3, 4]], [0.5, 1.0, 2.0])
-    ids, lengths, margin = collate(rows, [2, 0, 1])
-    assert ids.tolist() == [[8, 0, 0], [5, 6, 7], [3, 4, 0], [1, 2, 0]]
-    assert lengths.tolist() == [1, 3, 2, 2] and margin.tolist() == [2.0, 0.5]
-    for index in ([], [1]):
-        ids, lengths, margin = collate(rows, index)
-        assert ids.tolist() == [[0]] and lengths.tolist() == [1] and margin.shape == (0,)
+    layouts = {True: [[8, 5, 6, 7, 3, 4, 1, 2]], False: [[8, 0, 0], [5, 6, 7], [3, 4, 0], [1, 2, 0]]}
+    for packed, ids in layouts.items():
+        batch, margin = collate(rows, [2, 0, 1], packed)
+        assert batch.input_ids.tolist() == ids
+        assert batch.lengths.tolist() == [1, 3, 2, 2] and margin.tolist() == [2.0, 0.5]
+        for index in ([], [1]):
+            batch, margin = collate(rows, index, packed)
+            assert batch.input_ids.tolist() == [[0]] and batch.lengths.tolist() == [1] and margin.shape == (0,)
 
 
 @pytest.fixture
@@ -235,7 +237,7 @@ def plain(rows: pa.Table) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_micro_batches_change_neither_loss_nor_gradients(folder: Path, budget: int) -> None:
     rows = pairs()
     loop, _ = worker(folder, [rows], max_token_len_per_gpu=budget, grad_clip=1e9)
-    assert len(split_micro_batches(loop.lengths(rows), budget)) == {16: 7, 40: 3, 4096: 1}[budget]
+    assert len(split_micro_batches(loop.lengths(rows), budget, packed=loop.packed)) == {16: 5, 40: 2, 4096: 1}[budget]
     with patch.object(loop.optimizer, "step"):
         metrics = loop.step(rows)
     loss, grads = plain(rows)

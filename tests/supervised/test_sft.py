@@ -94,11 +94,15 @@ def test_files_without_conversations_are_refused(tmp_path: Path, column: dict[st
 
 def test_collate_points_at_the_predecessors() -> None:
     table = pa.table({"input_ids": [[5, 6, 7], [8, 9], [1]], "loss_mask": [[0, 1, 1], [1, 1], [1]]})
-    ids, select, targets = collate(table, [0, 1, 2])
-    assert ids.tolist() == [[5, 6, 7], [8, 9, 0], [1, 0, 0]]
+    batch, select, targets = collate(table, [0, 1, 2], packed=True)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 1]]
     assert select.tolist() == [0, 1, 3] and targets.tolist() == [6, 7, 9]
-    ids, select, targets = collate(table, [])
-    assert ids.shape == (1, 1) and len(select) == len(targets) == 0
+    batch, select, targets = collate(table, [0, 1, 2])
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 0], [1, 0, 0]]
+    assert select.tolist() == [0, 1, 3] and targets.tolist() == [6, 7, 9]
+    for packed in (True, False):
+        batch, select, targets = collate(table, [], packed)
+        assert batch.input_ids.shape == (1, 1) and len(select) == len(targets) == 0
 
 
 def test_the_command_has_its_settings(capsys: pytest.CaptureFixture[str]) -> None:

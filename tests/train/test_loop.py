@@ -123,7 +123,10 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
         return parts[part] if parts else None
 
     def record(rows: pa.Table, iteration: int, rank: int, old_log_probs: list[float]) -> None:
-        log.append(f"record {iteration}.{rank} {len(rows)} {old_log_probs}")
+        log.append(f"record {iteration}.{rank} {rows['row'].to_pylist()} {old_log_probs}")
+
+    def dealt(rows: pa.Table) -> pa.Table:
+        return pa.table({"row": [10 * row for row in rows["row"].to_pylist()]})
 
     monkeypatch.setattr("pipeline.train.loop.StreamedUpdate", LoggedUpdate)
     monkeypatch.setattr("pipeline.train.loop.TrainBatch", SimpleNamespace(from_table=lambda table: table))
@@ -131,11 +134,14 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
     loop: Any = Loop.__new__(Loop)
     loop.config, loop.version, loop.rank, loop.critic = Config(), 4, 1, None
     loop.actor, loop.record = SimpleNamespace(needs_old_log_probs=True), SimpleNamespace(old_log_probs=record)
-    loop.feed = SimpleNamespace(parts=2, next=wait)
+    loop.feed, loop.deal = SimpleNamespace(parts=2, next=wait), dealt
+    monkeypatch.setattr("pipeline.train.loop.sequence_balance", lambda rows: {"rows": rows["row"].to_pylist()})
     timings: Stats = {}
     rows, stats = loop._update(timings)
-    assert len(rows) == 3 and "actor/parts" in stats[0] and list(timings) == ["timing_s/gen"]
-    assert log == ["wait 5.0", "add [1, 2]", "wait 5.1", "add [3]", "record 5.1 3 [-1.5]"]
+    # What is trained and recorded are the rows that were dealt; metrics of whole groups are of those that came.
+    assert rows["row"].to_pylist() == [1, 2, 3] and "actor/parts" in stats[0] and stats[1] == {"rows": [10, 20, 30]}
+    assert list(timings) == ["timing_s/gen", "timing_s/deal"]
+    assert log == ["wait 5.0", "add [10, 20]", "wait 5.1", "add [30]", "record 5.1 [10, 20, 30] [-1.5]"]
     parts.clear()
     assert loop._update({}) is None
 

@@ -154,7 +154,7 @@ def test_nothing_is_computed_at_observations(
 
     def everywhere(*args: Any) -> Any:
         # As `pack` without the tokens that are read: all of the response.
-        return whole(*args[:3])
+        return whole(*args[:3], packed=args[4])
 
     whole = packing.pack
     results = []

@@ -21,6 +21,7 @@ from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import SCHEMA, flat, ragged
 from pipeline.stats import Stats, reduce
 from pipeline.train import ranks
+from pipeline.train.deal import Dealer
 from pipeline.train.learner import Learner
 from pipeline.train.setup import build_actor
 from pipeline.train.update import StreamedUpdate
@@ -170,7 +171,11 @@ def worlds(rank: int, folder: str) -> Iterator[int]:
 def save_update(learner: Learner, rows: pa.Table, path: str, streamed: bool = False) -> None:
     """Train on this rank's share of `rows`; all ranks' metrics and the new weights are written to `path`."""
     chunks = in_chunks(rows)[dist.get_rank() :: dist.get_world_size()]
-    metrics = reduce(ranks.all_gather(update(learner, *(chunks if streamed else [pa.concat_tables(chunks)]))))
+    parts = chunks if streamed else [pa.concat_tables(chunks)]
+    unit = N if learner.shares_prompts else 1
+    segments = max(1, learner.shape.mini_batches // len(parts))
+    dealer = Dealer(CPU, segments, unit, hidden_size=64, skips=True, idle=0.25)
+    metrics = reduce(ranks.all_gather(update(learner, *map(dealer, parts))))
     state = full_state_dict(learner.module)
     if dist.get_rank() == 0:
         torch.save({"metrics": metrics, "state": state}, path)

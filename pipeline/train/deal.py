@@ -1,0 +1,159 @@
+"""The deal: which rank trains which rows of a mini-batch.
+
+Ray Data deals chunks to the ranks in turn, whatever their rows cost, and every pass of a sharded model takes as long as
+it does on the slowest rank. So before they train, the ranks exchange rows:
+
+1. Units, which are rows, or whole groups where samples share their prompt in a pass, are sorted by their work.
+2. Of the N longest units each of the N ranks gets one, then of the next N, and so on. So the ranks have equally many
+   rows, of similar lengths, and similar micro-batches.
+3. The longest of such a block goes to the rank that has the least work so far, and so on, which evens out the sums.
+
+Rows stay in their mini-batch, and all ranks have the same numbers and come to the same deal. Only the rows that move
+are sent. A single rank keeps its rows as they are.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from pipeline.models.batch import TokenBatch
+from pipeline.rows import flat, loss_mask
+from pipeline.train import ranks
+from pipeline.train.actor import Actor
+from pipeline.train.critic import Critic
+
+
+def deal(work: np.ndarray, trains: np.ndarray, count: int, idle: float = 0.0) -> np.ndarray:
+    """The rank of each unit, [U] int64.
+
+    Args:
+        work: [U] float64, what each unit costs; `count` divides U.
+        trains: [U] bool, which units take part in the actor's update. They are dealt before the others, so that each
+            rank gets equally many of them.
+        count: number of ranks.
+        idle: work of a unit that does not train, relative to one that does.
+    """
+    owner = np.empty(len(work), dtype=np.int64)
+    order = np.lexsort((-work, ~trains))
+    weighted = work * np.where(trains, 1.0, idle)
+    done = np.zeros(count)
+    for block in order.reshape(-1, count):
+        least = np.argsort(done, kind="stable")
+        owner[block] = least
+        done[least] += weighted[block]
+    return owner
+
+
+def work_of(table: pa.Table, hidden_size: int, unit: int = 1) -> np.ndarray:
+    """[R / unit] float64, the work of neighbouring `unit` rows, which share their prompt.
+
+    Of a context of L tokens it is L * (12 H + L): per layer and token about 24 H^2 operations in matrices and, under
+    causal attention, 2 L H there.
+    """
+    rows = TokenBatch.from_table(table)
+    length = np.asarray(rows.lengths, dtype=np.float64)
+    work = length * (12 * hidden_size + length)
+    # Attention reads a shared prompt again for each response; the matrices do not.
+    first = rows.context_offsets[:-1]
+    repeated = np.arange(len(rows)) % unit > 0
+    work[first[repeated]] -= 12 * hidden_size * np.diff(rows.prompt_offsets)[first[repeated]]
+    return np.add.reduceat(work, first[::unit])
+
+
+def trains(table: pa.Table, unit: int = 1) -> np.ndarray:
+    """[R / unit] bool, whether a row of the unit has a token in the loss mask whose advantage is not 0."""
+    mask, offsets = loss_mask(table)
+    counts = np.concatenate([[0], np.cumsum((mask > 0) & (flat(table, "advantages")[0] != 0))])[offsets]
+    return np.diff(counts).reshape(-1, unit).sum(axis=1) > 0
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Deals the rows of a run's parts."""
+
+    device: torch.device
+    """What the process group communicates with."""
+    segments: int
+    """Equal stretches of a part's rows that must stay apart: its mini-batches, of the actor and of the critic."""
+    unit: int
+    """Rows that stay together."""
+    hidden_size: int
+    """Of the model, for the share of attention in a row's work."""
+    skips: bool
+    """Whether rows without advantage skip the actor's update."""
+    idle: float
+    """Work of such a row, relative to the others."""
+
+    @classmethod
+    def of(cls, actor: Actor, critic: Critic | None, samples: int, parts: int) -> "Dealer":
+        """The dealer of a run.
+
+        Args:
+            actor, critic: its learners.
+            samples: of each prompt.
+            parts: of each iteration.
+        """
+        steps = [learner.shape.mini_batches for learner in (actor, critic) if learner]
+        # Passes forward, of which backward costs two: the critic's update and the recomputed log-probs see all rows.
+        others = float(actor.needs_old_log_probs) + (3.0 * critic.shape.epochs if critic else 0.0)
+        return cls(
+            device=actor.device,
+            segments=max(1, math.lcm(*steps) // parts),
+            unit=samples if actor.shares_prompts else 1,
+            hidden_size=int(actor.module.decoder.config.get_text_config().hidden_size),
+            skips=actor.skips_without_advantage,
+            idle=others / (others + 3.0 * actor.shape.epochs),
+        )
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The rows that this rank trains, as many as in `table`, which Ray Data has brought to it; a collective."""
+        if ranks.count() == 1:
+            return table
+        size = len(table) // self.segments
+        return pa.concat_tables([self._deal(table.slice(start, size)) for start in range(0, len(table), size)])
+
+    def _deal(self, table: pa.Table) -> pa.Table:
+        work = work_of(table, self.hidden_size, self.unit)
+        active = trains(table, self.unit) if self.skips else np.ones(len(work), dtype=bool)
+        parts = ranks.all_gather((work, active))
+        works, actives = (np.concatenate(column) for column in zip(*parts, strict=True))
+        owner = deal(works, actives, ranks.count(), self.idle)
+        before = sum(len(part[0]) for part in parts[: ranks.rank()])
+        return exchange(table, np.repeat(owner[before : before + len(work)], self.unit), self.device)
+
+
+def exchange(table: pa.Table, owner: np.ndarray, device: torch.device) -> pa.Table:
+    """The rows of all ranks' tables that belong to this one, in the order of ranks and rows; a collective.
+
+    Args:
+        table: this rank's rows.
+        owner: [R] the rank that each of them belongs to.
+        device: what the process group communicates with.
+    """
+    own = ranks.rank()
+    packed = []
+    for other in range(ranks.count()):
+        rows = table.take(pa.array(np.flatnonzero(owner == other)))
+        if other == own:
+            kept, rows = rows, rows.slice(0, 0)
+        packed.append(_to_bytes(rows) if len(rows) else np.empty(0, dtype=np.uint8))
+    sizes = ranks.all_gather([len(content) for content in packed])
+    received = [row[own] for row in sizes]
+    arrived = torch.empty(sum(received), dtype=torch.uint8, device=device)
+    sent = torch.from_numpy(np.concatenate(packed)).to(device)
+    dist.all_to_all_single(arrived, sent, received, sizes[own])
+    contents = np.split(arrived.cpu().numpy(), np.cumsum(received)[:-1])
+    tables = [pa.ipc.open_stream(content).read_all() if len(content) else table.slice(0, 0) for content in contents]
+    tables[own] = kept
+    return pa.concat_tables(tables)
+
+
+def _to_bytes(table: pa.Table) -> np.ndarray:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return np.frombuffer(sink.getvalue(), dtype=np.uint8)
