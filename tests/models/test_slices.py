@@ -23,10 +23,11 @@ from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.models import save
 from pipeline.models.fsdp import full_state_dict, save_hf, shard
+from pipeline.models.attention import PACKED
 from pipeline.models.mesh import make_mesh
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.reward_model import RewardModel, load_reward_model
-from pipeline.models.sharing import obstacle
+from pipeline.models.sharing import enable
 from pipeline.models.value import ValueModel, load_value_model
 from tests.models.test_fsdp import NoTokenizer
 from tests.train.updates import spawn, worlds
@@ -167,13 +168,14 @@ def refusals(folder: Path, mesh: Any) -> None:
         load("wrong", folder, mesh)
     with pytest.raises(ValueError, match="is a classifier, not a reward model"):
         load_reward_model(ModelConfig(path=str(folder / "classifier")), mesh=mesh)
-    # Whether samples can share a prompt is tried on a decoder of one layer.
+    # Whether rows can be packed is tried on a decoder of one layer.
     model = load_policy(ModelConfig(path=str(folder / "tied=True")), mesh=mesh)
-    assert obstacle(model.decoder) is None
+    assert enable(model.decoder) is None and model.decoder.config._attn_implementation == PACKED
+    model.decoder.config._attn_implementation = "sdpa"
     forward = type(model.decoder).forward
     try:
         type(model.decoder).forward = lambda self, *args, position_ids=None, **more: forward(self, *args, **more)
-        assert obstacle(model.decoder) == "it gives other numbers with a mask and positions"
+        assert enable(model.decoder) == "it gives other numbers with packed rows"
     finally:
         type(model.decoder).forward = forward
 
