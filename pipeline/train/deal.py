@@ -87,6 +87,8 @@ class Dealer:
     """Whether rows without advantage skip the actor's update."""
     idle: float
     """Work of such a row, relative to the others."""
+    same_rows: int = 1
+    """How many neighbouring ranks train the same rows, since they hold one model together."""
 
     @classmethod
     def of(cls, actor: Actor, critic: Critic | None, samples: int, parts: int) -> "Dealer":
@@ -110,7 +112,8 @@ class Dealer:
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The rows that this rank trains, as many as in `table`, which Ray Data has brought to it; a collective."""
+        """The rows that this rank trains, `same_rows` times as many as in `table`, which Ray Data has brought to it; a
+        collective."""
         if ranks.count() == 1:
             return table
         size = len(table) // self.segments
@@ -121,23 +124,25 @@ class Dealer:
         active = trains(table, self.unit) if self.skips else np.ones(len(work), dtype=bool)
         parts = ranks.all_gather((work, active))
         works, actives = (np.concatenate(column) for column in zip(*parts, strict=True))
-        owner = deal(works, actives, ranks.count(), self.idle)
+        owner = deal(works, actives, ranks.count() // self.same_rows, self.idle)
         before = sum(len(part[0]) for part in parts[: ranks.rank()])
-        return exchange(table, np.repeat(owner[before : before + len(work)], self.unit), self.device)
+        owner = np.repeat(owner[before : before + len(work)], self.unit)
+        return exchange(table, owner, self.device, self.same_rows)
 
 
-def exchange(table: pa.Table, owner: np.ndarray, device: torch.device) -> pa.Table:
+def exchange(table: pa.Table, owner: np.ndarray, device: torch.device, same_rows: int = 1) -> pa.Table:
     """The rows of all ranks' tables that belong to this one, in the order of ranks and rows; a collective.
 
     Args:
         table: this rank's rows.
-        owner: [R] the rank that each of them belongs to.
+        owner: [R] the rank, or group of ranks, that each of them belongs to.
         device: what the process group communicates with.
+        same_rows: ranks of a group; each gets all of its rows.
     """
     own = ranks.rank()
     packed = []
     for other in range(ranks.count()):
-        rows = table.take(pa.array(np.flatnonzero(owner == other)))
+        rows = table.take(pa.array(np.flatnonzero(owner == other // same_rows)))
         if other == own:
             kept, rows = rows, rows.slice(0, 0)
         packed.append(_to_bytes(rows) if len(rows) else np.empty(0, dtype=np.uint8))

@@ -99,6 +99,8 @@ def exchanged(rank: int, folder: str) -> None:
             got = dealer(own)
             assert got is own if world == 1 else got is not own
             pa.parquet.write_table(got, f"{folder}/{world}-{unit}-{rank}.parquet")
+        pooled = Dealer(CPU, 2, N, hidden_size=4, skips=False, idle=0.0, same_rows=world)(own)
+        pa.parquet.write_table(pooled, f"{folder}/{world}-pooled-{rank}.parquet")
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +129,11 @@ def test_ranks_exchange_whole_rows_within_their_mini_batches(dealt: Path, unit: 
         if unit == N:
             assert all(a[0] == b[0] for a, b in zip(names(got)[::N], names(got)[1::N], strict=True))
     assert any(name in {n for c in chunks[1::2] for n in names(c)} for name in names(ranks[0])), "no row moved"
+
+
+def test_ranks_that_train_the_same_rows_get_all_of_their_group_in_one_order(dealt: Path) -> None:
+    rows = with_values(with_contexts(table()))
+    one, other = (pa.parquet.read_table(dealt / f"2-pooled-{rank}.parquet") for rank in (0, 1))
+    assert one.equals(other) and len(one) == len(rows)
+    for half in (0, 8):
+        assert sorted(names(one.slice(half, 8))) == sorted(names(rows.slice(half, 8)))
