@@ -4,7 +4,7 @@
     python -m benchmarks.head --device cuda --dtype bfloat16 --width 3584 --vocabulary 151936 --tokens 16384
 
 `checkpointed` is the plain softmax in chunks that autograd computes again in the backward pass. Both are timed in
-turns, on a CPU with one thread and in processor time. Entropy is `measured` (no gradient) or `trained`; `none` leaves it out.
+turns, on a CPU with one thread and in processor time. Entropy is `measured` (no gradient) or `trained`, or left out.
 """
 
 import argparse
