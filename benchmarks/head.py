@@ -3,8 +3,8 @@
     python -m benchmarks.head                          # 4,096 tokens, width 320, 8,192 tokens of vocabulary
     python -m benchmarks.head --device cuda --dtype bfloat16 --width 3584 --vocabulary 151936 --tokens 16384
 
-`checkpointed` is the plain softmax in chunks that autograd computes again in the backward pass. Both are timed in turns,
-one thread on a CPU, in processor time there. Entropy is `measured` (no gradient) or `trained`; `none` leaves it out.
+`checkpointed` is the plain softmax in chunks that autograd computes again in the backward pass. Both are timed in
+turns, on a CPU with one thread and in processor time. Entropy is `measured` (no gradient) or `trained`, or left out.
 """
 
 import argparse
@@ -89,7 +89,7 @@ class Case:
 
 
 def compare(case: Case, repeats: int) -> list[tuple[str, float, float, float]]:
-    """For each use of the entropy: seconds of both ways, the best of `repeats`, and their largest relative difference."""
+    """For each use of the entropy: the best seconds of both ways, and their largest relative difference."""
     rows = []
     for entropy in ENTROPY:
         times: dict[str, list[float]] = {"fused": [], "checkpointed": []}

@@ -15,6 +15,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -1,7 +1,7 @@
 """The fused head: log-probs and entropies of chosen tokens from hidden states, chunk by chunk, with exact gradients.
 
     forward    logits of a chunk ─► log-prob of its targets, log of the softmax's denominator, entropy
-    backward   logits once more ─► probabilities ─► gradient of the logits, in their place ─► of hidden states and weights
+    backward   logits once more ─► probabilities ─► gradient of the logits ─► of hidden states and weights
 
 With logits x, p = softmax(x) and H the entropy, the gradients are
 
@@ -24,8 +24,8 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model does to the numbers of its linear head, and the temperature: `cap tanh(scale z / cap) / temperature`,
-    or `scale z / temperature` without a cap."""
+    """From the numbers z of a linear head to logits: `cap tanh(scale z / cap) / temperature`, or without a cap
+    `scale z / temperature`."""
 
     scale: float = 1.0
     softcap: float | None = None

@@ -7,7 +7,7 @@
    `DTensor`) covers. Its own FSDP has one fixed precision and no choice of what is freed when, so `fsdp.shard` applies
    ours, to a model whose weights are on the meta device, and gives it the slices.
 2. Slices are those that FSDP itself would cut: rows in equal chunks, of what tensor parallelism leaves to this rank.
-3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must not depend on the ranks.
+3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must not depend on ranks.
 """
 
 from collections.abc import Iterator

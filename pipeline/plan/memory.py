@@ -55,7 +55,8 @@ def estimate(config: Config) -> Memory | None:
     critic = _with_weights(config.critic.path) if config.critic.path else model
     reference = _with_weights(config.scoring.reference.path) if config.scoring.reference.path else model
     reward_model = _with_weights(config.reward.model.path)
-    rollout, workers = config.rollout, config.trainer.num_workers
+    # Workers that divide one copy of the weights.
+    rollout, workers = config.rollout, max(1, config.trainer.num_workers // config.actor.parallel.replicate)
     element, engine_element = BYTES[config.model.dtype], BYTES[rollout.dtype]
     tokens = config.data.max_prompt_length + config.data.max_response_length
     shard = model.parameters * element // workers

@@ -23,8 +23,8 @@ def problems(config: Config) -> Iterator[str]:
         return
     if workers % size:
         yield (
-            f"actor.parallel.tensor x actor.parallel.replicate = {parallel.tensor} x {parallel.replicate} = {size} must "
-            f"divide trainer.num_workers={workers}; make it a multiple of {size}"
+            f"actor.parallel.tensor x actor.parallel.replicate = {parallel.tensor} x {parallel.replicate} = {size} "
+            f"must divide trainer.num_workers={workers}; make it a multiple of {size}"
         )
     trained = {"model.path": config.model.path, "critic.path": config.critic.path if uses_critic(config) else None}
     for key, path in trained.items():
@@ -65,5 +65,5 @@ def _has_plan(config: Mapping[str, Any]) -> bool:
     # Takes seconds, so only runs that ask for tensor parallelism wait for it.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     return kind not in CONFIG_MAPPING or bool(getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None))

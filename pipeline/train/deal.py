@@ -109,6 +109,7 @@ class Dealer:
             hidden_size=int(actor.module.decoder.config.get_text_config().hidden_size),
             skips=actor.skips_without_advantage,
             idle=others / (others + 3.0 * actor.shape.epochs),
+            same_rows=actor.mesh.same_rows,
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:

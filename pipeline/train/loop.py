@@ -45,7 +45,6 @@ from pipeline.train.deal import Dealer
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.train.learner import Learner
-from pipeline.train.pool import pool
 from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop_reason, timed
 from pipeline.train.setup import build_actor, build_critic, build_publishers
 from pipeline.train.update import StreamedUpdate
@@ -164,7 +163,7 @@ class Loop:
                 return None
             tables.append(table)
             with timed(timings, "deal"):
-                dealt.append(pool(self.deal(table), self.actor.mesh, self.deal.segments))
+                dealt.append(self.deal(table))
             batch = TrainBatch.from_table(dealt[-1])
             for update in updates:
                 update.add(batch)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +32,7 @@ from pipeline.config.schema import keys
 from pipeline.losses import LossInput, Sums
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
+from pipeline.models.mesh import make_mesh
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan.plan import plan
 from pipeline.rows import SCHEMA
@@ -141,7 +143,7 @@ class LargestLogits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._log_softmax.default and out.shape[-1] == VOCABULARY:
+        if func is torch.ops.aten.mm.default and out.shape[-1] == VOCABULARY:
             self.positions = max(self.positions, len(out))
         return out
 
@@ -151,8 +153,18 @@ def logits(config: Config) -> int:
     trained, whole = learner(Actor, config), rows(0)
     with LargestLogits() as mode, torch.no_grad():
         for batch in trained.micro_batches(whole, list(range(len(whole)))):
-            trained._forward(batch)
+            trained._forward(batch, with_entropy=False)
     return mode.positions
+
+
+def mesh(config: Config) -> tuple[Any, int]:
+    """How eight workers would be divided."""
+    with (
+        patch("pipeline.models.mesh.init_device_mesh") as made,
+        patch("torch.distributed.get_world_size", return_value=8),
+    ):
+        expert = make_mesh("cpu", config.actor.parallel).expert
+    return made.call_args.args, expert
 
 
 def stages(config: Config) -> list[str]:
@@ -273,6 +285,9 @@ SHOWN = {
     "actor.ppo_max_token_len_per_gpu": Shown(partial(forward_passes, Actor), 40),
     "actor.old_log_probs": Shown(actor, "recompute"),
     "actor.logits_chunk_tokens": Shown(logits, 8),
+    "actor.parallel.tensor": Shown(mesh, 2),
+    "actor.parallel.expert": Shown(mesh, 2, {"actor.parallel.tensor": 2}),
+    "actor.parallel.replicate": Shown(mesh, 4),
     "critic.enable": Shown(stages, True),
     "critic.path": Shown(partial(weights, Critic, iterations=0), "OTHER MODEL"),
     "critic.warmup": Shown(trained, 2),

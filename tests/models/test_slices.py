@@ -32,16 +32,15 @@ from pipeline.models.value import ValueModel, load_value_model
 from tests.models.test_fsdp import NoTokenizer
 from tests.train.updates import spawn, worlds
 
-SIZES: dict[str, Any] = dict(
-    # An odd vocabulary: ranks get unequal slices of the embedding.
-    vocab_size=151,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 151,  # odd: ranks get unequal slices of the embedding
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 def save_models(folder: Path) -> None:
@@ -94,7 +93,7 @@ def compare(rank: int, folder: str) -> None:
         for kind in KINDS:
             whole = shard(load(kind, place, None), FSDPConfig(), "cpu")
             read: list[int] = []
-            model = counting(read, lambda kind=kind: load(kind, place, mesh))
+            model = counting(read, lambda kind=kind, place=place, mesh=mesh: load(kind, place, mesh))
             # Vectors are read whole.
             matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1 and len(parameter) > 1]
             assert all(isinstance(parameter, DTensor) for parameter in matrices)

@@ -1,6 +1,5 @@
 """Tensor, expert and data parallelism: any mesh trains as one process does, and goes on where another has stopped."""
 
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,22 @@ from pipeline.models.fsdp import full_state_dict
 from pipeline.stats import reduce
 from pipeline.train import ranks
 from pipeline.train.checkpoint import _state
+from pipeline.train.deal import Dealer
 from pipeline.train.learner import Learner
-from pipeline.train.pool import pool
 from pipeline.train.setup import build_actor, build_critic
-from tests.train.updates import CPU, assert_same, assert_same_metrics, in_chunks, make_config, spawn, table, update
-from tests.train.updates import with_values
+from pipeline.weights.load import parameters
+from pipeline.weights.publish import named, pack
+from tests.train.updates import (
+    CPU,
+    assert_same,
+    assert_same_metrics,
+    in_chunks,
+    make_config,
+    spawn,
+    table,
+    update,
+    with_values,
+)
 
 MESHES = {"one": (1, 1, 1, 1), "tensor 2": (2, 2, 1, 1), "data 2": (2, 1, 1, 1), "tensor 2 x data 2": (4, 2, 1, 1)}
 """Ranks, and `actor.parallel.{tensor,expert,replicate}`."""
@@ -33,18 +43,18 @@ COPIES = {"copies 2 x shards 2": (4, 1, 1, 2), "copies 2 x tensor 2": (4, 2, 1, 
 
 def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
     torch.manual_seed(2)
-    sizes: dict[str, Any] = dict(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=tie,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": tie,
+    }
     if experts:
-        more = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+        more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         lm: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **more))
     else:
         lm = Qwen3ForCausalLM(Qwen3Config(**sizes))
@@ -69,7 +79,9 @@ def step(learner: Learner, rows: pa.Table) -> list[Any]:
     own = pa.concat_tables(in_chunks(rows)[dist.get_rank() :: dist.get_world_size()])
     calls = []
     learner.module.register_forward_hook(lambda *_: calls.append(1))
-    stats = update(learner, pool(own, learner.mesh, learner.shape.mini_batches))
+    same_rows = learner.mesh.same_rows
+    dealer = Dealer(CPU, learner.shape.mini_batches, 1, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
+    stats = update(learner, dealer(own))
     assert len(calls) >= 3, "one micro-batch alone would not show gradients that are summed twice"
     return [part for part in ranks.all_gather(stats if learner.leads else None) if part is not None]
 
@@ -91,9 +103,22 @@ def work(rank: int, folder: str, *names: str) -> None:
             if rank == 0:
                 torch.save({"metrics": shown, "state": state}, f"{folder}/{name} {learner.name}.pt")
             if build is build_actor:
+                publishes(learner, state)
                 dcp.save(_state([learner]), checkpoint_id=f"{folder}/checkpoint {name}")
                 go_on(learner, folder, name, names[0])
         dist.destroy_process_group()
+
+
+def publishes(learner: Learner, state: dict[str, torch.Tensor]) -> None:
+    """Engines join the whole weights from what each rank publishes, and nothing comes twice."""
+    shards = ranks.all_gather(
+        pack(named(learner.module), dist.get_rank(), torch.float32, 20_000, lambda data: data.copy())
+    )
+    if dist.get_rank() == 0:
+        joined = {name: tensor.clone() for name, tensor in parameters(shards, lambda refs: refs)}
+        assert joined.keys() == state.keys()
+        assert all(torch.equal(joined[name], state[name]) for name in state)
+        assert sum(len(bucket) for shard in shards for bucket in shard.buckets) == sum(t.nbytes for t in state.values())
 
 
 def go_on(learner: Learner, folder: str, name: str, first: str) -> None:
@@ -121,17 +146,20 @@ def run(folder: Path, names: list[str]) -> None:
         assert_same(one["resumed"], torch.load(folder / f"{name} resumed.pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [False, True])
 def test_tensor_parallel_trains_as_one_process(tmp_path: Path, tie: bool) -> None:
     save_model(tmp_path / "model", tie)
     run(tmp_path, list(MESHES))
 
 
+@pytest.mark.slow
 def test_experts_on_different_ranks_train_as_one_process(tmp_path: Path) -> None:
     save_model(tmp_path / "model", experts=True)
     run(tmp_path, list(EXPERTS))
 
 
+@pytest.mark.slow
 def test_copies_of_shards_train_as_one_process(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     run(tmp_path, ["one", *COPIES])
