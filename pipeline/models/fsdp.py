@@ -11,6 +11,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
+from pipeline.models import lora
 
 if TYPE_CHECKING:
     from pipeline.models.pretrained import Pretrained
@@ -119,14 +121,13 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers, unsharded, in CPU memory on rank 0; an empty dict on others. A collective.
 
-    A tied parameter appears once, under its first name.
+    A tied parameter appears once, under its first name. Adapters are merged, as in `lora.published`.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     persistent = model.state_dict().keys()
     state: dict[str, Tensor] = {}
-    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        if name not in persistent:
-            continue
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    for name, tensor in chain(lora.published(model), buffers):
         # One tensor at a time is gathered, to save memory.
         gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
@@ -138,6 +139,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
+    A model with adapters is saved merged, in the base's type, and the adapter beside it in the folder `adapter`.
+
     Rank 0 writes beside `folder` and renames, so an interrupted save never looks like a model. An older `folder` is
     replaced.
 
@@ -145,6 +148,7 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
     """
     folder = Path(folder)
     state = full_state_dict(model)
+    adapter = lora.adapter_state(model) if lora.is_adapted(model) else None
     rank = dist.get_rank() if dist.is_initialized() else 0
     failure: list[str | None] = [None]
     error: OSError | None = None
@@ -153,6 +157,9 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path) -> None:
         try:
             partial.mkdir(parents=True)
             named = {model.hf_name(name): tensor for name, tensor in state.items()}
+            if adapter is not None:
+                named = {name: tensor.to(model.lm.dtype) for name, tensor in named.items()}
+                lora.save(model, adapter, partial / "adapter")
             model.lm.save_pretrained(partial, state_dict=named)
             tokenizer.save_pretrained(partial)
             old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.lora import inject
 from pipeline.models.pretrained import (
     Pretrained,
     check_complete,
@@ -147,11 +148,12 @@ def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True
     """The `transformers` causal language model of `config.path` on the CPU, in training mode.
 
     Args:
-        config: path, type, attention and checkpointing.
+        config: path, type, attention, checkpointing and adapters.
         key: the configuration key of the path, for errors.
         with_head: whether the checkpoint must have the head's weights.
 
-    Raises ValueError for no path, an incomplete model folder, or weights missing in the checkpoint.
+    Raises ValueError for no path, an incomplete model folder, weights missing in the checkpoint, or adapters that do
+    not fit.
     """
     # Imported here because it takes seconds, and every process of the stream imports this module.
     from transformers import AutoModelForCausalLM
@@ -162,4 +164,5 @@ def load_lm(config: ModelConfig, key: str = "model.path", with_head: bool = True
         decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}
         missing -= {name for name, parameter in lm.named_parameters() if id(parameter) not in decoder}
     check_complete(missing, config, key)
+    inject(lm, config.lora, key)
     return lm

@@ -6,7 +6,7 @@ and an engine can load bucket by bucket (`load.py`).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pipeline.models.lora import published
 from pipeline.stats import Stat, Stats, mean
 from pipeline.weights.delta import MAX_STEPS, encode
 from pipeline.weights.direct import PublishedMemory
@@ -40,11 +41,13 @@ def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, int]:
     return parameter.to_local(), first_row * math.prod(parameter.shape[1:])
 
 
-def buckets(model: nn.Module, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, limit: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Parameters in order, in groups of at most `limit` bytes as `dtype`; a larger one is a group of its own."""
-    group: list[tuple[str, nn.Parameter]] = []
+    group: list[tuple[str, torch.Tensor]] = []
     size = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in tensors:
         nbytes = parameter.numel() * dtype.itemsize
         if group and size + nbytes > limit:
             yield group
@@ -64,6 +67,7 @@ def pack(
     put: Callable[[Any], Any],
     rename: Callable[[str], str] = str,
     memory: PublishedMemory | None = None,
+    adapter: Mapping[str, Any] | None = None,
 ) -> Shard:
     """This rank's part of the current weights.
 
@@ -75,9 +79,10 @@ def pack(
         put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
         rename: turns a parameter's name into the engine's.
         memory: where the buckets are written, as uint8 tensors that `put` then gets.
+        adapter: settings of the model's adapter, which then travels alone; None: whole weights, adapters merged.
     """
-    shard = Shard(rank, [], [], [], str(dtype).removeprefix("torch."))
-    for number, group in enumerate(buckets(model, dtype, limit)):
+    shard = Shard(rank, [], [], [], str(dtype).removeprefix("torch."), adapter=adapter)
+    for number, group in enumerate(buckets(published(model, adapter is not None), dtype, limit)):
         parts = [(rename(name), tuple(parameter.shape), *local_part(parameter, rank)) for name, parameter in group]
         size = sum(part.numel() for _, _, part, _ in parts) * dtype.itemsize
         buffer = memory.empty(size) if memory else torch.empty(size, dtype=torch.uint8)
@@ -102,6 +107,7 @@ class WeightPublisher:
         rank, dtype, limit, put, rename: see `pack`.
         delta: also publish the changes since earlier versions (`delta.py`); this keeps the last version's buckets.
         memory: stores the buckets, in place of `put`.
+        adapter: see `pack`.
     """
 
     def __init__(
@@ -113,8 +119,9 @@ class WeightPublisher:
         rename: Callable[[str], str] = str,
         delta: bool = False,
         memory: PublishedMemory | None = None,
+        adapter: Mapping[str, Any] | None = None,
     ) -> None:
-        self._args = rank, dtype, limit
+        self._args, self._adapter = (rank, dtype, limit), adapter
         self._put: Callable[[Any], Any] = memory.put if memory else put
         self._rename, self._delta, self._memory = rename, delta, memory
         self._version = -1
@@ -140,9 +147,10 @@ class WeightPublisher:
 
         if self._memory:
             rank, dtype, _ = self._args
-            numbers = sum(local_part(parameter, rank)[0].numel() for parameter in model.parameters())
+            base = (parameter for name, parameter in model.named_parameters() if ".lora_" not in name)
+            numbers = sum(local_part(parameter, rank)[0].numel() for parameter in base)
             self._memory.begin(version, numbers * dtype.itemsize)
-        shard = pack(model, *self._args, put, self._rename, self._memory)
+        shard = pack(model, *self._args, put, self._rename, self._memory, self._adapter)
         self.whole_bytes = self.bytes = sum(map(len, buffers))
         if not self._delta:
             return shard
