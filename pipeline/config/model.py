@@ -7,6 +7,8 @@ from typing import Any
 from pipeline.config.bounds import setting
 
 ALL_LINEAR = "all-linear"
+LARGEST_ALONE = 512
+"""Largest rank for which vLLM makes room."""
 
 
 @dataclass
@@ -35,6 +37,33 @@ class LoraConfig:
     def alone(self) -> bool:
         """Whether engines get the adapter without the base."""
         return self.rank > 0 and self.publish == "adapter"
+
+    @property
+    def well_formed(self) -> bool:
+        """Whether the targets are of a kind that can be read."""
+        targets = self.target_modules
+        if isinstance(targets, str):
+            try:
+                return bool(targets and re.compile(targets))
+            except re.error:
+                return False
+        return isinstance(targets, list) and bool(targets) and all(isinstance(name, str) for name in targets)
+
+    def problems(self) -> dict[str, object]:
+        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        return {
+            "{model.lora.path} does nothing with {model.lora.rank}; set that to the adapter's": (
+                self.path and not self.rank
+            ),
+            "{model.lora.publish} does nothing with {model.lora.rank}; set a rank": (
+                self.publish == "adapter" and not self.rank
+            ),
+            f"{{model.lora.rank}} is more than the {LARGEST_ALONE} of an engine's adapter; set "
+            "model.lora.publish=merged": self.alone and self.rank > LARGEST_ALONE,
+            "{model.lora.target_modules} must be all-linear, a list of names or a regular expression": (
+                not self.well_formed
+            ),
+        }
 
     def unmatched(self, names: list[str]) -> list[str]:
         """Those of the targets that no layer in `names` matches."""

@@ -78,23 +78,23 @@ def write(folder: Path, settings: Mapping[str, Any], state: Mapping[str, "Tensor
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, {"format": "pt"})
 
 
-def problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]] | None, base: str | None) -> Iterator[str]:
+def problems(
+    config: LoraConfig, matrices: Mapping[str, tuple[int, int]] | None, base: str | None, key: str = "model.path"
+) -> Iterator[str]:
     """Sentences on targets and a starting adapter that cannot be used with a base model.
 
     Args:
         config: `model.lora`.
         matrices: shapes (outputs, inputs) of the base's linear layers by name; None where they are not known.
-        base: `model.path`, for the sentences.
+        base: the base, for the sentences.
+        key: its setting.
     """
-    if not config.rank:
-        for key, used in (("path", config.path), ("publish", config.publish != "merged")):
-            if used:
-                yield f"model.lora.{key}={getattr(config, key)} does nothing with model.lora.rank=0; set the rank"
+    if not config.rank or not config.well_formed:
         return
     if matrices and (lost := config.unmatched(list(matrices))):
         last = sorted({name.rpartition(".")[2] for name in matrices})
         yield (
-            f"model.lora.target_modules: {', '.join(lost)} matches no linear layer inside of model.path={base}; it has "
+            f"model.lora.target_modules: {', '.join(lost)} matches no linear layer inside of {key}={base}; it has "
             f"{', '.join(last)}, and its head cannot have an adapter"
         )
     if config.path:
