@@ -345,7 +345,20 @@ def run(state: State) -> None:
 
 
 RULES: tuple[Callable[[State], None], ...] = (
-    *(words, adapters, kl, clipping, aggregation, correction, groups, mini_batches, critic, warmups, token_budgets, engines),
+    *(
+        words,
+        adapters,
+        kl,
+        clipping,
+        aggregation,
+        correction,
+        groups,
+        mini_batches,
+        critic,
+        warmups,
+        token_budgets,
+        engines,
+    ),
     *(devices, episodes, run),
 )
 """In this order."""

@@ -119,7 +119,9 @@ def _write_adapter(
     """Write the adapter of a policy, whose tensors have their names in the module, with its card."""
     if not lora.rank:
         raise ValueError("--adapter asks for an adapter, and the run trained all weights (model.lora.rank=0)")
-    named = {adapter.peft_name(Policy.hf_name(name)): tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}
+    named = {
+        adapter.peft_name(Policy.hf_name(name)): tensor.to(dtype or tensor.dtype) for name, tensor in state.items()
+    }
     with _written_whole(out) as partial:
         adapter.write(partial, adapter.settings_of(lora, base, named), named)
         (partial / "README.md").write_text(text, encoding="utf-8")
@@ -140,7 +142,9 @@ def merged(
                 base[name] = a
             continue
         if weight is None or b is None or weight.shape != (len(b), a.shape[1]):
-            raise ValueError(f"the checkpoint's adapter of {stem} does not fit the base; name the right one with --base")
+            raise ValueError(
+                f"the checkpoint's adapter of {stem} does not fit the base; name the right one with --base"
+            )
         base[f"{stem}.weight"] = (weight.float() + lora.alpha / lora.rank * (b @ a)).to(weight.dtype)
     return {name: tensor.to(dtype or tensor.dtype) for name, tensor in base.items()}
 

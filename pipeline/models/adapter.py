@@ -79,13 +79,13 @@ def write(folder: Path, settings: Mapping[str, Any], state: Mapping[str, "Tensor
 
 
 def problems(
-    config: LoraConfig, matrices: Mapping[str, tuple[int, int]] | None, base: str | None, key: str = "model.path"
+    config: LoraConfig, matrices: Mapping[str, tuple[int, int]], base: str | None, key: str = "model.path"
 ) -> Iterator[str]:
     """Sentences on targets and a starting adapter that cannot be used with a base model.
 
     Args:
         config: `model.lora`.
-        matrices: shapes (outputs, inputs) of the base's linear layers by name; None where they are not known.
+        matrices: shapes (outputs, inputs) of the base's linear layers by name; none where they are not known.
         base: the base, for the sentences.
         key: its setting.
     """
@@ -101,9 +101,7 @@ def problems(
         yield from _adapter_problems(config, matrices, base)
 
 
-def _adapter_problems(
-    config: LoraConfig, matrices: Mapping[str, tuple[int, int]] | None, base: str | None
-) -> Iterator[str]:
+def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]], base: str | None) -> Iterator[str]:
     folder, key = Path(config.path or ""), f"model.lora.path={config.path}"
     missing = [name for name in (SETTINGS, WEIGHTS) if not (folder / name).is_file()]
     if missing:
@@ -129,7 +127,9 @@ def _adapter_problems(
         side = 0 if ".lora_B." in name else 1
         known = matrices.get(module)
         if known is None or known[side] != shape[side]:
-            has = f"has {module} with {known[side]} where the adapter has {shape[side]}" if known else f"has no {module}"
+            has = (
+                f"has {module} with {known[side]} where the adapter has {shape[side]}" if known else f"has no {module}"
+            )
             yield f"{key} is an adapter of another base: model.path={base} {has}; name the model it was trained on"
             return
 

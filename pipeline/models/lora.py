@@ -113,9 +113,9 @@ def published(model: nn.Module, adapter_alone: bool = False) -> Iterator[tuple[s
 def _merged(layer: Any) -> Tensor:
     """W + alpha / r * B A of a layer [out, in] float32; each rank computes the rows that it holds."""
     weight = layer.base_layer.weight
-    a, b = (side[adapter.NAME].weight.detach() for side in (layer.lora_A, layer.lora_B))
+    a, b = (side[adapter.NAME].weight.detach() for side in (layer.lora_A, layer.lora_B))  # [r, in], [out, r]
     scale = layer.scaling[adapter.NAME]
-    if not isinstance(weight, DTensor):
+    if not (isinstance(weight, DTensor) and isinstance(a, DTensor) and isinstance(b, DTensor)):
         return weight.detach().float() + scale * (b @ a)
     if weight.placements != b.placements or any(place.is_shard() and not place.is_shard(0) for place in b.placements):
         raise ValueError(f"a base sharded as {weight.placements} and an adapter as {b.placements} cannot be merged")

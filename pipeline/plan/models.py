@@ -88,13 +88,13 @@ def problems(config: Config) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
             continue
+        if key in ("model.path", "critic.path"):
+            lora = config.model.lora if key == "model.path" else replace(config.model.lora, path=None)
+            yield from adapter.problems(lora, model.matrices if model else {}, path, key)
         if model is None:
             continue
         if towers := [part for part in TOWERS if model.config.get(part)]:
             yield f"{key}={path} has {towers[0]} in its config.json; only models of text can be trained"
-        if key in ("model.path", "critic.path"):
-            own = config.model.lora if key == "model.path" else replace(config.model.lora, path=None)
-            yield from adapter.problems(own, model.matrices, path, key)
         sizes[key] = model.config.get("vocab_size")
         longest = model.config.get("max_position_embeddings")
         if longest is not None and prompt + response > longest and key != "reward.model.path":

@@ -19,7 +19,6 @@ from pipeline.plan.memory import Memory, shown
 from pipeline.plan.placement import Node, Stage, lines
 from pipeline.plan.plan import Plan
 
-
 _PUBLISHED = {"merged": "merged with the base", "adapter": "alone"}
 
 

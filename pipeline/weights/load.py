@@ -65,7 +65,7 @@ class Shard:
     steps: list[Step] = field(default_factory=list)
     """From earlier versions, the oldest first."""
     adapter: Mapping[str, Any] | None = None
-    """Settings of the adapter (`pipeline/models/adapter.py`) whose tensors these are; None: they are a whole model's."""
+    """Settings of the adapter (`pipeline/models/adapter.py`) that these tensors are; None: they are a whole model."""
 
     @property
     def itemsize(self) -> int:

@@ -178,8 +178,6 @@ def test_adapters_are_merged_or_written_alone(
 ) -> None:
     from peft import PeftModel
 
-    files = (adapted.folder / "checkpoints" / "iteration_000004").glob("*.distcp")
-    assert sum(file.stat().st_size for file in files) < (tiny_model / "model.safetensors").stat().st_size
     merged = exported(adapted.folder, "--out", tmp_path / "merged")
     same(merged, adapted.actor[4])
     same(exported(adapted.folder, "--out", tmp_path / "half", "--dtype", "bfloat16"), adapted.actor[4], torch.bfloat16)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline.config import Config
@@ -197,7 +196,7 @@ def test_saves_the_merged_model_and_an_adapter_that_peft_reads(tiny_model: Path,
         assert torch.equal(read(IDS).logits, expected)
     settings = json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(tiny_model)
-    assert set(settings["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert settings["target_modules"] == sorted({name.rpartition(".")[2] for name in matrices_of(tiny_model)})
 
 
 def test_starts_from_an_adapter(tiny_model: Path, tmp_path: Path) -> None:
@@ -272,11 +271,3 @@ def test_sharding_keeps_what_is_published(tiny_model: Path) -> None:
         found = {name: tensor.full_tensor() for name, tensor in lora.published(policy, adapter_alone)}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-def test_the_file_of_an_adapter_that_was_damaged_is_named(tmp_path: Path) -> None:
-    save_file({"x": torch.zeros(2, 2)}, tmp_path / "whole.safetensors")
-    assert load_file(tmp_path / "whole.safetensors")["x"].shape == adapter.tensor_shapes(tmp_path / "whole.safetensors")["x"]
-    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:9])
-    with pytest.raises(ValueError, match=r"cut.safetensors is not a complete safetensors file"):
-        adapter.tensor_shapes(tmp_path / "cut.safetensors")
