@@ -113,13 +113,14 @@ def published(model: nn.Module, adapter_alone: bool = False) -> Iterator[tuple[s
 def _merged(layer: Any) -> Tensor:
     """W + alpha / r * B A of a layer [out, in] float32; each rank computes the rows that it holds."""
     weight = layer.base_layer.weight
-    a, b = (side[adapter.NAME].weight.detach() for side in (layer.lora_A, layer.lora_B))  # [r, in], [out, r]
+    a: Any = layer.lora_A[adapter.NAME].weight.detach()  # [r, in]
+    b: Any = layer.lora_B[adapter.NAME].weight.detach()  # [out, r]
     scale = layer.scaling[adapter.NAME]
-    if not (isinstance(weight, DTensor) and isinstance(a, DTensor) and isinstance(b, DTensor)):
+    if not isinstance(weight, DTensor):
         return weight.detach().float() + scale * (b @ a)
     if weight.placements != b.placements or any(place.is_shard() and not place.is_shard(0) for place in b.placements):
         raise ValueError(f"a base sharded as {weight.placements} and an adapter as {b.placements} cannot be merged")
-    local = weight.detach().to_local().float() + scale * (b.to_local() @ a.full_tensor())
+    local = weight.to_local().detach().float() + scale * (b.to_local() @ a.full_tensor())
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
