@@ -156,6 +156,7 @@ class Job(Generic[C]):
         config.out = str(out)
         config.model.path = cluster.absolute(config.model.path)
         config.model.tokenizer_path = cluster.absolute(config.model.tokenizer_path)
+        config.model.lora.path = cluster.absolute(config.model.lora.path)
         data.train_files = cluster.absolute_files(data.train_files)
         data.val_files = cluster.absolute_files(data.val_files)
         encoder = self.loop.encoder
