@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.model import ModelConfig
 from pipeline.errors import FinalError
 from pipeline.rollout import stage as stage_module
-from pipeline.config.model import ModelConfig
 from pipeline.rollout import vllm
 from pipeline.rollout.stage import Rollout
 from pipeline.store.versions import Ticket
