@@ -145,7 +145,7 @@ def merged(
             raise ValueError(
                 f"the checkpoint's adapter of {stem} does not fit the base; name the right one with --base"
             )
-        base[f"{stem}.weight"] = (weight.float() + lora.alpha / lora.rank * (b @ a)).to(weight.dtype)
+        base[f"{stem}.weight"] = torch.addmm(weight.float(), b, a, alpha=lora.alpha / lora.rank).to(weight.dtype)
     return {name: tensor.to(dtype or tensor.dtype) for name, tensor in base.items()}
 
 

@@ -117,10 +117,10 @@ def _merged(layer: Any) -> Tensor:
     b: Any = layer.lora_B[adapter.NAME].weight.detach()  # [out, r]
     scale = layer.scaling[adapter.NAME]
     if not isinstance(weight, DTensor):
-        return weight.detach().float() + scale * (b @ a)
+        return torch.addmm(weight.detach().float(), b, a, alpha=scale)
     if weight.placements != b.placements or any(place.is_shard() and not place.is_shard(0) for place in b.placements):
         raise ValueError(f"a base sharded as {weight.placements} and an adapter as {b.placements} cannot be merged")
-    local = weight.to_local().detach().float() + scale * (b.to_local() @ a.full_tensor())
+    local = torch.addmm(weight.to_local().detach().float(), b.to_local(), a.full_tensor(), alpha=scale)
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
