@@ -14,6 +14,7 @@ examples:
   python -m jobs.export runs/NAME --out models/best --best val-core/countdown/acc/mean@1
   python -m jobs.export runs/NAME --out models/60 --iteration 60 --dtype bfloat16
   python -m jobs.export runs/NAME/checkpoints/iteration_000060 --out models/60
+  python -m jobs.export runs/NAME --out models/adapter --adapter
   python -m jobs.export runs/NAME --out models/mine --register countdown --alias champion
 
 neither a GPU nor Ray is needed; the memory needed is that of the weights in their new type.
@@ -33,6 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_choice(parser)
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights (default: as trained)")
     add("--critic", action="store_true", help="export the critic, for token classification with one label")
+    add("--adapter", action="store_true", help="export the adapter alone (model.lora), as peft and vLLM read it")
     add("--base", metavar="MODEL", help="the model that the run started from, if it has moved since")
     add("--register", metavar="NAME", help="make it a new version of this registered model in the run's MLflow")
     add("--alias", metavar="ALIAS", help="alias of the new version, such as champion; needs --register")
@@ -60,6 +62,9 @@ def run(options: argparse.Namespace) -> None:
     """Choose a checkpoint, export it, and register it if asked to."""
     if options.alias and not options.register:
         raise ValueError("--alias names a version of a registered model; give --register NAME as well")
+    if options.adapter and (options.critic or options.register):
+        raise ValueError("--adapter writes the policy's adapter, which is no model of its own to register; leave out "
+                         "--critic and --register")  # fmt: skip
     if options.lowest and not options.best:
         raise ValueError("--lowest says how --best chooses; give --best METRIC as well")
     from pipeline.export.choose import choose
@@ -74,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     # Torch and transformers take seconds to import, after all that can be refused without them.
     from pipeline.export.export import export
 
-    export(checkpoint, options.out, options.dtype, critic=options.critic, base=options.base)
+    export(checkpoint, options.out, options.dtype, critic=options.critic, base=options.base, alone=options.adapter)
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.run_dir}")
     if options.register:
         version, tracker = register(checkpoint, options.out, options.register, options.alias)

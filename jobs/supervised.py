@@ -16,10 +16,12 @@ from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from pipeline.config import ConfigError, load
-from pipeline.config.bounds import violations
+from pipeline.config.bounds import sentences, violations
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
+from pipeline.models import adapter
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.plan.models import read_model
 from pipeline.run import cluster
 from pipeline.supervised.data import RowGroup, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
@@ -118,7 +120,10 @@ class Job(Generic[C]):
             ConfigError: with one line per problem.
         """
         data, trainer = config.data, config.trainer
-        problems = list(violations(config))
+        lora, path = config.model.lora, config.model.path
+        problems = [*violations(config), *sentences(config, lora.problems())]
+        base = read_model(path)
+        problems += adapter.problems(lora, base.matrices if base else {}, path)
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")
         elif Path(config.out).exists() and not (Path(config.out) / "config.json").exists() and os.listdir(config.out):
@@ -151,6 +156,7 @@ class Job(Generic[C]):
         config.out = str(out)
         config.model.path = cluster.absolute(config.model.path)
         config.model.tokenizer_path = cluster.absolute(config.model.tokenizer_path)
+        config.model.lora.path = cluster.absolute(config.model.lora.path)
         data.train_files = cluster.absolute_files(data.train_files)
         data.val_files = cluster.absolute_files(data.val_files)
         encoder = self.loop.encoder

@@ -62,7 +62,7 @@ def name_from_root(config: Config) -> None:
 
     config.model.path = absolute(config.model.path)
     config.model.tokenizer_path = absolute(config.model.tokenizer_path)
-    for section in (config.critic, config.scoring.reference, config.reward.model):
+    for section in (config.critic, config.scoring.reference, config.reward.model, config.model.lora):
         section.path = absolute(section.path)
     own = config.reward.custom_reward_function
     own.path = _absolute_file(own.path)

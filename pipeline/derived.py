@@ -42,7 +42,16 @@ def uses_critic(config: Config) -> bool:
 
 def uses_reference(config: Config) -> bool:
     """Whether the stage `reference` scores rows, for a KL in the reward or in the loss."""
-    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
+    return (config.algorithm.use_kl_in_reward or config.actor.use_kl_loss) and not reference_is_base(config)
+
+
+def reference_is_base(config: Config) -> bool:
+    """Whether the train workers compute the reference's log-probs themselves, with the adapters off.
+
+    A KL in the reward is needed before training, and another model is no base.
+    """
+    lora = config.model.lora.rank > 0 and config.scoring.reference.path is None
+    return lora and config.actor.use_kl_loss and not config.algorithm.use_kl_in_reward
 
 
 def uses_reward_model(config: Config) -> bool:

@@ -46,6 +46,25 @@ def _is_estimator(name: str) -> bool:
         return False
 
 
+def adapters(state: State) -> None:
+    """Adapters of the policy and the critic, which has the policy's settings, and how they reach the engines."""
+    section, theirs = "actor_rollout_ref.model", ("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path")
+    names = dict(zip(theirs, ("rank", "alpha", "target_modules", "path"), strict=True))
+    rank = state.get("model.lora.rank")
+    for other, name in list(names.items())[:3]:
+        key, ours = f"critic.model.{other}", state.get(f"model.lora.{name}")
+        if rank != state.given.get("critic.model.lora_rank", 0) or (rank and state.given.get(key, ours) != ours):
+            state.leave(key, f"the critic has the policy's adapters, {section}.{other}={ours}", cannot=True)
+    if not rank:
+        if state.get("model.lora.path"):
+            state.leave(f"{section}.lora_adapter_path", f"give {section}.lora_rank, the adapter's r", cannot=True)
+        state.drop(*(f"model.lora.{name}" for name in names.values()))
+        return
+    # Unless it merges, verl sends engines the adapter alone.
+    merges = state.given.get(f"{section}.lora.merge") is True or "policy" in state.scorers
+    state.set("model.lora.publish", "merged" if merges else "adapter")
+
+
 def kl(state: State) -> None:
     """Estimates of the KL, and a controller without a KL to control."""
     for ours, key in (
@@ -326,7 +345,20 @@ def run(state: State) -> None:
 
 
 RULES: tuple[Callable[[State], None], ...] = (
-    *(words, kl, clipping, aggregation, correction, groups, mini_batches, critic, warmups, token_budgets, engines),
+    *(
+        words,
+        adapters,
+        kl,
+        clipping,
+        aggregation,
+        correction,
+        groups,
+        mini_batches,
+        critic,
+        warmups,
+        token_budgets,
+        engines,
+    ),
     *(devices, episodes, run),
 )
 """In this order."""

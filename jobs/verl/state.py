@@ -106,6 +106,7 @@ class State:
         config.algorithm.use_kl_in_reward = self.get("algorithm.use_kl_in_reward")
         config.actor.use_kl_loss = self.get("actor.use_kl_loss")
         config.critic.enable = self.get("critic.enable")
+        config.model.lora.rank = self.get("model.lora.rank")
         try:
             return scorers(config)
         except ValueError:

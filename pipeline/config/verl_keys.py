@@ -15,6 +15,7 @@ data.seed -> trainer.seed
 data.tokenizer -> model.tokenizer_path
 data.trust_remote_code -> model.trust_remote_code
 MODEL -> model: path tokenizer_path trust_remote_code enable_gradient_checkpointing
+MODEL -> model.lora: rank=lora_rank alpha=lora_alpha target_modules path=lora_adapter_path
 MODEL.override_config.attn_implementation -> model.attn_implementation
 
 ROLLOUT -> rollout: n temperature top_p top_k ignore_eos dtype gpu_memory_utilization max_num_seqs
@@ -124,6 +125,10 @@ RULED: dict[str, str] = {
     f"{_TURNS}.tool_response_truncate_side": "agent.max_observation_tokens",
     f"{_TURNS}.format": "agent.parser",
     f"{_ROLLOUT}.agent.default_agent_loop": "agent.tools or agent.environment",
+    f"{_MODEL}.lora.merge": "model.lora.publish",
+    "critic.model.lora_rank": "model.lora.rank",
+    "critic.model.lora_alpha": "model.lora.alpha",
+    "critic.model.target_modules": "model.lora.target_modules",
     "reward.reward_model.enable": "reward.model.path",
     "reward_model.enable": "reward.model.path",
 }
@@ -139,8 +144,8 @@ CANNOT: dict[str, str] = {
         "*.freeze_vision_tower *.limit_images data.*image* data.*video* data.*audio* data.*multi_modal* "
         "data.mm_processor_kwargs* *.use_preprocessed_multimodal_input *.mm_processor_cache_gb *.vision_*"
     ),
-    "all weights are trained; there is no LoRA": (
-        "*.lora_* *.lora.* *.lora *.target_modules *.exclude_modules *.target_parameters *.enable_lora"
+    "an adapter is model.lora.rank rows for the linear layers of model.lora.target_modules, and nothing else": (
+        "*.lora_* *.lora.* *.lora *.exclude_modules *.target_parameters *.enable_lora"
     ),
     "training uses FSDP2; there is no Megatron or other engine": (
         "*.megatron.* *.megatron model_engine *.strategy *.veomni.* *.torchtitan.* *.automodel.* *.deepspeed.* "

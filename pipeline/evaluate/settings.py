@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, load_config, load_yaml
+from pipeline.config.model import LoraConfig
 from pipeline.config.schema import keys, value_of
 from pipeline.plan.plan import Plan
 from pipeline.plan.plan import plan as make_plan
@@ -76,7 +77,8 @@ def of_run(run_dir: Path, overrides: Sequence[str], config_dir: str | None = Non
             f"--run {run_dir} holds no {CONFIG_FILE}, so it is not a run; give a folder such as runs/NAME"
         )
     stored, model = load_yaml(run_dir / CONFIG_FILE, Config), run_dir / "model"
-    stored.model.path = str(model)
+    # The model that a run saves has its adapter merged.
+    stored.model.path, stored.model.lora = str(model), LoraConfig()
     config = load_config(overrides, config_dir=config_dir, base=stored)
     if config.model.path != str(model):
         return config, 0

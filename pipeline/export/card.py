@@ -40,11 +40,28 @@ values = model(input_ids).logits[..., 0]
 A value is the expected return of the text up to its token."""
 
 
-def card(checkpoint: Checkpoint, config: Config, critic: bool = False) -> str:
-    """The text of `README.md` for the exported policy or critic: YAML front matter and Markdown."""
+ADAPTER_USE = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "FOLDER")
+```
+
+`BASE` is the model above. To serve both: `vllm serve BASE --enable-lora --lora-modules mine=FOLDER`."""
+
+
+_WHAT = {
+    (False, False): "A policy",
+    (False, True): "The adapter (LoRA) of a policy",
+    (True, False): "The critic (value model) of a policy",
+}
+
+
+def card(checkpoint: Checkpoint, config: Config, critic: bool = False, adapter: bool = False) -> str:
+    """The text of `README.md` for the exported policy, its adapter or the critic: YAML front matter and Markdown."""
     started = (config.critic.path if critic else None) or config.model.path
     front: dict[str, Any] = {
-        "library_name": "transformers",
+        "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "token-classification" if critic else "text-generation",
         "tags": ["reinforcement-learning", "slipstream", config.algorithm.adv_estimator],
     }
@@ -59,11 +76,11 @@ def card(checkpoint: Checkpoint, config: Config, critic: bool = False) -> str:
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False).rstrip()}\n---",
         f"# {config.trainer.experiment_name}, iteration {checkpoint.iteration}",
-        f"{'The critic (value model) of a policy' if critic else 'A policy'} trained by reinforcement learning with "
+        f"{_WHAT[critic, adapter]} trained by reinforcement learning with "
         f"Slipstream for {checkpoint.iteration} iterations ({config.algorithm.adv_estimator} advantages, "
         f"{config.actor.policy_loss.loss_mode} loss), starting from `{started}`.",
         f"## Validation\n\n{_validation(checkpoint)}",
-        f"## How to load it\n\n{CRITIC_USE if critic else use}",
+        f"## How to load it\n\n{CRITIC_USE if critic else ADAPTER_USE if adapter else use}",
         f"## Training\n\nSettings that differ from the defaults (the data among them):\n\n{_settings(config)}",
         "Exported with " + ", ".join(f"{library} {version}" for library, version in versions().items()) + ".",
     ]

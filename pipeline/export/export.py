@@ -4,12 +4,16 @@
    and how `transformers` saves its kind. The weights themselves come from the checkpoint, one after the other.
 2. `generation_config.json` keeps the base model's special tokens, which end a response, and the sampling of the run's
    validation. The base model's own sampling was chosen for another policy.
-3. The folder is written beside its place and renamed, so an interrupted export never looks like a model.
+3. A checkpoint of a model with adapters holds these alone. They are merged into the weights of the base, or written as
+   they are, in peft's format.
+4. The folder is written beside its place and renamed, so an interrupted export never looks like a model.
 """
 
 import contextlib
 import shutil
 import uuid
+from collections.abc import Iterator
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +24,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline.config import Config
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.config.paths import named_folder
 from pipeline.config.rollout import SamplingConfig
 from pipeline.export.card import card
 from pipeline.export.choose import Checkpoint
+from pipeline.models import adapter
 from pipeline.models.checkpoint_reader import CheckpointReader, load_checkpoint
 from pipeline.models.fsdp import torch_dtype
-from pipeline.models.policy import Policy
+from pipeline.models.policy import Policy, load_policy
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.models.value import load_value_model
 
 
 def export(
@@ -40,6 +46,7 @@ def export(
     critic: bool = False,
     base: str | None = None,
     replace: bool = False,
+    alone: bool = False,
 ) -> None:
     """Write the model of `checkpoint` into the folder `out`.
 
@@ -50,6 +57,7 @@ def export(
         critic: write the critic, as a model for token classification with one label: the value of the text so far.
         base: the model that the run started from, if it has moved since.
         replace: replace the folder `out`.
+        alone: write the policy's adapter without the base.
 
     Raises:
         ValueError: the checkpoint, the base model or `out` cannot be used.
@@ -62,9 +70,15 @@ def export(
     config = checkpoint.config()
     model = _base_model(config, checkpoint.run_dir, base, critic)
     tokenizer = load_tokenizer(model, needs_chat_template=False)
-    state = read_weights(
-        checkpoint.path, "critic" if critic else "actor", torch_dtype(dtype, "--dtype") if dtype else None
-    )
+    lora, as_type = config.model.lora, torch_dtype(dtype, "--dtype") if dtype else None
+    state = read_weights(checkpoint.path, "critic" if critic else "actor", None if lora.rank else as_type)
+    if alone:
+        _write_adapter(out, lora, model.path, state, as_type, card(checkpoint, config, adapter=True))
+        return
+    if lora.rank:
+        load = load_value_model if critic else load_policy
+        whole = load(replace_fields(model, dtype=config.model.dtype))
+        state = merged(lora, dict(whole.state_dict()), state, as_type)
     weights_dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     lm = _without_weights(model, weights_dtype, critic)
     if critic:
@@ -73,14 +87,21 @@ def export(
         named = {Policy.hf_name(name): tensor for name, tensor in state.items()}
         lm.generation_config = _generation_config(model, config.rollout.val_kwargs)
     weights = _saved_weights(lm, named, checkpoint.path)
-    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        partial.mkdir(parents=True)
+    with _written_whole(out) as partial:
         lm.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         if not critic:
             ModelSettings.of(config, checkpoint.iteration).save(partial)
         (partial / "README.md").write_text(card(checkpoint, config, critic), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _written_whole(out: Path) -> Iterator[Path]:
+    """A new folder beside `out` that takes its place when the block is done, and is removed if it fails."""
+    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
         for file in partial.iterdir():
             # safetensors makes files that only their owner can read, but other users may serve the model.
             file.chmod(0o644)
@@ -90,6 +111,42 @@ def export(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _write_adapter(
+    out: Path, lora: LoraConfig, base: str | None, state: dict[str, Tensor], dtype: torch.dtype | None, text: str
+) -> None:
+    """Write the adapter of a policy, whose tensors have their names in the module, with its card."""
+    if not lora.rank:
+        raise ValueError("--adapter asks for an adapter, and the run trained all weights (model.lora.rank=0)")
+    named = {
+        adapter.peft_name(Policy.hf_name(name)): tensor.to(dtype or tensor.dtype) for name, tensor in state.items()
+    }
+    with _written_whole(out) as partial:
+        adapter.write(partial, adapter.settings_of(lora, base, named), named)
+        (partial / "README.md").write_text(text, encoding="utf-8")
+
+
+def merged(
+    lora: LoraConfig, base: dict[str, Tensor], state: dict[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The whole weights of a learner, from those of its base and what was trained, by their names in the module.
+
+    Raises ValueError for an adapter of another model.
+    """
+    for name, a in state.items():
+        stem, found, _ = name.partition(f".lora_A.{adapter.NAME}")
+        weight, b = base.get(f"{stem}.weight"), state.get(name.replace(".lora_A.", ".lora_B."))
+        if not found:
+            if ".lora_" not in name:
+                base[name] = a
+            continue
+        if weight is None or b is None or weight.shape != (len(b), a.shape[1]):
+            raise ValueError(
+                f"the checkpoint's adapter of {stem} does not fit the base; name the right one with --base"
+            )
+        base[f"{stem}.weight"] = torch.addmm(weight.float(), b, a, alpha=lora.alpha / lora.rank).to(weight.dtype)
+    return {name: tensor.to(dtype or tensor.dtype) for name, tensor in base.items()}
 
 
 def read_weights(folder: Path, learner: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -121,7 +178,8 @@ def _base_model(config: Config, run_dir: Path, base: str | None, critic: bool) -
         folder = named_folder(path, "--base" if base else "model.path")
     except ValueError as error:
         folder = run_dir / "model"
-        if base or critic or not (folder / "config.json").is_file():
+        # That model has the adapter in it already.
+        if base or critic or config.model.lora.rank or not (folder / "config.json").is_file():
             raise ValueError(f"{error}; name the model that the run started from with --base") from error
     path = str(folder or path)
     tokenizer = config.model.tokenizer_path

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
+from pipeline.models import lora
 from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.models.save import WeightFiles, gathered_blocks
 from pipeline.models.slices import adopt, take_slices
@@ -138,7 +139,7 @@ def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers, unsharded, in CPU memory on rank 0; an empty dict on others. A collective.
 
-    A tied parameter appears once, under its first name.
+    A tied parameter appears once, under its first name. Adapters are merged, as in `lora.published`.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     return {name: tensor for block in gathered_blocks(model, keep) for name, tensor in block.items()}
@@ -150,9 +151,15 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torc
     Rank 0 holds one block of the model and one file at a time. It writes beside `folder` and renames, so an interrupted
     save never looks like a model. An older `folder` is replaced. Weights are saved as `dtype`, or as they are for None.
 
+    A model with adapters is saved merged, in the base's type for None, and the adapter beside it in the folder
+    `adapter`.
+
     Raises RuntimeError, on every rank, if rank 0 could not write.
     """
     folder = Path(folder)
+    adapter = lora.adapter_state(model) if lora.is_adapted(model) else None
+    if adapter is not None:
+        dtype = dtype or model.lm.dtype  # merged weights are float32
     rank = dist.get_rank() if dist.is_initialized() else 0
     error: OSError | None = None
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -174,6 +181,8 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torc
             # It clears what it takes for weights of an older save, so it comes before them.
             _save_settings(model.lm, partial, dtype)
             files.finish()
+            if adapter is not None:
+                lora.save(model, adapter, partial / "adapter")
             tokenizer.save_pretrained(partial)
             old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
             if folder.exists():

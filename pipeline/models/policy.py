@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from pipeline.config.model import ModelConfig
 from pipeline.models.attention import Layout, hidden_states
 from pipeline.models.head import LogitRule, own_rows, token_log_probs
+from pipeline.models.lora import inject
 from pipeline.models.mesh import Mesh
 from pipeline.models.pretrained import (
     Pretrained,
@@ -144,12 +145,13 @@ def load_lm(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = No
     """The `transformers` causal language model of `config.path`, in training mode.
 
     Args:
-        config: path, type, attention and checkpointing.
+        config: path, type, attention, checkpointing and adapters.
         key: the configuration key of the path, for errors.
         mesh: ranks that load slices (`load_pretrained`); None loads it whole.
         with_head: whether the checkpoint must have the head's weights.
 
-    Raises ValueError for no path, an incomplete model folder, or weights missing in the checkpoint.
+    Raises ValueError for no path, an incomplete model folder, weights missing in the checkpoint, or adapters that do
+    not fit.
     """
     # Imported here because it takes seconds, and every process of the stream imports this module.
     from transformers import AutoModelForCausalLM
@@ -160,4 +162,5 @@ def load_lm(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = No
         decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}
         missing -= {name for name, parameter in lm.named_parameters() if id(parameter) not in decoder}
     check_complete(missing, config, key)
+    inject(lm, config.lora, key)
     return lm

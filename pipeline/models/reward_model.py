@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.models.attention import Layout, hidden_states
+from pipeline.models.lora import inject
 from pipeline.models.mesh import Mesh
 from pipeline.models.pretrained import (
     Pretrained,
@@ -138,12 +139,14 @@ def load_reward_model(
     missing, last = set(report["missing_keys"]), _last_layer(lm)
     if f"{last}.weight" not in missing:
         check_complete(missing, model, key)
+        inject(lm, model.lora, key, train_head=True)
         return reward_model
     if not new_head:
         raise ValueError(f"{key}={model.path} holds no reward head; train one with python -m jobs.reward_model.")
     check_complete({name for name in missing if name.startswith(f"{lm.base_model_prefix}.")}, model, key)
     for parameter in lm.get_submodule(last).parameters():
         nn.init.zeros_(parameter)
+    inject(lm, model.lora, key, train_head=True)
     return reward_model
 
 

@@ -8,6 +8,7 @@ Only the tensors of one transformer block and of one file are in the memory of r
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pipeline.models.lora import published
+
 FILE_BYTES = 2 * 2**30
 """Size at which a file is full."""
 
 
 def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
-    """All parameters and persistent buffers, unsharded, in CPU memory, block after block; a collective.
+    """All weights (`lora.published`) and persistent buffers, unsharded, in CPU memory, block after block; a collective.
 
     A tied parameter comes once, under its first name.
 
@@ -32,9 +35,8 @@ def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = No
     persistent = model.state_dict().keys()
     block: dict[str, Tensor] = {}
     place: str | None = ""
-    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        if name not in persistent:
-            continue
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    for name, tensor in chain(published(model), buffers):
         found = re.match(r".*?\.\d+\.", name)
         if block and (found is None or found[0] != place):
             yield block

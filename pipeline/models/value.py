@@ -71,7 +71,10 @@ def load_value_model(policy: ModelConfig, path: str | None = None, mesh: Mesh | 
     tokens.
     """
     key = "critic.path" if path else "model.path"
-    model = ValueModel(load_lm(dataclasses.replace(policy, path=path or policy.path), key, mesh, with_head=False))
+    # The adapter that training starts from is the policy's.
+    lora = dataclasses.replace(policy.lora, path=None)
+    config = dataclasses.replace(policy, path=path or policy.path, lora=lora)
+    model = ValueModel(load_lm(config, key, mesh, with_head=False))
     if path:
         tokens = len(load_tokenizer(policy, needs_chat_template=False))
         if model.vocab_size < tokens:

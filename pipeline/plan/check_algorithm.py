@@ -143,6 +143,8 @@ def _estimator(config: Config, estimator: Estimator) -> dict[str, object]:
         f"{{critic.warmup}} trains a critic first, and algorithm.adv_estimator={name} has none; set critic.warmup=0": (
             critic.warmup > 0 and not uses_critic(config)
         ),
+        "{model.lora.publish} with {algorithm.adv_estimator}, whose replicas of the policy read whole weights; set the "
+        "first to merged": config.model.lora.alone and uses_policy_scores(config),
         f"{{algorithm.adv_estimator}} with {_truncation(config)}: the engine's probabilities are renormalised over the "
         f"tokens it keeps, and the estimator's sums are over the whole vocabulary; {_ALL_TOKENS}": (
             _truncation(config) and uses_policy_scores(config)

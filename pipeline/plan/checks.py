@@ -19,6 +19,9 @@ from pipeline.replay import checks as replay
 from pipeline.sampling import stop_problem
 from pipeline.storage.filesystem import check_scheme
 
+ENGINE_LORA = ("enable_lora", "max_loras", "max_lora_rank", "load_format")
+"""Engine arguments that an adapter sets."""
+
 
 def check(config: Config) -> None:
     """Refuse a config that cannot be run.
@@ -41,7 +44,7 @@ def _problems(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    for section in (config.algorithm, config.actor, config.trainer):
+    for section in (config.algorithm, config.actor, config.trainer, config.model.lora):
         yield from sentences(config, section.problems())
     if uses_engines(config):
         yield from sentences(config, config.rollout.problems())
@@ -73,8 +76,15 @@ def _sections(config: Config) -> dict[str, object]:
         check_scheme(trainer.storage_path or ".")
     except ValueError as error:
         scheme = str(error)
-    on = "{algorithm.filter_groups.enable}"
+    on, alone = "{algorithm.filter_groups.enable}", "{model.lora.publish}"
+    adapter = config.model.lora.alone
+    engine_kwargs = [name for name in ENGINE_LORA if name in rollout.engine_kwargs]
     return {
+        f"{alone} and {{trainer.weight_transport}}: an adapter is small, and all of it changes; it travels through the "
+        "object store": adapter and trainer.weight_transport != "object_store",
+        f"rollout.engine_kwargs.{', '.join(engine_kwargs)} is set by model.lora; leave it out": (
+            adapter and engine_kwargs
+        ),
         "data.train_files is not set; give the files of the training prompts, or a data.generator": (
             not data.train_files and data.generator is None and engines
         ),

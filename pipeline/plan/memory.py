@@ -8,7 +8,9 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.config import Config
+from pipeline.config.model import LoraConfig
 from pipeline.derived import most_contexts, scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
+from pipeline.models import adapter
 from pipeline.plan.models import ModelFiles, read_model
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -35,6 +37,8 @@ class Memory:
     """Weights of one replica of each scoring pool; None where its folder is not known."""
     train_versions: int = 0
     """Copies of the weights that engines read out of the train worker's memory."""
+    adapter: int = 0
+    """Numbers of the policy's adapter (no bytes); 0 without one."""
 
     @property
     def train_worker(self) -> int:
@@ -60,8 +64,12 @@ def estimate(config: Config) -> Memory | None:
     element, engine_element = BYTES[config.model.dtype], BYTES[rollout.dtype]
     tokens = config.data.max_prompt_length + config.data.max_response_length
     shard = model.parameters * element // workers
+    lora = config.model.lora
+    # Adapters are float32, and so are their gradients and optimiser states; a frozen base has none.
+    numbers = adapter.count(lora, model.matrices)
+    trained = 4 * numbers // workers if lora.rank else shard
     versions = config.algorithm.max_staleness + 2 if config.trainer.weight_transport == "nixl" else 0
-    train_critic = None if critic is None else 4 * (_decoder(critic) * element // workers)
+    train_critic = None if critic is None else _learner(lora, critic, _decoder(critic) * element // workers, workers)
     replicas = {
         "reward_model": None if reward_model is None else reward_model.parameters,
         "reference": None if reference is None else reference.parameters,
@@ -76,9 +84,9 @@ def estimate(config: Config) -> Memory | None:
         scorer_weights[name] = None if parameters is None else parameters * BYTES[dtype]
     return Memory(
         parameters=model.parameters,
-        train_weights=shard,
-        train_gradients=shard,
-        train_optimizer=2 * shard,
+        train_weights=shard + (trained if lora.rank else 0),
+        train_gradients=trained,
+        train_optimizer=2 * trained,
         # Logits, their softmax and the gradient of both, in float32.
         train_logits=3 * 4 * config.actor.logits_chunk_tokens * model.config.get("vocab_size", 0),
         train_critic=train_critic if uses_critic(config) else 0,
@@ -87,7 +95,13 @@ def estimate(config: Config) -> Memory | None:
         rows=_row_bytes(config),
         scorer_weights=scorer_weights,
         train_versions=versions * model.parameters * engine_element // workers,
+        adapter=numbers,
     )
+
+
+def _learner(lora: LoraConfig, model: ModelFiles, shard: int, workers: int) -> int:
+    """Bytes of weights, gradients and optimiser of a learner with so many bytes of the base's weights."""
+    return shard + 4 * 4 * adapter.count(lora, model.matrices) // workers if lora.rank else 4 * shard
 
 
 def _with_weights(path: str | None) -> ModelFiles | None:

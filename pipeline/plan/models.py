@@ -2,21 +2,24 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
 from pipeline.derived import uses_critic, uses_reference
+from pipeline.models import adapter
 
 TOWERS = ("vision_config", "audio_config")
 """Entries of `config.json` of models that read images or sound."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+TABLES = re.compile(r"embed|\bwte\b|\bwpe\b|^lm_head\b|^score\b")
+"""Names of matrices that are no linear layers inside of a model."""
 
 LM_HEAD = "lm_head."
 """How the head's tensors begin, which a critic does without."""
@@ -32,6 +35,8 @@ class ModelFiles:
     """Counted in safetensors files; 0 where there are none."""
     head: int
     """Parameters of the language model's head among them; 0 where it is tied to the embedding."""
+    matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Outputs and inputs of each linear layer inside of the model, which may get an adapter."""
 
 
 def read_model(path: str | Path | None) -> ModelFiles | None:
@@ -47,23 +52,19 @@ def read_model(path: str | Path | None) -> ModelFiles | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
-    sizes: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        sizes |= _sizes(file)
+        shapes |= adapter.tensor_shapes(file)
     return ModelFiles(
         config=config | config.get("text_config", {}),
-        parameters=sum(sizes.values()),
-        head=sum(count for name, count in sizes.items() if name.startswith(LM_HEAD)),
+        parameters=sum(map(math.prod, shapes.values())),
+        head=sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(LM_HEAD)),
+        matrices={
+            name.removesuffix(".weight"): (shape[0], shape[1])
+            for name, shape in shapes.items()
+            if len(shape) == 2 and name.endswith(".weight") and not TABLES.search(name)
+        },
     )
-
-
-def _sizes(file: Path) -> dict[str, int]:
-    """Number of parameters of each tensor in a safetensors file, from its header."""
-    try:
-        with safe_open(file, "numpy") as tensors:
-            return {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a complete safetensors file: {error}; save or download it again") from error
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -87,6 +88,9 @@ def problems(config: Config) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
             continue
+        if key in ("model.path", "critic.path"):
+            lora = config.model.lora if key == "model.path" else replace(config.model.lora, path=None)
+            yield from adapter.problems(lora, model.matrices if model else {}, path, key)
         if model is None:
             continue
         if towers := [part for part in TOWERS if model.config.get(part)]:

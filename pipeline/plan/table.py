@@ -7,6 +7,7 @@ from rich.table import Table
 from pipeline.config import Config
 from pipeline.derived import (
     UpdateShape,
+    reference_is_base,
     rollout_correction,
     uses_agent,
     uses_critic,
@@ -18,6 +19,8 @@ from pipeline.plan.memory import Memory, shown
 from pipeline.plan.placement import Node, Stage, lines
 from pipeline.plan.plan import Plan
 
+_PUBLISHED = {"merged": "merged with the base", "adapter": "alone"}
+
 
 def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     """The plan as a table for the terminal, with the placement on `nodes` if given."""
@@ -28,6 +31,9 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     table.add_row(
         "model", f"{config.model.path}" + (f", {_count_words(memory.parameters)} parameters" if memory else "")
     )
+    if lora := config.model.lora.rank:
+        trained = f" with {_count_words(memory.adapter)} parameters" if memory else ""
+        table.add_row("adapters", f"LoRA of rank {lora}{trained}, published {_PUBLISHED[config.model.lora.publish]}")
     table.add_row("algorithm", ", ".join(_algorithm(config)))
     table.add_row("training prompts", "not counted" if plan.train_rows is None else f"{plan.train_rows:,}")
     if uses_agent(config):
@@ -94,6 +100,8 @@ def _algorithm(config: Config) -> Iterator[str]:
     yield f"{config.actor.policy_loss.loss_mode} loss"
     if uses_critic(config):
         yield f"a critic from {config.critic.path or config.model.path}"
+    if reference_is_base(config):
+        yield f"KL to {config.model.path} in loss, computed by the train workers without adapters"
     if uses_reference(config):
         places = {"reward": config.algorithm.use_kl_in_reward, "loss": config.actor.use_kl_loss}
         reference = config.scoring.reference.path or config.model.path

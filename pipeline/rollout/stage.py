@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -89,6 +90,7 @@ class Rollout:
         self._rollout, self._deadlines, self._seed = rollout, trainer.deadlines, trainer.seed
         self._max_response_length, self._greedy = data.max_response_length, greedy
         self._policy = policy
+        self._sleep = partial(vllm.sleep, keep_base=model.lora.alone)
         self._tokenizer = load_tokenizer(model)
         self._version = -1
         self._order = InOrder()
@@ -112,7 +114,7 @@ class Rollout:
             self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts)
         if rollout.sleep:
             # An engine that starts while the trainer computes would otherwise be awake beside it.
-            self.engine.call(vllm.sleep, when_idle=True).result(timeout=self._deadlines.publish)
+            self.engine.call(self._sleep, when_idle=True).result(timeout=self._deadlines.publish)
             self._asleep = True
 
     async def __call__(self, table: pa.Table) -> pa.Table:
@@ -277,7 +279,7 @@ class Rollout:
         async with self._loading:
             if self._admitted or self._asleep:
                 return
-            sleep = self.engine.call(vllm.sleep, when_idle=True)
+            sleep = self.engine.call(self._sleep, when_idle=True)
             await self._within(self._deadlines.publish, sleep, "give back its memory", "trainer.deadlines.publish")
             self._asleep = True
 

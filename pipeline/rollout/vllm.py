@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.generation import Generation
+from pipeline.rollout import lora
 from pipeline.rollout.tensor_parallel import engine_args
 from pipeline.sampling import Sampling
 from pipeline.weights.load import BACKEND, Shard, register
@@ -21,7 +22,7 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
     """An in-process `LLMEngine` whose log-probs are those of the distribution it samples from.
 
     Weights are random until the first policy version is loaded: they come from the trainer. An evaluation's engines
-    read them from the disk (`engine_kwargs.load_format`).
+    read them from the disk (`engine_kwargs.load_format`), and so do engines that get adapters alone.
     """
     # In-process: the loop steps the engine itself, and weights reach it without another process in between.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -53,12 +54,21 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         # On CPUs vLLM's own are of 128 tokens, and a prefix below that is never found again.
         **({} if rollout.num_gpus else {"block_size": 32}),
         **engine_args(rollout.tensor_parallel_size),
+        **lora.engine_args(model.lora),
     }
-    return LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))
+    engine = LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))
+    if model.lora.alone:
+        lora.use_adapter(engine)
+    return engine
 
 
 def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:
-    """Replace the engine's weights in place, and label what it generates from now on. No request may be running."""
+    """Replace the engine's weights, or its adapter, in place, and label what it generates from now on. No request may
+    be running."""
+    if any(shard.adapter for shard in shards):
+        lora.load(engine, shards, timeout)
+        engine.set_weight_version(str(version))
+        return
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"shards": list(shards), "timeout": timeout}})
     engine.collective_rpc("finish_weight_update")
@@ -97,10 +107,13 @@ def update(engine: Any, shards: Sequence[Shard], timeout: float, version: int, r
         engine.reset_prefix_cache(reset_running_requests=True)
 
 
-def sleep(engine: Any) -> None:
-    """Give back the GPU memory of weights and KV cache; both are lost. No request may be running."""
+def sleep(engine: Any, keep_base: bool = False) -> None:
+    """Give back the GPU memory of weights and KV cache; both are lost. No request may be running.
+
+    With `keep_base` the weights are kept in host memory: a base is not sent again.
+    """
     # Level 1 would copy the weights to the host, and the next ones replace them.
-    engine.sleep(level=2)
+    engine.sleep(level=1 if keep_base else 2)
 
 
 def wake(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:

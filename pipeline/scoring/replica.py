@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.learner import FSDPConfig
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.batch import TokenBatch
@@ -38,12 +38,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def scoring_model(model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None = None) -> ModelConfig:
-    """`model`, or the one at `path`, as a replica loads it: in the type that `scorer` names, else the trainer's."""
+    """`model`, or the one at `path`, as a replica loads it: without adapters, which weights arrive merged with, and in
+    the type that `scorer` names, else the trainer's."""
     return dataclasses.replace(
         model,
         path=path or model.path,
         dtype=scorer.dtype or fsdp.param_dtype or model.dtype,
         enable_gradient_checkpointing=False,
+        lora=LoraConfig(),
     )
 
 

@@ -16,7 +16,10 @@ from pipeline.storage.filesystem import filesystem_of
 CONFIG_FILE = "config.yaml"
 RESUME = ("auto", "never")
 """Values of `trainer.resume` that name no checkpoint."""
-OF_THE_STATE = ("model.path", "model.dtype", "critic.path")
+OF_THE_STATE = (
+    *("model.path", "model.dtype", "critic.path"),
+    *("model.lora.rank", "model.lora.alpha", "model.lora.target_modules"),
+)
 """Settings that say what a checkpoint's tensors are."""
 
 _SECTIONS = {

@@ -16,6 +16,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
 from pipeline.losses import Candidates, LossInput, checked, get_policy_loss, kl_loss
 from pipeline.models.batch import TrainBatch
+from pipeline.models.lora import without_adapters
 from pipeline.models.mesh import make_mesh
 from pipeline.models.packing import MicroBatch
 from pipeline.models.policy import Policy, load_policy
@@ -34,6 +35,7 @@ class Actor(Learner):
         temperature: sampling temperature of the responses.
         seed: seed of the run, for losses that choose tokens at random.
         guards_gap: whether the run has a `trainer.max_log_prob_gap`.
+        own_reference: whether the reference is the policy's base, with the adapters off, and rows bring none.
     """
 
     module: Policy
@@ -50,6 +52,7 @@ class Actor(Learner):
         temperature: float,
         seed: int,
         guards_gap: bool = False,
+        own_reference: bool = False,
     ):
         mesh = make_mesh(device, config.parallel)
         policy = load_policy(model, mesh=mesh)
@@ -59,7 +62,7 @@ class Actor(Learner):
         self.temperature = temperature
         self.loss = get_policy_loss(config.policy_loss.loss_mode)
         self.correction = parse(correction)
-        self.guards_gap = guards_gap
+        self.guards_gap, self.own_reference = guards_gap, own_reference
         self.skips_without_advantage = (
             self.loss.zero_without_advantage and not config.entropy_coeff and not config.use_kl_loss
         )
@@ -68,6 +71,16 @@ class Actor(Learner):
     def needs_old_log_probs(self) -> bool:
         """Whether the trainer recomputes them."""
         return self.config.old_log_probs == "recompute"
+
+    @torch.no_grad()
+    def compute_reference(self, rows: TrainBatch) -> None:
+        """Write the base model's log-probs into `rows`, if the reference is the base."""
+        if not self.own_reference:
+            return
+        rows.ref_log_probs = np.zeros_like(rows.old_log_probs)
+        with without_adapters(self.module):
+            for batch in self.micro_batches(rows, list(range(len(rows)))):
+                rows.ref_log_probs[batch.token_index] = self._forward(batch)[0].cpu().numpy()
 
     @torch.no_grad()
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:

@@ -4,7 +4,8 @@
     each rank     copies it to the run's storage           during the next iteration, with retries
     each rank     writes `complete_RANK` beside it         the last file; with all of them the checkpoint is complete
 
-A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others.
+A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others. Of a model with adapters it
+holds the adapters alone.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import ray.train
 import torch
 import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointUploadMode
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from pipeline.advantage.kl_controller import KLController
 from pipeline.models.checkpoint_reader import load_checkpoint
@@ -202,7 +203,14 @@ def restore(
         for learner in learners:
             part = state[learner.name]
             model, optimizer = part["model"], part["optimizer"]
-            set_state_dict(learner.module, learner.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+            set_state_dict(
+                learner.module,
+                learner.optimizer,
+                model_state_dict=model,
+                optim_state_dict=optimizer,
+                # The weights of a frozen base are those of its own folder.
+                options=StateDictOptions(strict=not _frozen(learner)),
+            )
         progress = json.loads((Path(folder) / PROGRESS).read_text())
         rng = Path(folder) / f"rng_{ranks.rank()}.pt"
         if rng.is_file():
@@ -234,5 +242,13 @@ def _state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
             # torch creates the state by a step with learning rate 0, which AdamW would count in its bias correction.
             for moments in learner.optimizer.state.values():
                 moments["step"].zero_()
-        state[learner.name] = {"model": model, "optimizer": optimizer}
+        frozen = _frozen(learner)
+        trained = {name: tensor for name, tensor in model.items() if name not in frozen}
+        state[learner.name] = {"model": trained, "optimizer": optimizer}
     return state
+
+
+def _frozen(learner: Learner) -> set[str]:
+    """Names of weights that are not trained, also of tied ones: with adapters, the base's."""
+    parameters = learner.module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in parameters if not parameter.requires_grad}

@@ -70,10 +70,17 @@ class Learner(ABC):
 
     # Different in actor and critic.
 
+    own_reference = False
+    """Whether `compute_reference` has something to do."""
+
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether the first step waits until `compute_old_log_probs` has run on all rows of the iteration."""
         return False
+
+    def compute_reference(self, rows: TrainBatch) -> None:
+        """Write the log-probs of the reference into `rows`; a collective."""
+        return
 
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
         """Write into `rows` what depends on the weights before the first step; a collective."""

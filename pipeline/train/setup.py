@@ -4,7 +4,8 @@ import ray
 import torch
 
 from pipeline.config import Config
-from pipeline.derived import UpdateShape, rollout_correction
+from pipeline.derived import UpdateShape, reference_is_base, rollout_correction
+from pipeline.models import adapter
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.scoring.replica import scoring_model
@@ -27,6 +28,7 @@ def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
         temperature=config.rollout.temperature,
         seed=config.trainer.seed,
         guards_gap=config.trainer.max_log_prob_gap is not None,
+        own_reference=reference_is_base(config),
     )
 
 
@@ -45,7 +47,11 @@ def build_publishers(
     memory = PublishedMemory(rank, config.algorithm.max_staleness + 2, device) if transport == "nixl" else None
     dtype = torch_dtype(config.rollout.dtype, "rollout.dtype")
     delta = transport == "delta"
-    publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, actor.module.hf_name, delta, memory)}
+    lora, alone = config.model.lora, None
+    if lora.alone:
+        names = [adapter.peft_name(name) for name, _ in actor.module.named_parameters() if ".lora_" in name]
+        alone = adapter.settings_of(lora, config.model.path, names)
+    publishers = {POLICY: WeightPublisher(rank, dtype, limit, ray.put, actor.module.hf_name, delta, memory, alone)}
     if critic:
         replica = scoring_model(config.model, config.scoring.value, config.critic.fsdp)
         dtype = torch_dtype(replica.dtype, "scoring.value.dtype")

@@ -102,6 +102,8 @@ class StreamedUpdate:
         rows = copy.copy(rows)
         learner, position = self.learner, len(self._parts)
         self._parts.append(rows)
+        with timed(self._timings, "ref"):
+            learner.compute_reference(rows)
         with timed(self._timings, "old_log_prob"):
             self._stats.append(learner.compute_old_log_probs(rows))
         with timed(self._timings, f"update_{learner.name}"):
@@ -127,6 +129,8 @@ class StreamedUpdate:
                     self._step(rows)
         if not learner.needs_old_log_probs:
             del self._timings["timing_s/old_log_prob"]
+        if not learner.own_reference:
+            del self._timings["timing_s/ref"]
         return merge([*self._stats, self._timings])
 
     def _step(self, rows: TrainBatch) -> None:

@@ -11,7 +11,7 @@ With `trainer.weight_transport=delta` a shard also holds what has changed since 
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,8 @@ class Shard:
     """Of the weights; -1 where only whole buckets are published."""
     steps: list[Step] = field(default_factory=list)
     """From earlier versions, the oldest first."""
+    adapter: Mapping[str, Any] | None = None
+    """Settings of the adapter (`pipeline/models/adapter.py`) that these tensors are; None: they are a whole model."""
 
     @property
     def itemsize(self) -> int:

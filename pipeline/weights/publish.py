@@ -6,7 +6,7 @@ and an engine can load bucket by bucket (`load.py`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from pipeline.models.lora import published
 from pipeline.stats import Stat, Stats, mean
 from pipeline.weights.checksum import crc
 from pipeline.weights.delta import MAX_STEPS, encode
@@ -29,9 +30,9 @@ Named = Iterable[tuple[str, torch.Tensor]]
 """Parameters with their names."""
 
 
-def named(model: nn.Module, rename: Callable[[str], str] = str) -> Named:
-    """All parameters of a model, under the names that `rename` gives them."""
-    return ((rename(name), parameter) for name, parameter in model.named_parameters())
+def named(model: nn.Module, rename: Callable[[str], str] = str, adapter_alone: bool = False) -> Named:
+    """The weights of a model that are published (`lora.published`), under the names that `rename` gives them."""
+    return ((rename(name), parameter) for name, parameter in published(model, adapter_alone))
 
 
 def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -100,6 +101,7 @@ def pack(
     limit: int,
     put: Callable[[Any], Any],
     memory: "PublishedMemory | Staging | None" = None,
+    adapter: Mapping[str, Any] | None = None,
 ) -> Shard:
     """This rank's part of the current weights.
 
@@ -114,6 +116,7 @@ def pack(
         put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
         memory: where the buckets are written; `put` gets those of `PublishedMemory` as tensors. Without it every bucket
             has memory of its own.
+        adapter: settings of the adapter that these weights are; None: they are a whole model.
     """
     pieces: list[Piece] = []
     stored: list[Future[tuple[int, Any]]] = []
@@ -140,7 +143,8 @@ def pack(
                 offset += nbytes
             stored.append(pool.submit(store, buffer if isinstance(memory, PublishedMemory) else buffer.numpy()))
     found = [future.result() for future in stored]
-    return Shard(rank, pieces, [ref for _, ref in found], [crc for crc, _ in found], str(dtype).removeprefix("torch."))
+    refs, checksums = [ref for _, ref in found], [checksum for checksum, _ in found]
+    return Shard(rank, pieces, refs, checksums, str(dtype).removeprefix("torch."), adapter=adapter)
 
 
 class Staging:
@@ -179,6 +183,7 @@ class WeightPublisher:
         rename: turns a parameter's name into the engine's.
         delta: also publish the changes since earlier versions (`delta.py`); this keeps the last version's buckets.
         memory: stores the buckets, in place of `put`.
+        adapter: see `pack`.
     """
 
     def __init__(
@@ -190,8 +195,9 @@ class WeightPublisher:
         rename: Callable[[str], str] = str,
         delta: bool = False,
         memory: PublishedMemory | None = None,
+        adapter: Mapping[str, Any] | None = None,
     ) -> None:
-        self._args = rank, dtype, limit
+        self._args, self._adapter = (rank, dtype, limit), adapter
         self._put: Callable[[Any], Any] = memory.put if memory else put
         self._rename, self._delta, self._memory = rename, delta, memory or Staging(keeps=delta)
         self._version = -1
@@ -217,11 +223,13 @@ class WeightPublisher:
 
         if isinstance(self._memory, PublishedMemory):
             rank, dtype, _ = self._args
-            numbers = sum(local_part(parameter, rank)[0].numel() for _, parameter in named(model, self._rename))
+            base = ((name, parameter) for name, parameter in model.named_parameters() if ".lora_" not in name)
+            numbers = sum(local_part(parameter, rank)[0].numel() for _, parameter in base)
             self._memory.begin(version, numbers * dtype.itemsize)
         else:
             self._memory.begin(version)
-        shard = pack(named(model, self._rename), *self._args, put, self._memory)
+        weights = named(model, self._rename, self._adapter is not None)
+        shard = pack(weights, *self._args, put, self._memory, self._adapter)
         self.whole_bytes = self.bytes = sum(map(len, buffers))
         if not self._delta:
             return shard

@@ -24,6 +24,7 @@ from transformers import (
 from jobs.export import main
 from pipeline.advantage.kl_controller import FixedKL
 from pipeline.config import Config, save_yaml
+from pipeline.config.model import LoraConfig
 from pipeline.export import registry
 from pipeline.models.fsdp import full_state_dict
 from pipeline.models.settings import FILE, load_settings
@@ -39,8 +40,9 @@ SCORES = {0: 0.25, 2: 0.75, 3: 0.5, 4: 0.5}
 """Validation of the run by iteration; checkpoints are of 2, 3 and 4."""
 
 
-def settings(model: Path, data: Path) -> Config:
+def settings(model: Path, data: Path, rank: int = 0) -> Config:
     config = make_config(model)
+    config.model.lora = LoraConfig(rank=rank, alpha=8.0)
     config.data.train_files, config.data.val_files = str(data / "train.parquet"), [str(data / "val.parquet")]
     config.data.apply_chat_template_kwargs = {"enable_thinking": False}
     config.rollout.dtype = "float32"
@@ -53,6 +55,18 @@ def settings(model: Path, data: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Made"]:
+    yield from made_run(tiny_model, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def adapted(run: "Made", tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Made"]:
+    """A run with adapters."""
+    dist.destroy_process_group()
+    yield from made_run(tiny_model, tmp_path_factory, rank=4)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def made_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: int = 0) -> Iterator["Made"]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     folder = tmp_path_factory.mktemp("runs") / "puzzles"
     folder.mkdir()
@@ -60,7 +74,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     data.mkdir()
     for name in ("train", "val"):
         (data / f"{name}.parquet").write_bytes(name.encode())
-    config = settings(tiny_model, data)
+    config = settings(tiny_model, data, rank)
     save_yaml(config, folder / "config.yaml")
     lines = [json.dumps({"iteration": i, "elapsed_s": i, ACC: score}) for i, score in SCORES.items()]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -83,7 +97,8 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         for iteration in (2, 3, 4):
             with torch.no_grad():
                 for module in (actor.module, critic.module):
-                    for number, parameter in enumerate(module.parameters()):
+                    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+                    for number, parameter in enumerate(trained):
                         parameter.add_(torch.full_like(parameter, 0.01 * (iteration + number % 7)))
             state = TrainerState(iteration, PromptCursor(0, iteration), True)
             saver.save([actor, critic], FixedKL(0.0), iteration, state)
@@ -156,6 +171,38 @@ def test_sampling_of_the_validation_replaces_that_of_the_base_model(
     assert generation.eos_token_id == [1, 2] and generation.do_sample
     assert (generation.temperature, generation.top_p, generation.top_k) == (0.6, 0.9, 0)
     assert generation.repetition_penalty in (None, 1.0)
+
+
+def test_adapters_are_merged_or_written_alone(
+    adapted: Made, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+
+    merged = exported(adapted.folder, "--out", tmp_path / "merged")
+    same(merged, adapted.actor[4])
+    same(exported(adapted.folder, "--out", tmp_path / "half", "--dtype", "bfloat16"), adapted.actor[4], torch.bfloat16)
+    alone = exported(adapted.folder, "--out", tmp_path / "alone", "--adapter")
+    assert "PeftModel.from_pretrained" in (alone / "README.md").read_text()
+    read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), alone)
+    ids = torch.arange(3, 27).reshape(2, 12)
+    expected = AutoModelForCausalLM.from_pretrained(merged)(ids).logits
+    torch.testing.assert_close(read(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    out = exported(adapted.folder, "--out", tmp_path / "critic", "--critic")
+    found = AutoModelForTokenClassification.from_pretrained(out).state_dict()
+    for name, tensor in adapted.critic[4].items():
+        assert torch.equal(found[name.replace("decoder.", "model.").replace("head.", "score.")], tensor), name
+    assert "leave out --critic" in refused(capsys, adapted.folder, "--out", tmp_path / "x", "--adapter", "--critic")
+
+
+def test_an_adapter_needs_its_base(
+    adapted: Made, run: Made, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "trained all weights" in refused(capsys, run.folder, "--out", tmp_path / "x", "--adapter")
+    own = Path(shutil.copytree(adapted.folder, tmp_path / "own"))
+    shutil.copytree(tiny_model, own / "model")
+    reconfigure(own, settings(tmp_path / "gone", own.parent, rank=4))
+    assert "with --base" in refused(capsys, own, "--out", tmp_path / "x"), "the run's own model is merged already"
+    same(exported(own, "--out", tmp_path / "mine", "--base", tiny_model), adapted.actor[4])
 
 
 def test_choices(run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

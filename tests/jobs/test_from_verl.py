@@ -71,7 +71,7 @@ ray job submit --no-wait --runtime-env="${RUNTIME_ENV:-env.yaml}" --working-dir 
     data.train_files=/data/dapo.parquet actor_rollout_ref.model.path=/models/qwen \\
     algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=16 \\
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=${sp_size} \\
-    actor_rollout_ref.model.lora_rank=32 \\
+    actor_rollout_ref.model.exclude_modules=o_proj \\
     actor_rollout_ref.rollout.multi_turn.enable=True \\
     actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml \\
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \\
@@ -160,7 +160,7 @@ def test_what_cannot_be_done_stands_first_and_has_its_own_exit_code(convert: Con
     assert result.code == 3 and result.config.rollout.n == 16
     for part in (
         "sequence_parallel_size=4",
-        "lora_rank=32",
+        "exclude_modules=o_proj",
         "an agent.environment or agent.program: actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
         "megatron.pipeline_model_parallel_size=2",
         "$SEED in line 12 is not assigned before; give SEED=VALUE",
@@ -170,6 +170,29 @@ def test_what_cannot_be_done_stands_first_and_has_its_own_exit_code(convert: Con
     ):
         assert part in result.cannot
     assert "reward_manager=dapo" not in result.cannot and "reward_manager=dapo" in result.report
+
+
+ADAPTERS = """
+python3 -m verl.trainer.main_ppo data.train_files=/data/train.parquet actor_rollout_ref.model.path=/models/qwen \\
+    actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32 actor_rollout_ref.rollout.n=8 \\
+    actor_rollout_ref.model.target_modules='[q_proj,v_proj]' actor_rollout_ref.rollout.load_format=safetensors \\
+    actor_rollout_ref.rollout.layered_summon=True algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True
+"""
+
+
+def test_adapters(convert: Convert) -> None:
+    """Engines get the adapter alone, as in verl, and no replica holds the reference."""
+    result = convert(ADAPTERS)
+    lora, trainer = result.config.model.lora, result.config.trainer
+    assert result.code == 0 and not result.cannot
+    assert (lora.rank, lora.alpha, list(lora.target_modules)) == (64, 32.0, ["q_proj", "v_proj"])
+    assert lora.publish == "adapter" and "scoring" not in result.text
+    assert trainer.num_workers + result.config.rollout.num_engines == 8
+    assert convert(f"{ADAPTERS.rstrip()} actor_rollout_ref.model.lora.merge=True").config.model.lora.publish == "merged"
+    critic = f"{ADAPTERS.rstrip().replace('=grpo', '=gae')} critic.model.lora_rank="
+    assert "critic.model.lora_rank=8" in convert(critic + "8").cannot and not convert(critic + "64").cannot
+    start = ADAPTERS.replace("lora_rank=64", "lora_adapter_path=/adapters/one")
+    assert "give actor_rollout_ref.model.lora_rank" in convert(start).cannot
 
 
 @pytest.mark.parametrize("script", [GRPO, DAPO])

@@ -164,6 +164,17 @@ def test_dry_run_prints_the_plan_where_gpus_are_missing(
     assert "this machine cannot run it: the run needs" in printed and "2 GPUs and this machine has 0" in printed
 
 
+def test_folders_of_models_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+    config = Config()
+    config.model.path, config.model.lora.path, config.critic.path = "model", "adapter", "owner/model"
+    name_from_root(config)
+    assert (config.model.path, config.model.lora.path) == (f"{tmp_path}/model", f"{tmp_path}/adapter")
+    assert config.critic.path == "owner/model"
+
+
 def test_code_of_episodes_is_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers have another working directory; the link of a virtual environment's interpreter is kept."""
     monkeypatch.chdir(tmp_path)

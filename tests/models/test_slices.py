@@ -22,8 +22,8 @@ from transformers import (
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.models import save
-from pipeline.models.fsdp import full_state_dict, save_hf, shard
 from pipeline.models.attention import PACKED
+from pipeline.models.fsdp import full_state_dict, save_hf, shard
 from pipeline.models.mesh import make_mesh
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.reward_model import RewardModel, load_reward_model

@@ -41,6 +41,7 @@ class Made(Generator):
 
 WEIGHTS = "data.source_weights.a=1 data.source_weights.b=0.5"
 MADE = f"data.generator={__name__}:Made"
+ALONE = "model.lora.rank=4 model.lora.publish=adapter"
 SPLIT = "rollout.tensor_parallel_size=2 rollout.num_gpus=1"
 GROUPS = "algorithm.filter_groups.enable=true"
 
@@ -60,6 +61,7 @@ GROUPS = "algorithm.filter_groups.enable=true"
         f"{MADE} data.train_files=null trainer.total_training_steps=5",
         f"{GROUPS} algorithm.filter_groups.metric=acc",
         "trainer.max_log_prob_gap=1e-3",
+        f"{ALONE} rollout.update=in_flight algorithm.max_staleness=1 model.lora.target_modules=[q_proj]",
     ],
 )
 def test_what_fits_passes(overrides):
@@ -70,6 +72,15 @@ def test_what_fits_passes(overrides):
     ("overrides", "words"),
     [
         ("model.path=null", "model.path is not set"),
+        ("model.lora.path=adapters/one", "model.lora.path=adapters/one does nothing with model.lora.rank=0"),
+        ("model.lora.publish=adapter", "model.lora.publish=adapter does nothing with model.lora.rank=0"),
+        (f"{ALONE} model.lora.rank=513", "model.lora.rank=513 is more than the 512 of an engine's adapter"),
+        ("model.lora.rank=4 model.lora.target_modules=[]", "model.lora.target_modules=[] must be all-linear, a list"),
+        ("model.lora.rank=4 model.lora.target_modules='*('", "must be all-linear, a list of names or a regular"),
+        ("model.lora.rank=4 model.lora.path=nowhere", "holds no adapter_config.json and no adapter_model.safetensors"),
+        (f"{ALONE} trainer.weight_transport=delta", "model.lora.publish=adapter and trainer.weight_transport=delta"),
+        (f"{ALONE} rollout.engine_kwargs.load_format=dummy", "engine_kwargs.load_format is set by model.lora"),
+        (f"{ALONE} algorithm.adv_estimator=optimal_token_baseline", "whose replicas of the policy read whole weights"),
         ("model.path=./nowhere", "there is no folder"),
         ("data.train_files=null", "data.train_files is not set"),
         ("data.val_files=null trainer.test_freq=5", "data.val_files is not set"),

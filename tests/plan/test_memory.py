@@ -43,6 +43,24 @@ def test_memory_of_a_local_model(tmp_path):
     assert "1024" not in shown(*overrides) and "memory of an engine" in shown(*overrides)
 
 
+def test_memory_of_adapters(tmp_path):
+    """A frozen base has no gradient and no optimiser state; tables and the head have no adapter."""
+    shapes = {"model.embed_tokens.weight": [100, 10], "model.layers.0.mlp.up_proj.weight": [30, 10]}
+    shapes |= {"model.layers.0.mlp.down_proj.weight": [10, 30], "model.norm.weight": [10], "lm_head.weight": [100, 10]}
+    write_model(tmp_path, shapes, vocab_size=100, num_hidden_layers=1, num_attention_heads=2, hidden_size=10)
+    overrides = [f"model.path={tmp_path}", "data.max_prompt_length=10", "data.max_response_length=30"]
+    overrides += ["model.lora.rank=4", "model.dtype=bfloat16"]
+    memory = small(*overrides).memory
+    assert memory is not None and memory.adapter == 4 * (30 + 10) * 2
+    assert memory.train_gradients == memory.adapter * 4 // 2 and memory.train_optimizer == 2 * memory.adapter * 4 // 2
+    assert memory.train_weights == 2610 * 2 // 2 + memory.train_gradients
+    one = small(*overrides, "model.lora.target_modules=[up_proj]").memory
+    assert one is not None and one.adapter == 4 * 40
+    assert "LoRA of rank 4 with 0.0M parameters, published merged" in shown(*overrides)
+    base = 2610 * 2 // 2 - 1000 + 11
+    assert abs(small(*overrides, *PPO).memory.train_critic - (base + 4 * memory.train_gradients)) < 12
+
+
 def test_every_context_of_an_episode_may_have_a_prompt(tmp_path):
     write_model(tmp_path, {"a": [100, 10]}, num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
     overrides = [f"model.path={tmp_path}", "data.max_prompt_length=10", "data.max_response_length=30"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.model import ModelConfig
 from pipeline.errors import FinalError
 from pipeline.rollout import stage as stage_module
 from pipeline.rollout import vllm
@@ -61,9 +62,11 @@ class Recording(FakeEngine):
 def sleepy(make: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:  # noqa: F811
     """A stage with `rollout.sleep` whose engine records; it is at `.fake`."""
 
-    def made(*tickets: Ticket, sleep: bool = True) -> Rollout:
+    def made(*tickets: Ticket, sleep: bool = True, publish: str = "merged") -> Rollout:
         made_stage = make("grpo", *tickets)
         made_stage._rollout.sleep = sleep
+        (model,) = (part for part in made_stage.args if isinstance(part, ModelConfig))  # type: ignore[attr-defined]
+        model.lora.rank, model.lora.publish = 4, publish
         engine = Recording()
         monkeypatch.setattr(vllm, "build", lambda *args: engine)
         rebuilt = Rollout(*made_stage.args)  # type: ignore[attr-defined]
@@ -82,6 +85,10 @@ def test_an_engine_sleeps_from_its_start_and_whenever_it_returns_its_last_chunk(
         versions += generate(stage, chunk())["policy_version"].to_pylist()
         assert stage.fake.log == [*WAKE, "step", "sleep 2"] and stage.fake.asleep, "it sleeps when the rows come"
     assert versions == [0] * 6 + [1] * 6
+
+
+def test_a_base_that_is_not_sent_again_is_kept_on_the_host(sleepy: Callable[..., Rollout]) -> None:
+    assert sleepy(Ticket(0, []), publish="adapter").fake.log == ["sleep 1"]
 
 
 def test_a_further_chunk_of_the_same_version_finds_its_weights_again(sleepy: Callable[..., Rollout]) -> None:

@@ -119,6 +119,15 @@ def test_the_mlflow_run_of_a_lost_folder_is_continued(tmp_path):
     assert not recover(tmp_path / "other", starting_point(tmp_path / "other", other), other)
 
 
+def test_a_checkpoint_of_other_adapters_is_refused(tmp_path):
+    saved(tmp_path, "model.lora.rank=4")
+    place = starting_point(tmp_path / "run", settings(tmp_path, "model.lora.rank=4")).place
+    begin = ["trainer.experiment_name=other", f"trainer.resume={place}"]
+    with pytest.raises(ConfigError, match="cannot be resumed from: model.lora.rank is 0 and was 4"):
+        starting_point(tmp_path / "other", load_config(begin))
+    assert starting_point(tmp_path / "other", load_config([*begin, "model.lora.rank=4"]))
+
+
 def test_a_checkpoint_of_another_run_in_the_storage_is_refused(tmp_path):
     saved(tmp_path, "rollout.n=4")
     with pytest.raises(ConfigError, match=r"run with other settings \(rollout.n\); choose another"):

@@ -111,6 +111,33 @@ def test_the_command_has_its_settings(capsys: pytest.CaptureFixture[str]) -> Non
     assert "data.truncation=left must be one of error, right" in capsys.readouterr().err
 
 
+def test_adapters_that_cannot_be_are_refused(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", "data.train_files=none", "model.lora.rank=4"]
+    assert job.main([*options, "model.lora.target_modules=[query]", f"model.lora.path={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "query matches no linear layer inside of model.path=" in said and "holds no adapter_config.json" in said
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.slow
+def test_adapters_are_saved_merged_and_alone(tmp_path: Path, tiny_model: Path, ray_session: None) -> None:
+    from peft import PeftModel
+
+    files = write(tmp_path / "train.parquet", 44, row_group_size=10)
+    options = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", f"data.train_files={files}", "optim.lr=1e-2"]
+    options += [f"data.val_files={files}", "data.train_batch_size=8", "trainer.num_workers=2", "model.lora.rank=8"]
+    found = job.run(load(SFTConfig, [*options, "trainer.total_epochs=3"], "sft"))
+    assert found["val_loss"] < 5.5  # random weights give log(320) = 5.8
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "out" / "adapter")
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(alone(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow

@@ -133,7 +133,8 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
     monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(barrier=lambda: None))
     loop: Any = Loop.__new__(Loop)
     loop.config, loop.version, loop.rank, loop.critic = Config(), 4, 1, None
-    loop.actor, loop.record = SimpleNamespace(needs_old_log_probs=True, leads=True), SimpleNamespace(old_log_probs=record)
+    loop.actor = SimpleNamespace(needs_old_log_probs=True, leads=True)
+    loop.record = SimpleNamespace(old_log_probs=record)
     loop.feed, loop.deal = SimpleNamespace(parts=2, next=wait), dealt
     monkeypatch.setattr("pipeline.train.loop.sequence_balance", lambda rows: {"rows": rows["row"].to_pylist()})
     timings: Stats = {}

@@ -1,0 +1,154 @@
+"""Folders of adapters in peft's format: `adapter_config.json` and `adapter_model.safetensors`. Needs no torch to check.
+
+peft's `PeftModel.from_pretrained` and vLLM's `LoRARequest` read them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.model import ALL_LINEAR, LoraConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, NAME = "base_model.model.", "default"
+"""What peft puts before the names of a model, and what it calls an adapter."""
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": ([],),
+    "layer_replication": ([],),
+    "trainable_token_indices": ([], {}),
+    "target_parameters": ([],),
+}
+"""Entries of `adapter_config.json` with which an adapter is W + alpha / r * B A and nothing more; null is as good."""
+
+
+def peft_name(name: str) -> str:
+    """The name in an adapter's file of a tensor that the model with the adapter calls `name`."""
+    return PREFIX + name.replace(f".{NAME}.", ".")
+
+
+def module_name(name: str) -> str:
+    """The layer that a tensor of an adapter's file belongs to."""
+    return name.removeprefix(PREFIX).partition(".lora_")[0]
+
+
+def settings_of(config: LoraConfig, base: str | None, names: Iterable[str]) -> dict[str, Any]:
+    """The content of `adapter_config.json`.
+
+    Args:
+        config: rank, scale and targets.
+        base: the base model's folder or hub name.
+        names: of the tensors in the file. Layers without low-rank matrices, such as a new head, are trained whole.
+    """
+    names = list(names)
+    whole = sorted({module_name(name).rpartition(".")[0].rpartition(".")[2] for name in names if ".lora_" not in name})
+    targets = config.target_modules
+    if targets == ALL_LINEAR:
+        # Other readers take other layers for all.
+        targets = sorted({module_name(name).rpartition(".")[2] for name in names if ".lora_" in name})
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if whole else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "modules_to_save": whole or None,
+        "inference_mode": True,
+    }
+
+
+def write(folder: Path, settings: Mapping[str, Any], state: Mapping[str, "Tensor"]) -> None:
+    """Write an adapter with tensors by their names in the file; the folder may exist."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, {"format": "pt"})
+
+
+def problems(
+    config: LoraConfig, matrices: Mapping[str, tuple[int, int]], base: str | None, key: str = "model.path"
+) -> Iterator[str]:
+    """Sentences on targets and a starting adapter that cannot be used with a base model.
+
+    Args:
+        config: `model.lora`.
+        matrices: shapes (outputs, inputs) of the base's linear layers by name; none where they are not known.
+        base: the base, for the sentences.
+        key: its setting.
+    """
+    if not config.rank or not config.well_formed:
+        return
+    if matrices and (lost := config.unmatched(list(matrices))):
+        last = sorted({name.rpartition(".")[2] for name in matrices})
+        yield (
+            f"model.lora.target_modules: {', '.join(lost)} matches no linear layer inside of {key}={base}; it has "
+            f"{', '.join(last)}, and its head cannot have an adapter"
+        )
+    if config.path:
+        yield from _adapter_problems(config, matrices, base)
+
+
+def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]], base: str | None) -> Iterator[str]:
+    folder, key = Path(config.path or ""), f"model.lora.path={config.path}"
+    missing = [name for name in (SETTINGS, WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        yield f"{key} holds no {' and no '.join(missing)}; give the folder of an adapter that peft has saved"
+        return
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield f"{key}: {SETTINGS} is not valid JSON: {error}"
+        return
+    for name, values in PLAIN.items():
+        if settings.get(name) not in (None, *values):
+            yield f"{key} is of a kind that is not trained here: its {name} is {settings[name]}"
+    for name, entry, ours in (("rank", "r", config.rank), ("alpha", "lora_alpha", config.alpha)):
+        theirs = settings.get(entry)
+        if theirs != ours:
+            yield f"{key} has {entry}={theirs} and model.lora.{name}={ours:g}; set model.lora.{name}={theirs}"
+    if not matrices:
+        return
+    shapes = tensor_shapes(folder / WEIGHTS)
+    for name, shape in sorted(shapes.items()):
+        module = module_name(name)
+        side = 0 if ".lora_B." in name else 1
+        known = matrices.get(module)
+        if known is None or known[side] != shape[side]:
+            has = (
+                f"has {module} with {known[side]} where the adapter has {shape[side]}" if known else f"has no {module}"
+            )
+            yield f"{key} is an adapter of another base: model.path={base} {has}; name the model it was trained on"
+            return
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a safetensors file, from its header.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "numpy") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}; save or download it again") from error
+
+
+def count(config: LoraConfig, matrices: Mapping[str, tuple[int, int]]) -> int:
+    """Numbers of the adapter of a base with these linear layers."""
+    return config.rank * sum(sum(matrices[name]) for name in config.chosen(list(matrices)))

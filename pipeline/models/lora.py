@@ -1,0 +1,161 @@
+"""LoRA: a frozen base with low-rank adapters (Hu et al. 2021), which peft puts into the linear layers.
+
+    y = W x + alpha / r * B A x        W [out, in] frozen, A [r, in] random and B [out, r] zero at the start
+
+1. Adapters are injected into a model that is not sharded yet, and are equal on all ranks. FSDP then shards base and
+   adapter together: of W and B a rank holds the same rows.
+2. Adapters are float32 whatever the base's type: they are small, and the optimiser's small steps must not be rounded.
+3. `published` gives the weights that leave the trainer: merged, under the names that the model has without adapters,
+   or the adapter's alone. Each rank merges its own rows.
+4. The head has no adapter: it is used past its module, and is tied to the embedding in many models.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeline.config.model import LoraConfig
+from pipeline.models import adapter
+
+if TYPE_CHECKING:
+    from pipeline.models.pretrained import Pretrained
+
+BASE = "base_layer."
+"""What peft puts into the names of the weights that an adapter covers."""
+
+
+def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: bool = False) -> None:
+    """Freeze `lm` and put adapters into the linear layers inside of it, in place; nothing without a rank.
+
+    Args:
+        lm: a `transformers` model, not sharded.
+        config: `model.lora`.
+        key: the configuration key of the model's path, for errors.
+        train_head: whether what lies outside of the base model, such as a new head, is trained whole.
+
+    Raises ValueError for targets that match nothing, and for a starting adapter of another model.
+    """
+    if not config.rank:
+        return
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    inside = f"{lm.base_model_prefix}."
+    names = [name for name, part in lm.named_modules() if isinstance(part, nn.Linear) and name.startswith(inside)]
+    if lost := config.unmatched(names):
+        last = sorted({name.rpartition(".")[2] for name in names})
+        raise ValueError(
+            f"model.lora.target_modules: {', '.join(lost)} matches no linear layer inside of the {type(lm).__name__} "
+            f"of {key}; it has {', '.join(last) or 'none'}, and its head cannot have an adapter"
+        )
+    # Whole names: peft would also look for the targets outside of the base model.
+    settings = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.chosen(names), bias="none")  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        inject_adapter_in_model(settings, lm)
+    for name, parameter in lm.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+        elif train_head and not name.startswith(inside):
+            parameter.requires_grad_(True)
+    if config.path:
+        _start_from(lm, Path(config.path), key)
+
+
+@torch.no_grad()
+def _start_from(lm: Any, folder: Path, key: str) -> None:
+    from safetensors.torch import load_file
+
+    found = load_file(folder / adapter.WEIGHTS)
+    ours = {adapter.peft_name(name): parameter for name, parameter in lm.named_parameters() if ".lora_" in name}
+    for name in sorted(found.keys() | ours.keys()):
+        if name not in found or name not in ours or found[name].shape != ours[name].shape:
+            shapes = [tuple(state[name].shape) if name in state else "none" for state in (found, ours)]
+            raise ValueError(
+                f"model.lora.path={folder} does not fit {key} and model.lora.target_modules: {name} has the shape "
+                f"{shapes[0]} there and {shapes[1]} here; name the base and the targets that it was trained with"
+            )
+        ours[name].copy_(found[name])
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether the model has adapters."""
+    return any(".lora_" in name for name, _ in model.named_parameters())
+
+
+def published(model: nn.Module, adapter_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The weights that leave the trainer, one by one; with adapters a collective.
+
+    Args:
+        model: sharded or not, with or without adapters.
+        adapter_alone: the adapter's tensors, and no others.
+
+    Yields:
+        `(name, tensor)` in the order of the model's parameters. Merged weights are float32, new tensors, sharded as the
+        base's; all others are the parameters themselves.
+    """
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name or adapter_alone:
+            if ".lora_" in name and adapter_alone:
+                yield name, parameter
+            continue
+        stem, inside, last = name.rpartition(BASE)
+        merges = inside and last == "weight"
+        yield stem + last, _merged(model.get_submodule(stem.removesuffix("."))) if merges else parameter
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> Tensor:
+    """W + alpha / r * B A of a layer [out, in] float32; each rank computes the rows that it holds."""
+    weight = layer.base_layer.weight
+    a: Any = layer.lora_A[adapter.NAME].weight.detach()  # [r, in]
+    b: Any = layer.lora_B[adapter.NAME].weight.detach()  # [out, r]
+    scale = layer.scaling[adapter.NAME]
+    if not isinstance(weight, DTensor):
+        return torch.addmm(weight.detach().float(), b, a, alpha=scale)
+    if weight.placements != b.placements or any(place.is_shard() and not place.is_shard(0) for place in b.placements):
+        raise ValueError(f"a base sharded as {weight.placements} and an adapter as {b.placements} cannot be merged")
+    local = torch.addmm(weight.to_local().detach().float(), b.to_local(), a.full_tensor(), alpha=scale)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within the block the model is its base. Nothing else changes: peft's own switch would freeze the adapters."""
+    layers: list[Any] = [part for part in model.modules() if hasattr(part, "lora_A")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def adapter_state(model: "Pretrained") -> dict[str, Tensor]:
+    """What was trained, whole, in CPU memory, by its names in an adapter's file; a collective."""
+    state = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            state[adapter.peft_name(model.hf_name(name))] = whole.detach().to("cpu", copy=True)
+    return state
+
+
+def save(model: "Pretrained", state: dict[str, Tensor], folder: Path) -> None:
+    """Write `adapter_state(model)` as a folder that peft and vLLM read."""
+    ours = model.lm.peft_config[adapter.NAME]
+    layers = sorted({adapter.module_name(name) for name in state if ".lora_" in name})
+    plain = [name for name, part in model.lm.named_modules() if isinstance(part, nn.Linear)]
+    config = LoraConfig(rank=ours.r, alpha=ours.lora_alpha)
+    # The last part of a name, unless layers without an adapter share it.
+    if {name.rpartition(".")[2] for name in layers} & {name.rpartition(".")[2] for name in plain}:
+        config.target_modules = layers
+    adapter.write(folder, adapter.settings_of(config, model.lm.name_or_path, state), state)

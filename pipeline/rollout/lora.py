@@ -1,0 +1,64 @@
+"""Engines that get adapters alone (`model.lora.publish=adapter`): the base comes from the disk, once.
+
+vLLM takes an adapter as a folder. All versions have the same id and are loaded in place, so an update in flight also
+reaches requests that are running, between two of their tokens. Prompts of each version have a salt of their own, which
+keeps them from KV that another version's adapter computed.
+"""
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.model import LoraConfig
+from pipeline.errors import FinalError, short_reason
+from pipeline.models import adapter
+from pipeline.weights.load import Shard, fetch, parameters
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The sizes for which vLLM reserves memory."""
+NAME, ID = "policy", 1
+
+
+def engine_args(config: LoraConfig) -> dict[str, Any]:
+    """vLLM's `EngineArgs` for `model.lora`."""
+    if not config.alone:
+        return {}
+    largest = next(rank for rank in RANKS if rank >= config.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest, "load_format": "auto"}
+
+
+def use_adapter(engine: Any) -> None:
+    """Have all requests use the adapter; before it is loaded they fail."""
+    from vllm.lora.request import LoRARequest
+
+    # The path is read only if the adapter is not there.
+    request = LoRARequest(NAME, ID, "no adapter was published to this engine")
+    engine.add_request = functools.partial(engine.add_request, lora_request=request)
+
+
+def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
+    """Replace the engine's adapter in place.
+
+    Raises:
+        TimeoutError: the adapter did not arrive within `timeout` seconds.
+        ValueError: it arrived damaged.
+        FinalError: vLLM cannot use it with this model.
+    """
+    from vllm.lora.request import LoRARequest
+
+    settings = shards[0].adapter
+    assert settings is not None
+    arrived = parameters(shards, lambda refs: fetch(refs, "cpu", timeout))
+    state = {adapter.peft_name(name): tensor for name, tensor in arrived}
+    with tempfile.TemporaryDirectory(prefix="slipstream-adapter-") as folder:
+        adapter.write(Path(folder), settings, state)
+        try:
+            # Without `load_inplace` the engine would go on with the adapter that it has under this id.
+            engine.add_lora(LoRARequest(NAME, ID, folder, load_inplace=True))
+        except ValueError as error:
+            raise FinalError(
+                f"the engine cannot use the adapter alone: {short_reason(error)}; set model.lora.publish=merged, or "
+                "other model.lora.target_modules"
+            ) from error
