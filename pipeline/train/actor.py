@@ -80,7 +80,7 @@ class Actor(Learner):
         rows.ref_log_probs = np.zeros_like(rows.old_log_probs)
         with without_adapters(self.module):
             for batch in self.micro_batches(rows, list(range(len(rows)))):
-                rows.ref_log_probs[batch.token_index] = self._forward(batch)[0].cpu().numpy()
+                rows.ref_log_probs[batch.token_index] = self._forward(batch, with_entropy=False)[0].cpu().numpy()
 
     @torch.no_grad()
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
