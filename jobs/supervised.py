@@ -16,7 +16,7 @@ from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from pipeline.config import ConfigError, load
-from pipeline.config.bounds import violations
+from pipeline.config.bounds import sentences, violations
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models.tokenizer import load_tokenizer
@@ -118,7 +118,7 @@ class Job(Generic[C]):
             ConfigError: with one line per problem.
         """
         data, trainer = config.data, config.trainer
-        problems = list(violations(config))
+        problems = [*violations(config), *sentences(config, config.problems())]
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")
         elif Path(config.out).exists() and not (Path(config.out) / "config.json").exists() and os.listdir(config.out):
@@ -164,8 +164,14 @@ class Job(Generic[C]):
         progress: Any = ray.remote(num_cpus=0)(Progress)
         progress = progress.remote()
         block_rows = data.train_batch_size // trainer.num_workers
-        stream = train_dataset(train_groups, encoder, config.model, data, trainer.seed, epochs, block_rows)
-        stream.context.enable_progress_bars = False
+        arguments = (train_groups, encoder, config.model, data, trainer.seed, epochs, block_rows)
+        streams = {"train": train_dataset(*arguments)}
+        if self.loop.first_pass:
+            # Whole batches, for Ray Train gives each worker equally many rows.
+            batches = min(steps, -(-sum(group.rows for group in train_groups) // data.train_batch_size))
+            streams["first_pass"] = train_dataset(*arguments).limit(batches * data.train_batch_size)
+        for stream in streams.values():
+            stream.context.enable_progress_bars = False
         storage = f".{out.name}.ray-train"
         resources = {"CPU": trainer.cpus_per_worker}
         if trainer.use_gpu:
@@ -177,7 +183,7 @@ class Job(Generic[C]):
             scaling_config=ScalingConfig(
                 num_workers=trainer.num_workers, use_gpu=trainer.use_gpu, resources_per_worker=resources
             ),
-            datasets={"train": stream},
+            datasets=streams,
             # Without an order blocks come as they are finished, and the run could not be repeated.
             dataset_config=DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
             run_config=RunConfig(

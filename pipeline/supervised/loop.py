@@ -57,10 +57,13 @@ class SupervisedLoop(ABC, Generic[C]):
     Attributes:
         encoder: turns rows of files into token rows.
         measured: names of the metrics that `sums` returns; the first one is the loss.
+        first_pass: whether the worker reads the first epoch's rows once more, before it trains; their data set is
+            `first_pass`.
     """
 
     encoder: ClassVar[type[Encoder[Any]]]
     measured: ClassVar[tuple[str, ...]]
+    first_pass: ClassVar[bool] = False
 
     def __init__(self, settings: Settings[C]) -> None:
         self.settings = settings
@@ -72,11 +75,7 @@ class SupervisedLoop(ABC, Generic[C]):
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(trainer.num_threads, trainer.cpus_per_worker))
         self.block_rows = self.config.data.train_batch_size // self.world_size
-        blocks = ray.train.get_dataset_shard("train").iter_batches(
-            batch_size=None, batch_format="pyarrow", prefetch_batches=1
-        )
-        hint = "trainer.data_timeout; Ray Data may lack a free CPU for its reader, or the files answer too slowly"
-        self.rows = TimedIterator(iter(blocks), trainer.data_timeout, lambda: hint)
+        self.rows = self.open("first_pass" if self.first_pass else "train")
         self.tokenizer = load_tokenizer(self.config.model)
         self.model: Any = shard(self.load(), self.config.fsdp, self.device)
         self.optimizer = build_optimizer(self.model, self.config.optim)
@@ -84,6 +83,14 @@ class SupervisedLoop(ABC, Generic[C]):
         encoder = self.encoder(self.tokenizer, self.config.data)
         limit = self.config.data.val_max_samples
         self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
+
+    def open(self, name: str) -> TimedIterator:
+        """This rank's blocks of the data set `name`. Only one is open at a time: each holds a CPU for its reader."""
+        blocks = ray.train.get_dataset_shard(name).iter_batches(
+            batch_size=None, batch_format="pyarrow", prefetch_batches=1
+        )
+        hint = "trainer.data_timeout; Ray Data may lack a free CPU for its reader, or the files answer too slowly"
+        return TimedIterator(iter(blocks), self.config.trainer.data_timeout, lambda: hint)
 
     @abstractmethod
     def load(self) -> Pretrained:
@@ -159,16 +166,20 @@ class SupervisedLoop(ABC, Generic[C]):
         """
         self.model.train(learn)
         total = self._reduce(self.count(table), dist.ReduceOp.SUM)
-        lengths, budget = self.lengths(table), self.config.trainer.max_token_len_per_gpu
-        parts = int(self._reduce(minimum_parts(lengths, budget), dist.ReduceOp.MAX))
         sums = torch.zeros(len(self.measured), dtype=torch.float64, device=self.device)
-        for index in split_micro_batches(lengths, budget, parts):
+        for index in self.micro_batches(self.lengths(table)):
             part = self.sums(table, index)
             if learn:
                 (part[0] / max(total, 1.0)).backward()
             sums += part.detach()
         dist.all_reduce(sums)
         return total, self.means(sums.tolist(), total, int(self._reduce(len(table), dist.ReduceOp.SUM)))
+
+    def micro_batches(self, lengths: list[int]) -> list[list[int]]:
+        """Rows of each micro-batch, for rows of these lengths; equally many on every rank."""
+        budget = self.config.trainer.max_token_len_per_gpu
+        parts = int(self._reduce(minimum_parts(lengths, budget), dist.ReduceOp.MAX))
+        return split_micro_batches(lengths, budget, parts)
 
     def _reduce(self, value: int, op: Any) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
