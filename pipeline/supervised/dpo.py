@@ -104,7 +104,8 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     def step(self, table: pa.Table) -> dict[str, float]:
         """One optimiser step; `dropped` counts the rows left out so far."""
         row = table["row"].to_numpy()
-        if not np.isfinite(scores := self.reference[np.minimum(row, len(self.reference) - 1)]).all():
+        scores = self.reference[row[row < len(self.reference)]]
+        if len(scores) < len(row) or not np.isfinite(scores).all():
             raise RuntimeError("a row came that the first pass did not have; did a file change while it was read?")
         table = self._with_reference(table, scores)
         self.prepare(table)
