@@ -41,8 +41,14 @@ def uses_critic(config: Config) -> bool:
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether the stage `reference` scores rows, for a KL in the reward or in the loss."""
-    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
+    """Whether the stage `reference` scores rows, for a KL in the reward or in the loss, or for a loss of pairs."""
+    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss or uses_pairs(config)
+
+
+def uses_pairs(config: Config) -> bool:
+    """Whether the policy loss compares the best and the worst response of a group."""
+    mode = config.actor.policy_loss.loss_mode
+    return mode in OF_PAIRS if ":" not in mode else _declares(mode, "of_pairs")
 
 
 def uses_reward_model(config: Config) -> bool:
@@ -91,7 +97,10 @@ WITHOUT_RATIO = ("gpg", "reinforce", "dro")
 SELECTING = ("clip_cov", "kl_cov")
 """Built-in losses that compare a token with all others of its mini-batch."""
 
-OF_SEQUENCES = ("gspo", "geo_mean")
+OF_PAIRS = ("online_dpo",)
+"""Built-in losses that compare two responses of a group with each other and with the reference."""
+
+OF_SEQUENCES = ("gspo", "geo_mean", *OF_PAIRS)
 """Built-in losses in which a token's loss depends on other tokens of its row."""
 
 
@@ -100,7 +109,7 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig:
     settings = config.algorithm.rollout_correction
     if settings.rollout_is is not None:
         return settings
-    none = config.algorithm.max_staleness == 0 or weighs_itself(config)
+    none = config.algorithm.max_staleness == 0 or weighs_itself(config) or uses_pairs(config)
     return replace(settings, rollout_is="none" if none else "token")
 
 

@@ -43,7 +43,7 @@ def test_command_line_refusals(tmp_path: Path, tiny_model: Path, capsys: pytest.
     pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["x", "y"], "label": [True, True]}), single)
     cases = {
         "did you mean loss.beta?": ["loss.betta=1"],
-        "loss.type 'dpo' is unknown. Known are hinge, ipo, kto, sigmoid": ["loss.type=dpo"],
+        "loss.type 'dpo' is unknown. Did you mean": ["loss.type=dpo"],
         "a.parquet has no column 'better', but prompt, chosen, rejected; name it": ["data.chosen_key=better"],
         "a.parquet has no column 'lead'": ["data.margin_key=lead"],
         "data.margin_key=lead with loss.type=ipo": ["data.margin_key=lead", "loss.type=ipo"],
