@@ -91,7 +91,7 @@ def _needs(config: Config, what: str) -> bool:
     return what in get_adv_estimator(config.algorithm.adv_estimator).needs
 
 
-WITHOUT_RATIO = ("gpg", "reinforce", "dro")
+WITHOUT_RATIO = ("gpg", "reinforce", "dro", "online_dpo")
 """Built-in losses that do not weigh tokens by a probability ratio."""
 
 SELECTING = ("clip_cov", "kl_cov")

@@ -11,6 +11,7 @@ from pipeline.derived import (
     uses_agent,
     uses_critic,
     uses_engines,
+    uses_pairs,
     uses_reference,
     why_not_streamed,
 )
@@ -95,7 +96,11 @@ def _algorithm(config: Config) -> Iterator[str]:
     if uses_critic(config):
         yield f"a critic from {config.critic.path or config.model.path}"
     if uses_reference(config):
-        places = {"reward": config.algorithm.use_kl_in_reward, "loss": config.actor.use_kl_loss}
+        places = {
+            "reward": config.algorithm.use_kl_in_reward,
+            "loss": config.actor.use_kl_loss,
+            "the margins of pairs": uses_pairs(config),
+        }
         reference = config.scoring.reference.path or config.model.path
         yield f"KL to {reference} in {' and '.join(place for place, used in places.items() if used)}"
 
