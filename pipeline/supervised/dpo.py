@@ -9,6 +9,8 @@
 3. The loss is a mean over the pairs, for KTO over the answers, of the global batch (`loop.py`).
 """
 
+import time
+
 import numpy as np
 import pyarrow as pa
 import torch
@@ -66,9 +68,13 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
     def keep_reference(self) -> None:
         """Read the first pass and keep the start model's log-probs of its answers; a collective."""
         numbers, scores = [np.zeros(0, dtype=np.int64)], [np.zeros((0, sum(map(len, self.scored))))]
+        tokens, start = 0, time.perf_counter()
         while (table := self.rows.next("rows for the reference")) is not None:
             numbers.append(table["row"].to_numpy())
             scores.append(self.score(table))
+            tokens += self.tokens(table)
+            if self.rank == 0:
+                self.settings.progress.post.remote({"step": 0, "tokens_per_s": tokens / (time.perf_counter() - start)})
         row = torch.from_numpy(np.concatenate(numbers)).to(self.device)
         size = int(self._reduce(int(row.max()) + 1 if len(row) else 0, dist.ReduceOp.MAX))
         found = torch.from_numpy(np.concatenate(scores)).to(self.device)

@@ -122,8 +122,7 @@ class SupervisedLoop(ABC, Generic[C]):
             if len(table) != self.block_rows:
                 raise RuntimeError(f"step {step} got {len(table)} rows where {self.block_rows} were expected")
             metrics = {"step": step, "lr": self.optimizer.param_groups[0]["lr"], **self.step(table)}
-            columns = [table[name] for name in table.column_names if name.endswith("_ids")]
-            tokens_seen += self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
+            tokens_seen += self.tokens(table)
             metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)
             if self.val_rows is not None and (step == steps or (test_freq > 0 and step % test_freq == 0)):
                 metrics |= {f"val_{name}": value for name, value in self.validate(self.val_rows).items()}
@@ -132,6 +131,11 @@ class SupervisedLoop(ABC, Generic[C]):
         if self.rank == 0:
             ray.get(posted, timeout=self.config.trainer.data_timeout)
         self.save()
+
+    def tokens(self, table: pa.Table) -> int:
+        """About how many tokens all ranks' rows have, by this rank's."""
+        columns = [table[name] for name in table.column_names if name.endswith("_ids")]
+        return self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
 
     def step(self, table: pa.Table) -> dict[str, float]:
         """Take one optimiser step on this rank's rows; the metrics of the global batch."""

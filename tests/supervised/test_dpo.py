@@ -208,6 +208,7 @@ def worker(folder: Path, tables: list[pa.Table], rank: int = 0, world: int = 1, 
         section = next(part for part in (config.loss, config.data, config.trainer, config.model) if hasattr(part, name))
         setattr(section, name, value)
     shard = SimpleNamespace(iter_batches=lambda **_: iter(tables))
+    progress = SimpleNamespace(post=SimpleNamespace(remote=lambda metrics: None))
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world)
     loop = loop_of(config.loss.type)
     with (
@@ -215,7 +216,7 @@ def worker(folder: Path, tables: list[pa.Table], rank: int = 0, world: int = 1, 
         patch.object(ray.train, "get_dataset_shard", return_value=shard),
         patch.object(ray.train.torch, "get_device", return_value=torch.device("cpu")),
     ):
-        return loop(Settings(loop, config, len(tables), [], None))
+        return loop(Settings(loop, config, len(tables), [], progress))
 
 
 def shifted(loop: DPOLoop, amount: float = 0.05) -> None:
