@@ -31,6 +31,7 @@ from tests.train.updates import (
     trained,
     update,
     with_column,
+    with_contexts,
     with_reference,
     worlds,
 )
@@ -83,13 +84,16 @@ def test_pairs_are_the_groups_with_a_better_and_a_worse_row() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("budget", [16, 40, 4096])
-@pytest.mark.parametrize("old", ["engine", "recompute"])
-def test_loss_and_gradient_are_those_of_dpo(tiny_model: Path, budget: int, old: str) -> None:
+@pytest.mark.parametrize(
+    ("budget", "old", "contexts"),
+    [(16, "engine", False), (40, "recompute", False), (4096, "engine", False), (90, "engine", True)],
+)
+def test_loss_and_gradient_are_those_of_dpo(tiny_model: Path, budget: int, old: str, contexts: bool) -> None:
     config = make_config(tiny_model, ppo_max_token_len_per_gpu=budget, old_log_probs=old, grad_clip=1e9)
+    rows = with_contexts(marked()) if contexts else marked()
     actor = build_actor(config, CPU, 100)
-    metrics = reduce([update(actor, marked())])
-    lm, loss, margins = direct(tiny_model, marked().to_pylist())
+    metrics = reduce([update(actor, rows)])
+    lm, loss, margins = direct(tiny_model, rows.to_pylist())
     assert metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["actor/reward_margin"] == pytest.approx(BETA * margins.mean().item(), rel=1e-4)
     assert metrics["actor/reward_accuracy"] == pytest.approx((margins > 0).float().mean().item())
