@@ -141,36 +141,37 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         config = self.config.loss
         part = table.take(pa.array(index, pa.int64()))
         answers, log_probs, tokens = self._forward(part, BOTH)
-        is_chosen = torch.from_numpy(answers.side == 0).to(self.device)
+        chosen, rejected = (torch.from_numpy(np.flatnonzero(answers.side == side)).to(self.device) for side in (0, 1))
         columns = np.stack([part[f"ref_{side}"].to_numpy() for side in BOTH], axis=1)
         ratios = log_probs - torch.from_numpy(columns[answers.row, answers.side]).to(self.device)
         margin = part["margin"].to_numpy()[answers.row[answers.side == 0]].astype(np.float64)
         data = PreferenceInput(
-            chosen=ratios[is_chosen],
-            rejected=ratios[~is_chosen],
-            chosen_tokens=tokens[is_chosen],
-            rejected_tokens=tokens[~is_chosen],
+            chosen=ratios[chosen],
+            rejected=ratios[rejected],
+            chosen_tokens=tokens[chosen],
+            rejected_tokens=tokens[rejected],
             margin=torch.from_numpy(margin).to(self.device),
             kl=self._kl.to(self.device),
         )
         loss = checked(self.loss, data, self.loss.function(data, config)).sum()
         if config.rpo_alpha:
-            loss = loss - config.rpo_alpha * (log_probs[is_chosen] / data.chosen_tokens.clamp(min=1)).sum()
-        numbers = [
-            len(np.unique(answers.row)),
-            *(len(data.chosen), len(data.rejected)),
-            *(config.beta * data.chosen.sum().item(), config.beta * data.rejected.sum().item()),
-            *(log_probs[is_chosen].sum().item(), log_probs[~is_chosen].sum().item()),
-            self._correct(data),
-        ]
-        return torch.cat([loss[None], loss.new_tensor(numbers)])
+            loss = loss - config.rpo_alpha * (log_probs[chosen] / data.chosen_tokens.clamp(min=1)).sum()
+        counts = loss.new_tensor([len(np.unique(answers.row)), len(chosen), len(rejected)])
+        values = (
+            *(config.beta * data.chosen, config.beta * data.rejected),
+            *(log_probs[chosen], log_probs[rejected], self._correct(data)),
+        )
+        return torch.cat([loss[None], counts, torch.stack([value.detach().sum() for value in values])])
 
-    def _correct(self, data: PreferenceInput) -> float:
-        """Pairs whose chosen answer has the larger reward; equal ones count half."""
-        if self.loss.paired:
-            return float((torch.sign(data.chosen.detach() - data.rejected.detach()) + 1).sum() / 2)
-        right = (data.chosen.detach() > data.kl).sum() + (data.rejected.detach() < data.kl).sum()
-        return float(right)
+    def _correct(self, data: PreferenceInput) -> Tensor:
+        """[C] 1 for each pair whose chosen answer has the larger reward, half where both are equal; for single answers
+        [C + R] 1 where the reward is on the right side of the KL, half where it is equal."""
+        leads = (
+            data.chosen - data.rejected
+            if self.loss.paired
+            else torch.cat([data.chosen - data.kl, data.kl - data.rejected])
+        )
+        return (torch.sign(leads.detach()) + 1) / 2
 
     def means(self, sums: list[float], total: float, rows: int) -> dict[str, float]:
         """The metrics, without means where there is nothing to take them of."""
