@@ -121,7 +121,7 @@ class Job(Generic[C]):
         """
         data, trainer = config.data, config.trainer
         lora, path = config.model.lora, config.model.path
-        problems = [*violations(config), *sentences(config, lora.problems())]
+        problems = [*violations(config), *sentences(config, config.problems()), *sentences(config, lora.problems())]
         base = read_model(path)
         problems += adapter.problems(lora, base.matrices if base else {}, path)
         if not config.out:
@@ -170,8 +170,14 @@ class Job(Generic[C]):
         progress: Any = ray.remote(num_cpus=0)(Progress)
         progress = progress.remote()
         block_rows = data.train_batch_size // trainer.num_workers
-        stream = train_dataset(train_groups, encoder, config.model, data, trainer.seed, epochs, block_rows)
-        stream.context.enable_progress_bars = False
+        arguments = (train_groups, encoder, config.model, data, trainer.seed, epochs, block_rows)
+        streams = {"train": train_dataset(*arguments)}
+        if self.loop.first_pass:
+            # Whole batches, for Ray Train gives each worker equally many rows.
+            batches = min(steps, -(-sum(group.rows for group in train_groups) // data.train_batch_size))
+            streams["first_pass"] = train_dataset(*arguments).limit(batches * data.train_batch_size)
+        for stream in streams.values():
+            stream.context.enable_progress_bars = False
         storage = f".{out.name}.ray-train"
         resources = {"CPU": trainer.cpus_per_worker}
         if trainer.use_gpu:
@@ -183,7 +189,7 @@ class Job(Generic[C]):
             scaling_config=ScalingConfig(
                 num_workers=trainer.num_workers, use_gpu=trainer.use_gpu, resources_per_worker=resources
             ),
-            datasets={"train": stream},
+            datasets=streams,
             # Without an order blocks come as they are finished, and the run could not be repeated.
             dataset_config=DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
             run_config=RunConfig(

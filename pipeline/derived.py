@@ -41,8 +41,9 @@ def uses_critic(config: Config) -> bool:
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether the stage `reference` scores rows, for a KL in the reward or in the loss."""
-    return (config.algorithm.use_kl_in_reward or config.actor.use_kl_loss) and not reference_is_base(config)
+    """Whether the stage `reference` scores rows, for a KL in the reward or in the loss, or for a loss of pairs."""
+    reads = config.algorithm.use_kl_in_reward or config.actor.use_kl_loss or uses_pairs(config)
+    return reads and not reference_is_base(config)
 
 
 def reference_is_base(config: Config) -> bool:
@@ -51,7 +52,13 @@ def reference_is_base(config: Config) -> bool:
     A KL in the reward is needed before training, and another model is no base.
     """
     lora = config.model.lora.rank > 0 and config.scoring.reference.path is None
-    return lora and config.actor.use_kl_loss and not config.algorithm.use_kl_in_reward
+    return lora and (config.actor.use_kl_loss or uses_pairs(config)) and not config.algorithm.use_kl_in_reward
+
+
+def uses_pairs(config: Config) -> bool:
+    """Whether the policy loss compares the best and the worst response of a group."""
+    mode = config.actor.policy_loss.loss_mode
+    return mode in OF_PAIRS if ":" not in mode else _declares(mode, "of_pairs")
 
 
 def uses_reward_model(config: Config) -> bool:
@@ -94,13 +101,16 @@ def _needs(config: Config, what: str) -> bool:
     return what in get_adv_estimator(config.algorithm.adv_estimator).needs
 
 
-WITHOUT_RATIO = ("gpg", "reinforce", "dro")
+WITHOUT_RATIO = ("gpg", "reinforce", "dro", "online_dpo")
 """Built-in losses that do not weigh tokens by a probability ratio."""
 
 SELECTING = ("clip_cov", "kl_cov")
 """Built-in losses that compare a token with all others of its mini-batch."""
 
-OF_SEQUENCES = ("gspo", "geo_mean")
+OF_PAIRS = ("online_dpo",)
+"""Built-in losses that compare two responses of a group with each other and with the reference."""
+
+OF_SEQUENCES = ("gspo", "geo_mean", *OF_PAIRS)
 """Built-in losses in which a token's loss depends on other tokens of its row."""
 
 
@@ -109,7 +119,7 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig:
     settings = config.algorithm.rollout_correction
     if settings.rollout_is is not None:
         return settings
-    none = config.algorithm.max_staleness == 0 or weighs_itself(config)
+    none = config.algorithm.max_staleness == 0 or weighs_itself(config) or uses_pairs(config)
     return replace(settings, rollout_is="none" if none else "token")
 
 

@@ -111,3 +111,14 @@ def test_what_keeps_gradients_from_being_streamed(overrides, words):
 def test_gradients_are_streamed_where_it_is_possible_unless_switched_off():
     for overrides, streamed in (([], True), (["trainer.stream_gradients=false"], False), ([STALE], True)):
         assert derived.streams_gradients(good(*overrides)) is streamed
+
+
+def test_losses_of_pairs_need_the_reference_and_no_correction() -> None:
+    assert {loss.name for loss in _POLICY_LOSSES.values() if loss.of_pairs} == set(derived.OF_PAIRS)
+    config = Config()
+    assert not derived.uses_reference(config)
+    config.algorithm.max_staleness = 1
+    assert derived.rollout_correction(config).rollout_is == "token"
+    config.actor.policy_loss.loss_mode = "online_dpo"
+    assert derived.uses_reference(config) and "reference" in derived.scorers(config)
+    assert derived.rollout_correction(config).rollout_is == "none"

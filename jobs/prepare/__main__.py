@@ -8,7 +8,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from jobs.prepare import calculator, convert, countdown, gsm8k, hellaswag, hh_rlhf, higher_lower, lookup, math
+from jobs.prepare import calculator, convert, countdown, gsm8k, hellaswag, hh_rlhf, higher_lower, lookup, math, pairs
 
 DATASETS: dict[str, Any] = {
     "calculator": calculator,
@@ -20,6 +20,7 @@ DATASETS: dict[str, Any] = {
     "json": convert,
     "lookup": lookup,
     "math": math.DATA,
+    "pairs": pairs,
 }
 
 

@@ -81,6 +81,22 @@ def grpo_passk(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     return _of_rows(data, rows)
 
 
+@register_adv_est("online_dpo", scope="group")
+def online_dpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
+    """The pair of a group for online DPO (Guo et al. 2024, arXiv 2402.04792): A = 1 for the best response, -1 for the
+    worst, 0 for the others.
+
+    Of equally good ones, one is taken. A group of equal rewards has no pair.
+    """
+    order = np.lexsort((data.rewards, data.group))
+    first = np.flatnonzero(np.append(True, np.diff(data.group[order]) != 0)) if len(order) else order
+    worst, best = order[first], order[np.append(first[1:], len(order)) - 1] if len(order) else order
+    differ = data.rewards[best] > data.rewards[worst]
+    rows = np.zeros(len(data.rewards))
+    rows[best[differ]], rows[worst[differ]] = 1.0, -1.0
+    return _of_rows(data, rows)
+
+
 @register_adv_est("rloo", scope="group")
 def rloo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Leave-one-out (Ahmadian et al. 2024): A = R - mean of the others' R = n / (n - 1) * (R - mean)."""

@@ -102,6 +102,9 @@ class PolicyLossConfig:
     dro_beta: float | None = setting(None, above=0)
     """`dro`: weight of the squared log ratio; required."""
 
+    dpo_beta: float = setting(0.1, above=0)
+    """`online_dpo`: scale of the rewards, which are log ratios of policy and reference."""
+
     tau_pos: float = setting(1.0, above=0)
     """`sapo`: temperature of the gate where the advantage is positive."""
 

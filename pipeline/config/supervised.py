@@ -101,6 +101,10 @@ class SupervisedConfig:
 
     trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
 
+    def problems(self) -> dict[str, object]:
+        """Sentences on settings that exclude each other, and whether each applies (see `sentences`)."""
+        return {}
+
 
 @dataclass
 class SFTDataConfig(SupervisedDataConfig):

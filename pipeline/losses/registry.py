@@ -10,8 +10,10 @@ A loss is `f(data: LossInput, config: ActorConfig) -> (per_token, sums)` under `
    value.
 3. A loss that compares tokens over the whole mini-batch (`clip_cov`, `kl_cov`) has a `token_mask_fn`, which sees all of
    them before the first backward pass.
-4. Metrics are sums with their counts, which merge exactly.
-5. Masked tokens are replaced before any arithmetic, so a NaN there reaches neither loss nor gradient.
+4. A loss of pairs (`online_dpo`) is `of_pairs`: the margin of a token's pair is computed before the first backward
+   pass, so both responses may pass through the model apart.
+5. Metrics are sums with their counts, which merge exactly.
+6. Masked tokens are replaced before any arithmetic, so a NaN there reaches neither loss nor gradient.
 """
 
 from collections.abc import Callable
@@ -50,6 +52,9 @@ class LossInput:
     """S; a sequence may have no tokens."""
     token_mask: Tensor | None = None
     """[N] bool, the tokens that `token_mask_fn` chose; None for losses without one."""
+    pair_margin: Tensor | None = None
+    """[N] for losses that are `of_pairs`: the log ratio of policy and reference of the better response of the token's
+    pair, less that of the worse one, in nats, under the policy before the step; None for others."""
 
     @property
     def keep(self) -> Tensor:
@@ -117,6 +122,9 @@ class PolicyLoss:
     """Rows whose advantages are all 0 have neither loss nor gradient, so they may be skipped."""
     per_token: bool = False
     """A token's loss depends on no other token, so the contexts of a row may pass through the model apart."""
+    of_pairs: bool = False
+    """It compares the response of advantage above 0 with that below 0 of each group. Other rows do not train; it reads
+    `pair_margin`, and so the reference."""
 
 
 _POLICY_LOSSES: dict[str, PolicyLoss] = {}
@@ -127,6 +135,7 @@ def register_policy_loss(
     token_mask_fn: TokenMaskFunction | None = None,
     zero_without_advantage: bool = False,
     per_token: bool = False,
+    of_pairs: bool = False,
 ) -> Callable[[LossFunction], LossFunction]:
     """Decorator that makes a loss known as `actor.policy_loss.loss_mode=name`.
 
@@ -134,7 +143,7 @@ def register_policy_loss(
     """
 
     def decorate(function: LossFunction) -> LossFunction:
-        entry = PolicyLoss(name, function, token_mask_fn, zero_without_advantage, per_token)
+        entry = PolicyLoss(name, function, token_mask_fn, zero_without_advantage, per_token, of_pairs)
         register("policy loss", _POLICY_LOSSES, name, entry)
         return function
 

@@ -1,7 +1,7 @@
 """Rows of the stream as flat numpy arrays, for the trainer and the scoring replicas."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,8 @@ class TrainBatch(TokenBatch):
     """[N] float32."""
     ids: np.ndarray
     """[R] uint64, a hash of each row's uid and sample."""
+    groups: np.ndarray
+    """[R] uint64, a hash of each row's uid, which the samples of one prompt share."""
     ref_log_probs: np.ndarray | None = None
     """[N] float32, log-probs of the reference policy; None without one."""
     values: np.ndarray | None = None
@@ -90,6 +92,8 @@ class TrainBatch(TokenBatch):
     """[N] float32, importance weights of the off-policy correction, set by the actor."""
     token_mask: np.ndarray | None = None
     """[N] bool, tokens that the policy loss chose in the mini-batch, set by the actor."""
+    pair_margin: np.ndarray | None = None
+    """[N] float32, margin of the pair that the token belongs to, set by the actor for losses of pairs."""
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "TrainBatch":
@@ -111,6 +115,7 @@ class TrainBatch(TokenBatch):
         if bad.any():
             row = int(np.searchsorted(offsets, np.flatnonzero(bad)[0], side="right")) - 1
             raise ValueError(f"row {row} (uid {_uid(table, row)}) has an advantage that is not a finite number")
+        uids = table["uid"].to_pylist()
         return cls(
             **vars(tokens),
             mask=mask,
@@ -119,7 +124,8 @@ class TrainBatch(TokenBatch):
             old_log_probs=columns["rollout_log_probs"].copy(),
             advantages=columns["advantages"],
             returns=columns["returns"],
-            ids=_ids(table),
+            ids=_hashes(f"{uid}/{sample}" for uid, sample in zip(uids, table["sample"].to_pylist(), strict=True)),
+            groups=_hashes(uids),
             **{name: columns[name] for name in optional},
         )
 
@@ -164,6 +170,18 @@ class TrainBatch(TokenBatch):
         per_row = self._count((self.loss_mask > 0) & (self.advantages != 0))
         return [row for row in index if per_row[row]]
 
+    def pairs(self, index: list[int]) -> np.ndarray:
+        """[P, 2] the rows of each group in `index` whose advantage is above 0, and below 0, one of each.
+
+        Groups without one of them have no pair. The sign is that of a row's first token in the loss mask.
+        """
+        signs = np.sign(self.advantages) * (self.loss_mask > 0)
+        found: dict[int, list[int | None]] = {}
+        for row in self.with_advantages(index):
+            of_row = signs[self.row_offsets[row] : self.row_offsets[row + 1]]
+            found.setdefault(int(self.groups[row]), [None, None])[int(of_row[of_row != 0][0] < 0)] = row
+        return np.array([pair for pair in found.values() if None not in pair], dtype=np.int64).reshape(-1, 2)
+
     def _count(self, flags: np.ndarray) -> np.ndarray:
         """[R] true flags [N] of each row."""
         totals = np.concatenate([[0], np.cumsum(flags)])
@@ -176,9 +194,8 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 
 
-def _ids(table: pa.Table) -> np.ndarray:
-    names = zip(table["uid"].to_pylist(), table["sample"].to_pylist(), strict=True)
-    digests = (hashlib.blake2b(f"{uid}/{sample}".encode(), digest_size=8).digest() for uid, sample in names)
+def _hashes(names: Iterable[str]) -> np.ndarray:
+    digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
     return np.frombuffer(b"".join(digests), dtype="<u8")
 
 

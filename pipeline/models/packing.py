@@ -67,6 +67,7 @@ class MicroBatch(ModelInputs):
     values: Tensor | None
     weights: Tensor | None
     token_mask: Tensor | None
+    pair_margin: Tensor | None
 
 
 def pack(

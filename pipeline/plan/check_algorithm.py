@@ -9,10 +9,12 @@ from pipeline.advantage.estimators import Estimator, get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
 from pipeline.derived import (
+    OF_PAIRS,
     WITHOUT_RATIO,
     rollout_correction,
     uses_agent,
     uses_critic,
+    uses_pairs,
     uses_policy_scores,
     why_not_streamed,
 )
@@ -20,7 +22,7 @@ from pipeline.train.correction import parse
 
 POLICY_LOSSES = (
     *("vanilla", "gspo", "geo_mean", "cispo", "sapo", "dro"),
-    *("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "gpg", "reinforce"),
+    *("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "gpg", "reinforce", "online_dpo"),
 )
 """Built-in names of `actor.policy_loss.loss_mode`, as the losses register them (the registry imports torch)."""
 
@@ -29,7 +31,7 @@ CLIPPED_RATIO = ("vanilla", "gspo", "cispo", "clip_cov")
 
 COMPARE_IN_GROUP = (
     *("grpo", "turn_grpo", "gdpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"),
-    *("optimal_token_baseline", "tir_optimal_token_baseline"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline", "online_dpo"),
 )
 """Built-in estimators that compare a response with the others of its group."""
 
@@ -166,7 +168,9 @@ def _truncation(config: Config) -> str:
 
 def _loss(config: Config) -> dict[str, object]:
     actor, algorithm, mode = config.actor, config.algorithm, loss_mode(config)
-    options, truncation = actor.policy_loss, _truncation(config)
+    options, truncation, pairs = actor.policy_loss, _truncation(config), uses_pairs(config)
+    correction, estimator = algorithm.rollout_correction, algorithm.adv_estimator
+    corrects = correction.rollout_rs is not None or correction.rollout_is not in (None, "none")
     low = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
     renormalised = f"with {truncation}: the engine's log-probs are renormalised over the tokens it keeps"
     return {
@@ -176,6 +180,16 @@ def _loss(config: Config) -> dict[str, object]:
         "{actor.policy_loss.loss_mode} needs actor.policy_loss.dro_beta, a number above 0, such as 0.05": (
             mode == "dro" and options.dro_beta is None
         ),
+        "{actor.policy_loss.loss_mode} needs algorithm.adv_estimator=online_dpo, which marks the best and the worst "
+        "response of each group; {algorithm.adv_estimator} does not (algorithm=online_dpo sets both)": (
+            mode in OF_PAIRS and estimator != "online_dpo" and ":" not in estimator
+        ),
+        "{algorithm.adv_estimator} marks pairs, and {actor.policy_loss.loss_mode} is no loss of pairs; set it to "
+        "online_dpo (algorithm=online_dpo sets both)": estimator == "online_dpo" and not pairs,
+        "{actor.policy_loss.loss_mode} is a mean over pairs of sums over tokens, and {actor.loss_agg_mode} would weigh "
+        "pairs by their length; set it to seq-mean-token-sum": pairs and actor.loss_agg_mode != "seq-mean-token-sum",
+        "algorithm.rollout_correction with {actor.policy_loss.loss_mode}: it would weigh or reject one response of a "
+        "pair alone, and pairs may be of any policy; set rollout_is=null and rollout_rs=null": pairs and corrects,
         f"{{actor.{low}}} must be at most 1 with {{actor.policy_loss.loss_mode}}: the lower bound would be 1 - "
         f"{actor.clip_low:g} = {1 - actor.clip_low:g}; 1 leaves the ratio without a lower bound": (
             actor.clip_low > 1 and mode in CLIPPED_RATIO

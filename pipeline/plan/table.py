@@ -12,6 +12,7 @@ from pipeline.derived import (
     uses_agent,
     uses_critic,
     uses_engines,
+    uses_pairs,
     uses_reference,
     why_not_streamed,
 )
@@ -103,7 +104,11 @@ def _algorithm(config: Config) -> Iterator[str]:
     if reference_is_base(config):
         yield f"KL to {config.model.path} in loss, computed by the train workers without adapters"
     if uses_reference(config):
-        places = {"reward": config.algorithm.use_kl_in_reward, "loss": config.actor.use_kl_loss}
+        places = {
+            "reward": config.algorithm.use_kl_in_reward,
+            "loss": config.actor.use_kl_loss,
+            "the margins of pairs": uses_pairs(config),
+        }
         reference = config.scoring.reference.path or config.model.path
         yield f"KL to {reference} in {' and '.join(place for place, used in places.items() if used)}"
 

@@ -14,6 +14,7 @@ from pipeline.derived import (
     uses_agent,
     uses_critic,
     uses_engines,
+    uses_pairs,
     uses_policy_scores,
     uses_reference,
     uses_reward_model,
@@ -26,6 +27,7 @@ from pipeline.replay import checks as replay
 _LIKE_GRPO = ("grpo", "turn_grpo", "grpo_passk", "gdpo")
 _READ_BY_LOSS = {
     "dro_beta": ("dro",),
+    "dpo_beta": ("online_dpo",),
     "tau_*": ("sapo",),
     "clip_cov_*": ("clip_cov",),
     "kl_cov_ratio": ("kl_cov",),
@@ -150,7 +152,9 @@ def _stale(config: Config) -> dict[str, object]:
     gain = largest_gain(staleness)
     return {
         "{algorithm.max_staleness} without a correction: rows train as if the current policy had generated them; "
-        "algorithm.rollout_correction.rollout_is=null weighs them (truncated importance sampling)": not corrects,
+        "algorithm.rollout_correction.rollout_is=null weighs them (truncated importance sampling)": (
+            not corrects and not uses_pairs(config)
+        ),
         f"{{actor.old_log_probs}} with {{algorithm.max_staleness}}: the clip range lies around a policy up to "
         f"{staleness} versions old, and holds the new one near it; recompute clips around the newest": (
             staleness > 1 and config.actor.old_log_probs == "engine" and own_ratio

@@ -31,6 +31,8 @@ class RowGroup(NamedTuple):
 
     file: PromptFile
     number: int
+    first: int = 0
+    """Number of its first row among the rows of all files."""
 
     @property
     def rows(self) -> int:
@@ -55,7 +57,11 @@ class Encoder(ABC, Generic[D]):
             files = resolve(paths, key, lambda schema, where: cls.check(schema, where, data))
         except FileNotFoundError as error:
             raise ValueError(str(error)) from error
-        groups = [RowGroup(file, number) for file in files for number in range(len(file.row_groups))]
+        groups, rows = [], 0
+        for file in files:
+            for number in range(len(file.row_groups)):
+                groups.append(RowGroup(file, number, rows))
+                rows += groups[-1].rows
         return [group for group in groups if group.rows]
 
     @staticmethod
@@ -70,6 +76,10 @@ class Encoder(ABC, Generic[D]):
     @abstractmethod
     def columns(self) -> list[str | None]:
         """The columns that `encode` reads where a file has them."""
+
+    def whole(self, rows: pa.Table, group: RowGroup) -> pa.Table:
+        """The rows of a row group in the file's order, before they are shuffled; may add columns that need all rows."""
+        return rows
 
     @abstractmethod
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
@@ -110,12 +120,17 @@ class Encoder(ABC, Generic[D]):
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return list(encoded["input_ids"])
 
+    def answer_length(self, part: list[int]) -> int:
+        """Tokens up to the last end of turn: the policy never generates what templates write after it."""
+        end = self.tokenizer.eos_token_id
+        return len(part) - part[::-1].index(end) if end in part else len(part)
+
 
 def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
     """Encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
     columns = [name for name in encoder.columns() if name]
     batches = [batch for _, batch in group.file.read([Slice(group.number, 0, group.rows)], columns)]
-    rows = pa.Table.from_batches(batches)
+    rows = encoder.whole(pa.Table.from_batches(batches), group)
     order = np.arange(group.rows) if random is None else random.permutation(group.rows)
     for start in range(0, group.rows, SLICE_ROWS):
         part = order[start : start + SLICE_ROWS]

@@ -60,10 +60,13 @@ class SupervisedLoop(ABC, Generic[C]):
         encoder: turns rows of files into token rows.
         measured: names of the metrics that `sums` returns; the first one is the loss.
         packed: whether rows stand end to end in a micro-batch, without padding.
+        first_pass: whether the worker reads the first epoch's rows once more, before it trains; their data set is
+            `first_pass`.
     """
 
     encoder: ClassVar[type[Encoder[Any]]]
     measured: ClassVar[tuple[str, ...]]
+    first_pass: ClassVar[bool] = False
 
     def __init__(self, settings: Settings[C]) -> None:
         self.settings = settings
@@ -75,11 +78,7 @@ class SupervisedLoop(ABC, Generic[C]):
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(trainer.num_threads, trainer.cpus_per_worker))
         self.block_rows = self.config.data.train_batch_size // self.world_size
-        blocks = ray.train.get_dataset_shard("train").iter_batches(
-            batch_size=None, batch_format="pyarrow", prefetch_batches=1
-        )
-        hint = "trainer.data_timeout; Ray Data may lack a free CPU for its reader, or the files answer too slowly"
-        self.rows = TimedIterator(iter(blocks), trainer.data_timeout, lambda: hint)
+        self.rows = self.open("first_pass" if self.first_pass else "train")
         self.tokenizer = load_tokenizer(self.config.model)
         self.mesh = make_mesh(self.device)
         model = self.load()
@@ -90,6 +89,14 @@ class SupervisedLoop(ABC, Generic[C]):
         encoder = self.encoder(self.tokenizer, self.config.data)
         limit = self.config.data.val_max_samples
         self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
+
+    def open(self, name: str) -> TimedIterator:
+        """This rank's blocks of the data set `name`. Only one is open at a time: each holds a CPU for its reader."""
+        blocks = ray.train.get_dataset_shard(name).iter_batches(
+            batch_size=None, batch_format="pyarrow", prefetch_batches=1
+        )
+        hint = "trainer.data_timeout; Ray Data may lack a free CPU for its reader, or the files answer too slowly"
+        return TimedIterator(iter(blocks), self.config.trainer.data_timeout, lambda: hint)
 
     @abstractmethod
     def load(self) -> Pretrained:
@@ -121,8 +128,7 @@ class SupervisedLoop(ABC, Generic[C]):
             if len(table) != self.block_rows:
                 raise RuntimeError(f"step {step} got {len(table)} rows where {self.block_rows} were expected")
             metrics = {"step": step, "lr": self.optimizer.param_groups[0]["lr"], **self.step(table)}
-            columns = [table[name] for name in table.column_names if name.endswith("_ids")]
-            tokens_seen += self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
+            tokens_seen += self.tokens(table)
             metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)
             if self.val_rows is not None and (step == steps or (test_freq > 0 and step % test_freq == 0)):
                 metrics |= {f"val_{name}": value for name, value in self.validate(self.val_rows).items()}
@@ -131,6 +137,11 @@ class SupervisedLoop(ABC, Generic[C]):
         if self.rank == 0:
             ray.get(posted, timeout=self.config.trainer.data_timeout)
         self.save()
+
+    def tokens(self, table: pa.Table) -> int:
+        """About how many tokens all ranks' rows have, by this rank's."""
+        columns = [table[name] for name in table.column_names if name.endswith("_ids")]
+        return self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
 
     def step(self, table: pa.Table) -> dict[str, float]:
         """Take one optimiser step on this rank's rows; the metrics of the global batch."""
@@ -165,16 +176,20 @@ class SupervisedLoop(ABC, Generic[C]):
         """
         self.model.train(learn)
         total = self._reduce(self.count(table), dist.ReduceOp.SUM)
-        lengths, budget = self.lengths(table), self.config.trainer.max_token_len_per_gpu
-        parts = int(self._reduce(minimum_parts(lengths, budget, packed=self.packed), dist.ReduceOp.MAX))
         sums = torch.zeros(len(self.measured), dtype=torch.float64, device=self.device)
-        for index in split_micro_batches(lengths, budget, parts, packed=self.packed):
+        for index in self.micro_batches(self.lengths(table)):
             part = self.sums(table, index)
             if learn:
                 (part[0] / max(total, 1.0)).backward()
             sums += part.detach()
         dist.all_reduce(sums)
         return total, self.means(sums.tolist(), total, int(self._reduce(len(table), dist.ReduceOp.SUM)))
+
+    def micro_batches(self, lengths: list[int]) -> list[list[int]]:
+        """Rows of each micro-batch, for rows of these lengths; equally many on every rank."""
+        budget = self.config.trainer.max_token_len_per_gpu
+        parts = int(self._reduce(minimum_parts(lengths, budget, packed=self.packed), dist.ReduceOp.MAX))
+        return split_micro_batches(lengths, budget, parts, packed=self.packed)
 
     def _reduce(self, value: int, op: Any) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)

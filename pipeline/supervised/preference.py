@@ -62,13 +62,12 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
         prompts: list[Messages | None] = [None] * len(rows)
         if data.prompt_key in rows.column_names:
             cells = zip(rows[data.prompt_key].to_pylist(), places, strict=True)
-            prompts = [_messages(value, "user", f"{place}, column {data.prompt_key!r}") for value, place in cells]
+            prompts = [cell_messages(value, "user", f"{place}, column {data.prompt_key!r}") for value, place in cells]
         chosen = self._side(rows, data.chosen_key, prompts, places)
         rejected = self._side(rows, data.rejected_key, prompts, places)
         margins = rows[data.margin_key].to_pylist() if data.margin_key else [0.0] * len(rows)
         for row, (margin, place) in enumerate(zip(margins, places, strict=True)):
-            if margin is None or not math.isfinite(margin):
-                raise ValueError(f"{place}, column {data.margin_key!r}: the margin is {margin}, not a finite number.")
+            check_margin(margin, f"{place}, column {data.margin_key!r}")
             if max(len(chosen[row]), len(rejected[row])) > data.max_length:
                 chosen[row], rejected[row] = [], []
         return pa.table([chosen, rejected, pa.array(margins, pa.float32())], schema=SCHEMA)
@@ -79,7 +78,7 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
         places = [f"{place}, column {key!r}" for place in places]
         texts = []
         for value, prompt, place in zip(rows[key].to_pylist(), prompts, places, strict=True):
-            messages = _messages(value, "assistant", place)
+            messages = cell_messages(value, "assistant", place)
             first = messages[0]["role"]
             last = messages[-1]["role"]
             if last != "assistant":
@@ -107,7 +106,13 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
         return [ids[-limit:] for ids in tokens] if self.data.truncation == "left" else tokens
 
 
-def _messages(value: Any, role: str, place: str) -> Messages:
+def check_margin(margin: float | None, place: str) -> None:
+    """Raise ValueError if a margin is no finite number."""
+    if margin is None or not math.isfinite(margin):
+        raise ValueError(f"{place}: the margin is {margin}, not a finite number.")
+
+
+def cell_messages(value: Any, role: str, place: str) -> Messages:
     """A cell as messages; text is one message of `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]

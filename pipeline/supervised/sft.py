@@ -61,7 +61,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             ids: list[int] = []
             mask: list[int] = []
             for (_, learnt), part in zip(segments, self.tokenize([text for text, _ in segments]), strict=True):
-                answer = self._answer_length(part) if learnt else 0
+                answer = self.answer_length(part) if learnt else 0
                 ids += part
                 mask += [1] * answer + [0] * (len(part) - answer)
             if len(ids) > limit and data.truncation == "error":
@@ -86,11 +86,6 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         if thinking is not None:
             arguments["enable_thinking"] = thinking
         return arguments
-
-    def _answer_length(self, part: list[int]) -> int:
-        """Tokens up to the last end of turn: the policy never generates what templates write after it."""
-        end = self.tokenizer.eos_token_id
-        return len(part) - part[::-1].index(end) if end in part else len(part)
 
     def segments(self, row: dict[str, Any], place: str) -> list[tuple[str, bool]]:
         """The rendered conversation as (text, learnt) in order.

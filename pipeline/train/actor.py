@@ -63,7 +63,7 @@ class Actor(Learner):
         self.loss = get_policy_loss(config.policy_loss.loss_mode)
         self.correction = parse(correction)
         self.guards_gap, self.own_reference = guards_gap, own_reference
-        self.skips_without_advantage = (
+        self.skips_without_advantage = self.loss.of_pairs or (
             self.loss.zero_without_advantage and not config.entropy_coeff and not config.use_kl_loss
         )
 
@@ -84,7 +84,14 @@ class Actor(Learner):
 
     @torch.no_grad()
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
-        """Write the trainer's own log-probs, and the result of the off-policy correction, into `rows`."""
+        """Write the trainer's own log-probs, and the result of the off-policy correction, into `rows`.
+
+        For a loss of pairs, all other rows leave the loss mask.
+        """
+        if self.loss.of_pairs:
+            in_pair = np.isin(np.arange(len(rows)), rows.pairs(list(range(len(rows)))))
+            rows.loss_mask = rows.loss_mask * np.repeat(in_pair, np.diff(rows.row_offsets))
+            rows.pair_margin = np.zeros(len(rows.mask), dtype=np.float32)
         if not self.needs_old_log_probs:
             return {}
         entropies = []
@@ -115,6 +122,8 @@ class Actor(Learner):
     @torch.no_grad()
     def select_tokens(self, rows: TrainBatch, index: list[int]) -> None:
         """Let the loss choose among all tokens of the global mini-batch, before its first backward pass."""
+        if self.loss.of_pairs:
+            self._compare(rows, rows.pairs(index))
         if self.loss.token_mask_fn is None:
             return
         log_probs = np.zeros(len(rows.mask))
@@ -129,6 +138,23 @@ class Actor(Learner):
         rows.token_mask = np.zeros(len(rows.mask), dtype=bool)
         rows.token_mask[tokens] = chosen[before : before + len(tokens)]
 
+    def _compare(self, rows: TrainBatch, pairs: np.ndarray) -> None:
+        """Write the margins of the pairs [P, 2] into `rows`; a collective."""
+        assert rows.ref_log_probs is not None
+        assert rows.pair_margin is not None
+        log_ratio = np.zeros(len(rows.mask))
+        for batch in self.micro_batches(rows, pairs.flatten().tolist()):
+            log_probs = self._forward(batch, False)[0].double().cpu().numpy()
+            difference = log_probs - rows.ref_log_probs[batch.token_index]
+            log_ratio[batch.token_index] = np.where(rows.loss_mask[batch.token_index] > 0, difference, 0.0)
+        offsets = rows.row_offsets
+        for better, worse in pairs:
+            sides = (slice(offsets[row], offsets[row + 1]) for row in (better, worse))
+            tokens = list(sides)
+            margin = log_ratio[tokens[0]].sum() - log_ratio[tokens[1]].sum()
+            for side in tokens:
+                rows.pair_margin[side] = margin
+
     def backward(self, batch: MicroBatch, number: int) -> tuple[Stats, float]:
         """See `Learner.backward`."""
         config = self.config
@@ -142,7 +168,8 @@ class Actor(Learner):
             if corrected.weights is not None:
                 weights = torch.from_numpy(corrected.weights).to(mask)
         data = LossInput(
-            log_probs, batch.old_log_probs, batch.advantages, mask, batch.row_index, batch.sequences, batch.token_mask
+            *(log_probs, batch.old_log_probs, batch.advantages, mask, batch.row_index, batch.sequences),
+            *(batch.token_mask, batch.pair_margin),
         )
         per_token, sums = checked(self.loss, data, self.loss.function(data, config))
         if weights is not None:

@@ -3,7 +3,8 @@
 Ray Data deals chunks to the ranks in turn, whatever their rows cost, and every pass of a sharded model takes as long as
 it does on the slowest rank. So before they train, the ranks exchange rows:
 
-1. Units, which are rows, or whole groups where samples share their prompt in a pass, are sorted by their work.
+1. Units, which are rows, or whole groups where samples share their prompt in a pass or are compared with each other,
+   are sorted by their work.
 2. Of the N longest units each of the N ranks gets one, then of the next N, and so on. So the ranks have equally many
    rows, of similar lengths, and similar micro-batches.
 3. The longest of such a block goes to the rank that has the least work so far, and so on, which evens out the sums.
@@ -105,7 +106,7 @@ class Dealer:
         return cls(
             device=actor.device,
             segments=max(1, math.lcm(*steps) // parts),
-            unit=samples if actor.shares_prompts else 1,
+            unit=samples if actor.shares_prompts or actor.loss.of_pairs else 1,
             hidden_size=int(actor.module.decoder.config.get_text_config().hidden_size),
             skips=actor.skips_without_advantage,
             idle=others / (others + 3.0 * actor.shape.epochs),

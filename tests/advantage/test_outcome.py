@@ -61,6 +61,14 @@ def test_grpo_passk_by_hand():
     assert numbers("grpo_passk", scores, group, norm_adv_by_std_in_grpo=False) == [0, 0, 2, 0, 0, 0, 0]
 
 
+def test_online_dpo_by_hand():
+    # Group 0: best 3, worst 0. Group 1 has equal rewards, group 2 one row. Group 3 has two best and two worst rows.
+    scores, group = [2, 5, 3, 0, 5, 9, 1, 0, 1, 0], [0, 1, 0, 0, 1, 2, 3, 3, 3, 3]
+    found = numbers("online_dpo", scores, group)
+    assert found[:6] == [0, 0, 1, -1, 0, 0]
+    assert sorted(found[6:]) == [-1, 0, 0, 1] and found[6] + found[8] == 1 and found[7] + found[9] == -1
+
+
 def test_rloo_by_hand():
     # 3 against the mean 0 of the others; 0 against 1.5. In a pair each is the other's baseline.
     assert numbers("rloo", [3, 0, 0, 1, 2], [0, 0, 0, 1, 1]) == pytest.approx([3, -1.5, -1.5, -1, 1])

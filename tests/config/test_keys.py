@@ -229,6 +229,7 @@ REJECTION = {
 GDPO = estimator("gdpo", gdpo_reward_keys=["acc", "format"])
 OWN = f"{__name__}:"
 CLIP_COV = loss("clip_cov", clip_cov_ratio=0.5, clip_cov_lb=-9.0, clip_cov_ub=9.0)
+ONLINE_DPO = {**loss("online_dpo"), "actor.loss_agg_mode": "seq-mean-token-sum"}
 KL_COV = loss("kl_cov", kl_cov_ratio=0.5)
 MEAN_OF_NORMED = "seq-mean-token-sum-norm"
 
@@ -266,6 +267,7 @@ SHOWN = {
     "actor.policy_loss.kl_cov_ratio": Shown(actor, 0.1, KL_COV),
     "actor.policy_loss.ppo_kl_coef": Shown(actor, 1.0, KL_COV),
     "actor.policy_loss.dro_beta": Shown(actor, 1.0, loss("dro", dro_beta=0.1)),
+    "actor.policy_loss.dpo_beta": Shown(actor, 1.0, ONLINE_DPO),
     "actor.policy_loss.tau_pos": Shown(actor, 2.0, loss("sapo")),
     "actor.policy_loss.tau_neg": Shown(actor, 2.0, loss("sapo")),
     "actor.policy_loss.kwargs": Shown(actor, {"factor": -1.0}, loss(OWN + "scaled_gradient")),

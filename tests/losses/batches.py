@@ -12,8 +12,12 @@ from pipeline.config.learner import ActorConfig, PolicyLossConfig
 from pipeline.losses import AGG_MODES, Candidates, LossInput, agg_divisor, agg_loss, get_policy_loss
 from pipeline.losses.registry import _POLICY_LOSSES
 
-NAMES = sorted(name for name, loss in _POLICY_LOSSES.items() if loss.function.__module__.startswith("pipeline."))
-"""The built-in losses."""
+NAMES = sorted(
+    name
+    for name, loss in _POLICY_LOSSES.items()
+    if loss.function.__module__.startswith("pipeline.") and not loss.of_pairs
+)
+"""The built-in losses, without those of pairs (`test_pairs.py`)."""
 SCALE_FACTOR = 5.0
 
 

@@ -19,6 +19,8 @@ GDPO = "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys"
 BYPASS = "actor.old_log_probs=engine"
 LOSS = "actor.policy_loss.loss_mode"
 KL = "algorithm.use_kl_in_reward=true"
+SUMS = "actor.loss_agg_mode=seq-mean-token-sum"
+PAIRS = f"{LOSS}=online_dpo {SUMS} algorithm.adv_estimator=online_dpo"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,10 @@ KL = "algorithm.use_kl_in_reward=true"
         (f"{LOSS}=pipeline.advantage.outcome:rloo", "registered as another kind of function"),
         (f"{LOSS}=dro", "needs actor.policy_loss.dro_beta"),
         (f"{LOSS}=pipeline.losses.smooth:dro", "needs actor.policy_loss.dro_beta"),
+        (f"{LOSS}=online_dpo {SUMS}", "needs algorithm.adv_estimator=online_dpo"),
+        ("algorithm.adv_estimator=online_dpo", "loss_mode=vanilla is no loss of pairs"),
+        (f"{PAIRS} actor.loss_agg_mode=token-mean", "loss_agg_mode=token-mean would weigh pairs by their"),
+        (f"{PAIRS} {IS}=token", "would weigh or reject one response of a pair alone"),
         ("actor.policy_loss.kwargs.width=0.3", "no built-in loss reads it"),
         ("actor.policy_loss.clip_cov_lb=5", "clip_cov_lb=5 must be below actor.policy_loss.clip_cov_ub=5"),
         ("actor.clip_ratio=1.5", "actor.clip_ratio=1.5 must be at most 1 with actor.policy_loss.loss_mode=vanilla"),

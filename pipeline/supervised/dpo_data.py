@@ -1,0 +1,311 @@
+"""Preferences as token rows: one prompt, and the answers to it.
+
+A pair has two answers, `chosen` and `rejected`. A row of a file for KTO has one answer and a label; it stands on the
+side that the label names, and the other one is empty.
+
+1. A prompt is tokenised as when the policy generates, and each answer of the assistant apart from what stands before it
+   (`sft.py`). So both sides follow the same tokens.
+2. Each row has its number in the files, by which the log-probs of the reference are kept (`dpo.py`).
+3. For KTO a row also has the answer of another row, the next one in the file with another prompt: its `partner`. It is
+   the same in every epoch and for any number of workers.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config.preference import DPODataConfig
+from pipeline.models.batch import TokenBatch, ranges
+from pipeline.prompts.parquet import Slice
+from pipeline.rows import INTS, flat
+from pipeline.supervised.conversations import Messages, is_list
+from pipeline.supervised.data import Encoder, RowGroup
+from pipeline.supervised.preference import PreferenceEncoder, cell_messages, check_margin
+
+CHOSEN, REJECTED, PARTNER = SIDES = ("chosen", "rejected", "partner")
+_MASK = pa.list_(pa.int8())
+SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("prompt_ids", INTS),
+        *[column for side in (CHOSEN, REJECTED) for column in ((f"{side}_ids", INTS), (f"{side}_mask", _MASK))],
+        ("margin", pa.float32()),
+    ]
+)
+"""An answer's mask is 1 where the token is the assistant's. A row that is left out has no tokens."""
+KTO_SCHEMA = pa.schema([*SCHEMA, (f"{PARTNER}_ids", INTS), (f"{PARTNER}_mask", _MASK)])
+
+ROW, PARTNER_CELL = "row number", "partner's answer"
+"""Columns that `whole` adds."""
+
+Segments = list[tuple[str, bool]]
+"""An answer as text, and whether it is learnt."""
+
+
+class DPOEncoder(Encoder[DPODataConfig]):
+    """Turns pairs into rows of `SCHEMA`."""
+
+    schema = SCHEMA
+
+    @staticmethod
+    def check(schema: pa.Schema, where: str, data: DPODataConfig) -> None:
+        PreferenceEncoder.check(schema, where, data)
+
+    def columns(self) -> list[str | None]:
+        return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key, self.data.margin_key]
+
+    def whole(self, rows: pa.Table, group: RowGroup) -> pa.Table:
+        return rows.append_column(ROW, pa.array(np.arange(group.first, group.first + len(rows))))
+
+    def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
+        data = self.data
+        encoded: list[dict[str, Any]] = []
+        texts: list[str] = []
+        learnt: list[list[tuple[str, bool]]] = []  # per row and segment: its side, and whether it is learnt
+        for row, place in zip(rows.to_pylist(), places, strict=True):
+            margin = row[data.margin_key] if data.margin_key else 0.0
+            check_margin(margin, f"{place}, column {data.margin_key!r}")
+            prompt, answers = self.answers(row, place)
+            opening = self.render(prompt, True, place)
+            texts.append(opening)
+            learnt.append([])
+            for side, answer in answers.items():
+                for text, of_assistant in self._segments(prompt, opening, answer, f"{place}, {side} answer"):
+                    texts.append(text)
+                    learnt[-1].append((side, of_assistant))
+            encoded.append({"row": row[ROW], "margin": margin})
+        tokens = iter(self.tokenize(texts))
+        for line, sides, place in zip(encoded, learnt, places, strict=True):
+            line |= self._fitted(next(tokens), [(*side, next(tokens)) for side in sides], place)
+        return pa.Table.from_pylist(encoded, schema=self.schema)
+
+    def answers(self, row: dict[str, Any], place: str) -> tuple[Messages, dict[str, Messages]]:
+        """The prompt of a row and its answers by side.
+
+        Raises:
+            ValueError: a side is missing, or both are equal, or they have no prompt.
+        """
+        keys = {CHOSEN: self.data.chosen_key, REJECTED: self.data.rejected_key}
+        sides = {side: answer_messages(row[key], f"{place}, column {key!r}") for side, key in keys.items()}
+        if sides[CHOSEN] == sides[REJECTED]:
+            raise ValueError(
+                f"{place}: the columns {keys[CHOSEN]!r} and {keys[REJECTED]!r} are equal, so the pair prefers nothing; "
+                "remove it."
+            )
+        if self.data.prompt_key in row:
+            return self._prompt(row, place), {
+                side: _behind_prompt(answer, f"{place}, column {keys[side]!r}") for side, answer in sides.items()
+            }
+        chosen, rejected = sides[CHOSEN], sides[REJECTED]
+        same = 0
+        while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+            same += 1
+        # The sides part where the assistant begins to answer.
+        while same and not all(same < len(side) and side[same]["role"] == "assistant" for side in (chosen, rejected)):
+            same -= 1
+        if not same:
+            raise ValueError(
+                f"{place}: the columns {keys[CHOSEN]!r} and {keys[REJECTED]!r} have no prompt in common, behind which "
+                "the assistant answers; where the prompt has a column of its own, name it with data.prompt_key."
+            )
+        return chosen[:same], {CHOSEN: chosen[same:], REJECTED: rejected[same:]}
+
+    def _prompt(self, row: dict[str, Any], place: str) -> Messages:
+        key = str(self.data.prompt_key)
+        return cell_messages(row[key], "user", f"{place}, column {key!r}")
+
+    def _segments(self, prompt: Messages, opening: str, answer: Messages, place: str) -> Segments:
+        """The text of an answer behind the `opening`, the rendered prompt."""
+        segments: Segments = []
+        done = opening
+        for number, message in enumerate(answer):
+            if message["role"] != "assistant":
+                continue
+            before = self.render([*prompt, *answer[:number]], True, place) if number else opening
+            whole = self.render([*prompt, *answer[: number + 1]], False, place)
+            if not before.startswith(done) or not whole.startswith(before):
+                raise ValueError(
+                    f"{place}: the chat template changes earlier messages at message {number}, so the tokens of the "
+                    "answer cannot be distinguished; put earlier answers into the prompt."
+                )
+            segments += [(before[len(done) :], False), (whole[len(before) :], True)]
+            done = whole
+        return segments
+
+    def _fitted(self, prompt: list[int], segments: list[tuple[str, bool, list[int]]], place: str) -> dict[str, Any]:
+        """The columns of tokens of one row."""
+        ids: dict[str, list[int]] = {side: [] for side in SIDES}
+        mask: dict[str, list[int]] = {side: [] for side in SIDES}
+        for side, of_assistant, part in segments:
+            count = self.answer_length(part) if of_assistant else 0
+            ids[side] += part
+            mask[side] += [1] * count + [0] * (len(part) - count)
+        limit, truncation = self.data.max_length, self.data.truncation
+        longest = max(len(ids[CHOSEN]), len(ids[REJECTED]))
+        excess = len(prompt) + longest - limit
+        if excess > 0 and (truncation == "error" or (truncation == "left" and excess >= len(prompt))):
+            what = "the conversation" if truncation == "error" else "the answer, without any of its prompt,"
+            raise ValueError(
+                f"{place}: {what} has {longest + (truncation == 'error') * len(prompt)} tokens, more than fit into "
+                f"data.max_length={limit}; raise it or set data.truncation=drop."
+            )
+        if excess > 0 and truncation == "drop":
+            return {"prompt_ids": [], **{f"{side}_{kind}": [] for side in SIDES for kind in ("ids", "mask")}}
+        prompt = prompt[max(0, excess) :]
+        room = limit - len(prompt)
+        # Only a partner may be longer.
+        tokens = {f"{side}_ids": part[:room] for side, part in ids.items()}
+        return {"prompt_ids": prompt, **tokens, **{f"{side}_mask": part[:room] for side, part in mask.items()}}
+
+
+class KTOEncoder(DPOEncoder):
+    """Turns pairs, or single answers with labels, into rows of `KTO_SCHEMA`."""
+
+    schema = KTO_SCHEMA
+
+    @classmethod
+    def find_row_groups(cls, paths: Any, key: str, data: DPODataConfig) -> list[RowGroup]:
+        """As `Encoder.find_row_groups`; training files must hold good and bad answers."""
+        groups = super().find_row_groups(paths, key, data)
+        labels: set[Any] = set()
+        for group in groups:
+            column = data.label_key
+            if data.completion_key not in group.file.columns:
+                return groups
+            for _, batch in group.file.read([Slice(group.number, 0, group.rows)], [column]):
+                labels |= set(batch.column(column).unique().cast(pa.bool_()).to_pylist())
+            if {True, False} <= labels:
+                break
+        if key == "data.train_files" and groups and not {True, False} <= labels:
+            has = "good" if True in labels else "bad"
+            raise ValueError(
+                f"{key} {paths}: column {column!r} marks every answer as {has}, and KTO learns from good and bad ones; "
+                "give both, or name another column with data.label_key."
+            )
+        return groups
+
+    @staticmethod
+    def check(schema: pa.Schema, where: str, data: DPODataConfig) -> None:
+        names = ", ".join(schema.names)
+        if data.prompt_key not in schema.names:
+            raise ValueError(
+                f"{where} has no column {data.prompt_key!r}, but {names}; KTO sets answers behind the prompts of other "
+                "rows, so the prompt needs a column, named with data.prompt_key."
+            )
+        if data.completion_key not in schema.names:
+            PreferenceEncoder.check(schema, where, data)
+            return
+        if data.label_key not in schema.names:
+            raise ValueError(f"{where} has no column {data.label_key!r}, but {names}; name it with data.label_key.")
+        kind = schema.field(data.label_key).type
+        if not pa.types.is_boolean(kind) and not pa.types.is_integer(kind):
+            raise ValueError(
+                f"{where} has a column {data.label_key!r} of type {kind} where true and false, or 1 and 0, are needed."
+            )
+        for key in (data.prompt_key, data.completion_key):
+            kind = schema.field(key).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_list(kind)):
+                raise ValueError(
+                    f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} or text is needed."
+                )
+
+    def columns(self) -> list[str | None]:
+        return [*super().columns(), self.data.completion_key, self.data.label_key]
+
+    def whole(self, rows: pa.Table, group: RowGroup) -> pa.Table:
+        single = self.data.completion_key in rows.column_names
+        answers = rows[self.data.completion_key if single else self.data.chosen_key]
+        partners = pa.array(_next_other(rows[self.data.prompt_key].to_pylist()), pa.int64())
+        return super().whole(rows, group).append_column(PARTNER_CELL, answers.take(partners))
+
+    def answers(self, row: dict[str, Any], place: str) -> tuple[Messages, dict[str, Messages]]:
+        data = self.data
+        if data.completion_key in row:
+            label = row.get(data.label_key)
+            if label not in (0, 1):
+                raise ValueError(f"{place}, column {data.label_key!r}: {label!r} is neither true nor false.")
+            where = f"{place}, column {data.completion_key!r}"
+            answer = _behind_prompt(answer_messages(row[data.completion_key], where), where)
+            prompt, answers = self._prompt(row, place), {CHOSEN if label else REJECTED: answer}
+        else:
+            prompt, answers = super().answers(row, place)
+        if row[PARTNER_CELL] is not None:
+            answers[PARTNER] = answer_messages(row[PARTNER_CELL], f"{place}, the answer of its partner")
+        return prompt, answers
+
+
+def answer_messages(value: Any, place: str) -> Messages:
+    """A cell as messages that end with an answer of the assistant.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    if value is None or value in ("", []):
+        raise ValueError(f"{place}: there is no answer; remove the row, or give one.")
+    messages = cell_messages(value, "assistant", place)
+    last = messages[-1]
+    if last["role"] != "assistant":
+        raise ValueError(f"{place}: the last message is of role {last['role']!r}, not the assistant's answer.")
+    if not last["content"] and not last.get("tool_calls"):
+        raise ValueError(f"{place}: the assistant's answer is empty; remove the row, or give one.")
+    return messages
+
+
+def _behind_prompt(answer: Messages, place: str) -> Messages:
+    first = answer[0]["role"]
+    if first != "assistant":
+        raise ValueError(
+            f"{place}: the answer begins with a message of role {first!r}; where the column holds the whole "
+            "conversation, set data.prompt_key=null."
+        )
+    return answer
+
+
+def _next_other(prompts: list[Any]) -> list[int | None]:
+    """For each row the next one, after the last row the first, that has another prompt; None where there is none."""
+    count = len(prompts)
+    found: list[int | None] = [None] * count
+    # Twice over the rows from behind: the second time around knows what follows the last row.
+    for place in range(2 * count - 2, -1, -1):
+        row, after = place % count, (place + 1) % count
+        found[row] = found[after] if prompts[after] == prompts[row] else after
+    return found
+
+
+class Answers(NamedTuple):
+    """C answers of the rows of a table, as contexts behind their prompts."""
+
+    tokens: TokenBatch
+    learnt: np.ndarray
+    """[N] bool, tokens of the assistant."""
+    row: np.ndarray
+    """[C] int64, ascending: number of each answer's row in the table."""
+    side: np.ndarray
+    """[C] int64, the index of each answer's side in the sides asked for."""
+
+    @classmethod
+    def of(cls, table: pa.Table, sides: tuple[str, ...]) -> "Answers":
+        """The answers of these sides, row by row; absent ones are left out."""
+        prompts, prompt_offsets = flat(table, "prompt_ids")
+        ids, offsets = zip(*(flat(table, f"{side}_ids") for side in sides), strict=True)
+        masks = [flat(table, f"{side}_mask")[0] for side in sides]
+        counts = np.stack([np.diff(ends) for ends in offsets], axis=1)
+        row, side = np.nonzero(counts)
+        base = np.cumsum([0, *(len(values) for values in ids[:-1])])
+        starts = np.stack([ends[:-1] for ends in offsets], axis=1) + base
+        index = ranges(starts[row, side], counts[row, side])
+        prompt_counts = np.diff(prompt_offsets)[row]
+        tokens = TokenBatch(
+            prompts[ranges(prompt_offsets[row], prompt_counts)],
+            np.concatenate([[0], np.cumsum(prompt_counts)]),
+            np.concatenate(ids)[index],
+            np.concatenate([[0], np.cumsum(counts[row, side])]),
+            np.arange(len(row) + 1),
+        )
+        return cls(tokens, np.concatenate(masks)[index] > 0, row, side)
+
+    def of_row(self, rows: int) -> list[list[int]]:
+        """The answers of each of the table's rows."""
+        ends = np.searchsorted(self.row, np.arange(rows + 1))
+        return [list(range(ends[row], ends[row + 1])) for row in range(rows)]

@@ -1,0 +1,409 @@
+"""Preference learning: encoding, the reference, and the update against plain torch, however work is split."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.config.preference import DPOConfig, DPODataConfig
+from pipeline.models.fsdp import full_state_dict
+from pipeline.supervised.data import read
+from pipeline.supervised.dpo import DPOLoop, KTOLoop, loop_of
+from pipeline.supervised.dpo_data import KTO_SCHEMA, PARTNER_CELL, ROW, SCHEMA, DPOEncoder, KTOEncoder, _next_other
+from pipeline.supervised.loop import Settings
+from tests.train.updates import spawn, worlds
+
+PROMPT = [{"role": "user", "content": "Numbers: 3 4. Target: 7."}]
+
+
+def said(text: str, role: str = "assistant") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def encode(tokenizer: Any, rows: list[dict[str, Any]], kto: bool = False, **data: Any) -> pa.Table:
+    """Token rows of the rows of a file `f.parquet`."""
+    config = DPODataConfig(**data)
+    encoder = (KTOEncoder if kto else DPOEncoder)(tokenizer, config)
+    table = pa.Table.from_pylist(rows)
+    (KTOEncoder if kto else DPOEncoder).check(table.schema, "f.parquet", config)
+    table = encoder.whole(table, SimpleNamespace(first=100))  # type: ignore[arg-type]
+    return encoder.encode(table, [f"f.parquet, row {row}" for row in range(len(rows))])
+
+
+def pair(chosen: Any = "7 = 3 + 4", rejected: Any = "3 - 4", **more: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "chosen": chosen, "rejected": rejected, **more}
+
+
+# Encoding.
+
+
+def test_sides_follow_the_prompt_as_generated_and_end_with_the_end_of_turn(tokenizer: Any) -> None:
+    table = encode(tokenizer, [pair(), pair("a", "b")])
+    assert table.schema == SCHEMA and table["row"].to_pylist() == [100, 101]
+    prompt = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True)["input_ids"]
+    assert table["prompt_ids"].to_pylist() == [prompt, prompt]
+    for side, text in (("chosen", "7 = 3 + 4"), ("rejected", "3 - 4")):
+        ids, mask = (np.array(table[f"{side}_{kind}"][0].as_py()) for kind in ("ids", "mask"))
+        whole = tokenizer.apply_chat_template([*PROMPT, *said(text)], tokenize=False)
+        assert tokenizer.decode([*prompt, *ids]) == whole
+        assert tokenizer.decode(ids[mask > 0]) == f"{text}<|im_end|>"
+
+
+def test_text_prompts_whole_conversations_and_several_turns_mean_the_same(tokenizer: Any) -> None:
+    wanted = encode(tokenizer, [pair(said("x y"), said("z"))])
+    text = {"prompt": PROMPT[0]["content"], "chosen": "x y", "rejected": "z"}
+    whole = {"chosen": [*PROMPT, *said("x y")], "rejected": [*PROMPT, *said("z")]}
+    assert encode(tokenizer, [text]) == wanted and encode(tokenizer, [whole]) == wanted
+    # The sides part after the answer "no": it belongs to the prompt. Where they part at a user's turn, it does not.
+    shared = [*PROMPT, *said("no"), *said("Again.", "user")]
+    later = {"chosen": [*shared, *said("x")], "rejected": [*shared, *said("z")]}
+    prompt = tokenizer.apply_chat_template(shared, add_generation_prompt=True)["input_ids"]
+    assert encode(tokenizer, [later])["prompt_ids"][0].as_py() == prompt
+    parted = {
+        "chosen": [*PROMPT, *said("no"), *said("A", "user"), *said("x")],
+        "rejected": [*PROMPT, *said("no"), *said("B", "user"), *said("x")],
+    }
+    table = encode(tokenizer, [parted])
+    assert table["prompt_ids"] == wanted["prompt_ids"]
+    ids, mask = (np.array(table[f"chosen_{kind}"][0].as_py()) for kind in ("ids", "mask"))
+    assert tokenizer.decode(ids[mask > 0]) == "no<|im_end|>x<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (pair(None, "b"), "f.parquet, row 0, column 'chosen': there is no answer"),
+        (pair("a", ""), "f.parquet, row 0, column 'rejected': there is no answer"),
+        (pair(said("a"), said("")), "f.parquet, row 0, column 'rejected': the assistant's answer is empty"),
+        (pair("a", "a"), "f.parquet, row 0: the columns 'chosen' and 'rejected' are equal"),
+        (pair(said("a"), said("b", "user")), "row 0, column 'rejected': the last message is of role 'user'"),
+        (pair([*PROMPT, *said("a")], [*PROMPT, *said("b")]), "'chosen': the answer begins with a message of role 'us"),
+        ({"chosen": said("a"), "rejected": said("b")}, "row 0: the columns 'chosen' and 'rejected' have no prompt in"),
+        (pair(margin=float("nan")), "f.parquet, row 0, column 'margin': the margin is nan, not a finite number"),
+        (pair(margin=None), "f.parquet.* column 'margin' of type null where numbers are needed"),
+        ({"prompt": PROMPT, "chosen": "a"}, "f.parquet has no column 'rejected', but prompt, chosen"),
+    ],
+)
+def test_bad_pairs_are_refused_with_their_place(tokenizer: Any, row: dict[str, Any], sentence: str) -> None:
+    rows = [row, pair()] if row.get("chosen", "") is None else [row]
+    with pytest.raises(ValueError, match=sentence):
+        encode(tokenizer, rows, margin_key="margin" if "margin" in row else None)
+
+
+def test_long_rows_are_refused_cut_or_left_out(tokenizer: Any) -> None:
+    rows = [pair("1 2 3 4 5 6 7 8 9", "1"), pair("1", "2")]
+    full = encode(tokenizer, rows)
+    length = len(full["prompt_ids"][0]) + len(full["chosen_ids"][0])
+    with pytest.raises(
+        ValueError, match=f"row 0: the conversation has {length} tokens, .* data.max_length={length - 2}"
+    ):
+        encode(tokenizer, rows, max_length=length - 2)
+    left = encode(tokenizer, rows, max_length=length - 2, truncation="left")
+    assert left["prompt_ids"][0].as_py() == full["prompt_ids"][0].as_py()[2:]
+    assert left["chosen_ids"] == full["chosen_ids"] and left["prompt_ids"][1] == full["prompt_ids"][1]
+    dropped = encode(tokenizer, rows, max_length=length - 2, truncation="drop")
+    assert [len(dropped[f"{name}_ids"][0]) for name in ("prompt", "chosen", "rejected")] == [0, 0, 0]
+    assert dropped.slice(1) == full.slice(1)
+    with pytest.raises(ValueError, match="row 0: the answer, without any of its prompt, has"):
+        encode(tokenizer, rows, max_length=4, truncation="left")
+
+
+def test_rows_keep_their_number_and_partner_however_they_are_shuffled(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": f"{i}", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(11)]
+    for name, part in (("a", rows[:6]), ("b", rows[6:])):
+        pq.write_table(pa.Table.from_pylist(part), tmp_path / f"{name}.parquet", row_group_size=4)
+    data = DPODataConfig()
+    groups = KTOEncoder.find_row_groups(str(tmp_path), "data.train_files", data)
+    assert [group.first for group in groups] == [0, 4, 6, 10]
+    encoder = KTOEncoder(tokenizer, data)
+    seen = {}
+    for group in groups:
+        for table in read(group, encoder, np.random.default_rng(3)):
+            assert table.schema == KTO_SCHEMA
+            for row in table.to_pylist():
+                side, other = ("chosen", "rejected") if row["row"] % 2 == 0 else ("rejected", "chosen")
+                assert (
+                    tokenizer.decode(row[f"{side}_ids"]).startswith(f"answer {row['row']}") and not row[f"{other}_ids"]
+                )
+                text = tokenizer.decode(row["partner_ids"])
+                seen[row["row"]] = int(text.removeprefix("answer").split("<")[0]) if text else None
+    # The next row of the row group, after its last the first; a row that is alone has none.
+    assert seen == {0: 1, 1: 2, 2: 3, 3: 0, 4: 5, 5: 4, 6: 7, 7: 8, 8: 9, 9: 6, 10: None}
+
+
+def test_a_partner_has_another_prompt() -> None:
+    assert _next_other(list("aabbca")) == [2, 2, 4, 4, 5, 2]
+    assert _next_other(list("aaa")) == [None] * 3 and _next_other([]) == [] and _next_other(["a"]) == [None]
+
+
+def test_kto_needs_labels_of_both_kinds(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "f.parquet"
+    for label, kind in ((True, "good"), (False, "bad")):
+        pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["x", "y"], "label": [label] * 2}), path)
+        with pytest.raises(
+            ValueError, match=f"data.train_files .*f.parquet: column 'label' marks every answer as {kind}"
+        ):
+            KTOEncoder.find_row_groups(str(path), "data.train_files", DPODataConfig())
+        assert KTOEncoder.find_row_groups(str(path), "data.val_files", DPODataConfig())
+    for table, sentence in (
+        ({"prompt": ["a"], "completion": ["x"]}, "no column 'label'"),
+        ({"prompt": ["a"], "completion": ["x"], "label": ["yes"]}, "'label' of type string where true and false"),
+        ({"completion": ["x"], "label": [True]}, "no column 'prompt'"),
+        ({"prompt": ["a"], "completion": [3], "label": [True]}, "'completion' of type int64"),
+        ({"prompt": ["a"], "chosen": ["x"]}, "no column 'rejected'"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            KTOEncoder.check(pa.table(table).schema, "f.parquet", DPODataConfig())
+    rows = [{"prompt": "a", "completion": "x", "label": 2}, {"prompt": "b", "completion": "y", "label": 1}]
+    with pytest.raises(ValueError, match="f.parquet, row 0, column 'label': 2 is neither true nor false"):
+        encode(tokenizer, rows, kto=True)
+
+
+# The update.
+
+
+def rows_of(count: int = 7, seed: int = 0, kto: bool = False) -> pa.Table:
+    """Rows of random tokens; of KTO, the even ones have a good answer alone, and the last one no partner."""
+    random = np.random.default_rng(seed)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return random.integers(5, 300, random.integers(low, high)).tolist()
+
+    rows = []
+    for number in range(count):
+        row: dict[str, Any] = {"row": number, "prompt_ids": tokens(1, 12), "margin": number / 8}
+        for side in ("chosen", "rejected", "partner"):
+            ids = tokens(1, 9)
+            mask = (random.random(len(ids)) < 0.8).astype(int)
+            mask[-1] = 1
+            absent = kto and ((side == "rejected" and number % 2 == 0) or (side == "partner" and number == count - 1))
+            row |= {f"{side}_ids": [] if absent else ids, f"{side}_mask": [] if absent else mask.tolist()}
+        rows.append(row)
+    return pa.Table.from_pylist(rows, schema=KTO_SCHEMA if kto else SCHEMA)
+
+
+def worker(folder: Path, tables: list[pa.Table], rank: int = 0, world: int = 1, **changes: Any) -> DPOLoop:
+    """One rank of a run over `tables`, one per step; `changes` are settings of loss, data, trainer or model."""
+    config = DPOConfig(out=str(folder.parent / "out"))
+    config.model.path, config.data.train_batch_size, config.optim.lr = str(folder), len(tables[0]) * world, 1e-2
+    config.loss.beta = 0.3
+    for name, value in changes.items():
+        section = next(part for part in (config.loss, config.data, config.trainer, config.model) if hasattr(part, name))
+        setattr(section, name, value)
+    shard = SimpleNamespace(iter_batches=lambda **_: iter(tables))
+    progress = SimpleNamespace(post=SimpleNamespace(remote=lambda metrics: None))
+    context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world)
+    loop = loop_of(config.loss.type)
+    with (
+        patch.object(ray.train, "get_context", return_value=context),
+        patch.object(ray.train, "get_dataset_shard", return_value=shard),
+        patch.object(ray.train.torch, "get_device", return_value=torch.device("cpu")),
+    ):
+        return loop(Settings(loop, config, len(tables), [], progress))
+
+
+def shifted(loop: DPOLoop, amount: float = 0.05) -> None:
+    """Move the policy away from the reference, the same way on any number of ranks."""
+    state = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            noise = torch.randn(parameter.shape, generator=state) * amount
+            parameter.copy_(torch.distributed.tensor.distribute_tensor(noise, parameter.device_mesh) + parameter)
+
+
+def plain_sums(lm: Any, rows: pa.Table, side: str) -> list[Tensor | None]:
+    """Sum of the log-probs of one side's learnt tokens, one conversation at a time, by the model itself."""
+    sums: list[Tensor | None] = []
+    for row in rows.to_pylist():
+        ids, prompt = row["prompt_ids"] + row[f"{side}_ids"], len(row["prompt_ids"])
+        if not row[f"{side}_ids"]:
+            sums.append(None)
+            continue
+        log_probs = lm(input_ids=torch.tensor(ids)[None]).logits[0].log_softmax(-1)
+        chosen = log_probs[torch.arange(prompt - 1, len(ids) - 1), torch.tensor(ids[prompt:])]
+        sums.append((chosen * torch.tensor(row[f"{side}_mask"])).sum())
+    return sums
+
+
+def plain_loss(
+    folder: Path, state: dict[str, Tensor], rows: pa.Table, name: str, **options: float
+) -> tuple[Any, Tensor]:
+    """The model with gradients of the loss, and the loss, from their formulas."""
+    lm, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    lm.load_state_dict({key.removeprefix("lm."): value for key, value in state.items()}, strict=False)
+    lm.tie_weights()
+    ratios, sums = {}, {}
+    for side in ("chosen", "rejected", *(["partner"] if name == "kto" else [])):
+        with torch.no_grad():
+            before = plain_sums(reference, rows, side)
+        sums[side] = plain_sums(lm, rows, side)
+        ratios[side] = [a - b for a, b in zip(sums[side], before, strict=True) if a is not None and b is not None]
+    tokens = {side: torch.tensor([sum(mask) for mask in rows[f"{side}_mask"].to_pylist() if mask]) for side in ratios}
+    chosen, rejected = torch.stack(ratios["chosen"]), torch.stack(ratios["rejected"])
+    beta, margin = 0.3, torch.tensor(rows["margin"].to_pylist())
+    if name == "kto":
+        kl = torch.stack(ratios["partner"]).mean().clamp(min=0).detach()
+        loss = (1 - torch.sigmoid(beta * (chosen - kl))).sum() + (1 - torch.sigmoid(beta * (kl - rejected))).sum()
+        loss = loss / (len(chosen) + len(rejected))
+    elif name == "ipo":
+        loss = ((chosen / tokens["chosen"] - rejected / tokens["rejected"] - 1 / (2 * beta)) ** 2).mean()
+    elif name == "hinge":
+        loss = torch.relu(1 - (beta * (chosen - rejected) - margin)).mean()
+    else:
+        loss = -logsigmoid(beta * (chosen - rejected) - margin).mean()
+    alpha = options.get("rpo_alpha", 0.0)
+    loss = loss - alpha * (torch.stack(sums["chosen"]) / tokens["chosen"]).mean() if alpha else loss
+    loss.backward()
+    return lm, loss.detach()
+
+
+def assert_gradients(loop: DPOLoop, lm: Any) -> None:
+    wanted = dict(lm.named_parameters())
+    for name, parameter in loop.model.named_parameters():
+        grad = wanted[name.removeprefix("lm.")].grad
+        torch.testing.assert_close(parameter.grad.full_tensor(), grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("share", ["never", "always"])
+@pytest.mark.parametrize("budget", [42, 100, 4096])
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_loss_and_gradient_are_those_of_plain_torch(tiny_model: Path, loss: str, budget: int, share: str) -> None:
+    rows = rows_of(kto=loss == "kto")
+    loop = worker(tiny_model, [rows], type=loss, max_token_len_per_gpu=budget, grad_clip=1e9, share_prompts=share)
+    loop.keep_reference()
+    shifted(loop)
+    parts = len(loop.micro_batches(loop.lengths(rows)))
+    assert parts > 1 if budget < 4096 else parts == 1
+    with patch.object(loop.optimizer, "step"):
+        metrics = loop.step(rows)
+    lm, wanted = plain_loss(tiny_model, full_state_dict(loop.model), rows, loss)
+    assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5) and metrics["dropped"] == 0
+    assert_gradients(loop, lm)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("loss", "alpha"), [("hinge", 0.0), ("ipo", 0.0), ("sigmoid", 0.7)])
+def test_other_losses_are_those_of_plain_torch(tiny_model: Path, loss: str, alpha: float) -> None:
+    rows = rows_of(5, seed=1)
+    loop = worker(tiny_model, [rows], type=loss, rpo_alpha=alpha, max_token_len_per_gpu=60, grad_clip=1e9)
+    loop.keep_reference()
+    shifted(loop)
+    with patch.object(loop.optimizer, "step"):
+        metrics = loop.step(rows)
+    lm, wanted = plain_loss(tiny_model, full_state_dict(loop.model), rows, loss, rpo_alpha=alpha)
+    assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    assert_gradients(loop, lm)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_metrics_are_those_of_the_answers(tiny_model: Path) -> None:
+    rows = rows_of()
+    loop = worker(tiny_model, [rows], max_token_len_per_gpu=60)
+    loop.keep_reference()
+    reference = loop.reference
+    start = loop._with_reference(rows, reference)
+    metrics = loop.validate(start)
+    assert metrics["rewards/margins"] == 0 and metrics["rewards/accuracies"] == 0.5
+    assert metrics["logps/chosen"] == pytest.approx(reference[:, 0].mean(), rel=1e-6)
+    assert metrics["logps/rejected"] == pytest.approx(reference[:, 1].mean(), rel=1e-6)
+    shifted(loop)
+    after, moved = loop.validate(start), loop.score(rows) - reference
+    for number, side in enumerate(("chosen", "rejected")):
+        assert after[f"rewards/{side}"] == pytest.approx(0.3 * moved[:, number].mean(), rel=1e-4)
+    assert after["rewards/margins"] == pytest.approx(0.3 * (moved[:, 0] - moved[:, 1]).mean(), rel=1e-4)
+    assert after["rewards/accuracies"] == pytest.approx((moved[:, 0] > moved[:, 1]).mean())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_reference_stays_the_start_model_over_epochs(tiny_model: Path) -> None:
+    rows = rows_of(6)
+    order = [4, 0, 5, 2, 1, 3]
+    loop = worker(tiny_model, [rows.slice(0, 3), rows.slice(3), rows.slice(0, 3)])  # row 0 to 2 come twice
+    loop.keep_reference()
+    assert loop.reference.shape == (6, 2)
+    np.testing.assert_allclose(loop.reference, loop.score(rows), rtol=1e-6)
+    kept = loop.reference.copy()
+    for start in (0, 3, 0):
+        loop.step(rows.take(order[start : start + 3]))
+    assert np.array_equal(loop.reference, kept) and not np.allclose(loop.score(rows), kept, rtol=1e-3)
+    with pytest.raises(RuntimeError, match="a row came that the first pass did not have"):
+        loop.step(rows.set_column(0, "row", pa.array(np.arange(6) + 3)))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_rows_left_out_are_counted_and_change_nothing(tiny_model: Path, loss: str) -> None:
+    rows = rows_of(kto=loss == "kto")
+    names = [name for name in rows.column_names if name not in ("row", "margin")]
+    lines = rows.to_pylist()
+    for number in (2, 5):
+        lines[number] |= {name: [] for name in names}
+    some = pa.Table.from_pylist(lines, schema=rows.schema)
+    none = pa.Table.from_pylist([line | {name: [] for name in names} for line in lines], schema=rows.schema)
+    loop = worker(tiny_model, [some], type=loss, grad_clip=1e9)
+    loop.keep_reference()
+    shifted(loop)
+    with patch.object(loop.optimizer, "step"):
+        metrics = loop.step(some)
+    kept = pa.Table.from_pylist([line for line in lines if line["prompt_ids"]], schema=rows.schema)
+    lm, wanted = plain_loss(tiny_model, full_state_dict(loop.model), kept, loss)
+    assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5) and metrics["dropped"] == 2
+    assert_gradients(loop, lm)
+    before = full_state_dict(loop.model)
+    assert loop.step(none) == {"dropped": 9, "grad_norm": 0}
+    for name, value in full_state_dict(loop.model).items():
+        assert torch.equal(value, before[name])
+
+
+def _on_ranks(rank: int, folder: str, model: str) -> None:
+    for world in worlds(rank, folder):
+        for loss in ("sigmoid", "kto"):
+            table = rows_of(8, kto=loss == "kto")
+            # Each rank's block; the second batch has the same rows in another order, on other ranks.
+            blocks = [table.slice(8 // world * rank, 8 // world), table.take([5, 0, 7, 2, 1, 3, 4, 6])]
+            blocks[1] = blocks[1].slice(8 // world * rank, 8 // world)
+            loop = worker(Path(model), blocks[:1], rank, world, type=loss, max_token_len_per_gpu=60)
+            loop.config.optim.eps = 1e-2
+            loop.optimizer.param_groups[0]["eps"] = loop.optimizer.param_groups[1]["eps"] = 1e-2
+            loop.keep_reference()
+            shifted(loop)
+            metrics = [loop.step(block) for block in blocks]
+            state = full_state_dict(loop.model)
+            if rank == 0:
+                torch.save((metrics, state, loop.reference), f"{folder}/{world}-{loss}.pt")
+            dist.barrier()
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_same_steps_as_one(tmp_path: Path, tiny_model: Path) -> None:
+    spawn(_on_ranks, str(tmp_path), str(tiny_model))
+    for loss in ("sigmoid", "kto"):
+        one, two = (torch.load(tmp_path / f"{world}-{loss}.pt", weights_only=False) for world in (1, 2))
+        np.testing.assert_allclose(one[2], two[2], rtol=1e-5)
+        for a, b in zip(one[0], two[0], strict=True):
+            assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+        for name, value in one[1].items():
+            torch.testing.assert_close(value, two[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_losses_of_answers_have_their_own_worker() -> None:
+    assert loop_of("ipo") is DPOLoop and loop_of("kto") is KTOLoop
+    assert {ROW, PARTNER_CELL}.isdisjoint({"prompt", "chosen", "rejected", "completion", "label"})
