@@ -283,7 +283,7 @@ def assert_gradients(loop: DPOLoop, lm: Any) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("share", ["never", "always"])
-@pytest.mark.parametrize("budget", [42, 100, 4096])
+@pytest.mark.parametrize("budget", [42, 60, 4096])
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
 def test_loss_and_gradient_are_those_of_plain_torch(tiny_model: Path, loss: str, budget: int, share: str) -> None:
     rows = rows_of(kto=loss == "kto")

@@ -1,6 +1,8 @@
 """Rows are dealt to the ranks by their work: evenly, within their mini-batch, and alike on every rank."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -137,3 +139,24 @@ def test_ranks_that_train_the_same_rows_get_all_of_their_group_in_one_order(deal
     assert one.equals(other) and len(one) == len(rows)
     for half in (0, 8):
         assert sorted(names(one.slice(half, 8))) == sorted(names(rows.slice(half, 8)))
+
+
+@pytest.mark.parametrize(("shares", "of_pairs", "unit"), [(False, False, 1), (True, False, 4), (False, True, 4)])
+def test_groups_stay_together_where_their_samples_share_a_prompt_or_are_compared(
+    shares: bool, of_pairs: bool, unit: int
+) -> None:
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64))
+    actor: Any = SimpleNamespace(
+        device=CPU,
+        shape=SimpleNamespace(mini_batches=6, epochs=1),
+        shares_prompts=shares,
+        loss=SimpleNamespace(of_pairs=of_pairs),
+        module=SimpleNamespace(decoder=SimpleNamespace(config=config)),
+        mesh=SimpleNamespace(same_rows=2),
+        needs_old_log_probs=True,
+        skips_without_advantage=True,
+    )
+    critic: Any = SimpleNamespace(shape=SimpleNamespace(mini_batches=4, epochs=1))
+    dealer = Dealer.of(actor, critic, samples=4, parts=2)
+    assert (dealer.unit, dealer.segments, dealer.same_rows) == (unit, 6, 2)
+    assert dealer.idle == pytest.approx(4 / 7)
