@@ -1,6 +1,5 @@
 """Builds actor, critic and weight publishers from the run's configuration."""
 
-import ray
 import torch
 
 from pipeline.config import Config
@@ -37,6 +36,9 @@ def build_publishers(
     config: Config, actor: Actor, critic: Critic | None, rank: int, device: torch.device
 ) -> dict[str, WeightPublisher]:
     """Publishers of this rank's part of the trained models' weights, by the model's name in the store."""
+    # Imported here because building a learner needs no Ray (benchmarks/gpu).
+    import ray
+
     limit = config.trainer.weight_bucket_mb * 2**20
     transport = config.trainer.weight_transport
     memory = PublishedMemory(rank, config.algorithm.max_staleness + 2, device) if transport == "nixl" else None
