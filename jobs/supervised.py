@@ -16,13 +16,15 @@ from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from pipeline.config import ConfigError, load
-from pipeline.config.bounds import violations
+from pipeline.config.bounds import sentences, violations
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.plan import check_offload
 from pipeline.run import cluster
 from pipeline.supervised.data import RowGroup, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
+from pipeline.train import ranks
 
 LINE_S = 10.0
 ANSWER_S = 60.0
@@ -119,6 +121,8 @@ class Job(Generic[C]):
         """
         data, trainer = config.data, config.trainer
         problems = list(violations(config))
+        offload = check_offload.problems(config.model, {"fsdp": config.fsdp}, trainer.use_gpu)
+        problems += [f"{sentence}." for sentence in sentences(config, offload)]
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")
         elif Path(config.out).exists() and not (Path(config.out) / "config.json").exists() and os.listdir(config.out):
@@ -173,7 +177,7 @@ class Job(Generic[C]):
         fit = TorchTrainer(
             train_loop,
             train_loop_config={"settings": Settings(self.loop, config, steps, val_groups, progress)},
-            torch_config=TorchConfig(timeout_s=int(trainer.data_timeout)),
+            torch_config=TorchConfig(ranks.backend(trainer.use_gpu), timeout_s=int(trainer.data_timeout)),
             scaling_config=ScalingConfig(
                 num_workers=trainer.num_workers, use_gpu=trainer.use_gpu, resources_per_worker=resources
             ),

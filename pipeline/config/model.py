@@ -27,6 +27,9 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
+    activation_offload: bool = False
+    """Let what `enable_gradient_checkpointing` keeps of each layer wait in host memory; for GPUs and long rows."""
+
     share_prompts: str = setting("auto", choices=("auto", "always", "never"))
     """Let samples in one forward pass share a copy of their prompt; numbers are the same up to rounding. `auto`: on
     CPUs, for models with full attention and `sdpa`. `always`: on any device; models that cannot are refused."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
@@ -80,19 +80,28 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str) -> Mod
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # On CPUs null leaves the type of the weights, which need not be the same in all of them.
+    computed = config.compute_dtype("", device.type == "cuda")
     policy = MixedPrecisionPolicy(
-        param_dtype=torch_dtype(config.param_dtype, "fsdp.param_dtype") if config.param_dtype else None,
+        param_dtype=torch_dtype(computed, "fsdp.param_dtype") if computed else None,
         reduce_dtype=torch_dtype(config.reduce_dtype, "fsdp.reduce_dtype"),
     )
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": policy,
         "reshard_after_forward": config.reshard_after_forward,
+        **({"offload_policy": CPUOffloadPolicy()} if config.offload == "all" else {}),
     }
     for block in transformer_blocks(module):
         fully_shard(block, **options)
     fully_shard(module, **options)
-    module.to(device)  # buffers; fully_shard moved the parameters
+    if config.offload == "all":
+        # The parameters stay in host memory.
+        for part in module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, buffer.to(device))
+    else:
+        module.to(device)  # buffers; fully_shard moved the parameters
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # A plain sum on every backend: gloo has neither AVG nor premultiplied sums.

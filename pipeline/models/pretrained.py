@@ -10,6 +10,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.errors import short_reason
 from pipeline.models.fsdp import torch_dtype
+from pipeline.models.offload import offload_activations
 
 PREFIX = "lm."
 
@@ -53,6 +54,8 @@ def load_pretrained(auto: Any, config: ModelConfig, key: str, **options: Any) ->
         raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.activation_offload:
+        offload_activations(model.base_model)
     return model.train(), report
 
 

@@ -35,12 +35,34 @@ class Memory:
     """Weights of one replica of each scoring pool; None where its folder is not known."""
     train_versions: int = 0
     """Copies of the weights that engines read out of the train worker's memory."""
+    offload: str = "none"
+    """`actor.fsdp.offload`."""
+    critic_offload: str = "none"
+    """`critic.fsdp.offload`."""
 
     @property
     def train_worker(self) -> int:
-        """Bytes of one train worker without activations."""
+        """Bytes of one train worker without activations, and without what waits in host memory."""
         actor = self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
-        return actor + self.train_versions + (self.train_critic or 0)
+        return actor + self.train_versions + (self.train_critic or 0) - self.offloaded
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of it that wait in host memory."""
+        actor = {"optimizer": self.train_optimizer}
+        actor["all"] = self.train_optimizer + self.train_weights + self.train_gradients
+        critic = {"optimizer": (self.train_critic or 0) // 2, "all": self.train_critic or 0}
+        return actor.get(self.offload, 0) + critic.get(self.critic_offload, 0)
+
+    @property
+    def train_start(self) -> int:
+        """Bytes of host memory in which a train worker reads its slices of the weights."""
+        return self.train_weights + (self.train_critic or 0) // 4
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a train worker's part of a checkpoint: weights and optimiser."""
+        return self.train_weights + self.train_optimizer + (self.train_critic or 0) * 3 // 4
 
 
 def estimate(config: Config) -> Memory | None:
@@ -70,7 +92,7 @@ def estimate(config: Config) -> Memory | None:
     scorer_weights: dict[str, int | None] = {}
     for name, scorer in scorers(config).items():
         fsdp = (config.critic if name == "value" else config.actor).fsdp
-        dtype = scorer.dtype or fsdp.param_dtype or config.model.dtype
+        dtype = scorer.dtype or fsdp.compute_dtype(config.model.dtype, scorer.num_gpus > 0)
         parameters = replicas[name]
         scorer_weights[name] = None if parameters is None else parameters * BYTES[dtype]
     return Memory(
@@ -86,6 +108,8 @@ def estimate(config: Config) -> Memory | None:
         rows=_row_bytes(config),
         scorer_weights=scorer_weights,
         train_versions=versions * model.parameters * engine_element // workers,
+        offload=config.actor.fsdp.offload,
+        critic_offload=config.critic.fsdp.offload if uses_critic(config) else "none",
     )
 
 

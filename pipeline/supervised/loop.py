@@ -79,7 +79,7 @@ class SupervisedLoop(ABC, Generic[C]):
         self.rows = TimedIterator(iter(blocks), trainer.data_timeout, lambda: hint)
         self.tokenizer = load_tokenizer(self.config.model)
         self.model: Any = shard(self.load(), self.config.fsdp, self.device)
-        self.optimizer = build_optimizer(self.model, self.config.optim)
+        self.optimizer = build_optimizer(self.model, self.config.optim, self.config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
         encoder = self.encoder(self.tokenizer, self.config.data)
         limit = self.config.data.val_max_samples

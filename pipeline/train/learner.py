@@ -55,7 +55,7 @@ class Learner(ABC):
         self._shared_size = shared_size(share_prompts, module, device)
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device)
-        self.optimizer = build_optimizer(self.module, config.optim)
+        self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
 
     # Different in actor and critic.
@@ -136,7 +136,7 @@ class Learner(ABC):
             raise FloatingPointError(
                 f"the gradient norm of the {self.name} was {norm} in {self._nonfinite_steps} optimiser steps in a row, "
                 f"more than trainer.max_nonfinite_steps={self.shape.max_nonfinite_steps}; none was taken. Lower "
-                f"{self.name}.optim.lr, or compute in float32 ({self.name}.fsdp.param_dtype=null)"
+                f"{self.name}.optim.lr, or compute in float32 ({self.name}.fsdp.param_dtype=float32)"
             )
         # Every rank has the same norm and count. Without tokens the gradient is 0, but a step would decay weights.
         step = finite and tokens > self.all_reduce([rejected])[0]

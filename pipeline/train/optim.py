@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +18,42 @@ SHAPES: dict[str, Callable[[float], float]] = {
 """Share of the way from the peak to the floor, over the progress of the decay from 0 to 1."""
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose state is in host memory between steps.
+
+    A step takes one parameter after the other, so the device holds the state of one. The numbers are AdamW's.
+    """
+
+    HOST = torch.device("cpu")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """See `torch.optim.AdamW.step`; a closure is not supported."""
+        assert closure is None
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._move(parameter, parameter.device)
+                        self.param_groups = [group | {"params": [parameter]}]
+                        super().step()
+                        self._move(parameter, self.HOST)
+        finally:
+            self.param_groups = groups
+
+    def _move(self, parameter: nn.Parameter, device: torch.device) -> None:
+        """Have the moments of a parameter on `device`; its count of steps stays where fused AdamW wants it."""
+        state = self.state[parameter]
+        for name, value in state.items():
+            if name != "step":
+                state[name] = value.to(device)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none") -> torch.optim.AdamW:
     """AdamW over the trainable parameters of `model`, which is sharded already.
 
-    Weight decay applies to matrices alone, not to vectors (norms, biases).
+    Weight decay applies to matrices alone, not to vectors (norms, biases). `offload` is `fsdp.offload`.
     """
     if len(config.betas) != 2:
         raise ValueError(f"optim.betas={list(config.betas)} must be two numbers.")
@@ -31,7 +64,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     ]
     betas = (config.betas[0], config.betas[1])
     filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    kind = OffloadedAdamW if offload == "optimizer" else torch.optim.AdamW
+    return kind(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
