@@ -121,7 +121,7 @@ class Job(Generic[C]):
         """
         data, trainer = config.data, config.trainer
         problems = list(violations(config))
-        offload = check_offload.problems(config.model, {"fsdp": config.fsdp}, trainer.use_gpu)
+        offload = check_offload.problems(config.model, {"": (config.optim, config.fsdp)}, trainer.use_gpu)
         problems += [f"{sentence}." for sentence in sentences(config, offload)]
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")

@@ -18,6 +18,10 @@ KL_LOSSES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
 class OptimConfig:
     """AdamW and its schedule."""
 
+    name: str = setting("adamw", choices=("adamw", "adamw_8bit"))
+    """`adamw_8bit` (`pip install torchao`) keeps AdamW's two averages in 8 bits, with a scale for each 256 numbers: 2
+    bytes a parameter instead of 8."""
+
     lr: float = setting(1e-6, at_least=0)
     """Peak learning rate."""
 

@@ -56,8 +56,10 @@ def _problems(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    sharding = {"actor.fsdp": config.actor.fsdp} | ({"critic.fsdp": config.critic.fsdp} if uses_critic(config) else {})
-    yield from sentences(config, check_offload.problems(config.model, sharding, config.trainer.use_gpu))
+    learners = {"actor.": (config.actor.optim, config.actor.fsdp)}
+    if uses_critic(config):
+        learners["critic."] = config.critic.optim, config.critic.fsdp
+    yield from sentences(config, check_offload.problems(config.model, learners, config.trainer.use_gpu))
     yield from models.problems(config)
     if not single:
         # The arithmetic divides by values that were found to be positive above.

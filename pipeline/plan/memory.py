@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.config import Config
+from pipeline.config.learner import OptimConfig
 from pipeline.derived import most_contexts, scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
 from pipeline.plan.models import ModelFiles, read_model
 
@@ -39,6 +40,8 @@ class Memory:
     """`actor.fsdp.offload`."""
     critic_offload: str = "none"
     """`critic.fsdp.offload`."""
+    critic_weights: int = 0
+    """Weights of the critic alone."""
 
     @property
     def train_worker(self) -> int:
@@ -57,12 +60,12 @@ class Memory:
     @property
     def train_start(self) -> int:
         """Bytes of host memory in which a train worker reads its slices of the weights."""
-        return self.train_weights + (self.train_critic or 0) // 4
+        return self.train_weights + self.critic_weights
 
     @property
     def checkpoint(self) -> int:
         """Bytes of a train worker's part of a checkpoint: weights and optimiser."""
-        return self.train_weights + self.train_optimizer + (self.train_critic or 0) * 3 // 4
+        return self.train_weights + self.train_optimizer + (self.train_critic or 0) - self.critic_weights
 
 
 def estimate(config: Config) -> Memory | None:
@@ -82,7 +85,9 @@ def estimate(config: Config) -> Memory | None:
     tokens = config.data.max_prompt_length + config.data.max_response_length
     shard = model.parameters * element // workers
     versions = config.algorithm.max_staleness + 2 if config.trainer.weight_transport == "nixl" else 0
-    train_critic = None if critic is None else 4 * (_decoder(critic) * element // workers)
+    critic_weights = 0 if critic is None else _decoder(critic) * element // workers
+    averages = _averages(config.critic.optim, critic_weights, element)
+    train_critic = None if critic is None else 2 * critic_weights + averages
     replicas = {
         "reward_model": None if reward_model is None else reward_model.parameters,
         "reference": None if reference is None else reference.parameters,
@@ -99,7 +104,7 @@ def estimate(config: Config) -> Memory | None:
         parameters=model.parameters,
         train_weights=shard,
         train_gradients=shard,
-        train_optimizer=2 * shard,
+        train_optimizer=_averages(config.actor.optim, shard, element),
         # Logits, their softmax and the gradient of both, in float32.
         train_logits=3 * 4 * config.actor.logits_chunk_tokens * model.config.get("vocab_size", 0),
         train_critic=train_critic if uses_critic(config) else 0,
@@ -110,7 +115,14 @@ def estimate(config: Config) -> Memory | None:
         train_versions=versions * model.parameters * engine_element // workers,
         offload=config.actor.fsdp.offload,
         critic_offload=config.critic.fsdp.offload if uses_critic(config) else "none",
+        critic_weights=critic_weights if uses_critic(config) else 0,
     )
+
+
+def _averages(optim: OptimConfig, weights: int, element: int) -> int:
+    """Bytes of AdamW's two averages for weights of so many bytes, `element` each."""
+    # A byte a number, and a scale of four bytes for 256 of them.
+    return 2 * weights if optim.name == "adamw" else 2 * (weights // element) * (256 + 4) // 256
 
 
 def _with_weights(path: str | None) -> ModelFiles | None:

@@ -114,7 +114,7 @@ class SupervisedLoop(ABC, Generic[C]):
                 raise RuntimeError(f"the rows ended before step {step}; did a file change while it was read?")
             if len(table) != self.block_rows:
                 raise RuntimeError(f"step {step} got {len(table)} rows where {self.block_rows} were expected")
-            metrics = {"step": step, "lr": self.optimizer.param_groups[0]["lr"], **self.step(table)}
+            metrics = {"step": step, "lr": float(self.optimizer.param_groups[0]["lr"]), **self.step(table)}
             columns = [table[name] for name in table.column_names if name.endswith("_ids")]
             tokens_seen += self.world_size * sum(pc.sum(pc.list_value_length(column)).as_py() for column in columns)
             metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)

@@ -143,7 +143,7 @@ class Learner(ABC):
         stats = {
             f"{self.name}/grad_norm": mean(norm, 1) if finite else mean(0, 0),
             f"{self.name}/skipped_steps": Stat("sum", (float(not step) / ranks.count(),)),
-            f"{self.name}/lr": Stat("max", (self.optimizer.param_groups[0]["lr"],)),
+            f"{self.name}/lr": Stat("max", (float(self.optimizer.param_groups[0]["lr"]),)),
         }
         if step:
             self.optimizer.step()

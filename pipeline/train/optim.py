@@ -50,10 +50,11 @@ class OffloadedAdamW(torch.optim.AdamW):
                 state[name] = value.to(device)
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none") -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none") -> torch.optim.Optimizer:
     """AdamW over the trainable parameters of `model`, which is sharded already.
 
-    Weight decay applies to matrices alone, not to vectors (norms, biases). `offload` is `fsdp.offload`.
+    Weight decay applies to matrices alone, not to vectors (norms, biases). `offload` is `fsdp.offload`. The learning
+    rate of the groups of `adamw_8bit` is a tensor.
     """
     if len(config.betas) != 2:
         raise ValueError(f"optim.betas={list(config.betas)} must be two numbers.")
@@ -64,6 +65,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
     ]
     betas = (config.betas[0], config.betas[1])
     filled = [group for group in groups if group["params"]]
+    if config.name == "adamw_8bit":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(filled, lr=config.lr, betas=betas, eps=config.eps)
     kind = OffloadedAdamW if offload == "optimizer" else torch.optim.AdamW
     return kind(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 

@@ -135,8 +135,11 @@ def gathered_weights(kind: type[Actor | Critic], config: Config) -> list[str]:
 
 
 def optimiser(kind: type[Actor | Critic], config: Config) -> str:
-    """The class of the optimiser: one of them keeps its state in host memory."""
-    return type(learner(kind, config).optimizer).__name__
+    """The class of the optimiser, or the package that it needs."""
+    try:
+        return type(learner(kind, config).optimizer).__name__
+    except ModuleNotFoundError as missing:
+        return str(missing)
 
 
 class LargestLogits(TorchDispatchMode):
@@ -305,6 +308,7 @@ for name, kind, look, gathered in (
         f"{name}.fsdp.reshard_after_forward": Shown(gathered, False),
         f"{name}.fsdp.param_dtype": Shown(look, "bfloat16"),
         f"{name}.fsdp.reduce_dtype": Shown(look, "bfloat16"),
+        f"{name}.optim.name": Shown(partial(optimiser, kind), "adamw_8bit"),
         f"{name}.fsdp.offload": Shown(partial(optimiser, kind), "optimizer"),
     }
 

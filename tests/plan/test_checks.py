@@ -179,7 +179,12 @@ def test_packages_that_are_not_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install wandb" in refusal("trainer.logger=[wandb]")
     assert "on every node: pip install nixl" in refusal("trainer.weight_transport=nixl", "trainer.logger=[]")
+    small = "actor.optim.name=adamw_8bit"
+    assert f"{small} needs the Python package torchao" in refusal(small, "trainer.logger=[]")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check(good(small))
+    both = refusal(small, "actor.fsdp.offload=optimizer", "trainer.use_gpu=true")
+    assert f"{small} with actor.fsdp.offload=optimizer" in both
     check(good("trainer.weight_transport=nixl", "trainer.num_workers=2", "trainer.logger=[wandb]"))
 
 

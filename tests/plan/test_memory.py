@@ -191,3 +191,14 @@ def test_replicas_compute_in_bfloat16_on_gpus(tmp_path):
     write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
     memory = small(f"model.path={tmp_path}", *LENGTHS, *PPO, "scoring.reference.num_gpus=1").memory
     assert memory and memory.scorer_weights == {"reference": (1600 + 64) * 2, "value": DECODER * 4}
+
+
+def test_averages_of_8_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    plain = small(f"model.path={tmp_path}", *LENGTHS, *PPO).memory
+    found = small(f"model.path={tmp_path}", *LENGTHS, *PPO, "actor.optim.name=adamw_8bit").memory
+    assert plain and found and plain.train_optimizer == (1600 + 64) * 8 // 2
+    assert found.train_optimizer == 2 * 832 * 260 // 256 and found.train_critic == plain.train_critic
+    both = small(f"model.path={tmp_path}", *LENGTHS, *PPO, "critic.optim.name=adamw_8bit").memory
+    assert both and both.train_start == plain.train_start and both.train_critic < 0.63 * plain.train_critic

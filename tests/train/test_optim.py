@@ -105,3 +105,28 @@ def test_moments_move_and_the_count_of_steps_stays() -> None:
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
+
+
+def test_averages_of_8_bits_take_a_quarter_of_the_memory_and_nearly_the_same_steps() -> None:
+    pytest.importorskip("torchao")
+    models, sizes = [], []
+    for name in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128)
+        config = OptimConfig(name=name, lr=1e-2, weight_decay=0.5)
+        optimizer = build_optimizer(model, config)
+        scheduler = build_scheduler(optimizer, config, 4)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.eye(64)).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+        averages = optimizer.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg_sq"]
+        parts = [getattr(average, "codes", average) for average in averages]
+        sizes.append(sum(part.nbytes for part in parts))
+        models.append(model.weight.detach())
+    assert sizes[1] * 4 == sizes[0] == 2 * 4 * 64 * 128
+    torch.manual_seed(0)
+    moved = (models[0] - nn.Linear(64, 128).weight.detach()).norm()
+    # Of single numbers, whose averages are small beside others of their 256, the step may differ by a third.
+    assert 0 < (models[0] - models[1]).norm() < 0.1 * moved
