@@ -21,10 +21,12 @@ from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models import adapter
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.plan import check_offload
 from pipeline.plan.models import read_model
 from pipeline.run import cluster
 from pipeline.supervised.data import RowGroup, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
+from pipeline.train import ranks
 
 LINE_S = 10.0
 ANSWER_S = 60.0
@@ -122,6 +124,8 @@ class Job(Generic[C]):
         data, trainer = config.data, config.trainer
         lora, path = config.model.lora, config.model.path
         problems = [*violations(config), *sentences(config, config.problems()), *sentences(config, lora.problems())]
+        offload = check_offload.problems(config.model, {"": (config.optim, config.fsdp)}, trainer.use_gpu)
+        problems += [f"{sentence}." for sentence in sentences(config, offload)]
         base = read_model(path)
         problems += adapter.problems(lora, base.matrices if base else {}, path)
         if not config.out:
@@ -185,7 +189,7 @@ class Job(Generic[C]):
         fit = TorchTrainer(
             train_loop,
             train_loop_config={"settings": Settings(self.loop, config, steps, val_groups, progress)},
-            torch_config=TorchConfig(timeout_s=int(trainer.data_timeout)),
+            torch_config=TorchConfig(ranks.backend(trainer.use_gpu), timeout_s=int(trainer.data_timeout)),
             scaling_config=ScalingConfig(
                 num_workers=trainer.num_workers, use_gpu=trainer.use_gpu, resources_per_worker=resources
             ),

@@ -60,7 +60,9 @@ def one_rank() -> Iterator[None]:
     """This process as the only rank of a process group."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    on_gpu = os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu") != "cpu"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -9,12 +9,18 @@ AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-su
 """Ways in which token losses become one number."""
 KL_ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Names of the estimates of a KL at one token (`pipeline/kl_estimate.py`)."""
+OFFLOADS = ("none", "optimizer", "all")
+"""What a learner may leave in host memory."""
 KL_LOSSES = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
 
 
 @dataclass
 class OptimConfig:
     """AdamW and its schedule."""
+
+    name: str = setting("adamw", choices=("adamw", "adamw_8bit"))
+    """`adamw_8bit` (`pip install torchao`) keeps AdamW's two averages in 8 bits, with a scale for each 256 numbers: 2
+    bytes a parameter instead of 8."""
 
     lr: float = setting(1e-6, at_least=0)
     """Peak learning rate."""
@@ -49,10 +55,19 @@ class FSDPConfig:
     """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
 
     param_dtype: str | None = setting(None, choices=(None, "float32", "bfloat16"))
-    """Type of the gathered weights and the computation; null takes `model.dtype`."""
+    """Type of the gathered weights and the computation; null is bfloat16 on GPUs, and `model.dtype` on CPUs. The
+    trained weights stay in `model.dtype`."""
 
     reduce_dtype: str = setting("float32", choices=("float32", "bfloat16"))
     """Type in which gradients are summed over ranks."""
+
+    offload: str = setting("none", choices=OFFLOADS)
+    """What waits in host memory, for GPUs alone: `optimizer` (its state, which visits the GPU parameter by parameter in
+    each step) or `all` (also weights and gradients; the step is taken on CPUs)."""
+
+    def compute_dtype(self, model_dtype: str, gpu: bool) -> str:
+        """The type of the computation, of a model whose weights are of `model_dtype`."""
+        return self.param_dtype or ("bfloat16" if gpu else model_dtype)
 
 
 @dataclass

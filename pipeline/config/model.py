@@ -107,6 +107,9 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
+    activation_offload: bool = False
+    """Let what `enable_gradient_checkpointing` keeps of each layer wait in host memory; for GPUs and long rows."""
+
     share_prompts: str = setting("auto", choices=("auto", "always", "never"))
     """Let samples in one forward pass share a copy of their prompt; numbers are the same up to rounding. `auto`: in
     models that attend over packed rows, which is found out at the start (full attention, `sdpa`). `always`: models that

@@ -22,7 +22,8 @@ class ScorerConfig:
     """Compute threads of a CPU replica; 0 takes `num_cpus`."""
 
     dtype: str | None = setting(None, choices=(None, "float32", "bfloat16", "float16"))
-    """Type in which the replica computes; null takes the trainer's (`fsdp.param_dtype`, else `model.dtype`)."""
+    """Type in which the replica computes; null takes `fsdp.param_dtype`, which null makes bfloat16 on GPUs and
+    `model.dtype` on CPUs."""
 
     max_token_len: int = 16384
     """Most tokens in one forward pass; padding counts, in models that cannot attend over packed rows."""

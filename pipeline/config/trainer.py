@@ -1,6 +1,7 @@
 """Settings of the training run (`trainer.*`)."""
 
 import importlib.util
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,9 @@ class DeadlineConfig:
 
 PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "reference", "value", "policy")
 """Stages that `trainer.placement` may name; `reward` means all tasks without an actor of their own."""
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with options of torch's allocator."""
 
 LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
 """Tracker: the Python package it needs."""
@@ -194,8 +198,10 @@ class TrainerConfig:
                 nixl and importlib.util.find_spec("nixl") is None
             ),
         }
-        for variable, value in self.env_vars.items():
-            sentence = f"{{trainer.weight_transport}} cannot register memory of trainer.env_vars.{variable}={value}"
+        variables = {f"{name} of the environment": os.environ.get(name, "") for name in ALLOCATOR}
+        variables |= {f"trainer.env_vars.{variable}": value for variable, value in self.env_vars.items()}
+        for variable, value in variables.items():
+            sentence = f"{{trainer.weight_transport}} cannot register memory of {variable}={value}"
             table[f"{sentence}; leave one of them out"] = nixl and "expandable_segments:true" in str(value).lower()
         for stage in self.placement:
             sentence = f"trainer.placement.{stage}: there is no such stage; there are: {', '.join(PLACED)}"

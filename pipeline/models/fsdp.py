@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
@@ -87,21 +87,30 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
         ValueError: a type in `config` is unknown.
     """
     mesh = mesh or make_mesh(device)
+    # On CPUs null leaves the type of the weights, which need not be the same in all of them.
+    computed = config.compute_dtype("", mesh.data.device_type == "cuda")
     policy = MixedPrecisionPolicy(
-        param_dtype=torch_dtype(config.param_dtype, "fsdp.param_dtype") if config.param_dtype else None,
+        param_dtype=torch_dtype(computed, "fsdp.param_dtype") if computed else None,
         reduce_dtype=torch_dtype(config.reduce_dtype, "fsdp.reduce_dtype"),
     )
     options: dict[str, Any] = {
         "mesh": mesh.data,
         "mp_policy": policy,
         "reshard_after_forward": config.reshard_after_forward,
+        **({"offload_policy": CPUOffloadPolicy()} if config.offload == "all" else {}),
     }
     slots = take_slices(module, mesh)
     for block in transformer_blocks(module):
         fully_shard(block, **options)
     fully_shard(module, **options)
     adopt(slots)
-    module.to(device)  # buffers; fully_shard moved the parameters
+    if config.offload == "all":
+        # The parameters stay in host memory.
+        for part in module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, buffer.to(device))
+    else:
+        module.to(device)  # buffers; fully_shard moved the parameters
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # A plain sum on every backend: gloo has neither AVG nor premultiplied sums.

@@ -14,6 +14,7 @@ from pipeline.config.paths import model_folder
 from pipeline.errors import short_reason
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh
+from pipeline.models.offload import offload_activations
 from pipeline.models.slices import reading_slices
 
 PREFIX = "lm."
@@ -64,6 +65,8 @@ def load_pretrained(
         raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.activation_offload:
+        offload_activations(model.base_model)
     return model.train(), report
 
 

@@ -12,7 +12,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.derived import most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
-from pipeline.plan import check_agent, check_algorithm, check_reward, models, parallel
+from pipeline.plan import check_agent, check_algorithm, check_offload, check_reward, models, parallel
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
 from pipeline.replay import checks as replay
@@ -59,6 +59,10 @@ def _problems(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
+    learners = {"actor.": (config.actor.optim, config.actor.fsdp)}
+    if uses_critic(config):
+        learners["critic."] = config.critic.optim, config.critic.fsdp
+    yield from sentences(config, check_offload.problems(config.model, learners, config.trainer.use_gpu))
     yield from models.problems(config)
     yield from parallel.problems(config)
     if not single:

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.config import Config
+from pipeline.config.learner import OptimConfig
 from pipeline.config.model import LoraConfig
 from pipeline.derived import most_contexts, scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
 from pipeline.models import adapter
@@ -39,12 +40,40 @@ class Memory:
     """Copies of the weights that engines read out of the train worker's memory."""
     adapter: int = 0
     """Numbers of the policy's adapter (no bytes); 0 without one."""
+    offload: str = "none"
+    """`actor.fsdp.offload`."""
+    critic_offload: str = "none"
+    """`critic.fsdp.offload`."""
+    critic_weights: int = 0
+    """Weights of the critic alone."""
+    critic_optimizer: int = 0
+    """Optimiser state of the critic alone."""
 
     @property
     def train_worker(self) -> int:
-        """Bytes of one train worker without activations."""
+        """Bytes of one train worker without activations, and without what waits in host memory."""
         actor = self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
-        return actor + self.train_versions + (self.train_critic or 0)
+        return actor + self.train_versions + (self.train_critic or 0) - self.offloaded
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of it that wait in host memory."""
+        actor = {"optimizer": self.train_optimizer}
+        actor["all"] = self.train_optimizer + self.train_weights + self.train_gradients
+        critic = {"optimizer": self.critic_optimizer, "all": self.train_critic or 0}
+        return actor.get(self.offload, 0) + critic.get(self.critic_offload, 0)
+
+    @property
+    def train_start(self) -> int:
+        """Bytes of host memory in which a train worker reads its slices of the weights."""
+        return self.train_weights + self.critic_weights
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a train worker's part of a checkpoint: weights that are trained, and optimiser."""
+        # What is trained has as many bytes as its gradients.
+        critic = (self.train_critic or 0) - self.critic_weights
+        return self.train_gradients + self.train_optimizer + critic
 
 
 def estimate(config: Config) -> Memory | None:
@@ -65,11 +94,11 @@ def estimate(config: Config) -> Memory | None:
     tokens = config.data.max_prompt_length + config.data.max_response_length
     shard = model.parameters * element // workers
     lora = config.model.lora
-    # Adapters are float32, and so are their gradients and optimiser states; a frozen base has none.
-    numbers = adapter.count(lora, model.matrices)
-    trained = 4 * numbers // workers if lora.rank else shard
     versions = config.algorithm.max_staleness + 2 if config.trainer.weight_transport == "nixl" else 0
-    train_critic = None if critic is None else _learner(lora, critic, _decoder(critic) * element // workers, workers)
+    critic_weights = 0 if critic is None else _decoder(critic) * element // workers
+    of_critic = _learner(lora, config.critic.optim, critic or model, critic_weights, element, workers)
+    of_actor = _learner(lora, config.actor.optim, model, shard, element, workers)
+    train_critic = None if critic is None else sum(of_critic)
     replicas = {
         "reward_model": None if reward_model is None else reward_model.parameters,
         "reference": None if reference is None else reference.parameters,
@@ -79,14 +108,14 @@ def estimate(config: Config) -> Memory | None:
     scorer_weights: dict[str, int | None] = {}
     for name, scorer in scorers(config).items():
         fsdp = (config.critic if name == "value" else config.actor).fsdp
-        dtype = scorer.dtype or fsdp.param_dtype or config.model.dtype
+        dtype = scorer.dtype or fsdp.compute_dtype(config.model.dtype, scorer.num_gpus > 0)
         parameters = replicas[name]
         scorer_weights[name] = None if parameters is None else parameters * BYTES[dtype]
     return Memory(
         parameters=model.parameters,
-        train_weights=shard + (trained if lora.rank else 0),
-        train_gradients=trained,
-        train_optimizer=2 * trained,
+        train_weights=of_actor[0],
+        train_gradients=of_actor[1],
+        train_optimizer=of_actor[2],
         # Logits, their softmax and the gradient of both, in float32.
         train_logits=3 * 4 * config.actor.logits_chunk_tokens * model.config.get("vocab_size", 0),
         train_critic=train_critic if uses_critic(config) else 0,
@@ -95,13 +124,31 @@ def estimate(config: Config) -> Memory | None:
         rows=_row_bytes(config),
         scorer_weights=scorer_weights,
         train_versions=versions * model.parameters * engine_element // workers,
-        adapter=numbers,
+        adapter=adapter.count(lora, model.matrices),
+        offload=config.actor.fsdp.offload,
+        critic_offload=config.critic.fsdp.offload if uses_critic(config) else "none",
+        critic_weights=of_critic[0] if uses_critic(config) else 0,
+        critic_optimizer=of_critic[2] if uses_critic(config) else 0,
     )
 
 
-def _learner(lora: LoraConfig, model: ModelFiles, shard: int, workers: int) -> int:
-    """Bytes of weights, gradients and optimiser of a learner with so many bytes of the base's weights."""
-    return shard + 4 * 4 * adapter.count(lora, model.matrices) // workers if lora.rank else 4 * shard
+def _learner(
+    lora: LoraConfig, optim: OptimConfig, model: ModelFiles, shard: int, element: int, workers: int
+) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimiser state of a worker with `shard` bytes of the base's weights.
+
+    Adapters are float32, and so are their gradients and optimiser states; a frozen base has none.
+    """
+    if not lora.rank:
+        return shard, shard, _averages(optim, shard, element)
+    trained = 4 * adapter.count(lora, model.matrices) // workers
+    return shard + trained, trained, _averages(optim, trained, 4)
+
+
+def _averages(optim: OptimConfig, weights: int, element: int) -> int:
+    """Bytes of AdamW's two averages for weights of so many bytes, `element` each."""
+    # A byte a number, and a scale of four bytes for 256 of them.
+    return 2 * weights if optim.name == "adamw" else 2 * (weights // element) * (256 + 4) // 256
 
 
 def _with_weights(path: str | None) -> ModelFiles | None:

@@ -163,7 +163,14 @@ def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
         f"{shown(memory.train_gradients)}, optimiser {shown(memory.train_optimizer)}, "
         f"logits {shown(memory.train_logits)}"
         + (f", critic {critic}" if uses_critic(config) else "")
-        + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else ""),
+        + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else "")
+        + (f"; {shown(memory.offloaded)} of it in host memory" if memory.offloaded else ""),
+    )
+    replicas = [f"{shown(weights)} per {name} replica" for name, weights in memory.scorer_weights.items() if weights]
+    yield "host memory at start", ", ".join([f"{shown(memory.train_start)} per train worker", *replicas])
+    yield (
+        "space for checkpoints",
+        f"{shown(memory.checkpoint)} per train worker in TMPDIR of its node (trainer.env_vars.TMPDIR), else /tmp",
     )
     limit = (
         f"{config.rollout.gpu_memory_utilization:.0%} of a GPU in all"

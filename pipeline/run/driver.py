@@ -39,6 +39,7 @@ from pipeline.store.policy_store import PolicyStore, milliseconds
 from pipeline.track.history import read_history
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
+from pipeline.train import ranks
 from pipeline.train.entry import LoopSettings, train_loop
 
 
@@ -111,7 +112,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
             train_loop_config={"settings": LoopSettings(config, schedule, store, str(run_dir), checkpoint)},
             datasets={"rollouts": rollouts},
             dataset_config=DataConfig(execution_options=options),
-            torch_config=TorchConfig(timeout_s=round(deadlines.collective)),
+            torch_config=TorchConfig(ranks.backend(trainer.use_gpu), timeout_s=round(deadlines.collective)),
             scaling_config=ScalingConfig(
                 num_workers=trainer.num_workers,
                 use_gpu=trainer.use_gpu,

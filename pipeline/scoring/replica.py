@@ -43,9 +43,10 @@ def scoring_model(model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, pa
     return dataclasses.replace(
         model,
         path=path or model.path,
-        dtype=scorer.dtype or fsdp.param_dtype or model.dtype,
+        dtype=scorer.dtype or fsdp.compute_dtype(model.dtype, scorer.num_gpus > 0),
         enable_gradient_checkpointing=False,
         lora=LoraConfig(),
+        activation_offload=False,
     )
 
 

@@ -84,7 +84,7 @@ class SupervisedLoop(ABC, Generic[C]):
         model = self.load()
         self.packed = Passes.of(model, "never").packed
         self.model: Any = shard(model, self.config.fsdp, self.device, self.mesh)
-        self.optimizer = build_optimizer(self.model, self.config.optim)
+        self.optimizer = build_optimizer(self.model, self.config.optim, self.config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
         encoder = self.encoder(self.tokenizer, self.config.data)
         limit = self.config.data.val_max_samples
@@ -127,7 +127,7 @@ class SupervisedLoop(ABC, Generic[C]):
                 raise RuntimeError(f"the rows ended before step {step}; did a file change while it was read?")
             if len(table) != self.block_rows:
                 raise RuntimeError(f"step {step} got {len(table)} rows where {self.block_rows} were expected")
-            metrics = {"step": step, "lr": self.optimizer.param_groups[0]["lr"], **self.step(table)}
+            metrics = {"step": step, "lr": float(self.optimizer.param_groups[0]["lr"]), **self.step(table)}
             tokens_seen += self.tokens(table)
             metrics["tokens_per_s"] = tokens_seen / (time.perf_counter() - start)
             if self.val_rows is not None and (step == steps or (test_freq > 0 and step % test_freq == 0)):

@@ -10,6 +10,7 @@ holds the adapters alone.
 
 import contextlib
 import json
+import os
 import tempfile
 import threading
 import time
@@ -46,6 +47,8 @@ class Saver:
         deadline: seconds that copying a checkpoint may take (`trainer.deadlines.checkpoint`).
         save_settings: writes the run's settings to a file.
         copied: called in the copying thread with the version, when this rank's part is copied.
+
+    Raises OSError as `staging`.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Saver:
         self._save_settings = save_settings
         self._copied = copied
         self._rank = ranks.rank()
+        self._staging = staging()
         self._idle = threading.Event()
         self._idle.set()
         self._version = -1
@@ -83,7 +87,7 @@ class Saver:
         if self._rank == 0:
             # Files of an earlier attempt would count as parts of this checkpoint.
             retry(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written")
-        folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-"))
+        folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-", dir=self._staging))
         # A collective: no rank copies before rank 0 has cleared the folder.
         dcp.save(_state(learners), checkpoint_id=folder)
         if self._rank == 0:
@@ -144,6 +148,20 @@ class Saver:
                 return stream.read().decode().strip()
         except OSError:
             return None
+
+
+def staging() -> str:
+    """The folder in which checkpoints wait for their copy: `TMPDIR`, else the system's for temporary files.
+
+    Raises OSError if `TMPDIR` is no folder that can be written. Python would take another one, which may be too small.
+    """
+    folder = os.environ.get("TMPDIR")
+    if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise OSError(
+            f"checkpoint: TMPDIR={folder} is not a folder that can be written on this node; make it there, or name "
+            "another one (trainer.env_vars.TMPDIR)"
+        )
+    return folder or tempfile.gettempdir()
 
 
 def retry(action: Callable[[], Any], patience: float, place: str, done: str) -> Any:

@@ -60,7 +60,7 @@ class Learner(ABC):
         self._passes = Passes.of(module, share_prompts)
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
-        self.optimizer = build_optimizer(self.module, config.optim)
+        self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
 
     @property
@@ -157,14 +157,14 @@ class Learner(ABC):
             raise FloatingPointError(
                 f"the gradient norm of the {self.name} was {norm} in {self._nonfinite_steps} optimiser steps in a row, "
                 f"more than trainer.max_nonfinite_steps={self.shape.max_nonfinite_steps}; none was taken. Lower "
-                f"{self.name}.optim.lr, or compute in float32 ({self.name}.fsdp.param_dtype=null)"
+                f"{self.name}.optim.lr, or compute in float32 ({self.name}.fsdp.param_dtype=float32)"
             )
         # Every rank has the same norm and count. Without tokens the gradient is 0, but a step would decay weights.
         step = finite and tokens > self.all_reduce([rejected])[0]
         stats = {
             f"{self.name}/grad_norm": mean(norm, 1) if finite else mean(0, 0),
             f"{self.name}/skipped_steps": Stat("sum", (float(not step) / self.data_ranks,)),
-            f"{self.name}/lr": Stat("max", (self.optimizer.param_groups[0]["lr"],)),
+            f"{self.name}/lr": Stat("max", (float(self.optimizer.param_groups[0]["lr"]),)),
         }
         if step:
             self.optimizer.step()

@@ -82,16 +82,6 @@ class Loop:
             discard_trajectories(self.run_dir, self.version + 1)
             self._store.call(PolicyStore.register_trainer, state, self.world_size)
         ranks.barrier()
-        blocks = ray.train.get_dataset_shard("rollouts").iter_batches(
-            # One batch is one block, which is one chunk. Prefetching would wait for a chunk that waits for this update.
-            batch_size=None,
-            batch_format="pyarrow",
-            prefetch_batches=0,
-        )
-        chunks = self.schedule.chunks_per_iteration // self.world_size
-        parts = chunks if streams_gradients(self.config) else 1
-        self.feed = RowsFeed(TimedIterator(iter(blocks), trainer.deadlines.rows, self._describe), chunks, parts)
-        self.deal = Dealer.of(self.actor, self.critic, self.config.rollout.n, parts)
 
     def run(self) -> TrainingEnded:
         """Iterate until the last iteration, the end of the data, or a request to stop; then save.
@@ -109,8 +99,29 @@ class Loop:
                 f"for the others, after version {self.version}; {self._store.ask(PolicyStore.status).describe()}"
             ) from error
 
-    def _run(self) -> TrainingEnded:
+    def _begin(self) -> None:
+        """Publish the first version, then begin to read rows, for which engines start.
+
+        vLLM measures a GPU's memory as it starts, and fails if a train worker beside it gives some back meanwhile.
+        """
         self._publish()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        ranks.barrier()
+        blocks = ray.train.get_dataset_shard("rollouts").iter_batches(
+            # One batch is one block, which is one chunk. Prefetching would wait for a chunk that waits for this update.
+            batch_size=None,
+            batch_format="pyarrow",
+            prefetch_batches=0,
+        )
+        chunks = self.schedule.chunks_per_iteration // self.world_size
+        parts = chunks if streams_gradients(self.config) else 1
+        limit = self.config.trainer.deadlines.rows
+        self.feed = RowsFeed(TimedIterator(iter(blocks), limit, self._describe), chunks, parts)
+        self.deal = Dealer.of(self.actor, self.critic, self.config.rollout.n, parts)
+
+    def _run(self) -> TrainingEnded:
+        self._begin()
         timings: Stats = {}
         stopping = False
         while self.version < self.schedule.iterations and not stopping:

@@ -35,10 +35,43 @@ class AdamW(torch.optim.AdamW):
             self.param_groups = groups
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose state is in host memory between steps.
+
+    A step takes one parameter after the other, so the device holds the state of one. The numbers are AdamW's.
+    """
+
+    HOST = torch.device("cpu")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """See `torch.optim.AdamW.step`; a closure is not supported."""
+        assert closure is None
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._move(parameter, parameter.device)
+                        self.param_groups = [group | {"params": [parameter]}]
+                        super().step()
+                        self._move(parameter, self.HOST)
+        finally:
+            self.param_groups = groups
+
+    def _move(self, parameter: nn.Parameter, device: torch.device) -> None:
+        """Have the moments of a parameter on `device`; its count of steps stays where fused AdamW wants it."""
+        state = self.state[parameter]
+        for name, value in state.items():
+            if name != "step":
+                state[name] = value.to(device)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none") -> torch.optim.Optimizer:
     """AdamW over the trainable parameters of `model`, which is sharded already.
 
-    Weight decay applies to matrices alone, not to vectors (norms, biases).
+    Weight decay applies to matrices alone, not to vectors (norms, biases). `offload` is `fsdp.offload`. The learning
+    rate of the groups of `adamw_8bit` is a tensor.
     """
     if len(config.betas) != 2:
         raise ValueError(f"optim.betas={list(config.betas)} must be two numbers.")
@@ -49,7 +82,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     ]
     betas = (config.betas[0], config.betas[1])
     filled = [group for group in groups if group["params"]]
-    return AdamW(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    if config.name == "adamw_8bit":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(filled, lr=config.lr, betas=betas, eps=config.eps)
+    kind = OffloadedAdamW if offload == "optimizer" else AdamW
+    return kind(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:

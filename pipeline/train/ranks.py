@@ -8,6 +8,14 @@ import torch.distributed as dist
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
+def backend(use_gpu: bool) -> str:
+    """Backends of the run's process group, by device.
+
+    Objects and barriers use that of the CPUs: with NCCL alone they would wait for the GPU's queue, and copy to it.
+    """
+    return "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
+
+
 def rank() -> int:
     """The rank of this train worker, from 0."""
     return dist.get_rank()

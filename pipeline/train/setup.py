@@ -1,6 +1,5 @@
 """Builds actor, critic and weight publishers from the run's configuration."""
 
-import ray
 import torch
 
 from pipeline.config import Config
@@ -8,7 +7,6 @@ from pipeline.derived import UpdateShape, reference_is_base, rollout_correction
 from pipeline.models import adapter
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh, make_mesh
-from pipeline.scoring.replica import scoring_model
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
@@ -42,6 +40,11 @@ def build_publishers(
     config: Config, actor: Actor, critic: Critic | None, rank: int, device: torch.device
 ) -> dict[str, WeightPublisher]:
     """Publishers of this rank's part of the trained models' weights, by the model's name in the store."""
+    # Imported here because building a learner needs no Ray (benchmarks/gpu).
+    import ray
+
+    from pipeline.scoring.replica import scoring_model
+
     limit = config.trainer.weight_bucket_mb * 2**20
     transport = config.trainer.weight_transport
     memory = PublishedMemory(rank, config.algorithm.max_staleness + 2, device) if transport == "nixl" else None

@@ -136,6 +136,14 @@ def gathered_weights(kind: type[Actor | Critic], config: Config) -> list[str]:
     return [name for name, weight in trained.module.named_parameters() if not isinstance(weight, DTensor)]
 
 
+def optimiser(kind: type[Actor | Critic], config: Config) -> str:
+    """The class of the optimiser, or the package that it needs."""
+    try:
+        return type(learner(kind, config).optimizer).__name__
+    except ModuleNotFoundError as missing:
+        return str(missing)
+
+
 class LargestLogits(TorchDispatchMode):
     """Records the most positions for which logits exist at a time."""
 
@@ -300,9 +308,9 @@ SHOWN = {
     "critic.ppo_mini_batch_size": Shown(critic, 4),
     "critic.ppo_max_token_len_per_gpu": Shown(partial(forward_passes, Critic), 40),
 }
-for name, look, gathered in (
-    ("actor", actor, partial(gathered_weights, Actor)),
-    ("critic", critic, partial(gathered_weights, Critic)),
+for name, kind, look, gathered in (
+    ("actor", Actor, actor, partial(gathered_weights, Actor)),
+    ("critic", Critic, critic, partial(gathered_weights, Critic)),
 ):
     cosine = {f"{name}.optim.lr_scheduler_type": "cosine"}
     SHOWN |= {
@@ -317,6 +325,8 @@ for name, look, gathered in (
         f"{name}.fsdp.reshard_after_forward": Shown(gathered, False),
         f"{name}.fsdp.param_dtype": Shown(look, "bfloat16"),
         f"{name}.fsdp.reduce_dtype": Shown(look, "bfloat16"),
+        f"{name}.optim.name": Shown(partial(optimiser, kind), "adamw_8bit"),
+        f"{name}.fsdp.offload": Shown(partial(optimiser, kind), "optimizer"),
     }
 
 

@@ -1,11 +1,13 @@
 """Sharding over real gloo process groups: ranks change neither loss nor gradients nor what is saved."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipeline.config.learner import FSDPConfig, OptimConfig
@@ -149,3 +151,34 @@ def test_save_replaces_and_a_failed_save_leaves_the_old_folder(tmp_path: Path) -
 def test_shard_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         shard(torch.nn.Linear(1, 1), FSDPConfig(), "cpu")
+
+
+def test_the_computation_is_in_bfloat16_on_gpus_unless_told() -> None:
+    assert FSDPConfig().compute_dtype("float32", gpu=True) == "bfloat16"
+    assert FSDPConfig().compute_dtype("float32", gpu=False) == "float32"
+    assert FSDPConfig(param_dtype="float32").compute_dtype("bfloat16", gpu=True) == "float32"
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_parameters_are_left_to_the_policy_of_their_offload(
+    offload: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP itself runs: host memory that is not pinned needs no GPU."""
+    policies = []
+    real = torch.distributed.fsdp.fully_shard
+
+    def logged(module: Any, **options: Any) -> Any:
+        policies.append(options.get("offload_policy"))
+        return real(module, **options)
+
+    monkeypatch.setattr("pipeline.models.fsdp.fully_shard", logged)
+    policy = partial(torch.distributed.fsdp.CPUOffloadPolicy, pin_memory=False)
+    monkeypatch.setattr("pipeline.models.fsdp.CPUOffloadPolicy", policy)
+    module = shard(Policy(tiny(tie=True)), FSDPConfig(offload=offload), "cpu")
+    assert len(policies) == 3 and all((policy is not None) == (offload == "all") for policy in policies)
+    log_probs, _ = module(torch.arange(12).reshape(2, 6), torch.tensor([1, 8]), torch.tensor([3, 4]))
+    log_probs.sum().backward()
+    plain = Policy(tiny(tie=True))
+    plain(torch.arange(12).reshape(2, 6), torch.tensor([1, 8]), torch.tensor([3, 4]))[0].sum().backward()
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

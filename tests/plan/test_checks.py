@@ -53,6 +53,8 @@ GROUPS = "algorithm.filter_groups.enable=true"
         "rollout.sleep=true rollout.num_gpus=0.4 trainer.use_gpu=true trainer.gpus_per_worker=0.6",
         "trainer.gpus_per_worker=0.6 trainer.use_gpu=true trainer.num_workers=2",
         "trainer.gpus_per_worker=0.5 trainer.use_gpu=true",
+        "trainer.use_gpu=true actor.fsdp.offload=all model.activation_offload=true "
+        "model.enable_gradient_checkpointing=true critic.fsdp.offload=all",
         "rollout.num_engines=2 rollout.min_engines=1 rollout.max_engines=4",
         f"data.sampler=weighted {WEIGHTS}",
         f"data.sampler={__name__}:Mine {WEIGHTS} data.sampler_kwargs.x=1",
@@ -119,6 +121,16 @@ def test_what_fits_passes(overrides):
         ("rollout.min_engines=2", "rollout.num_engines=1, with which the run starts, must lie between"),
         ("rollout.num_engines=3 rollout.max_engines=2", "rollout.min_engines=3 and rollout.max_engines=2"),
         ("rollout.sleep=true", "is for engines on GPUs"),
+        (
+            "actor.fsdp.offload=all",
+            "leaves a GPU's training state in host memory, and trainer.use_gpu=false",
+        ),
+        ("algorithm.adv_estimator=gae critic.fsdp.offload=optimizer", "critic.fsdp.offload=optimizer leaves"),
+        ("model.activation_offload=true trainer.use_gpu=true", "and model.enable_gradient_checkpointing=false; set it"),
+        (
+            "model.activation_offload=true model.enable_gradient_checkpointing=true",
+            "from a GPU to host memory, and trainer.use_gpu=false; leave it out",
+        ),
         ("rollout.sleep=true rollout.num_gpus=0.4 rollout.engine_kwargs.enable_sleep_mode=1", "set by rollout.sleep"),
         ("rollout.sleep=true rollout.num_gpus=0.5 algorithm.max_staleness=1", "engines that generate ahead are awake"),
         ("data.sampler=wieghted", "data.sampler 'wieghted' is unknown. Did you mean 'weighted'"),
@@ -178,7 +190,12 @@ def test_packages_that_are_not_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install wandb" in refusal("trainer.logger=[wandb]")
     assert "on every node: pip install nixl" in refusal("trainer.weight_transport=nixl", "trainer.logger=[]")
+    small = "actor.optim.name=adamw_8bit"
+    assert f"{small} needs the Python package torchao" in refusal(small, "trainer.logger=[]")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check(good(small))
+    both = refusal(small, "actor.fsdp.offload=optimizer", "trainer.use_gpu=true")
+    assert f"{small} with actor.fsdp.offload=optimizer" in both
     check(good("trainer.weight_transport=nixl", "trainer.num_workers=2", "trainer.logger=[wandb]"))
 
 
@@ -187,6 +204,10 @@ def test_nixl_needs_memory_that_it_can_register(monkeypatch):
     segments = "trainer.env_vars.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     assert "nixl cannot register memory" in refusal("trainer.weight_transport=nixl", segments)
     check(good(segments))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    found = refusal("trainer.weight_transport=nixl")
+    assert "PYTORCH_ALLOC_CONF of the environment=expandable_segments:True" in found
+    check(good())
 
 
 EPISODES = "agent.program=a:run agent.max_contexts=3 data.max_prompt_length=10 data.max_response_length=30 "

@@ -180,3 +180,43 @@ def test_damaged_weights_are_named(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match="model.safetensors is not a complete safetensors file"):
         read_model(tmp_path)
+
+
+def test_what_waits_in_host_memory_is_not_on_the_gpu(tmp_path):
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    settings = [f"model.path={tmp_path}", *LENGTHS, "trainer.use_gpu=true", *PPO]
+    shard, critic = (1600 + 64) * 4 // 2, DECODER * 4 // 2  # float32 on two workers
+    plain = small(*settings).memory
+    assert plain and plain.offloaded == 0
+    for kind, left in (("optimizer", 2), ("all", 0)):
+        found = small(*settings, f"actor.fsdp.offload={kind}", f"critic.fsdp.offload={kind}").memory
+        assert found and found.train_worker == left * (shard + critic) + found.train_logits
+        assert found.offloaded == plain.train_worker - found.train_worker
+    assert "6 KiB of it in host memory" in shown(*settings, "actor.fsdp.offload=optimizer")
+
+
+def test_memory_at_the_start_and_space_for_checkpoints(tmp_path):
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    memory = small(f"model.path={tmp_path}", *LENGTHS, *PPO).memory
+    shard, critic = (1600 + 64) * 4 // 2, DECODER * 4 // 2
+    assert memory and memory.train_start == shard + critic and memory.checkpoint == 3 * (shard + critic)
+    text = shown(f"model.path={tmp_path}", *LENGTHS, *PPO)
+    assert "host memory at start" in text and "5 KiB per train worker, 6 KiB per reference replica" in text
+    assert "space for checkpoints" in text and "15 KiB per train worker in TMPDIR" in text
+
+
+def test_replicas_compute_in_bfloat16_on_gpus(tmp_path):
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    memory = small(f"model.path={tmp_path}", *LENGTHS, *PPO, "scoring.reference.num_gpus=1").memory
+    assert memory and memory.scorer_weights == {"reference": (1600 + 64) * 2, "value": DECODER * 4}
+
+
+def test_averages_of_8_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    plain = small(f"model.path={tmp_path}", *LENGTHS, *PPO).memory
+    found = small(f"model.path={tmp_path}", *LENGTHS, *PPO, "actor.optim.name=adamw_8bit").memory
+    assert plain and found and plain.train_optimizer == (1600 + 64) * 8 // 2
+    assert found.train_optimizer == 2 * 832 * 260 // 256 and found.train_critic == plain.train_critic
+    both = small(f"model.path={tmp_path}", *LENGTHS, *PPO, "critic.optim.name=adamw_8bit").memory
+    assert both and both.train_start == plain.train_start and both.train_critic < 0.63 * plain.train_critic

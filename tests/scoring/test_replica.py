@@ -95,10 +95,12 @@ def test_compute_threads(threads: int, cpus: float, set_to: int, monkeypatch: py
     [(None, None, "float32"), (None, "bfloat16", "bfloat16"), ("float16", "bfloat16", "float16")],
 )
 def test_computes_in_the_trainers_type_unless_told(scorer: str | None, fsdp: str | None, used: str) -> None:
-    model = ModelConfig(path="a", enable_gradient_checkpointing=True)
+    model = ModelConfig(path="a", enable_gradient_checkpointing=True, activation_offload=True)
     made = scoring_model(model, ScorerConfig(dtype=scorer), FSDPConfig(param_dtype=fsdp))
     assert made == ModelConfig(path="a", dtype=used)
     assert scoring_model(model, ScorerConfig(), FSDPConfig(), "b").path == "b"
+    assert scoring_model(model, ScorerConfig(num_gpus=0.5), FSDPConfig()).dtype == "bfloat16"
+    assert scoring_model(model, ScorerConfig(num_gpus=1), FSDPConfig(param_dtype="float32")).dtype == "float32"
 
 
 # weights

@@ -22,7 +22,7 @@ from pipeline.storage.checkpoints import newest
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import checkpoint
-from pipeline.train.checkpoint import Saver
+from pipeline.train.checkpoint import Saver, staging
 from pipeline.train.setup import build_actor, build_critic
 from tests.train.updates import CPU, make_config, moved, table, update, with_column
 
@@ -235,3 +235,13 @@ def test_a_full_disk_is_named_when_it_stays_full(
     for part in (f"{storage.run_dir}/checkpoints", "No space left on device", "trainer.deadlines.checkpoint"):
         assert part in str(failed[0])
     assert newest(str(storage.run_dir)) is None
+
+
+def test_checkpoints_are_staged_in_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert staging() == str(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    with pytest.raises(OSError, match="missing is not a folder that can be written on this node"):
+        staging()
+    monkeypatch.delenv("TMPDIR")
+    assert Path(staging()).is_dir()

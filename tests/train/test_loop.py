@@ -147,6 +147,24 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
     assert loop._update({}) is None
 
 
+def test_engines_start_after_the_first_version_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream, and with it the engines, starts when the first block is asked for."""
+    log: list[str] = []
+
+    def shard(name: str) -> Any:
+        log.append(f"rows of {name}")
+        return SimpleNamespace(iter_batches=lambda **_: iter([]))
+
+    monkeypatch.setattr("pipeline.train.loop.ray.train.get_dataset_shard", shard)
+    monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(barrier=lambda: log.append("all ranks")))
+    loop: Any = Loop.__new__(Loop)
+    loop.config, loop.world_size, loop.device = Config(), 1, torch.device("cpu")
+    loop.schedule, loop._describe = SimpleNamespace(chunks_per_iteration=2), str
+    loop._publish = lambda: log.append("publish")
+    loop._begin()
+    assert log == ["publish", "all ranks", "rows of rollouts"]
+
+
 def test_blocks_of_one_name_add_up() -> None:
     timings: Stats = {}
     for _ in range(3):

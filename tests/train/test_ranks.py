@@ -6,8 +6,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipeline.losses import AGG_MODES
+from pipeline.train import ranks
 from pipeline.train.learner import Learner
 from pipeline.train.setup import build_actor
 from tests.train import test_actor_losses, test_contexts, test_critic
@@ -172,3 +174,9 @@ def test_on_any_ranks_contexts_are_sequences_that_share_their_rows_normalisation
     """The gradient is that of `transformers`' own model and one forward pass per context."""
     _, _, wanted = plain.pg_loss_and_gradient(test_actor_losses.make_config(tiny_model, **AGGREGATED[name]))
     assert all(distance(gradient, wanted) < EXACT for gradient in gradients(results, name))
+
+
+def test_objects_have_a_backend_beside_that_of_the_gpus() -> None:
+    parsed = dist.distributed_c10d.BackendConfig(dist.Backend(ranks.backend(use_gpu=True)))
+    assert parsed.get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
+    assert ranks.backend(use_gpu=False) == "gloo"

@@ -29,7 +29,8 @@ from pipeline.train.update import StreamedUpdate
 PROMPTS, N, CHUNK_ROWS = 8, 2, 4
 NAMES = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
 COLUMNS = pa.schema([SCHEMA.field(name) for name in NAMES])
-CPU = torch.device("cpu")
+CPU = torch.device(os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu"))
+"""The device of all learners of tests; `benchmarks/gpu` sets another one."""
 
 
 def table(seed: int = 0, longest: int = 9) -> pa.Table:
