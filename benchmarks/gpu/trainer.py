@@ -202,7 +202,7 @@ def publish(options: Options) -> Figures:
 
     from pipeline.train.setup import build_actor
     from pipeline.weights.load import parameters
-    from pipeline.weights.publish import pack
+    from pipeline.weights.publish import named, pack
 
     device = begin(options)
     module = build_actor(settings(options), device, 1).module
@@ -218,8 +218,8 @@ def publish(options: Options) -> Figures:
     begun, joined = time.perf_counter(), dict(parameters(packed, lambda refs: refs))
     join_s = time.perf_counter() - begun
     gib = sum(tensor.nbytes for tensor in joined.values()) / 2**30
-    named = zip(dict(module.named_parameters()), local, strict=True)
-    wrong = [name for name, part in named if not torch.equal(joined[name], part.to(dtype).cpu())]
+    held = zip(dict(module.named_parameters()), local, strict=True)
+    wrong = [name for name, part in held if not torch.equal(joined[name], part.to(dtype).cpu())]
     if wrong:
         raise AssertionError(f"{len(wrong)} parameters arrived with other numbers, the first {wrong[0]}")
     return {
