@@ -77,7 +77,8 @@ class Times:
 
 def in_turns(repeats: int, run: Callable[[], Any], nbytes: int) -> Times:
     """Of each call but the first, each behind a copy of `nbytes`."""
-    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    # From memory as parameters have it, which numpy would take in huge pages.
+    source, target = torch.ones(nbytes, dtype=torch.uint8).numpy(), np.ones(nbytes, np.uint8)
     times: list[list[float]] = [[], []]
     for _ in range(repeats + 1):
         for one, call in zip(times, (run, lambda: np.copyto(target, source)), strict=True):
