@@ -90,8 +90,8 @@ def in_turns(repeats: int, run: Callable[[], Any], nbytes: int) -> Times:
 
 def trainer_side(publisher: WeightPublisher, module: Any, repeats: int) -> tuple[dict[str, Times], Shard]:
     """Times of publish and crc, and the shard that was published last."""
-    # As in a run, engines hold a version while the next one is published.
-    published = deque([publisher.pack(module, 0)], maxlen=2)
+    # As in a run, a version stands until the next one is published.
+    published = deque([publisher.pack(module, 0)], maxlen=1)
     nbytes = publisher.whole_bytes
     times = {"publish": in_turns(repeats, lambda: published.append(publisher.pack(module, 0)), nbytes)}
     data = np.ones(nbytes, np.uint8)
