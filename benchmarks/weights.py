@@ -77,7 +77,8 @@ class Times:
 
 def in_turns(repeats: int, run: Callable[[], Any], nbytes: int) -> Times:
     """Of each call but the first, each behind a copy of `nbytes`."""
-    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    # From memory as parameters have it, which numpy would take in huge pages.
+    source, target = torch.ones(nbytes, dtype=torch.uint8).numpy(), np.ones(nbytes, np.uint8)
     times: list[list[float]] = [[], []]
     for _ in range(repeats + 1):
         for one, call in zip(times, (run, lambda: np.copyto(target, source)), strict=True):
@@ -89,8 +90,8 @@ def in_turns(repeats: int, run: Callable[[], Any], nbytes: int) -> Times:
 
 def trainer_side(publisher: WeightPublisher, module: Any, repeats: int) -> tuple[dict[str, Times], Shard]:
     """Times of publish and crc, and the shard that was published last."""
-    # As in a run, engines hold a version while the next one is published.
-    published = deque([publisher.pack(module, 0)], maxlen=2)
+    # As in a run, a version stands until the next one is published.
+    published = deque([publisher.pack(module, 0)], maxlen=1)
     nbytes = publisher.whole_bytes
     times = {"publish": in_turns(repeats, lambda: published.append(publisher.pack(module, 0)), nbytes)}
     data = np.ones(nbytes, np.uint8)
