@@ -10,6 +10,8 @@
 3. Vectors and new heads are read whole: they are small, and a head that is drawn at random must not depend on ranks.
 """
 
+import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +24,11 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pipeline.models.mesh import Mesh
 from pipeline.models.tensor_parallel import divide
+
+logger = logging.getLogger(__name__)
+
+LOADER = ["model", "state_dict", "checkpoint_files", "load_config"]
+"""First arguments of the private loader of `transformers` that is replaced while a model is read."""
 
 Slots = dict[int, tuple[DTensor, list[tuple[nn.Module, str]]]]
 """Slices by their id, each with the modules that hold it (several where weights are tied) and its name there."""
@@ -65,18 +72,30 @@ def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
 def reading_slices(mesh: Mesh) -> Iterator[None]:
     """Inside, `from_pretrained` of `transformers` reads this rank's slices alone.
 
+    A `transformers` whose loader has another form than the one that is known reads whole weights, with a warning.
+
     Raises ValueError there if a file holds a weight of another shape than the model's configuration says, of which
-    slices would be read without an error.
+    slices would be read without an error; and at once where a tensor group needs slices of an unknown loader.
     """
     from safetensors import safe_open
-    from transformers import PreTrainedModel, modeling_utils
+    from transformers import PreTrainedModel, __version__, modeling_utils
 
-    read = PreTrainedModel._load_pretrained_model
+    read: Any = getattr(PreTrainedModel, "_load_pretrained_model", None)
+    known = read is not None and list(inspect.signature(read).parameters)[:4] == LOADER
+    if not known or not hasattr(modeling_utils, "safe_open"):
+        if mesh.tensor:
+            raise ValueError(
+                f"transformers {__version__} loads weights in a way that actor.parallel.tensor does not know; install "
+                "the version of requirements/"
+            )
+        logger.warning("transformers %s loads weights in an unknown way; every rank reads whole weights", __version__)
+        yield
+        return
 
-    def read_slices(model: Any, state: Any, files: list[str], load_config: Any) -> Any:
+    def read_slices(model: Any, state: Any, files: list[str], *more: Any, **options: Any) -> Any:
         _check_shapes(model, files)
         place(model, mesh)
-        return read(model, state, files, load_config)
+        return read(model, state, files, *more, **options)
 
     def open_file(file: str, **options: Any) -> Any:
         # Of a mapped file, pages beside the slices would stay in memory as long as the slices do.

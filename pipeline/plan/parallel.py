@@ -26,6 +26,11 @@ def problems(config: Config) -> Iterator[str]:
             f"actor.parallel.tensor x actor.parallel.replicate = {parallel.tensor} x {parallel.replicate} = {size} "
             f"must divide trainer.num_workers={workers}; make it a multiple of {size}"
         )
+    if parallel.ranks_with_same_rows > 1 and config.model.lora.rank:
+        yield (
+            f"model.lora.rank={config.model.lora.rank} with actor.parallel.tensor={parallel.tensor}: adapters are not "
+            "divided by tensor parallelism; set actor.parallel.tensor=1, which shards the base with FSDP"
+        )
     trained = {"model.path": config.model.path, "critic.path": config.critic.path if uses_critic(config) else None}
     for key, path in trained.items():
         # Damaged folders are reported with all models of the run.

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -24,10 +25,11 @@ from pipeline.config.model import ModelConfig
 from pipeline.models import save
 from pipeline.models.attention import PACKED
 from pipeline.models.fsdp import full_state_dict, save_hf, shard
-from pipeline.models.mesh import make_mesh
+from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.models.sharing import enable
+from pipeline.models.slices import reading_slices
 from pipeline.models.value import ValueModel, load_value_model
 from tests.models.test_fsdp import NoTokenizer
 from tests.train.updates import spawn, worlds
@@ -183,3 +185,22 @@ def test_slices_are_the_whole_model(tmp_path: Path) -> None:
     save_models(tmp_path)
     spawn(compare, str(tmp_path))
     assert not dist.is_initialized()
+
+
+def test_a_loader_of_another_form_reads_whole_weights(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other(model: Any, files: list[str]) -> None:
+        raise AssertionError("it is not called here")
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(other))
+    flat: Any = None
+    with reading_slices(Mesh(flat, flat)):
+        assert PreTrainedModel._load_pretrained_model is other
+    assert "every rank reads whole weights" in caplog.text
+    tensor: Any = object()
+    with (
+        pytest.raises(ValueError, match="in a way that actor.parallel.tensor does not know"),
+        reading_slices(Mesh(flat, flat, tensor)),
+    ):
+        pass

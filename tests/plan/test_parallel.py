@@ -46,6 +46,14 @@ def test_what_cannot_be_divided(tmp_path: Path, model: dict, workers: int, mesh:
         assert part.format(path=tmp_path) in sentence
 
 
+def test_adapters_are_not_divided(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    keys = [f"model.path={tmp_path}", "model.lora.rank=4", "trainer.num_workers=2"]
+    assert list(problems(load_config([*keys, "actor.parallel.replicate=2"]))) == []
+    [found] = problems(load_config([*keys, "actor.parallel.tensor=2"]))
+    assert found.startswith("model.lora.rank=4 with actor.parallel.tensor=2: adapters are not divided")
+
+
 def test_the_critic_is_divided_as_the_actor_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"num_key_value_heads": 3}))
     more = ["model.path=owner/model", f"critic.path={tmp_path}", "algorithm.adv_estimator=gae", "trainer.num_workers=2"]

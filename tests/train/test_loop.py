@@ -161,6 +161,8 @@ def test_engines_start_after_the_first_version_is_published(monkeypatch: pytest.
     loop.config, loop.world_size, loop.device = Config(), 1, torch.device("cpu")
     loop.schedule, loop._describe = SimpleNamespace(chunks_per_iteration=2), str
     loop._publish = lambda: log.append("publish")
+    loop.actor = loop.critic = None
+    monkeypatch.setattr("pipeline.train.loop.Dealer", SimpleNamespace(of=lambda *_: None))
     loop._begin()
     assert log == ["publish", "all ranks", "rows of rollouts"]
 
