@@ -64,6 +64,9 @@ def test_finite_and_zero_where_the_mask_is_false(name, by_std, rows):
 @few
 @given(rows=ragged_rows(), order=st.randoms(use_true_random=False))
 def test_order_of_rows_and_numbers_of_groups_do_not_matter(name, rows, order):
+    if name == "online_dpo":
+        # Of equally good rows it takes one, and which one is a matter of order.
+        rows = [replace(row, score=row.score + place / 100) for place, row in enumerate(rows)]
     places = list(range(len(rows)))
     order.shuffle(places)
     moved = [replace(rows[place], group={0: 5, 1: 0, 2: 3, 3: 1}[rows[place].group]) for place in places]

@@ -90,7 +90,7 @@ def losses() -> set[str]:
     """Of the losses that come with the package; tests may have registered more."""
     config = ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.1))
     one = torch.ones(1)
-    data = LossInput(-one, -one, one, one, torch.zeros(1, dtype=torch.long), 1, token_mask=one > 0)
+    data = LossInput(-one, -one, one, one, torch.zeros(1, dtype=torch.long), 1, token_mask=one > 0, pair_margin=one)
     own = [loss for loss in _POLICY_LOSSES.values() if loss.function.__module__.startswith("pipeline.")]
     assert len(own) >= 12
     return {f"actor/{name}" for loss in own for name in loss.function(data, config)[1]}
