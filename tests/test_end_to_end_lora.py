@@ -16,7 +16,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.l
 
 LORA = (
     *("model.lora.rank=4", "model.lora.publish=adapter", "algorithm=ppo", "critic.optim.lr=1e-2"),
-    *("actor.use_kl_loss=true", "actor.kl_loss_coef=0.5", "trainer.max_log_prob_gap=1e-3", "trainer.save_freq=1"),
+    *(
+        "algorithm.use_kl_in_reward=false",
+        "actor.use_kl_loss=true",
+        "actor.kl_loss_coef=0.5",
+        "trainer.max_log_prob_gap=1e-3",
+        "trainer.save_freq=1",
+    ),
 )
 
 
@@ -27,7 +33,6 @@ def test_a_run_with_adapters(tmp_path: Path, tiny_model: Path, prompt_files: Any
     start("adapters", "trainer.total_training_steps=2")
     run = start("adapters", "trainer.total_training_steps=4")
     assert sorted(run.records) == [0, 1, 2, 3, 4]
-    assert "LoRA of rank 4" in run.printed and "without adapters" in run.printed
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_model).parameters()) * 4
     for iteration in (1, 2, 3, 4):
         record = run.records[iteration]
