@@ -28,14 +28,21 @@ class Adapted(Place):
         import torch
 
         from pipeline.models import adapter
-        from pipeline.weights.publish import pack
+        from pipeline.weights.publish import named, pack
 
         lora, version = self.config.model.lora, len(self.versions.shards)
         names = [adapter.peft_name(name) for name, _ in self.policy.named_parameters() if ".lora_" in name]
         settings = adapter.settings_of(lora, self.config.model.path, names) if lora.alone else None
         rename = self.policy.hf_name
         self.versions.shards[version] = [
-            pack(self.policy, rank, torch.float32, 60_000, lambda data: data, rename, adapter=settings)
+            pack(
+                named(self.policy, rename, settings is not None),
+                rank,
+                torch.float32,
+                60_000,
+                lambda data: data,
+                adapter=settings,
+            )
             for rank in (0, 1)
         ]
         self.weights[version] = {name: tensor.clone() for name, tensor in self.policy.state_dict().items()}
