@@ -232,7 +232,7 @@ def register() -> None:
             if not self._needed:
                 # Tied parameters are one until an update fails half way.
                 self._needed.update(name for name, _ in self.model.named_parameters())
-            reload.begin(self.model)
+            reload.begin(self.model, self.device.type)
 
         def receive_weights(self, update_info: Update) -> None:
             def take(refs: list[Any]) -> list[Any]:
