@@ -13,34 +13,37 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 class Experts(Place):
-    """A policy of which a token sees 2 of 4 experts in each layer but the last, which has none."""
+    """A policy of which a token sees 2 of 4 experts in each layer, and of one family in all layers but the last."""
+
+    kind = "qwen3_moe"
 
     def model(self, tokenizer: Any, tie: bool) -> Any:
         import torch
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(3)
-        config = Qwen3MoeConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=96,
-            moe_intermediate_size=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            mlp_only_layers=[2],
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            tie_word_embeddings=tie,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        return Qwen3MoeForCausalLM(config)
+        sizes: dict[str, Any] = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": tie,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        if self.kind == "qwen3_moe":
+            experts = {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [2]}
+            sizes |= {"intermediate_size": 96, **experts}
+        else:
+            sizes |= {"intermediate_size": 32, "num_local_experts": 4}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **sizes))
 
 
-def open_place(folder: str) -> int:
+def open_place(kind: str, folder: str) -> int:
+    Experts.kind = kind
     test_vllm.place = Experts(True, folder)
     return os.getpid()
 
@@ -50,9 +53,9 @@ def published_names() -> list[str]:
     return sorted({piece.name for shard in place.versions.shards[0] for piece in shard.pieces})
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    running = Engine(open_place, str(tmp_path_factory.mktemp("engine") / "model"))
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    running = Engine(open_place, request.param, str(tmp_path_factory.mktemp("engine") / "model"))
     yield running
     running.close()
 
