@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.weights import reload
+from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
 from pipeline.weights.checksum import crc
 from pipeline.weights.delta import BucketCache, Span
 from pipeline.weights.direct import RemoteBuffer, read
@@ -224,6 +225,9 @@ def register() -> None:
             super().__init__(*args, **kwargs)
             self._needed: set[str] = set()
             self._cache = BucketCache()
+            # Models without experts have the names of their checkpoints.
+            config = self.model_config
+            self._lm = skeleton(config.model, config.trust_remote_code) if config.is_moe else None
 
         def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
             pass
@@ -232,14 +236,15 @@ def register() -> None:
             if not self._needed:
                 # Tied parameters are one until an update fails half way.
                 self._needed.update(name for name, _ in self.model.named_parameters())
-            reload.begin(self.model)
+            reload.begin(self.model, self.device.type)
 
         def receive_weights(self, update_info: Update) -> None:
             def take(refs: list[Any]) -> list[Any]:
                 return fetch(refs, self.device, update_info.timeout)
 
             model: Any = self.model
-            loaded = model.load_weights(parameters(update_info.shards, take, self._cache))
+            weights = parameters(update_info.shards, take, self._cache)
+            loaded = model.load_weights(as_in_checkpoint(self._lm, weights) if self._lm else weights)
             # Whatever is not replaced belongs to another version, and after a sleep to none.
             if loaded is not None and (missing := sorted(self._needed - loaded)):
                 raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")

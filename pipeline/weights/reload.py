@@ -9,8 +9,9 @@ GEMM; here each head gets it once, and embeddings that are no heads get none.
 from typing import Any
 
 
-def begin(model: Any) -> None:
+def begin(model: Any, device: str) -> None:
     """Prepare a vLLM model for `load_weights` of all its weights. No request may be computed before `finish`."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
@@ -19,6 +20,12 @@ def begin(model: Any) -> None:
         info = get_layerwise_info(module)
         _place_kernel_tensors(module, info)
         info.reset()
+    if device == "cpu":
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                # vLLM packs experts for the CPU's kernel when it makes that kernel, and no later ones.
+                method.moe_kernel = None
 
 
 def finish(model: Any, model_config: Any, device: str) -> None:

@@ -59,14 +59,13 @@ class Place:
     def __init__(self, tie: bool, folder: str, change: Callable[[Config], None] = lambda config: None) -> None:
         import torch
 
-        from jobs.tiny import build_model
         from pipeline.models.policy import load_policy
         from pipeline.rollout.stage import Rollout, sections
 
         torch.set_num_threads(1)
         tokenizer = self.tokenizer()
         self.eos, self.vocab = tokenizer.eos_token_id, len(tokenizer)
-        model = build_model(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, tie=tie, seed=3)
+        model = self.model(tokenizer, tie)
         model.generation_config.eos_token_id = self.ends()
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -91,6 +90,11 @@ class Place:
         from jobs.tiny import build_tokenizer, countdown_texts
 
         return build_tokenizer(countdown_texts(256, seed=0), vocab_size=320)
+
+    def model(self, tokenizer: Any, tie: bool) -> Any:
+        from jobs.tiny import build_model
+
+        return build_model(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, tie=tie, seed=3)
 
     def ends(self) -> list[int]:
         """Tokens that end an answer."""

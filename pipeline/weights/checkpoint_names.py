@@ -1,0 +1,33 @@
+"""Published weights under the names and in the layout of checkpoints, which are all that vLLM's loaders know.
+
+`transformers` holds the experts of a layer as one tensor, `experts.gate_up_proj` [E, 2I, H], where checkpoints hold
+`experts.0.gate_proj.weight` [I, H] and so on. Replicas are models of `transformers` and take weights as they are
+published; engines take them through here.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def skeleton(path: str, trust_remote_code: bool) -> Any:
+    """The model of `transformers` at `path`, without memory: it knows how checkpoints of its kind call the weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def as_in_checkpoint(lm: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Whole weights of a model like `lm`, by their names there, as `transformers` would save them.
+
+    One weight after the other is converted, so that no more than one is held.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in weights:
+        yield from revert_weight_conversion(lm, {name: tensor}).items()
