@@ -109,8 +109,10 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropies = ctx.saved_tensors
         rule, chunk_tokens, part = ctx.arguments
-        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        of_bias = None if bias is None else torch.zeros_like(bias)
+        of_hidden = torch.empty_like(hidden)
+        # With adapters the head is frozen.
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         if of_log_probs is None:
             of_log_probs = torch.zeros_like(log_sums)
         for start in range(0, len(hidden), chunk_tokens):
@@ -131,7 +133,8 @@ class _Head(torch.autograd.Function):
                 x.mul_(rule.slope)
             of_numbers = x.to(hidden.dtype)
             torch.mm(of_numbers, weight, out=of_hidden[chunk])
-            of_weight.addmm_(of_numbers.t(), hidden[chunk])
+            if of_weight is not None:
+                of_weight.addmm_(of_numbers.t(), hidden[chunk])
             if of_bias is not None:
                 of_bias += of_numbers.sum(0)
         if part:

@@ -4,7 +4,8 @@
 
 1. Adapters are injected into a model that is not sharded yet, and are equal on all ranks. FSDP then shards base and
    adapter together: of W and B a rank holds the same rows.
-2. Adapters are float32 whatever the base's type: they are small, and the optimiser's small steps must not be rounded.
+2. Adapters, and heads that are trained beside them, are float32 whatever the base's type: they are small, and the
+   optimiser's small steps must not be rounded.
 3. `published` gives the weights that leave the trainer: merged, under the names that the model has without adapters,
    or the adapter's alone. Each rank merges its own rows.
 4. The head has no adapter: it is used past its module, and is tied to the embedding in many models.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.model import LoraConfig
@@ -59,10 +61,10 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
         torch.manual_seed(0)
         inject_adapter_in_model(settings, lm)
     for name, parameter in lm.named_parameters():
+        if train_head and not name.startswith(inside):
+            parameter.requires_grad_(True)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-        elif train_head and not name.startswith(inside):
-            parameter.requires_grad_(True)
     if config.path:
         _start_from(lm, Path(config.path), key)
 
@@ -99,6 +101,7 @@ def published(model: nn.Module, adapter_alone: bool = False) -> Iterator[tuple[s
         `(name, tensor)` in the order of the model's parameters. Merged weights are float32, new tensors, sharded as the
         base's; all others are the parameters themselves.
     """
+    _reshard(model)
     for name, parameter in model.named_parameters():
         if ".lora_" in name or adapter_alone:
             if ".lora_" in name and adapter_alone:
@@ -126,6 +129,13 @@ def _merged(layer: Any) -> Tensor:
     )
 
 
+def _reshard(model: nn.Module) -> None:
+    """Free weights that a forward pass without a backward pass has left gathered, in the type of the computation."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Within the block the model is its base. Nothing else changes: peft's own switch would freeze the adapters."""
@@ -141,6 +151,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 def adapter_state(model: "Pretrained") -> dict[str, Tensor]:
     """What was trained, whole, in CPU memory, by its names in an adapter's file; a collective."""
+    _reshard(model)
     state = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

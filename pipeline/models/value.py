@@ -9,6 +9,7 @@
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
@@ -36,8 +37,10 @@ class ValueModel(nn.Module):
             raise ValueError(f"{type(lm).__name__} has no decoder with a linear head, so it cannot become a critic.")
         without_dropout(self.decoder)
         self.vocab_size = embedding.num_embeddings
-        # Like the decoder's weights: FSDP wants one type in a group, and the head is in the root's.
-        self.head = nn.Linear(head.in_features, 1, dtype=embedding.weight.dtype, device=embedding.weight.device)
+        # FSDP wants one type of what is trained in a group, and the head is in the root's, with the embedding. Beside a
+        # frozen decoder it is float32, as adapters are.
+        dtype = embedding.weight.dtype if embedding.weight.requires_grad else torch.float32
+        self.head = nn.Linear(head.in_features, 1, dtype=dtype, device=embedding.weight.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

@@ -9,6 +9,7 @@ from pipeline.config import Config
 from pipeline.config.bounds import as_argument, sentences
 from pipeline.config.schema import keys, value_of
 from pipeline.derived import (
+    reference_is_base,
     rollout_correction,
     scorers,
     uses_agent,
@@ -121,6 +122,12 @@ def _algorithm(config: Config) -> dict[str, object]:
             kl_in_reward and by_spread
         ),
         "the KL to the reference is in the reward and in the loss: it holds the policy twice": kl_loss and kl_in_reward,
+        "the reference is model.path without {model.lora.path}, from which training starts; to compare with the start, "
+        "merge the adapter (jobs.export) and name that model in scoring.reference.path": (
+            bool(config.model.lora.path)
+            and config.scoring.reference.path is None
+            and (uses_reference(config) or reference_is_base(config))
+        ),
         "{actor.kl_loss_coef}: the KL of actor.use_kl_loss=true is measured and does not train": (
             kl_loss and actor.kl_loss_coef == 0
         ),

@@ -15,7 +15,7 @@ from pipeline.scoring.replica import Replica, scoring_model
 class Reference:
     """Stage that adds the column `ref_log_probs`, at the rollout's temperature.
 
-    The reference is `scorer.path`, else the trained model as it was before training.
+    The reference is `scorer.path`, else `model.path`: the trained model as it was before training, without an adapter.
 
     Raises:
         ValueError: the model cannot be loaded, or its vocabulary has another size than the policy's.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import Config
+from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import LoraConfig
 from pipeline.models import adapter, lora
 from pipeline.models.fsdp import full_state_dict, save_hf, shard
@@ -129,6 +130,9 @@ def test_adapters_of_a_bfloat16_base_are_float32(tiny_model: Path) -> None:
     kinds = {".lora_" in name: parameter.dtype for name, parameter in policy.named_parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
     assert {tensor.dtype for name, tensor in lora.published(policy) if "proj" in name} == {torch.float32}
+    # Heads that are trained beside the adapters, too.
+    heads = load_value_model(config.model).head, load_reward_model(config.model, new_head=True).lm.score
+    assert {parameter.dtype for head in heads for parameter in head.parameters()} == {torch.float32}
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -271,3 +275,40 @@ def test_sharding_keeps_what_is_published(tiny_model: Path) -> None:
         found = {name: tensor.full_tensor() for name, tensor in lora.published(policy, adapter_alone)}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_validation_before_leaves_what_is_saved_and_published(tiny_model: Path) -> None:
+    """A pass without a backward pass may leave weights gathered, in the type of the computation."""
+    policy = moved_policy(tiny_model)
+    shard(policy, FSDPConfig(reshard_after_forward=False, param_dtype="bfloat16"), CPU)
+
+    def found() -> list[dict[str, Tensor]]:
+        published = {name: whole.full_tensor().clone() for name, whole in lora.published(policy)}
+        return [lora.adapter_state(policy), published]
+
+    before = found()
+    with torch.no_grad():
+        log_probs(policy)
+    after = lora.adapter_state(policy)
+    with torch.no_grad():
+        log_probs(policy)
+    for expected, now in zip(before, (after, found()[1]), strict=True):
+        assert all(torch.equal(now[name], expected[name]) and now[name].dtype == torch.float32 for name in expected)
+
+
+def test_a_frozen_head_gets_no_gradient(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Size] = []
+    zeros_like = torch.zeros_like
+
+    def counted(tensor: Tensor, **options: object) -> Tensor:
+        made.append(tensor.shape)
+        return zeros_like(tensor, **options)
+
+    monkeypatch.setattr("pipeline.models.head.torch.zeros_like", counted)
+    policy, plain = moved_policy(tiny_model), load_policy(make_config(tiny_model).model)
+    shape = plain.lm.get_output_embeddings().weight.shape
+    log_probs(policy).sum().backward()
+    assert shape not in made
+    log_probs(plain).sum().backward()
+    assert shape in made

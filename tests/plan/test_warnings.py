@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.plan.plan import plan
-from pipeline.plan.warnings import largest_gain
+from pipeline.plan.warnings import largest_gain, notes
 from tests.plan.test_checks import good
 
 STALE = "algorithm.max_staleness"
@@ -74,3 +74,11 @@ def test_the_largest_gain_separates_what_dies_away_from_what_grows(delay):
         for _ in range(2000):
             x.append(x[-1] - share * largest_gain(delay) * x[-1 - delay])
         assert (max(map(abs, x[-50:])) < 1e-3) is dies
+
+
+def test_a_reference_without_the_adapter_that_training_starts_from_is_noted():
+    start = ["actor.use_kl_loss=true", "model.lora.rank=4", "model.lora.path=adapter"]
+    words = "the reference is model.path without model.lora.path=adapter"
+    assert any(words in note for note in notes(good(*start), 64, None))
+    for other in ("model.lora.path=null", "actor.use_kl_loss=false", "scoring.reference.path=merged"):
+        assert not any(words in note for note in notes(good(*start, other), 64, None))

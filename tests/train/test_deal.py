@@ -154,6 +154,7 @@ def test_groups_stay_together_where_their_samples_share_a_prompt_or_are_compared
         module=SimpleNamespace(decoder=SimpleNamespace(config=config)),
         mesh=SimpleNamespace(same_rows=2),
         needs_old_log_probs=True,
+        own_reference=False,
         skips_without_advantage=True,
     )
     critic: Any = SimpleNamespace(shape=SimpleNamespace(mini_batches=4, epochs=1))
