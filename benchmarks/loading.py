@@ -66,7 +66,7 @@ def measure(rank: int, way: str, folder: str, ranks: int, store: str) -> None:
 
     mesh = make_mesh("cpu")
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     began = time.perf_counter()
     policy = load_policy(ModelConfig(path=folder), mesh=mesh if way == "slices" else None)
     policy = shard(policy, FSDPConfig(), "cpu", mesh)

@@ -32,7 +32,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "ray", "vllm", "vllm-
 
 @dataclass(frozen=True)
 class Options:
-    """What every case is told."""
+    """The arguments of every case."""
 
     device: str
     """`cuda` or `cpu`."""

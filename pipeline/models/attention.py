@@ -164,14 +164,14 @@ def attend(
         return _varlen(rows, packing, scaling)[None], None
     outputs = []
     for block in packing.blocks:
-        asks, asked, told = (
+        queries, keys, values = (
             part.index_select(0, where).unflatten(0, (block.contexts, -1)).transpose(1, 2)
             for part, where in zip(rows, (block.queries, block.keys, block.keys), strict=True)
         )  # [C, heads, L, D]
         found = scaled_dot_product_attention(
-            asks,
-            asked,
-            told,
+            queries,
+            keys,
+            values,
             attn_mask=block.mask,
             is_causal=block.mask is None,
             scale=scaling,

@@ -192,11 +192,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         Raises:
             RuntimeError: every row was left out.
         """
-        config = self.config
-        if self._dropped == self.settings.steps * config.data.train_batch_size:
-            raise RuntimeError(
-                f"all rows were left out: none fits into data.max_length={config.data.max_length}; raise it"
-            )
+        self.check_kept(self._dropped, "rows")
         super().save()
 
     # The forward pass.

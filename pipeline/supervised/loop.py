@@ -169,6 +169,12 @@ class SupervisedLoop(ABC, Generic[C]):
         """Save the model and its tokenizer."""
         save_hf(self.model, self.tokenizer, self.config.out or "")
 
+    def check_kept(self, dropped: float, rows: str) -> None:
+        """Raises RuntimeError if all rows of the run, which are called `rows`, were left out."""
+        data = self.config.data
+        if dropped == self.settings.steps * data.train_batch_size:
+            raise RuntimeError(f"all {rows} were left out: none fits into data.max_length={data.max_length}; raise it")
+
     def _pass(self, table: pa.Table, learn: bool) -> tuple[float, dict[str, float]]:
         """All ranks' count and metrics; gradients are added up if `learn`.
 

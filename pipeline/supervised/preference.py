@@ -206,11 +206,7 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
         Raises:
             RuntimeError: every pair was left out.
         """
-        config = self.config
-        if self._dropped == self.settings.steps * config.data.train_batch_size:
-            raise RuntimeError(
-                f"all pairs were left out: none fits into data.max_length={config.data.max_length}; raise it"
-            )
+        self.check_kept(self._dropped, "pairs")
         if self.model.is_decoder:
             # `transformers` scores the last token that is not padding. Where conversations end with the pad token no
             # id will do, and without one it refuses batches instead of scoring another token.
