@@ -40,14 +40,15 @@ class Passes:
     """Whether contexts share their prompt."""
 
     @classmethod
-    def of(cls, module: Any, share_prompts: str) -> "Passes":
+    def of(cls, module: Any, share_prompts: str, sequence: int = 1) -> "Passes":
         """How rows pass through `module`, which is not sharded yet; prepares it for that.
 
         Args:
             module: the model; only one with a `decoder` can pack rows.
             share_prompts: `model.share_prompts`.
+            sequence: `actor.parallel.sequence`.
 
-        Raises ValueError if the setting is `always`, and the model cannot share prompts.
+        Raises ValueError if the setting is `always`, or ranks divide the positions, and the model cannot pack rows.
         """
         decoder = getattr(module, "decoder", None)
         reason = "it is no decoder" if decoder is None else enable(decoder)
@@ -56,6 +57,8 @@ class Passes:
         name = type(module if decoder is None else decoder).__name__
         if share_prompts == "always":
             raise ValueError(f"model.share_prompts=always, but {name} cannot: {reason}")
+        if sequence > 1:
+            raise ValueError(f"actor.parallel.sequence={sequence}, but {name} cannot attend over packed rows: {reason}")
         logger.info("rows are padded, and samples do not share their prompt in %s: %s", name, reason)
         return cls(packed=False, shared=False)
 
