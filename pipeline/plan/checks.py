@@ -207,7 +207,8 @@ def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticC
         yield (
             f"the longest episode has agent.{key} x (data.max_prompt_length + data.max_response_length) = "
             f"{most} x ({prompt} + {response}) = {tokens} tokens, which the loss of the {name} needs in one forward "
-            f"pass, more than {setting}; raise it, or choose a policy loss of single tokens, such as vanilla, and another loss_agg_mode than seq-mean-token-mean, such as token-mean"
+            f"pass, more than {setting}; raise it, or choose a policy loss of single tokens, such as "
+            "vanilla, and another loss_agg_mode than seq-mean-token-mean, such as token-mean"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
 from pipeline.derived import uses_critic
+from pipeline.errors import short_reason
 from pipeline.models.architecture import why_whole
 from pipeline.plan.models import ModelFiles, read_model
 
@@ -91,11 +92,17 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = str(model.config.get("model_type"))
-    # Of a class that is not known, and of what no configuration shows, the trainer finds out at its start.
-    if kind in CONFIG_MAPPING and (reason := why_whole(CONFIG_MAPPING[kind](**model.config).get_text_config())):
+    if kind not in CONFIG_MAPPING:
+        return  # of code of its own the trainer finds out at its start
+    try:
+        made = CONFIG_MAPPING[kind](**model.config)
+    except Exception as error:  # noqa: BLE001 (each class has errors of its own)
+        yield f"transformers cannot read config.json of {key}={path}: {short_reason(error)}; give a complete model"
+        return
+    if reason := why_whole(made.get_text_config()):
         yield (
-            f"actor.parallel.sequence={sequence} needs packed rows that can be divided, which {key}={path} cannot take: "
-            f"{reason}; set it to 1"
+            f"actor.parallel.sequence={sequence} divides packed rows, which {key}={path} cannot take: {reason}; set it "
+            "to 1"
         )
 
 

@@ -34,7 +34,7 @@ EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 9}
             DENSE | {"model_type": "mistral", "sliding_window": 64},
             2,
             ["sequence=2"],
-            ["packed rows that can be divided, which model.path={path} cannot take: its layers are not all of full"],
+            ["divides packed rows, which model.path={path} cannot take: its layers are not all of full attention (sli"],
         ),
         (
             DENSE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -42,6 +42,7 @@ EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 9}
             ["sequence=2"],
             ["cannot take: its position embedding depends on the longest row (dynamic)"],
         ),
+        (DENSE | {"hidden_size": "x"}, 2, ["sequence=2"], ["cannot read config.json of model.path={path}: Str"]),
         (DENSE, 3, ["tensor=3"], ["does not divide num_key_value_heads=2", "does not divide vocab_size=100"]),
         (DENSE, 2, ["tensor=2", "expert=2"], ["actor.parallel.expert=2, but model.path={path} has no experts"]),
         (EXPERTS, 2, ["tensor=2", "expert=2"], ["does not divide the 9 experts of model.path={path} (num_experts)"]),

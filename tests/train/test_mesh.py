@@ -26,6 +26,7 @@ from pipeline.weights.load import parameters
 from pipeline.weights.publish import named, pack
 from tests.train.updates import (
     CPU,
+    N,
     assert_same,
     assert_same_metrics,
     in_chunks,
@@ -61,7 +62,7 @@ SEQUENCES = ONE | {
 ALL = {**MESHES, **EXPERTS, **COPIES, **SEQUENCES}
 
 
-def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
+def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads: int = 2) -> None:
     torch.manual_seed(2)
     sizes: dict[str, Any] = {
         "vocab_size": 320,
@@ -69,7 +70,7 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": key_heads,
         "head_dim": 8,
         "tie_word_embeddings": tie,
     }
@@ -99,7 +100,8 @@ def step(learner: Learner, rows: pa.Table) -> list[Any]:
     calls = []
     learner.module.register_forward_hook(lambda *_: calls.append(1))
     same_rows = learner.mesh.same_rows
-    dealer = Dealer(CPU, learner.shape.mini_batches, 1, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
+    unit = N if learner.shares_prompts else 1
+    dealer = Dealer(CPU, learner.shape.mini_batches, unit, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
     stats = update(learner, dealer(own))
     assert len(calls) >= 3, "one micro-batch alone would not show gradients that are summed twice"
     return [part for part in ranks.all_gather(stats if learner.leads else None) if part is not None]
