@@ -297,11 +297,8 @@ def devices(state: State) -> None:
             f"{gpus} GPUs for batches of {batch} prompts are not spread; set trainer.num_workers yourself"
         )
         return
-    mini, split, sequence = (
-        math.gcd(*minis),
-        state.get("rollout.tensor_parallel_size"),
-        state.get("actor.parallel.sequence"),
-    )
+    mini, split = math.gcd(*minis), state.get("rollout.tensor_parallel_size")
+    sequence = state.get("actor.parallel.sequence")
     counts = range(sequence, gpus // 2 + 1, sequence)
     workers = max((count for count in counts if mini % count == 0), default=sequence)
     rest = gpus - workers

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Share:
         return self._exchange(states, 0, 1)
 
     def _exchange(self, states: Tensor, given: int, taken: int) -> Tensor:
-        """Give the parts of dimension `given` to the ranks in order, and take theirs one after the other in `taken`."""
+        """Give the ranks a part of dimension `given` each, and put what they give one after the other in `taken`."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         parts = torch.stack(states.chunk(self.ranks, given))
@@ -90,6 +91,7 @@ class _Join(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, of_joined: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, of_joined: Tensor) -> tuple[Tensor | None, ...]:
         (own,) = ctx.saved_tensors
         return of_joined[own], None, None, None
