@@ -74,9 +74,10 @@ def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None
     if parallel.sequence > 1:
         shape, names = (world // same_rows, parallel.sequence, tensor), ("group", "sequence", "tensor")
         sequence = init_device_mesh(device.type, shape, mesh_dim_names=names)["sequence"]
-    names = ("replicate", "shard", "tensor")
+    # peft takes the whole size of weights for an adapter's if they are divided over a mesh of this name alone.
+    names = ("replicate", "fsdp", "tensor")
     whole = init_device_mesh(device.type, (replicas, world // (tensor * replicas), tensor), mesh_dim_names=names)
-    data = whole["replicate", "shard"] if replicas > 1 else whole["shard"]
+    data = whole["replicate", "fsdp"] if replicas > 1 else whole["fsdp"]
     if tensor == 1:
-        return Mesh(data, whole["shard"], sequence=sequence)
-    return Mesh(data, whole["shard"], whole["tensor"], whole["shard", "tensor"], parallel.expert, sequence)
+        return Mesh(data, whole["fsdp"], sequence=sequence)
+    return Mesh(data, whole["fsdp"], whole["tensor"], whole["fsdp", "tensor"], parallel.expert, sequence)
