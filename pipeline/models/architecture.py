@@ -19,7 +19,8 @@ def why_padded(config: Any) -> str | None:
 def why_whole(config: Any) -> str | None:
     """Why ranks cannot divide the positions of packed rows among them; None as in `why_padded`."""
     ropes = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (ropes, *ropes.values()) if isinstance(part, Mapping)}
-    if found := sorted(kinds & set(ROPES)):
+    # Some families have one for each kind of layer.
+    kinds = [part.get("rope_type") for part in (ropes, *ropes.values()) if isinstance(part, Mapping)]
+    if found := [kind for kind in kinds if kind in ROPES]:
         return f"its position embedding depends on the longest row ({found[0]}), which is not on every rank"
     return why_padded(config)
