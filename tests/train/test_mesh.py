@@ -32,6 +32,7 @@ from pipeline.weights.publish import named, pack
 from tests.losses import batches
 from tests.train.updates import (
     CPU,
+    N,
     assert_same,
     assert_same_metrics,
     in_chunks,
@@ -57,14 +58,21 @@ COPIES = ONE | {
     "copies 2 x shards 2": (4, ParallelConfig(replicate=2)),
     "copies 2 x tensor 2": (4, ParallelConfig(tensor=2, replicate=2)),
 }
-ALL = {**MESHES, **EXPERTS, **COPIES}
+SEQUENCES = ONE | {
+    "sequence 2": (2, ParallelConfig(sequence=2)),
+    "sequence 2 x data 2": (4, ParallelConfig(sequence=2)),
+    "sequence 4, more than key heads": (4, ParallelConfig(sequence=4)),
+    "sequence 2 x tensor 2": (4, ParallelConfig(sequence=2, tensor=2)),
+    "copies 2 x sequence 2": (4, ParallelConfig(sequence=2, replicate=2)),
+}
+ALL = {**MESHES, **EXPERTS, **COPIES, **SEQUENCES}
 VOCABULARY = 320
 CLIP = 0.3
 """Below every gradient's norm, so that clipping has an effect."""
 DEADLINE = timedelta(seconds=120)
 
 
-def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
+def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads: int = 2) -> None:
     torch.manual_seed(2)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -72,7 +80,7 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": key_heads,
         "head_dim": 8,
         "tie_word_embeddings": tie,
     }
@@ -90,9 +98,8 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
 
 def settings(folder: str, parallel: ParallelConfig) -> Config:
     # A small budget gives several micro-batches.
-    config = make_config(folder, ppo_max_token_len_per_gpu=16, entropy_coeff=0.01)
+    config = make_config(folder, ppo_max_token_len_per_gpu=16 // parallel.sequence, entropy_coeff=0.01)
     config.actor.parallel = parallel
-    config.critic.ppo_max_token_len_per_gpu = 16
     config.actor.grad_clip = config.critic.grad_clip = CLIP
     config.model.share_prompts = "never"
     return config
@@ -104,7 +111,8 @@ def step(learner: Learner, rows: pa.Table) -> list[Any]:
     calls = []
     learner.module.register_forward_hook(lambda *_: calls.append(1))
     same_rows = learner.mesh.same_rows
-    dealer = Dealer(CPU, learner.shape.mini_batches, 1, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
+    unit = N if learner.shares_prompts else 1
+    dealer = Dealer(CPU, learner.shape.mini_batches, unit, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
     with patch.object(policy, "token_log_probs", wraps=policy.token_log_probs) as head:
         stats = update(learner, dealer(own))
     assert len(calls) >= 3, "one micro-batch alone would not show gradients that are summed twice"
@@ -145,9 +153,10 @@ def begin(folder: str, name: str, losses: list[str], is_first: bool) -> None:
     config = settings(f"{folder}/model", ALL[name][1])
     learners = [build_actor(config, CPU, 100), build_critic(config, CPU, 100)]
     mesh = learners[0].mesh
-    for part in (mesh.data, mesh.tensor) if mesh.tensor else (mesh.data,):
-        waits = [group._get_backend(CPU).options._timeout for group in part.get_all_groups()]
-        assert set(waits) == {DEADLINE}, "the deadline of collectives is that of every group"
+    for part in (mesh.data, mesh.tensor, mesh.sequence):
+        groups = part.get_all_groups() if part else []
+        waits = {group._get_backend(CPU).options._timeout for group in groups}
+        assert waits <= {DEADLINE}, "the deadline of collectives is that of every group"
     for learner in learners:
         save(learner, (0, 1), f"{folder}/{name} {learner.name}.pt")
     publishes(learners[0])
@@ -228,3 +237,9 @@ def test_experts_on_different_ranks_train_as_one_process(tmp_path: Path) -> None
 def test_copies_of_shards_train_as_one_process(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     run(tmp_path, list(COPIES))
+
+
+@pytest.mark.slow
+def test_sequence_parallel_trains_as_one_process(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    run(tmp_path, list(SEQUENCES))
