@@ -109,6 +109,10 @@ def test_what_fits_passes(overrides):
             "trainer.max_log_prob_gap=0.001 with algorithm.max",
         ),
         ("rollout.max_num_batched_tokens=100", "rollout.max_num_batched_tokens=100 is below rollout.max_num_seqs=256"),
+        (
+            "actor.parallel.tensor=2 actor.parallel.expert=4 trainer.num_workers=4",
+            "actor.parallel.expert=4 must be 1 or actor.parallel.tensor=2",
+        ),
         ("rollout.num_gpus=2", "set rollout.num_gpus=1 and rollout.tensor_parallel_size"),
         ("rollout.tensor_parallel_size=2", "rollout.num_gpus=0; set that to 1"),
         ("rollout.tensor_parallel_size=2 rollout.num_gpus=0.5", "of which each part needs one"),
