@@ -1,7 +1,7 @@
 """FSDP2: sharding, gradient norm, gathering and saving.
 
-1. `fully_shard` is applied to every transformer block, then to the root, which keeps embedding and head in one group
-   (they may be tied). The same code runs over gloo on CPUs and nccl on GPUs.
+1. `fully_shard` is applied to every transformer block, to an embedding that is not tied to the head, then to the root,
+   which has the head. The same code runs over gloo on CPUs and nccl on GPUs.
 2. Gradients are summed over ranks, not averaged (FSDP's default): losses are divided by counts over all ranks.
 
 Each `backward` is a collective: all ranks must run the same number of micro-batches.
@@ -11,6 +11,7 @@ import copy
 import math
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -70,6 +71,12 @@ def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     return []
 
 
+def untied_embeddings(module: nn.Module) -> list[nn.Embedding]:
+    """The embeddings whose weights no other module has."""
+    owners = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
+    return [part for part in module.modules() if isinstance(part, nn.Embedding) and owners[id(part.weight)] == 1]
+
+
 def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: Mesh | None = None) -> Module:
     """Shard `module` in place, and move it to `device`.
 
@@ -102,6 +109,9 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
     slots = take_slices(module, mesh)
     for block in transformer_blocks(module):
         fully_shard(block, **options)
+    for embedding in untied_embeddings(module):
+        # In the root's group it would be gathered as long as the head. Its gradient needs no weights.
+        fully_shard(embedding, **options).set_unshard_in_backward(False)
     fully_shard(module, **options)
     adopt(slots)
     if config.offload == "all":

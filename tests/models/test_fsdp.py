@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipeline.config.learner import FSDPConfig, OptimConfig
@@ -54,7 +55,13 @@ def train_one(folder: Path, world: int, tie: bool) -> None:
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-2))
     ids = torch.randint(1, 40, (4, 7), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(6)
-    result: dict[str, Any] = {"loss": [], "norm": []}
+    result: dict[str, Any] = {"loss": [], "norm": [], "embedding is sharded": []}
+
+    def watch(*_: Any) -> None:
+        result["embedding is sharded"].append(isinstance(policy.lm.get_input_embeddings().weight, DTensor))
+
+    policy.decoder.layers[0].register_forward_pre_hook(watch)
+    policy.decoder.layers[0].register_full_backward_hook(watch)
     for _ in range(2):
         total = torch.zeros(())
         for row in range(rank, 4, world):  # one row per micro-batch
@@ -107,6 +114,12 @@ def test_one_and_two_ranks_agree(results: Path, tie: bool) -> None:
     for name, tensor in two["state"].items():
         torch.testing.assert_close(dict(saved.named_parameters())[Policy.hf_name(name)].detach(), tensor)
     assert sorted(p.name for p in folder.iterdir()) == ["1.pt", "2.pt", "initial", "saved1", "saved2"]
+
+
+def test_an_untied_embedding_is_gathered_for_its_own_forward_pass_alone(results: Path) -> None:
+    tied, untied = (torch.load(results / f"{tie}" / "2.pt", weights_only=True) for tie in (True, False))
+    assert len(untied["embedding is sharded"]) == 2 * 4 and all(untied["embedding is sharded"])
+    assert not any(tied["embedding is sharded"])
 
 
 def test_blocks_are_the_decoder_layers() -> None:
