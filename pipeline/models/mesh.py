@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
 from pipeline.config.learner import ParallelConfig
 
@@ -62,6 +63,9 @@ def make_mesh(device: torch.device | str, parallel: ParallelConfig | None = None
         raise ValueError(f"{tensor} x {replicas} ranks of parallel.* do not divide {world} ranks")
     names = ("replicate", "shard", "tensor")
     whole = init_device_mesh(device.type, (replicas, world // (tensor * replicas), tensor), mesh_dim_names=names)
+    deadline = _get_default_group()._get_backend(device).options._timeout
+    for group in whole.get_all_groups():
+        _set_pg_timeout(deadline, group)  # a mesh gives its groups torch's own, 10 or 30 minutes
     data = whole["replicate", "shard"] if replicas > 1 else whole["shard"]
     if tensor == 1:
         return Mesh(data, whole["shard"])
