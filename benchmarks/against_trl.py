@@ -3,6 +3,7 @@
     python -m benchmarks.against_trl --out runs/against-trl
     python -m benchmarks.against_trl --out DIR --data data/countdown-1 --model models/tiny-sft-1 --trl-python PATH
     python -m benchmarks.against_trl --out DIR --ahead algorithm.max_staleness=2 -- model.share_prompts=never
+    python -m benchmarks.against_trl --out runs/against-trl-long --long
 
 Three cases take turns, `--rounds` times, each run in processes of its own: TRL, ours strictly on-policy, and ours one
 iteration ahead (`algorithm.max_staleness=1`). All train the Countdown model of `make demo` with the sizes of
@@ -12,6 +13,9 @@ those of `--ahead` are of the second one alone. Ours has one train worker. Stric
 cores with engines of one core each; one iteration ahead it and the only engine have half of the cores each. Chunks are
 of 16 prompts. Puzzles, model and an environment with TRL are made in the folder, once, unless `--data`, `--model` and
 `--trl-python` name them.
+
+With `--long` rows are 250 + about 170 tokens: 16 puzzles a step behind 230 digits that have no meaning, 8 answers to
+each by an untrained model of 5 million parameters, which ends them at random, and two mini-batches.
 
 TRL runs in its fastest way without a GPU. It cannot put new weights into a CPU build of vLLM, so it generates with
 `transformers`, all samples of an iteration at once; before the rounds the `--ways` of using the cores are tried, and
@@ -35,6 +39,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.console import Console
 
 from benchmarks import iteration, trl_env
@@ -80,6 +87,38 @@ CHUNKS = 4
 """Of an iteration of ours, and as many engines can share it."""
 MICRO_BATCH = 128
 """Rows of a forward pass of TRL's, all processes together; fewer were slower."""
+DIGITS = 230
+"""Before each puzzle of `--long`; a token each."""
+LONG = [
+    "data.train_batch_size=16",
+    "data.max_prompt_length=320",
+    "data.max_response_length=256",
+    "actor.ppo_mini_batch_size=8",
+    "rollout.chunk_prompts=4",
+]
+"""Settings of `--long`."""
+
+
+def make_long_inputs(folder: Path) -> tuple[Path, Path]:
+    """Puzzles behind many digits, and an untrained model, in folders of `folder`; the same on every call.
+
+    Raises:
+        subprocess.CalledProcessError: they could not be made.
+    """
+    data, model = folder / "data", folder / "model"
+    train = data / "train.parquet"
+    prepare = f"countdown --out {data} --train 2000 --test 100 --template short --seed 1"
+    subprocess.run([sys.executable, "-m", "jobs.prepare", *prepare.split()], check=True)
+    table, random = pq.read_table(train), np.random.default_rng(0)
+    prompts = table["prompt"].to_pylist()
+    for messages in prompts:
+        messages[-1]["content"] = "".join(map(str, random.integers(0, 10, DIGITS))) + " " + messages[-1]["content"]
+    column = table.schema.get_field_index("prompt")
+    pq.write_table(table.set_column(column, table.schema.field(column), pa.array(prompts, table["prompt"].type)), train)
+    shutil.rmtree(model, ignore_errors=True)
+    tiny = f"--out {model} --data {train} --hidden 256 --layers 6 --seed 1"
+    subprocess.run([sys.executable, "-m", "jobs.tiny", *tiny.split()], check=True)
+    return data, model
 
 
 def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[str]:
@@ -102,6 +141,7 @@ def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[s
         f"rollout.num_engines={engines}",
         f"rollout.num_threads={engine_threads}",
         "rollout.chunk_prompts=16",
+        *(LONG if args.long else []),
         f"trainer.total_training_steps={args.warmup + args.steps + 1}",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
@@ -274,7 +314,10 @@ def measure(args: argparse.Namespace) -> int:
         trl_env.check(args.trl_python)
     # Not resolved: the interpreter of an environment is a link to another one's.
     python = Path(os.path.abspath(args.trl_python)) if args.trl_python else trl_env.make(args.out.resolve() / "trl-env")
-    data, model = (args.data, args.model) if args.data else make_inputs(args.out / "inputs")
+    if args.data:
+        data, model = args.data, args.model
+    else:
+        data, model = (make_long_inputs if args.long else make_inputs)(args.out / "inputs")
     runner = Runner(args, python, data, model, cores)
     config = load_config(ours(args, data, model, SYNCHRONOUS))
     samples = config.data.train_batch_size * config.rollout.n
@@ -316,6 +359,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--trl-python", type=Path, metavar="PATH", help="Python of an environment with TRL, instead of making it")
     add("--data", type=Path, metavar="DIR", help="train.parquet of Countdown, instead of making it")
     add("--model", type=Path, metavar="DIR", help="warm-started model, instead of making it")
+    add("--long", action="store_true", help="rows of 250 + about 170 tokens")
     add("--ahead", nargs="+", default=[], metavar="key=value", help="settings of ours, one step off-policy, alone")
     add("settings", nargs="*", metavar="key=value", help="settings of both of ours; write -- before them")
     args = parser.parse_args(arguments)

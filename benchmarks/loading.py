@@ -2,11 +2,12 @@
 
     python -m benchmarks.loading                     # 826 MiB of float32 on two ranks
     python -m benchmarks.loading --ranks 4 --layers 24
+    MALLOC_MMAP_THRESHOLD_=262144 python -m benchmarks.loading      # freed memory goes back to the system at once
 
-Each rank loads a random model, shards it, writes to every weight, and runs a forward pass. The figures are resident
-memory above that of the imports, at its peak and at the end, in whole models. Slices are pages of the files until
-something writes to them, so what counts is the peak after every weight was written. A forward pass adds the group of
-weights that it gathers.
+Each rank loads a random model, shards it, writes to every weight, and runs a forward and a backward pass. The figures
+are resident memory above that of the imports, at its peak and at the end, in whole models. Slices are pages of the
+files until something writes to them, so what counts is the peak after every weight was written. A forward pass adds the
+groups of weights that it gathers, a backward pass gradients.
 """
 
 import argparse
@@ -50,8 +51,8 @@ def make_model(folder: Path, layers: int) -> None:
 
 
 def measure(rank: int, way: str, folder: str, ranks: int, store: str) -> None:
-    """One rank: `(rank, MiB at the peak after loading, after every weight was written, after a pass, at the end, MiB of
-    the whole model, seconds of loading)` is written beside `store`."""
+    """One rank: `(rank, MiB at the peak after loading, after every weight was written, after a forward pass, after a
+    backward pass, at the end, MiB of the whole model, seconds of loading)` is written beside `store`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=300)
@@ -80,6 +81,8 @@ def measure(rank: int, way: str, folder: str, ranks: int, store: str) -> None:
     with torch.no_grad():
         policy(ids, torch.arange(7), ids[0, 1:])
     peaks.append(resident("VmHWM") - before)
+    policy(ids, torch.arange(7), ids[0, 1:])[0].sum().backward()
+    peaks.append(resident("VmHWM") - before)
     size = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters()) // 2**20
     found = (rank, *peaks, resident("VmRSS") - before, size, seconds)
     Path(f"{store}.{rank}").write_text(json.dumps(found))
@@ -102,7 +105,9 @@ def compare(ranks: int, layers: int) -> dict[str, list[tuple[float, ...]]]:
 
 def report(found: dict[str, list[tuple[float, ...]]]) -> Table:
     """A table of them, in MiB and whole models."""
-    table = Table("way", "rank", "peak loading", "peak, all written", "peak with a pass", "at the end", "seconds")
+    table = Table(
+        "way", "rank", "peak loading", "peak, all written", "forward pass", "backward pass", "at the end", "seconds"
+    )
     for way, rows in found.items():
         for rank, *sizes, whole, seconds in rows:
             cells = [f"{size:.0f} MiB ({size / whole:.2f})" for size in sizes]

@@ -10,7 +10,7 @@ from tests.runs import Training, starter
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
-MESHES = {"tensor": "actor.parallel.tensor=2"}
+MESHES = {name: f"actor.parallel.{name}=2" for name in ("tensor", "sequence")}
 
 
 @pytest.mark.parametrize("name", MESHES)
