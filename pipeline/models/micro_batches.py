@@ -44,7 +44,7 @@ def split_micro_batches(
 
     Args:
         lengths: prompt + response tokens of each pack.
-        max_tokens: `actor.ppo_max_token_len_per_gpu`.
+        max_tokens: `actor.ppo_max_token_len_per_gpu`, as many times as ranks share a pass.
         parts: number of micro-batches, at least `minimum_parts` of the other arguments.
         units: how many neighbouring packs must stay together, unit by unit; None if no packs must. They also stay
             neighbours, in their order.

@@ -55,8 +55,9 @@ class Passes:
         decoder = getattr(module, "decoder", None)
         reason = "it is no decoder" if decoder is None else enable(decoder)
         name = type(module if decoder is None else decoder).__name__
-        if sequence > 1 and (why := reason or why_whole(decoder.config.get_text_config())):
-            raise ValueError(f"actor.parallel.sequence={sequence} divides packed rows, but {name} cannot: {why}")
+        divided = reason if decoder is None or reason else why_whole(decoder.config.get_text_config())
+        if sequence > 1 and divided:
+            raise ValueError(f"actor.parallel.sequence={sequence} divides packed rows, but {name} cannot: {divided}")
         if reason is None:
             return cls(packed=True, shared=share_prompts != "never")
         if share_prompts == "always":
