@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from pipeline.config import Config
 from pipeline.models import fsdp
@@ -17,6 +18,7 @@ from pipeline.train import checkpoint
 from pipeline.train.actor import Actor
 from pipeline.train.setup import build_actor
 from tests.models.test_lora import with_lora
+from tests.models.test_sharing import SIZES
 from tests.scoring.test_reference import other_model
 from tests.train import test_online_dpo
 from tests.train.test_checkpoint import Learners, Storage, rows, saver, storage  # noqa: F401 (a fixture)
@@ -73,6 +75,18 @@ def test_updates_are_those_with_the_column_of_a_replica(make, tiny_model: Path, 
     # The reference matters: with the policy's own start the update is another one.
     start = trained(with_reference(make(tiny_model), None), *tables)
     assert start[0]["actor/loss"] != pytest.approx(ours[0]["actor/loss"], rel=1e-2)
+
+
+def test_rows_are_padded_for_a_reference_that_cannot_attend_over_packed_ones(tiny_model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    Gemma2ForCausalLM(Gemma2Config(**SIZES | {"vocab_size": 320})).save_pretrained(tmp_path)
+    config = with_reference(with_kl(tiny_model), tmp_path)
+    rows, actor = TrainBatch.from_table(table()), build_actor(config, CPU, 10)
+    assert actor.reference is not None
+    assert actor.shares_prompts and not actor.reference.passes.packed
+    actor.compute_reference(rows)
+    column = flat(replica(config)(table()), "ref_log_probs")[0]
+    np.testing.assert_allclose(rows.ref_log_probs, np.where(rows.mask > 0, column, 0), rtol=0, atol=2e-6)
 
 
 def test_the_reference_is_frozen_sharded_and_in_the_type_of_its_computation(tiny_model: Path) -> None:
