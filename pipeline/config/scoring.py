@@ -45,8 +45,7 @@ class ReferenceConfig(ScorerConfig):
     the train workers if that takes no second model, else in replicas."""
 
     offload: bool = False
-    """Let the sharded model of `where=train_workers` wait in host memory; each layer comes to the GPU as it computes.
-    """
+    """Leave the sharded model of `where=train_workers` in host memory, from which each layer visits the GPU."""
 
 
 @dataclass

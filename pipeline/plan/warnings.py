@@ -125,9 +125,7 @@ def _algorithm(config: Config) -> dict[str, object]:
         "the KL to the reference is in the reward and in the loss: it holds the policy twice": kl_loss and kl_in_reward,
         "the reference is model.path without {model.lora.path}, from which training starts; to compare with the start, "
         "merge the adapter (jobs.export) and name that model in scoring.reference.path": (
-            bool(config.model.lora.path)
-            and config.scoring.reference.path is None
-            and reads_reference(config)
+            bool(config.model.lora.path) and config.scoring.reference.path is None and reads_reference(config)
         ),
         "{actor.kl_loss_coef}: the KL of actor.use_kl_loss=true is measured and does not train": (
             kl_loss and actor.kl_loss_coef == 0
