@@ -43,6 +43,11 @@ class Mesh:
         return math.prod(mesh.size() for mesh in (self.tensor, self.sequence) if mesh)
 
     @property
+    def sequence_ranks(self) -> int:
+        """Number of ranks that divide the positions among them."""
+        return self.sequence.size() if self.sequence else 1
+
+    @property
     def positions(self) -> dist.ProcessGroup | None:
         """The ranks that divide the positions of a sequence among them; None where each has all."""
         return self.sequence.get_group() if self.sequence else None

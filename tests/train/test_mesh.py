@@ -101,6 +101,9 @@ def settings(folder: str, parallel: ParallelConfig) -> Config:
     config = make_config(folder, ppo_max_token_len_per_gpu=16 // parallel.sequence, entropy_coeff=0.01)
     config.actor.parallel = parallel
     config.actor.grad_clip = config.critic.grad_clip = CLIP
+    # The reference is a second model on the same mesh.
+    config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.3
+    config.scoring.reference.where = "train_workers"
     config.model.share_prompts = "never"
     return config
 
@@ -206,6 +209,7 @@ def run(folder: Path, names: list[str], *losses: str) -> None:
     for kind in ("actor", "critic", *losses):
         one = torch.load(folder / f"{names[0]} {kind}.pt")
         assert kind not in losses or one["metrics"]["actor/cov_frac"] > 0.1
+        assert kind == "critic" or one["metrics"]["actor/kl_loss"] > 1e-4
         for name in names[1:]:
             same(one, torch.load(folder / f"{name} {kind}.pt"))
     for kind in ("actor", "critic"):
