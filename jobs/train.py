@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import shlex
 import sys
@@ -214,21 +215,6 @@ def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[N
     return None, (local_gpu() or GPUS[DEFAULT]) if uses_gpus else None
 
 
-def _suggestion(resolved: "Plan", count: int | None, gpu: "Gpu") -> tuple[str, str]:
-    """Settings for so many GPUs, or for as many as the plan takes, as a line of the plan."""
-    from pipeline.plan.memory import read_models
-    from pipeline.plan.suggest import arguments, suggest
-
-    count = count or max(1, round(resolved.gpus + 0.499))
-    name, models = f"suggested for {count} x {gpu.name}", read_models(resolved.config)
-    if models is None:
-        return name, "nothing: model.path is not a local folder with safetensors files, whose sizes would be needed"
-    settings = suggest(resolved.config, models, count, gpu)
-    if settings is None:
-        return name, "nothing: no layout fits; take more GPUs, shorter passes (actor.ppo_max_token_len_per_gpu) or rows"
-    return name, arguments(resolved.config, settings) or "the settings as they are"
-
-
 def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = None) -> int:
     """Check, plan and run (or print the plan); the exit code. `command`, the words typed, continues the run, and `gpus`
     are those of `--gpus`.
@@ -239,6 +225,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     from pipeline.derived import uses_engines
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
+    from pipeline.plan.suggest import suggested
     from pipeline.plan.table import render
     from pipeline.replay import checks as replay
     from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
@@ -266,7 +253,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         for name, text in [("run folder", str(run_dir)), *preview]:
             table.add_row(name, escape(text))
         if gpu and (count or resolved.too_large):
-            table.add_row(*_suggestion(resolved, count, gpu))
+            table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
         Console().print(table)
         if on_this_machine:
             _say_whether_it_fits(resolved)

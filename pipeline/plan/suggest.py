@@ -1,12 +1,16 @@
-"""Settings with which a model trains on a number of GPUs: the first of a few layouts that the plan accepts and that fits.
+"""Settings with which a model trains on a number of GPUs: the fastest that fit and that the plan accepts, of these.
 
-    for what saves memory, the cheapest first:  nothing, checkpointing, offloads, adapters
-        for a layout:  half of the GPUs train and half generate; all do both in turn
-            for a mesh:  copies of the shards in each node; one copy over all workers
+    what saves memory   nothing, gradient checkpointing, and offloads with it; adapters where nothing else fits
+    a layout            all GPUs train and generate in turn; half of them train and half generate
+    a mesh              copies of the shards in each node; one copy over all workers
+
+Fast is what `time.py` estimates. Of layouts that are about as fast the one that saves least is taken, and on GPUs of
+unknown speed the first that fits.
 """
 
+import contextlib
 import copy
-import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,30 +21,41 @@ from pipeline.derived import scorers, uses_critic, uses_engines
 from pipeline.plan.checks import check
 from pipeline.plan.fit import FULL, too_large
 from pipeline.plan.gpus import PER_NODE, Gpu
-from pipeline.plan.memory import BYTES, Models, estimate
+from pipeline.plan.memory import BYTES, Models, estimate, read_models, shown
 from pipeline.plan.models import ModelFiles
 from pipeline.plan.parallel import HEADS
+from pipeline.plan.time import times
 
 Settings = Mapping[str, Any]
 """Values by their dotted keys."""
 
 ALONE = 0.85
 """Part of a GPU's memory for an engine that has it alone."""
+WEIGHTS = 0.6
+"""Most of that for its weights."""
+ABOUT = 1.2
+"""Times of the fastest within which another layout is about as fast: the estimate knows no better."""
 SPLITS = (8, 4, 2)
 """Parts of a layer, or of an engine's model: powers of two within a node."""
+OFF: Settings = {
+    "model.enable_gradient_checkpointing": False,
+    "model.activation_offload": False,
+    "actor.fsdp.offload": "none",
+    "rollout.min_engines": None,
+    "rollout.max_engines": None,
+}
+"""What a layout does without, unless it sets it."""
+CHECKPOINTS: Settings = {"model.enable_gradient_checkpointing": True}
 SAVINGS: tuple[Settings, ...] = (
     {},
-    {"model.enable_gradient_checkpointing": True},
-    {"model.enable_gradient_checkpointing": True, "actor.fsdp.offload": "optimizer"},
-    {
-        "model.enable_gradient_checkpointing": True,
-        "actor.fsdp.offload": "optimizer",
-        "model.activation_offload": True,
-    },
-    {"model.enable_gradient_checkpointing": True, "actor.fsdp.offload": "all"},
-    {"model.enable_gradient_checkpointing": True, "model.lora.rank": 32, "model.dtype": "bfloat16"},
+    CHECKPOINTS,
+    {**CHECKPOINTS, "actor.fsdp.offload": "optimizer"},
+    {**CHECKPOINTS, "actor.fsdp.offload": "optimizer", "model.activation_offload": True},
+    {**CHECKPOINTS, "actor.fsdp.offload": "all"},
 )
 """What saves memory, the cheapest first."""
+ADAPTERS: Settings = {**CHECKPOINTS, "model.lora.rank": 32, "model.dtype": "bfloat16"}
+"""What is left where all weights cannot be trained."""
 
 
 def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | None:
@@ -48,18 +63,21 @@ def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | N
 
     They are laid over `config`, whose data, algorithm and pools of scoring replicas stay as they are.
     """
-    pools = sum(pool.num_workers * pool.num_gpus for pool in scorers(config).values())
-    left = gpus - round(pools + 0.499)
-    for saving in SAVINGS:
-        for settings in _layouts(config, models, left, gpu, _complete(config, saving)):
+    left = gpus - math.ceil(sum(pool.num_workers * pool.num_gpus for pool in scorers(config).values()))
+    has_adapters = config.model.lora.rank or models.policy.experts[1]
+    for savings in (SAVINGS, () if has_adapters else (ADAPTERS,)):
+        fitting: list[tuple[float, Settings]] = []
+        for settings in (layout for saving in savings for layout in _layouts(config, models, left, gpu, saving)):
             candidate = laid_over(config, settings)
-            if list(too_large(candidate, estimate(candidate, models), gpu)):
-                continue
-            try:
-                check(candidate)
-            except ConfigError:
-                continue
-            return settings
+            memory = estimate(candidate, models)
+            if not list(too_large(candidate, memory, gpu)):
+                expected = times(candidate, models, memory, gpu)
+                fitting.append((expected.iteration if expected else 0.0, settings))
+        best = min((seconds for seconds, _ in fitting), default=0.0)
+        for _, settings in sorted(fitting, key=lambda timed: max(timed[0], ABOUT * best)):
+            with contextlib.suppress(ConfigError):
+                check(laid_over(config, settings))
+                return settings
     return None
 
 
@@ -72,44 +90,41 @@ def laid_over(config: Config, settings: Settings) -> Config:
     return changed
 
 
-def arguments(config: Config, settings: Settings) -> str:
-    """The settings that differ from those of `config`, as arguments."""
-    return " ".join(
-        f"{key}={as_argument(value)}" for key, value in settings.items() if value_of(config, key) != value
-    )
+def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
+    """Name and text of a line of the plan: the suggested settings that differ from those of `config`.
 
-
-def _complete(config: Config, saving: Settings) -> Settings:
-    """What saves memory, with the values of the keys that this leaves out; adapters that are wanted stay."""
-    off: Settings = {
-        "model.enable_gradient_checkpointing": False,
-        "model.activation_offload": False,
-        "actor.fsdp.offload": "none",
-    }
-    settings = {**off, **({} if config.model.lora.rank and "model.lora.rank" in saving else saving)}
-    return settings | ({"critic.fsdp.offload": settings["actor.fsdp.offload"]} if uses_critic(config) else {})
+    Raises:
+        ValueError: a file of a model is damaged.
+    """
+    name, models = f"suggested for {gpus} x {gpu.name}", read_models(config)
+    if models is None:
+        return name, "nothing: model.path is not a local folder with safetensors files, whose sizes are needed"
+    settings = suggest(config, models, gpus, gpu)
+    if settings is None:
+        return name, "nothing: no layout fits; take more GPUs, or a lower actor.ppo_max_token_len_per_gpu"
+    changed = (f"{key}={as_argument(value)}" for key, value in settings.items() if value_of(config, key) != value)
+    memory = estimate(laid_over(config, settings), models)
+    host = f" and {shown(memory.offloaded + memory.train_kept)} of host memory" if memory.offloaded else ""
+    words = " ".join(changed) or "the settings as they are"
+    return name, f"{words} (a train worker: {shown(memory.train_peak)} of its GPU{host})"
 
 
 def _layouts(config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settings) -> Iterator[Settings]:
     """Train workers and engines on so many GPUs."""
-    lora = saving.get("model.lora.rank", config.model.lora.rank) > 0
-    engines = uses_engines(config)
-    for together in (True,) if gpus == 1 else (False, True):
-        workers = gpus if together or not engines else gpus // 2
-        chunk = _chunk_prompts(config, workers)
-        while workers > 1 and chunk is None:
-            workers -= 1
-            chunk = _chunk_prompts(config, workers)
-        if workers < 1 or chunk is None:
-            continue
+    lora, engines = "model.lora.rank" in saving or config.model.lora.rank > 0, uses_engines(config)
+    for together in (True, False):
+        most = gpus if together or not engines else gpus // 2
+        workers = next((count for count in range(most, 0, -1) if _chunk_prompts(config, count)), 0)
         for parallel in _meshes(models.policy, workers, lora):
             train = {
                 "trainer.use_gpu": True,
                 "trainer.num_workers": workers,
                 "trainer.gpus_per_worker": 0.6 if together and engines else 1.0,
-                "rollout.chunk_prompts": chunk,
+                "rollout.chunk_prompts": _chunk_prompts(config, workers),
                 **parallel,
+                **OFF,
                 **saving,
+                **({"critic.fsdp.offload": saving.get("actor.fsdp.offload", "none")} if uses_critic(config) else {}),
             }
             if not engines:
                 yield train
@@ -136,9 +151,9 @@ def _sharing(config: Config, models: Models, workers: int, gpu: Gpu, train: Sett
 
 
 def _engines(config: Config, model: ModelFiles, gpus: int, gpu: Gpu) -> Settings:
-    """Engines on GPUs of their own: each as small as leaves half of its memory to the KV cache."""
+    """Engines on GPUs of their own, each as small as leaves enough of its memory to the KV cache."""
     weights, heads = model.parameters * BYTES[config.rollout.dtype], model.size("num_attention_heads", 1)
-    fitting = (size for size in (1, *reversed(SPLITS)) if weights / size <= ALONE * gpu.memory / 2)
+    fitting = (size for size in (1, *reversed(SPLITS)) if weights / size <= WEIGHTS * ALONE * gpu.memory)
     size = next((size for size in fitting if gpus >= size and heads % size == 0), 1)
     return {
         "rollout.num_engines": gpus // size,
@@ -150,7 +165,7 @@ def _engines(config: Config, model: ModelFiles, gpus: int, gpu: Gpu) -> Settings
 
 
 def _meshes(model: ModelFiles, workers: int, lora: bool) -> Iterator[Settings]:
-    """Meshes of the train workers, the one with the shortest ways first.
+    """Meshes of the train workers, the one with the shortest ways first; none without workers.
 
     Dense models are sharded alone: a pass gathers less than it computes. Of a mixture of experts it would gather all
     experts for a few, so these are divided as far as the model and a node allow.
@@ -160,7 +175,9 @@ def _meshes(model: ModelFiles, workers: int, lora: bool) -> Iterator[Settings]:
         divided = [workers, model.experts[1], *(model.size(name) for name in HEADS)]
         tensor = next((size for size in SPLITS if not any(number % size for number in divided)), 1)
     nodes = workers // PER_NODE
-    for replicate in dict.fromkeys((nodes if nodes and workers % PER_NODE == 0 else 1, 1)):
+    # Rows that are longer than a pass would be divided here, by actor.parallel.sequence.
+    copies = (nodes, 1) if nodes and workers % PER_NODE == 0 else (1,)
+    for replicate in dict.fromkeys(copies) if workers else ():
         yield {
             "actor.parallel.tensor": tensor,
             "actor.parallel.expert": tensor,
@@ -174,6 +191,6 @@ def _chunk_prompts(config: Config, workers: int) -> int | None:
     batch = config.data.train_batch_size
     minis = [config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size if uses_critic(config) else None]
     sizes = [batch, *(mini for mini in minis if mini)]
-    most = min(config.rollout.chunk_prompts, max(1, batch // (2 * max(1, workers))))
-    counts = itertools.chain(range(most, 0, -1)) if workers else ()
-    return next((count for count in counts if not any(size % (count * workers) for size in sizes)), None)
+    most = min(config.rollout.chunk_prompts, max(1, batch // (2 * workers)))
+    whole = (count for count in range(most, 0, -1) if not any(size % (count * workers) for size in sizes))
+    return next(whole, None)

@@ -178,10 +178,10 @@ def _mesh(plan: Plan) -> Iterator[str]:
 
 
 def _times(times: Times) -> str:
-    overlap = " (engines generate while the trainer computes)" if times.ahead else ""
     return (
-        f"about {times.iteration:,.0f} s{overlap}: generation {times.generation:,.0f} s, log-probs "
+        f"about {times.iteration:,.0f} s: generation {times.generation:,.0f} s, log-probs "
         f"{times.log_probs:,.0f} s, update {times.update:,.0f} s, publishing {times.publishing:,.1f} s"
+        + (f"; while engines generate {min(times.generation, times.beside):,.0f} s of these" if times.beside else "")
     )
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.config.learner import ActorConfig, CriticConfig
-from pipeline.derived import UpdateShape, reference_is_base, scorers, uses_critic, uses_engines
+from pipeline.derived import UpdateShape, reference_is_base, scorers, streams_gradients, uses_critic, uses_engines
+from pipeline.plan.fit import shares_gpus
 from pipeline.plan.gpus import PER_NODE, Gpu
 from pipeline.plan.memory import BYTES, Memory, Models, compute_element, kv_bytes_per_token
 from pipeline.plan.models import ModelFiles
@@ -47,14 +48,14 @@ class Times:
     """Of the old policy, and of pools on GPUs."""
     update: float
     publishing: float
-    ahead: bool
-    """Whether engines generate while the trainer computes."""
+    beside: float
+    """Of log-probs, update and publishing, seconds that may pass while engines generate."""
 
     @property
     def iteration(self) -> float:
-        """Seconds of all phases, or of the longer side where both run at the same time."""
+        """Seconds of all phases, some of which run at the same time."""
         train = self.log_probs + self.update + self.publishing
-        return max(self.generation, train) if self.ahead else self.generation + train
+        return self.generation + train - min(self.generation, self.beside)
 
 
 def times(config: Config, models: Models, memory: Memory, gpu: Gpu) -> Times | None:
@@ -81,12 +82,19 @@ def times(config: Config, models: Models, memory: Memory, gpu: Gpu) -> Times | N
         update += _update(config, config.critic, models.critic, memory.critic_optimizer, rate)
     alone = config.model.lora.alone
     sent = 4 * memory.adapter if alone else models.policy.parameters * BYTES[config.rollout.dtype]
+    publishing = sent / PUBLISHED if engines else 0.0
+    beside = 0.0
+    if config.algorithm.max_staleness:
+        beside = log_probs + update + publishing
+    elif streams_gradients(config):
+        beside = log_probs + update / UpdateShape.of(config, config.actor).steps
     return Times(
         generation=_generation(config, models.policy, memory, gpu, gpu.bandwidth) if engines else 0.0,
         log_probs=log_probs,
         update=update,
-        publishing=sent / PUBLISHED if engines else 0.0,
-        ahead=config.algorithm.max_staleness > 0,
+        publishing=publishing,
+        # On the same GPUs each would only slow the other down.
+        beside=0.0 if shares_gpus(config) else beside,
     )
 
 
