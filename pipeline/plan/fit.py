@@ -23,14 +23,14 @@ def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
     most = f"of which an estimate may fill {shown(limit)}"
     if config.trainer.use_gpu:
         if memory.train_peak > limit:
-            yield f"a train worker needs {shown(memory.train_peak)} of a {gpu.words}, {most}"
+            yield f"a train worker needs {shown(memory.train_peak)} of {gpu.words}, {most}"
         elif shares_gpus(config):
             beside = memory.train_idle if rollout.sleep else memory.train_peak
             when = "between updates" if rollout.sleep else "beside an engine that never sleeps"
             if beside + engine > limit:
                 yield (
                     f"a train worker {when} and an engine need {shown(beside)} + {shown(engine)} "
-                    f"(rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}) of a {gpu.words}, {most}"
+                    f"(rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}) of {gpu.words}, {most}"
                 )
     if uses_engines(config) and rollout.num_gpus:
         # A cache for one sequence of full length is the least with which vLLM starts.
@@ -38,6 +38,6 @@ def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
         if needed > FULL * engine:
             yield (
                 f"an engine needs {shown(needed)} of each GPU for weights and one sequence, and "
-                f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} gives it {shown(engine)} of a "
+                f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} gives it {shown(engine)} of "
                 f"{gpu.words}"
             )

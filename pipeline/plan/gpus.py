@@ -21,8 +21,8 @@ class Gpu:
 
     @property
     def words(self) -> str:
-        """Name and memory."""
-        return f"{self.name} of {self.memory / GIB:.0f} GiB"
+        """Memory and name."""
+        return f"{self.memory / GIB:.0f} GiB ({self.name})"
 
 
 GPUS = {

@@ -1,5 +1,6 @@
 """The models of a run, as the files of their folders describe them before anything is loaded."""
 
+import functools
 import json
 import math
 import re
@@ -111,11 +112,18 @@ def read_model(path: str | Path | None) -> ModelFiles | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+    stamps = ((file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(folder.glob("*.safetensors")))
+    return replace(_measured(tuple(stamps)), config=config | config.get("text_config", {}))
+
+
+@functools.lru_cache(maxsize=64)
+def _measured(files: tuple[tuple[Path, int, int], ...]) -> ModelFiles:
+    """What safetensors files say, each with its time and size: a mixture of experts has tens of thousands of tensors."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file, _, _ in files:
         shapes |= adapter.tensor_shapes(file)
     return ModelFiles(
-        config=config | config.get("text_config", {}),
+        config={},
         parameters=sum(map(math.prod, shapes.values())),
         head=sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(LM_HEAD)),
         tables=sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and TABLES.search(name)),

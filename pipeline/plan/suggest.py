@@ -20,7 +20,7 @@ from pipeline.config.schema import value_of
 from pipeline.derived import scorers, uses_critic, uses_engines
 from pipeline.plan.checks import check
 from pipeline.plan.fit import FULL, too_large
-from pipeline.plan.gpus import PER_NODE, Gpu
+from pipeline.plan.gpus import GIB, PER_NODE, Gpu
 from pipeline.plan.memory import BYTES, Models, estimate, read_models, shown
 from pipeline.plan.models import ModelFiles
 from pipeline.plan.parallel import HEADS
@@ -35,6 +35,8 @@ WEIGHTS = 0.6
 """Most of that for its weights."""
 ABOUT = 1.2
 """Times of the fastest within which another layout is about as fast: the estimate knows no better."""
+HOST = 250 * GIB
+"""Most host memory for a train worker: nodes of eight GPUs mostly have 2 TB."""
 SPLITS = (8, 4, 2)
 """Parts of a layer, or of an engine's model: powers of two within a node."""
 OFF: Settings = {
@@ -54,7 +56,8 @@ SAVINGS: tuple[Settings, ...] = (
     {**CHECKPOINTS, "actor.fsdp.offload": "all"},
 )
 """What saves memory, the cheapest first."""
-ADAPTERS: Settings = {**CHECKPOINTS, "model.lora.rank": 32, "model.dtype": "bfloat16"}
+LORA: Settings = {**CHECKPOINTS, "model.lora.rank": 32, "model.dtype": "bfloat16"}
+ADAPTERS: tuple[Settings, ...] = (LORA, {**LORA, "model.activation_offload": True})
 """What is left where all weights cannot be trained."""
 
 
@@ -64,13 +67,14 @@ def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | N
     They are laid over `config`, whose data, algorithm and pools of scoring replicas stay as they are.
     """
     left = gpus - math.ceil(sum(pool.num_workers * pool.num_gpus for pool in scorers(config).values()))
-    has_adapters = config.model.lora.rank or models.policy.experts[1]
-    for savings in (SAVINGS, () if has_adapters else (ADAPTERS,)):
+    # Experts cannot have adapters.
+    more = () if config.model.lora.rank or models.policy.experts[1] else ADAPTERS
+    for savings in (SAVINGS, more):
         fitting: list[tuple[float, Settings]] = []
         for settings in (layout for saving in savings for layout in _layouts(config, models, left, gpu, saving)):
             candidate = laid_over(config, settings)
             memory = estimate(candidate, models)
-            if not list(too_large(candidate, memory, gpu)):
+            if memory.offloaded + memory.train_kept <= HOST and not list(too_large(candidate, memory, gpu)):
                 expected = times(candidate, models, memory, gpu)
                 fitting.append((expected.iteration if expected else 0.0, settings))
         best = min((seconds for seconds, _ in fitting), default=0.0)
@@ -112,7 +116,9 @@ def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
 def _layouts(config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settings) -> Iterator[Settings]:
     """Train workers and engines on so many GPUs."""
     lora, engines = "model.lora.rank" in saving or config.model.lora.rank > 0, uses_engines(config)
-    for together in (True, False):
+    # Engines that generate ahead never sleep, and would slow down the train workers beside them.
+    turns = gpus == 1 or config.algorithm.max_staleness == 0
+    for together in (True, False) if turns else (False,):
         most = gpus if together or not engines else gpus // 2
         workers = next((count for count in range(most, 0, -1) if _chunk_prompts(config, count)), 0)
         for parallel in _meshes(models.policy, workers, lora):

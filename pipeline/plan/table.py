@@ -194,7 +194,7 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     yield (
         "memory of a train worker",
         shown(memory.train_peak)
-        + (f" of a {gpu.words}" if gpu and config.trainer.use_gpu else "")
+        + (f" of {gpu.words}" if gpu and config.trainer.use_gpu else "")
         + f": weights {shown(memory.train_weights)}, gradients {shown(memory.train_gradients)}, optimiser "
         f"{shown(memory.train_optimizer)}, gathered weights {shown(memory.train_gathered)}, activations of {tokens:,} "
         f"tokens {shown(memory.train_activations + memory.train_kept)}, logits {shown(memory.train_logits)}"
@@ -219,7 +219,7 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     rollout = config.rollout
     limit = (
         f"{rollout.gpu_memory_utilization:.0%} of a GPU in all"
-        + (f", {shown(rollout.gpu_memory_utilization * gpu.memory)} of a {gpu.words}" if gpu else "")
+        + (f", {shown(rollout.gpu_memory_utilization * gpu.memory)} of {gpu.words}" if gpu else "")
         if rollout.num_gpus
         else f"{rollout.cpu_kvcache_space_gb} GiB of KV cache given"
     )
