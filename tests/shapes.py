@@ -1,7 +1,8 @@
-"""Folders of published models without their weights: true sizes, and safetensors files of which only the header exists."""
+"""Folders of published models without weights: true sizes, and safetensors files of which only the header exists."""
 
 import functools
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "voca
 QWEN2 = {"model_type": "qwen2", "vocab_size": 152064}
 
 
-def _sizes(family: dict[str, Any], hidden: int, layers: int, heads: int, feed_forward: int, **more: Any) -> dict[str, Any]:
+def _sizes(
+    family: dict[str, Any], hidden: int, layers: int, heads: int, feed_forward: int, **more: Any
+) -> dict[str, Any]:
     return {
         **family,
         "max_position_embeddings": 32768,
@@ -57,7 +60,7 @@ def write_shape(name: str, folder: Path) -> Path:
     _tokenizer().save_pretrained(folder)
     header, end = {}, 0
     for tensor, shape in _tensors(config):
-        start, end = end, end + 2 * functools.reduce(int.__mul__, shape)
+        start, end = end, end + 2 * math.prod(shape)
         header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:
@@ -79,10 +82,15 @@ def _tensors(config: dict[str, Any]) -> list[tuple[str, list[int]]]:
     found = [("model.embed_tokens.weight", [config["vocab_size"], width]), ("model.norm.weight", [width])]
     if not config["tie_word_embeddings"]:
         found.append(("lm_head.weight", [config["vocab_size"], width]))
-    layer = [(f"self_attn.{name}_proj.weight", [size, width]) for name, size in zip("qkv", (queries, keys, keys))]
+    layer = [
+        (f"self_attn.{name}_proj.weight", [size, width])
+        for name, size in zip("qkv", (queries, keys, keys), strict=True)
+    ]
     layer += [("self_attn.o_proj.weight", [width, queries])]
     if old:
-        layer += [(f"self_attn.{name}_proj.bias", [size]) for name, size in zip("qkv", (queries, keys, keys))]
+        layer += [
+            (f"self_attn.{name}_proj.bias", [size]) for name, size in zip("qkv", (queries, keys, keys), strict=True)
+        ]
     else:
         layer += [(f"self_attn.{name}_norm.weight", [head]) for name in "qk"]
     layer += [(f"{name}_layernorm.weight", [width]) for name in ("input", "post_attention")]

@@ -118,7 +118,7 @@ def read_model(path: str | Path | None) -> ModelFiles | None:
 
 @functools.lru_cache(maxsize=64)
 def _measured(files: tuple[tuple[Path, int, int], ...]) -> ModelFiles:
-    """What safetensors files say, each with its time and size: a mixture of experts has tens of thousands of tensors."""
+    """What safetensors files say, each given with its time and size. Mixtures of experts have thousands of tensors."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file, _, _ in files:
         shapes |= adapter.tensor_shapes(file)

@@ -137,7 +137,7 @@ def _layouts(config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settin
             elif together:
                 yield from _sharing(config, models, workers, gpu, train)
             else:
-                yield train | _engines(config, models.policy, gpus - workers, gpu)
+                yield {**train, **_engines(config, models.policy, gpus - workers, gpu)}
 
 
 def _sharing(config: Config, models: Models, workers: int, gpu: Gpu, train: Settings) -> Iterator[Settings]:

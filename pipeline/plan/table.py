@@ -165,7 +165,7 @@ def _steps(updates: UpdateShape) -> str:
 
 def _mesh(plan: Plan) -> Iterator[str]:
     """How the train workers divide model and rows."""
-    config, parallel, workers = plan.config, plan.config.actor.parallel, plan.config.trainer.num_workers
+    parallel, workers = plan.config.actor.parallel, plan.config.trainer.num_workers
     same, replicate, tensor = parallel.ranks_with_same_rows, parallel.replicate, parallel.tensor
     groups, sequence = workers // same, same // tensor
     dimensions = {"replicate": replicate, "shard": groups // replicate, "sequence": sequence, "tensor": tensor}
@@ -206,11 +206,10 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     workers = config.trainer.num_workers
     yield "host memory at start", ", ".join([f"{shown(memory.train_start)} per train worker", *replicas])
     on_node = min(workers, PER_NODE) if config.trainer.use_gpu else workers
-    version = config.model.lora.alone and 4 * memory.adapter or memory.engine_weights * config.rollout.tensor_parallel_size
     yield (
         f"of a node with {on_node}",
         f"{shown(on_node * memory.train_start)} at start, later {shown(on_node * waiting)} of offloaded state and "
-        f"{shown(version)} of each version of the weights",
+        f"{shown(memory.version)} of each version of the weights",
     )
     yield (
         "space for checkpoints",

@@ -32,7 +32,7 @@ PUBLISHED = 1.9e9
 """Bytes per second from the optimiser's step to an engine that has loaded."""
 
 ASSUMED = (
-    f"rows of full length, {OF_FLOPS:.0%} of the datasheet's operations and {OF_BANDWIDTH:.0%} of its bytes per second, "
+    f"rows of full length, {OF_FLOPS:.0%} of the datasheet's operations and {OF_BANDWIDTH:.0%} of its bytes a second, "
     f"{IN_NODE / 1e9:.0f} GB/s between GPUs of a node of {PER_NODE}, {BETWEEN_NODES / 1e9:.0f} between nodes, "
     f"{TO_HOST / 1e9:.0f} to the host, {OF_HOST / 1e9:.0f} in a node's memory; publishing at {PUBLISHED / 1e9:g} GB/s"
 )
@@ -80,9 +80,7 @@ def times(config: Config, models: Models, memory: Memory, gpu: Gpu) -> Times | N
     update = _update(config, config.actor, models.policy, memory.train_optimizer, rate)
     if uses_critic(config) and models.critic:
         update += _update(config, config.critic, models.critic, memory.critic_optimizer, rate)
-    alone = config.model.lora.alone
-    sent = 4 * memory.adapter if alone else models.policy.parameters * BYTES[config.rollout.dtype]
-    publishing = sent / PUBLISHED if engines else 0.0
+    publishing = memory.version / PUBLISHED if engines else 0.0
     beside = 0.0
     if config.algorithm.max_staleness:
         beside = log_probs + update + publishing

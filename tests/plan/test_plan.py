@@ -151,6 +151,16 @@ def test_render_shows_the_arithmetic_and_notes():
     assert "1 engines stay idle" in text
 
 
+def test_the_table_shows_the_mesh():
+    assert "replicate 1 x shard 2 x tensor 1 = 2 train workers; weights over 2" in shown()
+    assert "each rank has 64 of the 128 rows of a mini-batch" in shown()
+    mesh = ["trainer.num_workers=8", "rollout.chunk_prompts=4", "actor.parallel.tensor=2", "actor.parallel.replicate=2"]
+    text = shown(*mesh)
+    assert "replicate 2 x shard 2 x tensor 2 = 8 train workers; weights over 4" in text and "experts" not in text
+    assert "each 2 neighbouring ranks have the same 32 of the 128 rows of a mini-batch" in text
+    assert "; weights over 4, experts over the 2 of tensor" in shown(*mesh, "actor.parallel.expert=2")
+
+
 def test_the_table_says_what_overlaps():
     stale, bypass = "algorithm.max_staleness=1", "actor.old_log_probs=engine"
     assert "strictly on-policy" in shown() and "training begins with the first chunks" in shown()

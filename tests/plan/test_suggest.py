@@ -1,4 +1,4 @@
-"""What is suggested for a model and a number of GPUs passes the plan's own checks, fits, and is placed on nodes of eight."""
+"""What is suggested for a model and a number of GPUs passes the plan's own checks, fits, and finds room on nodes."""
 
 from pathlib import Path
 from typing import Any
