@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config, load_config
-from pipeline.plan.gpus import GPUS, Gpu
+from pipeline.plan.gpus import GIB, GPUS, Gpu
 from pipeline.plan.memory import Models, read_models
 from pipeline.plan.models import read_model
 from pipeline.plan.placement import Node, place
@@ -21,6 +21,7 @@ BATCH = [
     "actor.ppo_mini_batch_size=256",
 ]
 GPU = GPUS["H100"]
+PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 
 @pytest.fixture(scope="session")
@@ -45,24 +46,40 @@ def planned(config: Config, models: Models, gpus: int, gpu: Gpu = GPU) -> Plan |
     return None if settings is None else plan(laid_over(config, settings), gpu=gpu)
 
 
+def layout(config: Config) -> str:
+    """Workers and engines, mesh, and what saves memory, as docs/scaling.md abbreviates them."""
+    rollout, parallel, model = config.rollout, config.actor.parallel, config.model
+    workers, offload = config.trainer.num_workers, config.actor.fsdp.offload
+    engines = f"{rollout.num_engines}" + (f" x {rollout.tensor_parallel_size}" * (rollout.tensor_parallel_size > 1))
+    words = [f"{workers} shared" if config.trainer.gpus_per_worker < 1 else f"{workers} + {engines}"]
+    words += [f"t{parallel.tensor}"] * (parallel.tensor > 1) + [f"r{parallel.replicate}"] * (parallel.replicate > 1)
+    saving = {"none": "", "optimizer": "o", "all": "h"}[offload] + "a" * model.activation_offload
+    saving = "c" * model.enable_gradient_checkpointing + saving + "L" * (model.lora.rank > 0)
+    return " ".join([*words, saving]).strip()
+
+
 SMALLEST = {"Qwen3-32B": 4, "Qwen2.5-72B": 8, "Qwen3-30B-A3B": 4}
 """GPUs below which there is nothing to suggest."""
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_suggestion_passes_the_plan_and_fits(folders: Path, model: str) -> None:
+    """And stands in the table of docs/scaling.md."""
     config, models = asked(folders, model)
-    before = float("inf")
+    before, cells = float("inf"), []
     for count in COUNTS:
         made = planned(config, models, count)
         assert (made is None) == (count < SMALLEST.get(model, 1)), count
         if made is None:
+            cells.append("")
             continue
         assert made.too_large == () and made.gpus <= count and made.memory and made.times
         assert place(made.stages, [Node({"CPU": 96, "GPU": min(count, 8)}) for _ in range(-(-count // 8))])
         # More GPUs are faster, and all weights take longer than adapters.
         assert made.times.iteration < before
         before = float("inf") if made.config.model.lora.rank else made.times.iteration
+        cells.append(f"{layout(made.config)}: {made.memory.train_peak / GIB:.0f}")
+    assert f"| {model} | {' | '.join(cells)} |" in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_what_is_printed_can_be_typed(folders: Path) -> None:
