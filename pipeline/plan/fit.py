@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from pipeline.config import Config
-from pipeline.derived import uses_engines
+from pipeline.derived import scorers, uses_engines
 from pipeline.plan.gpus import Gpu
 from pipeline.plan.memory import Memory, shown
 
@@ -32,6 +32,13 @@ def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
                     f"a train worker {when} and an engine need {shown(beside)} + {shown(engine)} "
                     f"(rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}) of {gpu.words}, {most}"
                 )
+    for name, pool in scorers(config).items():
+        weights, part = memory.scorer_weights.get(name) or 0, pool.num_gpus * gpu.memory
+        if pool.num_gpus and weights > FULL * part:
+            yield (
+                f"a {name} replica has {shown(weights)} of weights, and scoring.{name}.num_gpus={pool.num_gpus:g} is "
+                f"{shown(part)} of {gpu.words}"
+            )
     if uses_engines(config) and rollout.num_gpus:
         # A cache for one sequence of full length is the least with which vLLM starts.
         needed = memory.engine_weights + memory.engine_kv_needed / rollout.max_num_seqs

@@ -207,9 +207,9 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     yield "host memory at start", ", ".join([f"{shown(memory.train_start)} per train worker", *replicas])
     on_node = min(workers, PER_NODE) if config.trainer.use_gpu else workers
     yield (
-        f"of a node with {on_node}",
-        f"{shown(on_node * memory.train_start)} at start, later {shown(on_node * waiting)} of offloaded state and "
-        f"{shown(memory.version)} of each version of the weights",
+        "host memory of a node",
+        f"with {on_node} train worker{'s' * (on_node > 1)} {shown(on_node * memory.train_start)} at start; later "
+        f"{shown(on_node * waiting)} of offloaded state, and {shown(memory.version)} of each version of the weights",
     )
     yield (
         "space for checkpoints",

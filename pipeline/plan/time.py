@@ -32,7 +32,8 @@ PUBLISHED = 1.9e9
 """Bytes per second from the optimiser's step to an engine that has loaded."""
 
 ASSUMED = (
-    f"rows of full length, {OF_FLOPS:.0%} of the datasheet's operations and {OF_BANDWIDTH:.0%} of its bytes a second, "
+    "rows of full length, 2 operations a parameter and token in each pass (an update is 3 or 4), "
+    f"{OF_FLOPS:.0%} of the datasheet's operations and {OF_BANDWIDTH:.0%} of its bytes a second, "
     f"{IN_NODE / 1e9:.0f} GB/s between GPUs of a node of {PER_NODE}, {BETWEEN_NODES / 1e9:.0f} between nodes, "
     f"{TO_HOST / 1e9:.0f} to the host, {OF_HOST / 1e9:.0f} in a node's memory; publishing at {PUBLISHED / 1e9:g} GB/s"
 )

@@ -43,6 +43,15 @@ def test_both_on_one_gpu() -> None:
     assert between.startswith("a train worker between updates and an engine need 16.0 GiB + 18.0 GiB")
 
 
+def test_a_replica_holds_a_whole_model() -> None:
+    kl = ["actor.use_kl_loss=true", "scoring.reference.num_gpus=0.05"]
+    assert found(60, *kl) == []
+    [replica] = found(40, *kl)
+    assert replica == (
+        "a reference replica has 2.0 GiB of weights, and scoring.reference.num_gpus=0.05 is 2.0 GiB of 40 GiB (Z1)"
+    )
+
+
 def test_kinds_of_gpus() -> None:
     assert known("NVIDIA H100 80GB HBM3") is GPUS["H100"] and known("NVIDIA L40S") is GPUS["L40S"]
     assert known("NVIDIA L4") is GPUS["L4"] and known("NVIDIA T4") is None
