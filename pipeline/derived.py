@@ -191,7 +191,7 @@ class UpdateShape:
     mini_batches: int
     """Mini-batches of one iteration."""
     max_tokens: int
-    """Most tokens in one forward pass of one rank."""
+    """Most tokens in one forward pass, of which the ranks of a sequence have equal parts."""
     agg_mode: str
     """How token losses become one number, one of `losses.AGG_MODES`."""
     scale_factor: float
@@ -208,7 +208,7 @@ class UpdateShape:
         return cls(
             epochs=part.ppo_epochs or actor.ppo_epochs,
             mini_batches=config.data.train_batch_size // size,
-            max_tokens=part.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+            max_tokens=(part.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu) * actor.parallel.sequence,
             agg_mode=part.loss_agg_mode or actor.loss_agg_mode,
             scale_factor=actor.loss_scale_factor or float(config.data.max_response_length),
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,

@@ -65,6 +65,16 @@ def adapters(state: State) -> None:
     state.set("model.lora.publish", "merged" if merges else "adapter")
 
 
+def sequences(state: State) -> None:
+    """GPUs that divide a row; the critic's are the actor's."""
+    name = "ulysses_sequence_parallel_size"
+    ranks = max(state.whole(f"{section}.{name}", 1) for section in (_ACTOR, f"{_ACTOR}.fsdp_config"))
+    state.set("actor.parallel.sequence", max(ranks, 1))
+    for section in ("critic", "critic.fsdp"):
+        if state.whole(f"{section}.{name}", 1) != ranks:
+            state.leave(f"{section}.{name}", f"the critic is divided as the actor is, actor.parallel.sequence={ranks}")
+
+
 def kl(state: State) -> None:
     """Estimates of the KL, and a controller without a KL to control."""
     for ours, key in (
@@ -231,12 +241,15 @@ def token_budgets(state: State) -> None:
         tokens = _budget(state, "critic.ppo_max_token_len_per_gpu", "critic", "ppo", _CRITIC_TOKENS)
         _budget(state, "scoring.value.max_token_len", "critic", "forward", tokens)
     if "policy" in pools:
-        state.set("scoring.policy.max_token_len", actor)
+        longest = state.get("data.max_prompt_length") + state.get("data.max_response_length")
+        state.set("scoring.policy.max_token_len", max(actor, longest))
 
 
 def _budget(state: State, ours: str, section: str, kind: str, default: int) -> int:
-    """Set `ours` to the tokens that verl takes into one forward pass; returns them."""
+    """Set `ours` to the tokens that verl takes into one forward pass of a GPU; returns them."""
     longest = state.get("data.max_prompt_length") + state.get("data.max_response_length")
+    if kind == "ppo":
+        longest = math.ceil(longest / state.get("actor.parallel.sequence"))
     dynamic = f"{section}.log_prob_use_dynamic_bsz" if kind == "log_prob" else f"{section}.use_dynamic_bsz"
     if state.given.get(dynamic, state.given.get(f"{_ACTOR}.use_dynamic_bsz")) is True:
         tokens = state.whole(f"{section}.{kind}_max_token_len_per_gpu", default) or default
@@ -285,7 +298,9 @@ def devices(state: State) -> None:
         )
         return
     mini, split = math.gcd(*minis), state.get("rollout.tensor_parallel_size")
-    workers = max(count for count in range(1, max(1, gpus // 2) + 1) if mini % count == 0)
+    sequence = state.get("actor.parallel.sequence")
+    counts = range(sequence, gpus // 2 + 1, sequence)
+    workers = max((count for count in counts if mini % count == 0), default=sequence)
     rest = gpus - workers
     # A replica makes one forward pass where a worker makes a forward pass and a training step.
     replicas = max(1, rest // 4) if pools else 0
@@ -348,6 +363,7 @@ RULES: tuple[Callable[[State], None], ...] = (
     *(
         words,
         adapters,
+        sequences,
         kl,
         clipping,
         aggregation,

@@ -73,11 +73,16 @@ class FSDPConfig:
 @dataclass
 class ParallelConfig:
     """How a model is divided over the train workers beside FSDP; `trainer.num_workers` is a multiple of the product of
-    `tensor` and `replicate`."""
+    `tensor`, `sequence` and `replicate`."""
 
     tensor: int = setting(1, at_least=1)
     """Tensor parallelism: so many workers, neighbours on a node, see the same rows, and each computes a part of every
     layer. It divides heads and vocabulary of the model."""
+
+    sequence: int = setting(1, at_least=1)
+    """Sequence parallelism (Ulysses), for long rows: so many workers, neighbours on a node, see the same rows, and each
+    computes a part of the positions, in attention a part of the heads. It divides the query heads of the model (times
+    `tensor`), which must be able to attend over packed rows."""
 
     expert: int = setting(1, at_least=1)
     """Expert parallelism of mixtures of experts: so many workers have different experts. 1, or as `tensor`."""
@@ -89,7 +94,7 @@ class ParallelConfig:
     @property
     def ranks_with_same_rows(self) -> int:
         """Workers that see the same rows."""
-        return self.tensor
+        return self.tensor * self.sequence
 
 
 @dataclass
@@ -183,7 +188,8 @@ class ActorConfig:
     """Prompts per optimiser step; null takes `data.train_batch_size`."""
 
     ppo_max_token_len_per_gpu: int = 16384
-    """Most tokens in one forward pass of a rank; padding counts, in models that cannot attend over packed rows."""
+    """Most tokens in one forward pass of a rank; padding counts, in models that cannot attend over packed rows. The
+    ranks of `actor.parallel.sequence` share a pass, which may hold so many times as many."""
 
     old_log_probs: str = setting("recompute", choices=("recompute", "engine"))
     """Old log-probs of the ratio: `recompute` (a pass of the trainer before the update; decoupled mode) or `engine` (as

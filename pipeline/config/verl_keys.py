@@ -106,6 +106,10 @@ RULED: dict[str, str] = {
     f"{_ROLLOUT}.enable_chunked_prefill": "rollout.engine_kwargs.enable_chunked_prefill",
     f"{_ACTOR}.tis_imp_ratio_cap": f"{_CORRECTION}.rollout_is_threshold",
     f"{_ACTOR}.use_token_level_loss": "actor.loss_agg_mode",
+    f"{_ACTOR}.ulysses_sequence_parallel_size": "actor.parallel.sequence",
+    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": "actor.parallel.sequence",
+    "critic.ulysses_sequence_parallel_size": "actor.parallel.sequence",
+    "critic.fsdp.ulysses_sequence_parallel_size": "actor.parallel.sequence",
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "scoring.reference.max_token_len",
     "critic.forward_max_token_len_per_gpu": "scoring.value.max_token_len",
@@ -151,11 +155,9 @@ CANNOT: dict[str, str] = {
         "*.megatron.* *.megatron model_engine *.strategy *.veomni.* *.torchtitan.* *.automodel.* *.deepspeed.* "
         "*.mindspeed* *.turbo_config.* *.fsdp_turbo.*"
     ),
-    "a sequence is never split over GPUs; it must fit actor.ppo_max_token_len_per_gpu": (
-        "*ulysses_sequence_parallel_size *.context_parallel_size"
-    ),
+    "a row is split over GPUs by actor.parallel.sequence, and in no other way": "*.context_parallel_size",
     "an engine is split over GPUs by rollout.tensor_parallel_size, and in no other way": (
-        "actor_rollout_ref.*parallel_size *.disaggregation.*"
+        "actor_rollout_ref.rollout.*parallel_size *.disaggregation.*"
     ),
     "there is no distillation": "distillation.*",
     "draft tokens are neither trained nor used": "*.mtp.* *.mtp *.speculative*",
@@ -180,6 +182,7 @@ CANNOT: dict[str, str] = {
 """What a run of verl's has and Slipstream has not: reason -> patterns of keys, `*` standing for anything."""
 
 LOST: dict[str, str] = {
+    "scoring replicas, which need no memory for a backward pass, take whole rows": "*ulysses_sequence_parallel_size",
     "rows are packed by tokens (actor.ppo_max_token_len_per_gpu)": (
         "*micro_batch_size *micro_batch_size_per_gpu *log_prob_use_dynamic_bsz *log_prob_max_token_len_per_gpu "
         "*.use_dynamic_bsz *.forward_max_token_len_per_gpu *.use_remove_padding *.max_padding* trainer.balance_*"

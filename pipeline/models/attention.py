@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.models.batch import ranges
+from pipeline.models.sequence_parallel import Share
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class Layout:
     """[C + 1] int32, the same of whole contexts in `keys`."""
     longest: tuple[int, int]
     """Most tokens of a context, its own and all."""
+    share: Share | None = None
+    """Which positions are this rank's; None for all."""
 
     def to(self, device: torch.device | str) -> Self:
         """The same layout on `device`."""
@@ -73,7 +76,8 @@ class Layout:
             tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
             return replace(part, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
-        return replace(moved(self), blocks=[moved(block) for block in self.blocks])
+        share = None if self.share is None else moved(self.share)
+        return replace(moved(self), blocks=[moved(block) for block in self.blocks], share=share)
 
 
 def layout(contexts: np.ndarray, total: int) -> Layout:
@@ -144,11 +148,11 @@ def attend(
 
     Args:
         module: the attention layer.
-        query: [1, heads, T, D], the packed sequence.
-        key, value: [1, key heads, T, D].
+        query: [1, heads, T, D], the packed sequence; with a share T / S positions of it.
+        key, value: [1, key heads, T, D], as many.
         attention_mask: only without `packing`.
         scaling: of the scores; None for one over the root of D.
-        packing: where the contexts are; None for `transformers`' own attention over rows.
+        packing: where the contexts are; None for `transformers`' own attention over rows. With a share a collective.
         options: of that attention.
 
     Returns:
@@ -160,8 +164,17 @@ def attend(
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return output, None
     rows = tuple(states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
+    share = packing.share
+    if share is None:
+        return _over_contexts(rows, packing, scaling)[None], None
+    return share.by_positions(_over_contexts(share.by_heads(*rows), packing, scaling))[None], None
+
+
+def _over_contexts(rows: tuple[Tensor, ...], packing: Layout, scaling: float | None) -> Tensor:
+    """[T, heads, D] of queries [T, heads, D], keys and values [T, key heads, D]."""
+    query, key, _ = rows
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and has_varlen(query.device.index, query.dtype):
-        return _varlen(rows, packing, scaling)[None], None
+        return _varlen(rows, packing, scaling)
     outputs = []
     for block in packing.blocks:
         queries, keys, values = (
@@ -178,7 +191,7 @@ def attend(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(found.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.answers)[None], None
+    return torch.cat(outputs).index_select(0, packing.answers)
 
 
 def _varlen(rows: tuple[Tensor, ...], packing: Layout, scaling: float | None) -> Tensor:
@@ -240,7 +253,7 @@ def register() -> None:
 def hidden_states(
     decoder: Any, input_ids: Tensor, index: Tensor, positions: Tensor | None = None, packing: Layout | None = None
 ) -> Tensor:
-    """Hidden states [N, H] of the flat positions `index` [N] of `input_ids` [B, T].
+    """Hidden states [N, H] of the flat positions `index` [N] of `input_ids` [B, T]; with a share [n, H] of this rank's.
 
     Args:
         decoder: of a causal language model.
@@ -249,6 +262,10 @@ def hidden_states(
         positions: [1, T] int64, positions in each context, if packed.
         packing: where the contexts are, if packed.
     """
+    if packing is not None and (share := packing.share) is not None:
+        assert positions is not None
+        input_ids, positions = share.cut(input_ids), share.cut(positions)
+        index = index.index_select(0, share.own) - share.group.rank() * input_ids.shape[1]
     more = {} if packing is None else {"position_ids": positions, "packing": packing}
     hidden: Tensor = decoder(input_ids=input_ids, use_cache=False, **more).last_hidden_state  # [B, T, H]
     return hidden.flatten(0, 1).index_select(0, index)

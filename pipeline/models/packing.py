@@ -5,18 +5,17 @@ A pack is one context, or several behind one copy of their prompt (`sharing.py`)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.models.attention import Layout, layout
 from pipeline.models.batch import TokenBatch, TrainBatch, ranges
-
-_PAD = np.array([[0, 1, 1, 0]])
-"""The one pad token as a prompt without a response, for `layout`."""
+from pipeline.models.sequence_parallel import Share
 
 
 @dataclass
@@ -76,6 +75,7 @@ def pack(
     pad_token_id: int = 0,
     read: np.ndarray | None = None,
     packed: bool = False,
+    sequence: dist.ProcessGroup | None = None,
 ) -> ModelInputs:
     """Model inputs of the contexts in `packs`, in that order; those of a pack share one prompt (`sharing.py`).
 
@@ -83,8 +83,10 @@ def pack(
     alone, as prompts do. With `packed`, which a model must be able to take (`sharing.Passes`), packs stand end to end;
     without, they are padded, and each is one context.
 
-    Without packs they are one pad token and no response token (N = 0): a pass over them keeps this rank in step with
-    the others, and its gradient is exactly 0.
+    The ranks of `sequence` have equal shares of the positions, for which pad tokens follow the packs.
+
+    Without packs they are pad tokens and no response token (N = 0): a pass over them keeps this rank in step with the
+    others, and its gradient is exactly 0.
     """
     order = np.asarray([context for members in packs for context in members], dtype=np.int64)
     sizes = np.asarray([len(members) for members in packs], dtype=np.int64)
@@ -98,7 +100,9 @@ def pack(
     lengths = prompt_counts + np.add.reduceat(counts, first) if len(sizes) else np.ones(1, dtype=np.int64)
 
     # Indices into the flat positions.
-    shape = (1, max(int(lengths.sum()), 1)) if packed else (len(lengths), max(int(lengths.max()), 1))
+    tokens, ranks = int(lengths.sum()) if len(sizes) else 0, sequence.size() if sequence else 1
+    total = -(-max(tokens, 1) // ranks) * ranks
+    shape = (1, total) if packed else (len(lengths), max(int(lengths.max()), 1))
     pack_starts = (np.cumsum(lengths) - lengths if packed else np.arange(len(lengths)) * shape[1])[: len(sizes)]
     prompt_ends = pack_starts + prompt_counts
     prompt_index = ranges(pack_starts, prompt_counts)
@@ -122,7 +126,10 @@ def pack(
         own = counts.copy()
         own[first] += prompt_counts
         described = (np.repeat(pack_starts, sizes), np.repeat(prompt_counts, sizes), response_starts, counts)
-        where = layout(np.stack(described, 1)[own > 0] if own.any() else _PAD, shape[1])
+        contexts = np.stack(described, 1)[own > 0]
+        if total > tokens:  # the pad tokens are a prompt without a response
+            contexts = np.concatenate([contexts, [[tokens, total - tokens, total, 0]]])
+        where = layout(contexts, total)
     row_number = np.arange(len(order))
     if not rows.are_contexts:
         # Not the rows' own numbers: their order is that of the packs.
@@ -133,6 +140,9 @@ def pack(
         logit_index, targets, row_index, token_index = (
             values[chosen] for values in (logit_index, targets, row_index, token_index)
         )
+    if where is not None and sequence is not None:
+        mine = np.flatnonzero(logit_index // (total // ranks) == sequence.rank())
+        where = replace(where, share=Share(sequence, torch.from_numpy(mine)))
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         lengths=torch.from_numpy(lengths),
@@ -147,11 +157,15 @@ def pack(
 
 
 def collate(
-    rows: TrainBatch, packs: Sequence[Sequence[int]], pad_token_id: int = 0, packed: bool = False
+    rows: TrainBatch,
+    packs: Sequence[Sequence[int]],
+    pad_token_id: int = 0,
+    packed: bool = False,
+    sequence: dist.ProcessGroup | None = None,
 ) -> MicroBatch:
     """The micro-batch of the contexts in `packs`, in that order; see `pack`. Of tokens that do not train, such as those
     of tools and environments, it has nothing but their ids."""
-    inputs = pack(rows, packs, pad_token_id, rows.mask > 0, packed)
+    inputs = pack(rows, packs, pad_token_id, rows.mask > 0, packed, sequence)
     columns: dict[str, Any] = {}
     for name in MicroBatch.__annotations__:
         values = getattr(rows, name)

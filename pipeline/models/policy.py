@@ -77,11 +77,19 @@ class Policy(Pretrained):
         Returns:
             log-probs [N] float32 and entropies [N] float32 in nats (None without `with_entropy`).
         """
+        share = packing.share if packing else None
         hidden = hidden_states(self.decoder, input_ids, logit_index, positions, packing)
+        if share:
+            targets = targets.index_select(0, share.own)
         head, rule = self._linear_head(), LogitRule(self.scale, self.softcap, temperature)
         (weight, part), (bias, _) = own_rows(head.weight), own_rows(head.bias)
         assert weight is not None
-        return token_log_probs(hidden, weight, bias, targets, rule, chunk_tokens, with_entropy, part)
+        found = token_log_probs(hidden, weight, bias, targets, rule, chunk_tokens, with_entropy, part)
+        if share is None:
+            return found
+        log_probs, entropies = (None if values is None else share.join(values, len(logit_index)) for values in found)
+        assert log_probs is not None
+        return log_probs, entropies
 
     @torch.no_grad()
     def sum_pi_squared(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeline.models.architecture import why_padded, why_whole
 from pipeline.models.attention import PACKED, hidden_states, register
 from pipeline.models.batch import TokenBatch, ranges
 from pipeline.models.packing import pack
@@ -40,20 +41,24 @@ class Passes:
     """Whether contexts share their prompt."""
 
     @classmethod
-    def of(cls, module: Any, share_prompts: str) -> "Passes":
+    def of(cls, module: Any, share_prompts: str, sequence: int = 1) -> "Passes":
         """How rows pass through `module`, which is not sharded yet; prepares it for that.
 
         Args:
             module: the model; only one with a `decoder` can pack rows.
             share_prompts: `model.share_prompts`.
+            sequence: `actor.parallel.sequence`.
 
-        Raises ValueError if the setting is `always`, and the model cannot share prompts.
+        Raises ValueError if the model cannot pack rows, and the setting is `always` or ranks divide the positions; or
+        if its positions cannot be divided.
         """
         decoder = getattr(module, "decoder", None)
         reason = "it is no decoder" if decoder is None else enable(decoder)
+        name = type(module if decoder is None else decoder).__name__
+        if sequence > 1 and (why := reason or why_whole(decoder.config.get_text_config())):
+            raise ValueError(f"actor.parallel.sequence={sequence} divides packed rows, but {name} cannot: {why}")
         if reason is None:
             return cls(packed=True, shared=share_prompts != "never")
-        name = type(module if decoder is None else decoder).__name__
         if share_prompts == "always":
             raise ValueError(f"model.share_prompts=always, but {name} cannot: {reason}")
         logger.info("rows are padded, and samples do not share their prompt in %s: %s", name, reason)
@@ -125,9 +130,8 @@ def enable(decoder: Any) -> str | None:
         return None
     if config._attn_implementation != "sdpa":
         return f"only attention 'sdpa' can be replaced by that over packed rows, not {config._attn_implementation!r}"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
-        return f"its layers are not all of full attention ({', '.join(sorted(kinds)) or 'sliding_window'})"
+    if reason := why_padded(config):
+        return reason
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "it takes no position_ids"
     if any(isinstance(parameter, DTensor) for parameter in decoder.parameters()):

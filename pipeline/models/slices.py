@@ -57,11 +57,11 @@ def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
     """The placeholder of this rank's rows, of a whole weight or of its part in the tensor group."""
     part, ranks, placements = parameter, mesh.shards, list[Placement]([Shard(0)])
     if isinstance(parameter, DTensor):
-        assert mesh.both is not None
+        assert mesh.both is not None and mesh.tensor is not None
         part, ranks, (divided,) = parameter.to_local(), mesh.both, parameter.placements
         rows = divided.is_shard(0) or (isinstance(divided, _StridedShard) and divided.dim == 0)
         # FSDP cuts the rows that tensor parallelism has dealt, so a rank's rows are not one after the other.
-        placements = [_StridedShard(0, split_factor=mesh.same_rows) if rows else Shard(0), divided]
+        placements = [_StridedShard(0, split_factor=mesh.tensor.size()) if rows else Shard(0), divided]
     count, _ = Shard.local_shard_size_and_offset(len(part), mesh.shards.size(), mesh.shards.get_local_rank())
     local = torch.empty(count, *part.shape[1:], dtype=parameter.dtype, device="meta")
     shape, stride = parameter.shape, parameter.stride()

@@ -29,8 +29,8 @@ def divide(lm: Any, mesh: Mesh) -> None:
         resolve_parallel_plans,
     )
 
-    size, name = mesh.same_rows, type(lm).__name__
     assert mesh.tensor is not None
+    size, name = mesh.tensor.size(), type(lm).__name__
     if not lm.config.base_model_tp_plan:
         raise ValueError(f"transformers has no plan for tensor parallelism of {name}; set actor.parallel.tensor=1")
     if mesh.expert > 1 and not lm.ep_plan:

@@ -58,7 +58,8 @@ class ValueModel(nn.Module):
         Returns:
             values [N] float32; in the graph also for N = 0, for the ranks' collectives.
         """
-        return float32_head(self.head, hidden_states(self.decoder, input_ids, logit_index, positions, packing))
+        values = float32_head(self.head, hidden_states(self.decoder, input_ids, logit_index, positions, packing))
+        return packing.share.join(values, len(logit_index)) if packing and packing.share else values
 
 
 def load_value_model(policy: ModelConfig, path: str | None = None, mesh: Mesh | None = None) -> ValueModel:

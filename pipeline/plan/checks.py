@@ -167,9 +167,11 @@ def _batches(config: Config) -> Iterator[str]:
     learners: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor}
     if uses_critic(config):
         learners["critic"] = config.critic
-    passes: dict[str, int | None] = {}
+    passes: dict[str, int] = {}
     for name, learner in learners.items():
-        passes[f"{name}.ppo_max_token_len_per_gpu"] = learner.ppo_max_token_len_per_gpu
+        if learner.ppo_max_token_len_per_gpu is not None:
+            key, longest = _budget(config, name, learner.ppo_max_token_len_per_gpu)
+            passes[key] = longest
         mini = learner.ppo_mini_batch_size
         if mini is not None and batch % mini:
             yield (
@@ -182,13 +184,14 @@ def _batches(config: Config) -> Iterator[str]:
                 f"= {chunk} x {workers} = {chunk * workers}, so that every worker gets whole chunks"
             )
         yield from _episode_in_a_pass(config, name, learner)
-    passes |= {f"scoring.{name}.max_token_len": pool.max_token_len for name, pool in scorers(config).items()}
+    for name, pool in scorers(config).items():
+        passes[f"scoring.{name}.max_token_len={pool.max_token_len}"] = pool.max_token_len
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     for key, longest in passes.items():
-        if longest is not None and prompt + response > longest:
+        if prompt + response > longest:
             yield (
                 f"the longest row has data.max_prompt_length + data.max_response_length = {prompt} + {response} = "
-                f"{prompt + response} tokens, more than {key}={longest}; raise it or shorten rows"
+                f"{prompt + response} tokens, more than {key}; raise it or shorten rows"
             )
 
 
@@ -196,16 +199,23 @@ def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticC
     """All contexts of the longest episode must fit into one forward pass, if the loss needs them together."""
     key = "max_turns" if config.agent.history == "template" else "max_contexts"
     most = most_contexts(config)
-    budget = learner.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
+    given = learner.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
+    setting, budget = _budget(config, name, given)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     tokens = most * (prompt + response)
     if most > 1 and tokens > budget and needs_whole_rows(config, learner):
         yield (
             f"the longest episode has agent.{key} x (data.max_prompt_length + data.max_response_length) = "
             f"{most} x ({prompt} + {response}) = {tokens} tokens, which the loss of the {name} needs in one forward "
-            f"pass, more than {name}.ppo_max_token_len_per_gpu={budget}; raise it, or choose a policy loss of single "
-            "tokens, such as vanilla, and another loss_agg_mode than seq-mean-token-mean, such as token-mean"
+            f"pass, more than {setting}; raise it, or choose a policy loss of single tokens, such as "
+            "vanilla, and another loss_agg_mode than seq-mean-token-mean, such as token-mean"
         )
+
+
+def _budget(config: Config, name: str, tokens: int) -> tuple[str, int]:
+    """What lets a pass of a learner hold how many tokens."""
+    key, sequence = f"{name}.ppo_max_token_len_per_gpu={tokens}", config.actor.parallel.sequence
+    return (key, tokens) if sequence == 1 else (f"{key} x actor.parallel.sequence={sequence}", tokens * sequence)
 
 
 def _neighbours(batch: int, step: int) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
 from pipeline.derived import uses_critic
+from pipeline.errors import short_reason
+from pipeline.models.architecture import why_whole
 from pipeline.plan.models import ModelFiles, read_model
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -21,10 +23,16 @@ def problems(config: Config) -> Iterator[str]:
         return
     if workers % size:
         yield (
-            f"actor.parallel.tensor x actor.parallel.replicate = {parallel.tensor} x {parallel.replicate} = {size} "
-            f"must divide trainer.num_workers={workers}; make it a multiple of {size}"
+            "actor.parallel.tensor x actor.parallel.sequence x actor.parallel.replicate = "
+            f"{parallel.tensor} x {parallel.sequence} x {parallel.replicate} = {size} must divide "
+            f"trainer.num_workers={workers}; make it a multiple of {size}"
         )
-    if parallel.ranks_with_same_rows > 1 and config.model.lora.rank:
+    if parallel.sequence > 1 and config.model.attn_implementation != "sdpa":
+        yield (
+            f"actor.parallel.sequence={parallel.sequence} divides the heads of model.attn_implementation=sdpa alone, "
+            f"not of {config.model.attn_implementation}; choose sdpa, which takes flash attention's kernel where it is"
+        )
+    if parallel.tensor > 1 and config.model.lora.rank:
         yield (
             f"model.lora.rank={config.model.lora.rank} with actor.parallel.tensor={parallel.tensor}: adapters are not "
             "divided by tensor parallelism; set actor.parallel.tensor=1, which shards the base with FSDP"
@@ -40,6 +48,7 @@ def problems(config: Config) -> Iterator[str]:
 def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
     """One sentence per reason why the trained model at `path`, which the setting `key` names, cannot be divided."""
     tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
+    yield from _sequence(config, key, path, model)
     named, experts = model.experts
     if expert > 1 and not experts:
         yield f"actor.parallel.expert={expert}, but {key}={path} has no experts; set it to 1"
@@ -60,6 +69,38 @@ def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[s
         yield (
             f"transformers has no plan for tensor parallelism of {key}={path}, a {model.config.get('model_type')}; set "
             "actor.parallel.tensor=1"
+        )
+
+
+def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
+    """One sentence per reason why ranks cannot divide the positions of the trained model at `path`."""
+    parallel = config.actor.parallel
+    sequence, ranks = parallel.sequence, parallel.ranks_with_same_rows
+    if sequence == 1:
+        return
+    name = "num_attention_heads"
+    heads = model.config.get(name)
+    # Heads that tensor parallelism does not divide are reported there.
+    if isinstance(heads, int) and heads % parallel.tensor == 0 and heads % ranks:
+        size = f"actor.parallel.sequence={sequence}"
+        if parallel.tensor > 1:
+            size = f"actor.parallel.tensor x actor.parallel.sequence = {parallel.tensor} x {sequence} = {ranks}"
+        yield f"{size} does not divide {name}={heads} of {key}={path}; choose a divisor"
+    # Takes seconds, so only runs that ask for sequence parallelism wait for it.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = str(model.config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        return  # of code of its own the trainer finds out at its start
+    try:
+        made = CONFIG_MAPPING[kind](**model.config)
+    except Exception as error:  # noqa: BLE001 (each class has errors of its own)
+        yield f"transformers cannot read config.json of {key}={path}: {short_reason(error)}; give a complete model"
+        return
+    if reason := why_whole(made.get_text_config()):
+        yield (
+            f"actor.parallel.sequence={sequence} divides packed rows, which {key}={path} cannot take: {reason}; set it "
+            "to 1"
         )
 
 

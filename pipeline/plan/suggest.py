@@ -1,6 +1,7 @@
 """Settings with which a model trains on a number of GPUs: the fastest that fit and that the plan accepts, of these.
 
-    what saves memory   nothing, gradient checkpointing, and offloads with it; adapters where nothing else fits
+    what saves memory   nothing, gradient checkpointing, and offloads with it; where nothing of these fits, passes whose
+                        positions several workers divide; where that does not either, adapters
     a layout            all GPUs train and generate in turn; half of them train and half generate
     a mesh              copies of the shards in each node; one copy over all workers
 
@@ -10,6 +11,7 @@ unknown speed the first that fits.
 
 import contextlib
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -69,9 +71,10 @@ def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | N
     left = gpus - math.ceil(sum(pool.num_workers * pool.num_gpus for pool in scorers(config).values()))
     # Experts cannot have adapters.
     more = () if config.model.lora.rank or models.policy.experts[1] else ADAPTERS
-    for savings in (SAVINGS, more):
+    for savings, sequence in (*((SAVINGS, size) for size in (1, *reversed(SPLITS))), (more, 1)):
         fitting: list[tuple[float, Settings]] = []
-        for settings in (layout for saving in savings for layout in _layouts(config, models, left, gpu, saving)):
+        layouts = (_layouts(config, models, left, gpu, saving, sequence) for saving in savings)
+        for settings in itertools.chain.from_iterable(layouts):
             candidate = laid_over(config, settings)
             memory = estimate(candidate, models)
             if memory.offloaded + memory.train_kept <= HOST and not list(too_large(candidate, memory, gpu)):
@@ -113,21 +116,29 @@ def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
     return name, f"{words} (a train worker: {shown(memory.train_peak)} of its GPU{host})"
 
 
-def _layouts(config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settings) -> Iterator[Settings]:
-    """Train workers and engines on so many GPUs."""
+def _layouts(
+    config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settings, sequence: int
+) -> Iterator[Settings]:
+    """Train workers, so many of which divide the positions of a pass, and engines on so many GPUs."""
+    parallel = config.actor.parallel
+    positions = {
+        "actor.parallel.sequence": sequence,
+        "actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu * parallel.sequence // sequence,
+    }
     lora, engines = "model.lora.rank" in saving or config.model.lora.rank > 0, uses_engines(config)
     # Engines that generate ahead never sleep, and would slow down the train workers beside them.
     turns = gpus == 1 or config.algorithm.max_staleness == 0
     for together in (True, False) if turns else (False,):
         most = gpus if together or not engines else gpus // 2
         workers = next((count for count in range(most, 0, -1) if _chunk_prompts(config, count)), 0)
-        for parallel in _meshes(models.policy, workers, lora):
+        for mesh in _meshes(models.policy, workers, lora, sequence):
             train = {
                 "trainer.use_gpu": True,
                 "trainer.num_workers": workers,
                 "trainer.gpus_per_worker": 0.6 if together and engines else 1.0,
                 "rollout.chunk_prompts": _chunk_prompts(config, workers),
-                **parallel,
+                **mesh,
+                **positions,
                 **OFF,
                 **saving,
                 **({"critic.fsdp.offload": saving.get("actor.fsdp.offload", "none")} if uses_critic(config) else {}),
@@ -170,8 +181,8 @@ def _engines(config: Config, model: ModelFiles, gpus: int, gpu: Gpu) -> Settings
     }
 
 
-def _meshes(model: ModelFiles, workers: int, lora: bool) -> Iterator[Settings]:
-    """Meshes of the train workers, the one with the shortest ways first; none without workers.
+def _meshes(model: ModelFiles, workers: int, lora: bool, sequence: int) -> Iterator[Settings]:
+    """Meshes of the train workers, the one with the shortest ways first; none where they cannot be divided.
 
     Dense models are sharded alone: a pass gathers less than it computes. Of a mixture of experts it would gather all
     experts for a few, so these are divided as far as the model and a node allow.
@@ -181,9 +192,9 @@ def _meshes(model: ModelFiles, workers: int, lora: bool) -> Iterator[Settings]:
         divided = [workers, model.experts[1], *(model.size(name) for name in HEADS)]
         tensor = next((size for size in SPLITS if not any(number % size for number in divided)), 1)
     nodes = workers // PER_NODE
-    # Rows that are longer than a pass would be divided here, by actor.parallel.sequence.
     copies = (nodes, 1) if nodes and workers % PER_NODE == 0 else (1,)
-    for replicate in dict.fromkeys(copies) if workers else ():
+    whole = workers > 0 and workers % (tensor * sequence) == 0 and tensor * sequence <= PER_NODE
+    for replicate in dict.fromkeys(copies) if whole else ():
         yield {
             "actor.parallel.tensor": tensor,
             "actor.parallel.expert": tensor,

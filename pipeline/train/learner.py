@@ -40,8 +40,8 @@ class Learner(ABC):
         device: this rank's device.
         iterations: number of iterations that update it, for the learning-rate schedule.
         share_prompts: `model.share_prompts`.
-        mesh: the ranks that loaded slices of the model. Those of its tensor group get the same rows and compute one
-            learner together: metrics are complete without all but the first of them.
+        mesh: the ranks that loaded slices of the model. Neighbours that get the same rows compute one learner
+            together: metrics are complete without all but the first of them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Learner(ABC):
     ):
         self.name, self.shape, self.device = name, shape, device
         self.mesh, self.grad_clip = mesh, config.grad_clip
-        self._passes = Passes.of(module, share_prompts)
+        self._passes = Passes.of(module, share_prompts, mesh.sequence.size() if mesh.sequence else 1)
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
@@ -137,7 +137,7 @@ class Learner(ABC):
 
     def collate(self, rows: TrainBatch, packs: list[list[int]]) -> MicroBatch:
         """The micro-batch of these packs, as the model takes it; see `packing.collate`."""
-        return collate(rows, packs, packed=self._passes.packed).to(self.device)
+        return collate(rows, packs, packed=self._passes.packed, sequence=self.mesh.positions).to(self.device)
 
     def optimizer_step(self, tokens: float, rejected: float) -> Stats:
         """Clip the gradient and take one optimiser step; a collective.
@@ -183,7 +183,7 @@ class Learner(ABC):
 
     @property
     def data_ranks(self) -> int:
-        """Number of tensor groups, or ranks, that see different rows."""
+        """Number of ranks, or groups of ranks, that see different rows."""
         return ranks.count() // self.mesh.same_rows
 
     @property

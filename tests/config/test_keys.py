@@ -165,14 +165,14 @@ def logits(config: Config) -> int:
     return mode.positions
 
 
-def mesh(config: Config) -> tuple[Any, int]:
+def mesh(config: Config) -> tuple[list[Any], int]:
     """How eight workers would be divided."""
     with (
         patch("pipeline.models.mesh.init_device_mesh") as made,
         patch("torch.distributed.get_world_size", return_value=8),
     ):
         expert = make_mesh("cpu", config.actor.parallel).expert
-    return made.call_args.args, expert
+    return [call.args for call in made.call_args_list], expert
 
 
 def stages(config: Config) -> list[str]:
@@ -296,6 +296,7 @@ SHOWN = {
     "actor.old_log_probs": Shown(actor, "recompute"),
     "actor.logits_chunk_tokens": Shown(logits, 8),
     "actor.parallel.tensor": Shown(mesh, 2),
+    "actor.parallel.sequence": Shown(mesh, 2),
     "actor.parallel.expert": Shown(mesh, 2, {"actor.parallel.tensor": 2}),
     "actor.parallel.replicate": Shown(mesh, 4),
     "critic.enable": Shown(stages, True),

@@ -158,8 +158,8 @@ def test_variables_settings_and_a_name_are_given_beside_the_script(convert: Conv
 def test_what_cannot_be_done_stands_first_and_has_its_own_exit_code(convert: Convert) -> None:
     result = convert(DAPO)
     assert result.code == 3 and result.config.rollout.n == 16
+    assert (result.config.actor.parallel.sequence, result.config.trainer.num_workers) == (4, 4)
     for part in (
-        "sequence_parallel_size=4",
         "exclude_modules=o_proj",
         "an agent.environment or agent.program: actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
         "megatron.pipeline_model_parallel_size=2",
@@ -170,6 +170,26 @@ def test_what_cannot_be_done_stands_first_and_has_its_own_exit_code(convert: Con
     ):
         assert part in result.cannot
     assert "reward_manager=dapo" not in result.cannot and "reward_manager=dapo" in result.report
+
+
+SEQUENCES = """
+python3 -m verl.trainer.main_ppo data.train_files=/data/train.parquet actor_rollout_ref.model.path=/models/qwen \\
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 actor_rollout_ref.ref.ulysses_sequence_parallel_size=2 \\
+    data.max_prompt_length=2000 data.max_response_length=30001 actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16001 actor_rollout_ref.actor.use_kl_loss=True \\
+    data.train_batch_size=48 algorithm.adv_estimator=gae critic.ulysses_sequence_parallel_size=4 \\
+    trainer.n_gpus_per_node=6
+"""
+
+
+def test_rows_that_are_split_over_gpus(convert: Convert) -> None:
+    """A GPU of the learners holds half of a row, and one of a scoring pool all of it."""
+    result = convert(SEQUENCES)
+    actor, scoring = result.config.actor, result.config.scoring
+    assert result.code == 0 and not result.cannot
+    assert (actor.parallel.sequence, result.config.trainer.num_workers) == (2, 2)
+    assert (actor.ppo_max_token_len_per_gpu, scoring.reference.max_token_len) == (16001, 32001)
+    assert "divided as the actor is, actor.parallel.sequence=2: critic.ulysses" in result.report
 
 
 ADAPTERS = """

@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -165,6 +166,28 @@ def test_packed_split_keeps_its_promises(lengths, budget, extra):
     assert sum(map(bool, batches)) == min(fewest + extra, len(lengths))
     assert batches == split_micro_batches(list(lengths), budget, fewest + extra, packed=True)
     assert len(split_micro_batches(lengths, budget, packed=True)) == fewest
+
+
+@pytest.mark.parametrize("packs", [[[2], [0]], [[1]], []])
+def test_ranks_have_equal_shares_of_the_positions_and_each_prediction_once(packs):
+    """Pad tokens fill the last share, and are a context of their own, so that every position attends to something."""
+    rows, ranks = TrainBatch.from_table(table(ROWS)), 4
+    whole = collate(rows, packs, packed=True)
+    predicted = []
+    for rank in range(ranks):
+        group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        batch = collate(rows, packs, packed=True, sequence=group)
+        count = batch.input_ids.shape[1]
+        assert count % ranks == 0 and 0 <= count - whole.input_ids.shape[1] < ranks
+        assert batch.input_ids[0, : whole.input_ids.shape[1]].tolist() == whole.input_ids[0].tolist()
+        assert batch.logit_index.tolist() == whole.logit_index.tolist()
+        assert batch.packing.query_ends[-1] == batch.packing.key_ends[-1] == count
+        assert sorted(batch.packing.answers.tolist()) == sorted(set(batch.packing.answers.tolist()))
+        share = batch.packing.share
+        assert share.cut(batch.input_ids).shape == (1, count // ranks)
+        assert all(rank * count // ranks <= at < (rank + 1) * count // ranks for at in batch.logit_index[share.own])
+        predicted += share.own.tolist()
+    assert sorted(predicted) == list(range(len(whole.logit_index)))
 
 
 def test_packed_split_by_hand():

@@ -208,6 +208,8 @@ def test_models_that_cannot_are_found_out(name: str) -> None:
         assert Passes.of(module, setting) == Passes(packed=False, shared=False)
     with pytest.raises(ValueError, match=r"model\.share_prompts=always, but"):
         Passes.of(module, "always")
+    with pytest.raises(ValueError, match=r"actor\.parallel\.sequence=2 divides packed rows, but"):
+        Passes.of(module, "auto", 2)
 
 
 def test_models_that_can() -> None:

@@ -38,6 +38,10 @@ PAIRS = f"{LOSS}=online_dpo {SUMS} algorithm.adv_estimator=online_dpo"
         (f"{GAE} critic.ppo_mini_batch_size=48", "critic.ppo_mini_batch_size=48 does not divide"),
         (f"{GAE} critic.ppo_mini_batch_size=16 trainer.num_workers=2", "trainer.num_workers = 16 x 2"),
         (f"{GAE} critic.ppo_max_token_len_per_gpu=1000", "1024 tokens, more than critic.ppo_max_token_len_per_gpu"),
+        (
+            "actor.parallel.sequence=2 trainer.num_workers=2 actor.ppo_max_token_len_per_gpu=511",
+            "more than actor.ppo_max_token_len_per_gpu=511 x actor.parallel.sequence=2; raise it or shorten rows",
+        ),
         (f"{GAE} critic.path=./nowhere", "critic.path=./nowhere: there is no folder"),
         (f"{GAE} critic.optim.betas=[1,0.9]", "critic.optim.betas=[1.0, 0.9] must be at least 0 and below 1"),
         (f"{GDPO}=[]", "needs algorithm.gdpo_reward_keys"),

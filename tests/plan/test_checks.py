@@ -225,6 +225,8 @@ def test_an_episode_that_does_not_fit_into_a_pass_is_refused_where_its_contexts_
         assert wanted in refusal(*EPISODES.split(), tight, *setting.split()), setting
         check(good(*EPISODES.split(), "actor.ppo_max_token_len_per_gpu=120", *setting.split()))
     check(good(*EPISODES.split(), tight))
+    shared = ["actor.parallel.sequence=2", "trainer.num_workers=2", "actor.ppo_max_token_len_per_gpu=60", whole]
+    check(good(*EPISODES.split(), *shared))
     check(good(*EPISODES.split(), tight, "actor.old_log_probs=recompute"))
     check(good(*EPISODES.split(), tight, whole, "agent.max_contexts=2"))
     critic = "algorithm.adv_estimator=gae actor.loss_agg_mode=seq-mean-token-mean actor.ppo_max_token_len_per_gpu=150"

@@ -22,8 +22,27 @@ EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 9}
             DENSE,
             6,
             ["tensor=2", "replicate=2"],
-            ["= 2 x 2 = 4 must divide trainer.num_workers=6; make it a multiple of 4"],
+            ["= 2 x 1 x 2 = 4 must divide trainer.num_workers=6; make it a multiple of 4"],
         ),
+        (DENSE, 6, ["sequence=2"], []),
+        (DENSE, 6, ["sequence=3"], []),
+        (EXPERTS, 12, ["sequence=3", "replicate=2"], []),
+        (DENSE, 3, ["sequence=2"], ["= 1 x 2 x 1 = 2 must divide trainer.num_workers=3"]),
+        (DENSE, 4, ["sequence=4"], ["actor.parallel.sequence=4 does not divide num_attention_heads=6 of model.path="]),
+        (DENSE, 4, ["sequence=2", "tensor=2"], ["= 2 x 2 = 4 does not divide num_attention_heads=6"]),
+        (
+            DENSE | {"model_type": "mistral", "sliding_window": 64},
+            2,
+            ["sequence=2"],
+            ["divides packed rows, which model.path={path} cannot take: its layers are not all of full attention (sli"],
+        ),
+        (
+            DENSE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            2,
+            ["sequence=2"],
+            ["cannot take: its position embedding depends on the longest row (dynamic)"],
+        ),
+        (DENSE | {"hidden_size": "x"}, 2, ["sequence=2"], ["cannot read config.json of model.path={path}: Str"]),
         (DENSE, 3, ["tensor=3"], ["does not divide num_key_value_heads=2", "does not divide vocab_size=100"]),
         (DENSE, 2, ["tensor=2", "expert=2"], ["actor.parallel.expert=2, but model.path={path} has no experts"]),
         (EXPERTS, 2, ["tensor=2", "expert=2"], ["does not divide the 9 experts of model.path={path} (num_experts)"]),
@@ -52,6 +71,15 @@ def test_adapters_are_not_divided(tmp_path: Path) -> None:
     assert list(problems(load_config([*keys, "actor.parallel.replicate=2"]))) == []
     [found] = problems(load_config([*keys, "actor.parallel.tensor=2"]))
     assert found.startswith("model.lora.rank=4 with actor.parallel.tensor=2: adapters are not divided")
+
+
+def test_ranks_that_divide_positions_divide_no_other_attention(tmp_path: Path) -> None:
+    """Adapters are trained as without them; rows that must pass padded are refused."""
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    keys = [f"model.path={tmp_path}", "model.lora.rank=4", "trainer.num_workers=2", "actor.parallel.sequence=2"]
+    assert list(problems(load_config(keys))) == []
+    [found] = problems(load_config([*keys, "model.attn_implementation=eager"]))
+    assert found.startswith("actor.parallel.sequence=2 divides the heads of model.attn_implementation=sdpa alone, not")
 
 
 def test_the_critic_is_divided_as_the_actor_is(tmp_path: Path) -> None:

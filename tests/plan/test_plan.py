@@ -160,6 +160,9 @@ def test_the_table_shows_the_mesh():
     assert "replicate 2 x shard 2 x tensor 2 = 8 train workers; weights over 4" in text and "experts" not in text
     assert "each 2 neighbouring ranks have the same 32 of the 128 rows of a mini-batch" in text
     assert "; weights over 4, experts over the 2 of tensor" in shown(*mesh, "actor.parallel.expert=2")
+    text = shown(*mesh, "actor.parallel.sequence=2")
+    assert "replicate 2 x shard 1 x sequence 2 x tensor 2 = 8 train workers; weights over 4" in text
+    assert "each 4 neighbouring ranks have the same 64 of the 128 rows of a mini-batch" in text
 
 
 def test_the_table_shows_host_memory_of_a_node(tmp_path):

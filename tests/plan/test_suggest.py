@@ -1,5 +1,6 @@
 """What is suggested for a model and a number of GPUs passes the plan's own checks, fits, and finds room on nodes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,17 @@ def test_experts_are_divided_within_a_node_and_adapters_come_last(folders: Path)
     assert more and more.config.model.lora.rank == 0
     wanted = planned(*asked(folders, "Qwen3-8B", "model.lora.rank=16", "model.dtype=bfloat16"), 1)
     assert wanted and wanted.config.model.lora.rank == 16 and wanted.config.actor.fsdp.offload == "none"
+
+
+def test_rows_for_which_a_gpu_is_too_small_are_divided(tmp_path: Path) -> None:
+    """A quarter of a million tokens: half of them leave room on each of two workers with the same rows."""
+    long = write_shape("Qwen3-8B", tmp_path / "long") / "config.json"
+    long.write_text(json.dumps(MODELS["Qwen3-8B"] | {"max_position_embeddings": 262144}))
+    rows = ["data.max_response_length=261632", "actor.ppo_max_token_len_per_gpu=262144"]
+    made = planned(*asked(tmp_path, "long", *rows), 4)
+    assert made and not made.too_large and made.actor.max_tokens == 262144
+    assert (made.config.actor.parallel.sequence, made.config.actor.ppo_max_token_len_per_gpu) == (2, 131072)
+    assert made.config.trainer.num_workers % 2 == 0 and not made.config.model.lora.rank
 
 
 def values(folders: Path, model: str, count: int, *settings: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pipeline.config import Config
+from pipeline.config.learner import ParallelConfig
 from pipeline.models.checkpoint_reader import load_checkpoint
 from pipeline.models.fsdp import full_state_dict
 from pipeline.stats import reduce
@@ -25,6 +26,7 @@ from pipeline.weights.load import parameters
 from pipeline.weights.publish import named, pack
 from tests.train.updates import (
     CPU,
+    N,
     assert_same,
     assert_same_metrics,
     in_chunks,
@@ -35,13 +37,32 @@ from tests.train.updates import (
     with_values,
 )
 
-MESHES = {"one": (1, 1, 1, 1), "tensor 2": (2, 2, 1, 1), "data 2": (2, 1, 1, 1), "tensor 2 x data 2": (4, 2, 1, 1)}
-"""Ranks, and `actor.parallel.{tensor,expert,replicate}`."""
-EXPERTS = {"one": (1, 1, 1, 1), "expert 2": (2, 2, 2, 1), "expert 2 x data 2": (4, 2, 2, 1)}
-COPIES = {"copies 2 x shards 2": (4, 1, 1, 2), "copies 2 x tensor 2": (4, 2, 1, 2)}
+ONE = {"one": (1, ParallelConfig())}
+"""Ranks, and `actor.parallel`."""
+MESHES = ONE | {
+    "tensor 2": (2, ParallelConfig(tensor=2)),
+    "data 2": (2, ParallelConfig()),
+    "tensor 2 x data 2": (4, ParallelConfig(tensor=2)),
+}
+EXPERTS = ONE | {
+    "expert 2": (2, ParallelConfig(tensor=2, expert=2)),
+    "expert 2 x data 2": (4, ParallelConfig(tensor=2, expert=2)),
+}
+COPIES = ONE | {
+    "copies 2 x shards 2": (4, ParallelConfig(replicate=2)),
+    "copies 2 x tensor 2": (4, ParallelConfig(tensor=2, replicate=2)),
+}
+SEQUENCES = ONE | {
+    "sequence 2": (2, ParallelConfig(sequence=2)),
+    "sequence 2 x data 2": (4, ParallelConfig(sequence=2)),
+    "sequence 4, more than key heads": (4, ParallelConfig(sequence=4)),
+    "sequence 2 x tensor 2": (4, ParallelConfig(sequence=2, tensor=2)),
+    "copies 2 x sequence 2": (4, ParallelConfig(sequence=2, replicate=2)),
+}
+ALL = {**MESHES, **EXPERTS, **COPIES, **SEQUENCES}
 
 
-def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
+def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads: int = 2) -> None:
     torch.manual_seed(2)
     sizes: dict[str, Any] = {
         "vocab_size": 320,
@@ -49,7 +70,7 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": key_heads,
         "head_dim": 8,
         "tie_word_embeddings": tie,
     }
@@ -65,11 +86,10 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False) -> None:
     lm.save_pretrained(folder)
 
 
-def settings(folder: str, mesh: tuple[int, int, int, int]) -> Config:
+def settings(folder: str, parallel: ParallelConfig) -> Config:
     # A small budget gives several micro-batches.
-    config = make_config(folder, ppo_max_token_len_per_gpu=16, entropy_coeff=0.01)
-    config.actor.parallel.tensor, config.actor.parallel.expert, config.actor.parallel.replicate = mesh[1:]
-    config.critic.ppo_max_token_len_per_gpu = 16
+    config = make_config(folder, ppo_max_token_len_per_gpu=16 // parallel.sequence, entropy_coeff=0.01)
+    config.actor.parallel = parallel
     config.model.share_prompts = "never"
     return config
 
@@ -80,7 +100,8 @@ def step(learner: Learner, rows: pa.Table) -> list[Any]:
     calls = []
     learner.module.register_forward_hook(lambda *_: calls.append(1))
     same_rows = learner.mesh.same_rows
-    dealer = Dealer(CPU, learner.shape.mini_batches, 1, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
+    unit = N if learner.shares_prompts else 1
+    dealer = Dealer(CPU, learner.shape.mini_batches, unit, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
     stats = update(learner, dealer(own))
     assert len(calls) >= 3, "one micro-batch alone would not show gradients that are summed twice"
     return [part for part in ranks.all_gather(stats if learner.leads else None) if part is not None]
@@ -90,12 +111,12 @@ def work(rank: int, folder: str, *names: str) -> None:
     """Two updates of an actor and of a critic on every mesh; a third of the actor after a checkpoint of another one."""
     torch.set_num_threads(1)
     for name in names:
-        mesh = {**MESHES, **EXPERTS, **COPIES}[name]
-        if rank >= mesh[0]:
+        world, parallel = ALL[name]
+        if rank >= world:
             continue
-        store = dist.FileStore(f"{folder}/store {name}", mesh[0])
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh[0], timeout=timedelta(seconds=120))
-        config = settings(f"{folder}/model", mesh)
+        store = dist.FileStore(f"{folder}/store {name}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+        config = settings(f"{folder}/model", parallel)
         for build in (build_actor, build_critic):
             learner: Any = build(config, CPU, 100)
             shown = [reduce(step(learner, with_values(table(seed)))) for seed in (0, 1)][-1]
@@ -136,7 +157,7 @@ def go_on(learner: Learner, folder: str, name: str, first: str) -> None:
 
 
 def run(folder: Path, names: list[str]) -> None:
-    spawn(work, str(folder), *names, ranks=max({**MESHES, **EXPERTS, **COPIES}[name][0] for name in names))
+    spawn(work, str(folder), *names, ranks=max(ALL[name][0] for name in names))
     one = {kind: torch.load(folder / f"{names[0]} {kind}.pt") for kind in ("actor", "critic", "resumed")}
     for name in names[1:]:
         for kind in ("actor", "critic"):
@@ -162,4 +183,10 @@ def test_experts_on_different_ranks_train_as_one_process(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_copies_of_shards_train_as_one_process(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
-    run(tmp_path, ["one", *COPIES])
+    run(tmp_path, list(COPIES))
+
+
+@pytest.mark.slow
+def test_sequence_parallel_trains_as_one_process(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    run(tmp_path, list(SEQUENCES))

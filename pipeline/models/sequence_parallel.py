@@ -1,0 +1,97 @@
+"""Sequence parallelism over packed rows (DeepSpeed Ulysses: Jacobs et al. 2023, arXiv 2309.14509).
+
+    rank 0   positions 0 .. T/S, all heads                      all positions, heads 0 .. h/S
+    rank 1   positions T/S .. 2 T/S, all heads   all-to-all     all positions, heads h/S .. 2 h/S      ─► attention
+    ...                                             ─►          ...
+
+The S ranks of a group see the same rows, and each computes everything but attention for T/S of the positions. Before
+attention they exchange, so that each has all positions of some heads, and behind it they exchange back.
+
+Each rank computes what is predicted at its own positions, and `Share.join` gives all ranks the numbers of all, so that
+they compute one and the same loss. Each takes the gradient of its own numbers back: the sum over the ranks, which FSDP
+computes, is the gradient of the loss.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's share of the T positions of a packed sequence; the ranks of a group have equal ones, in order."""
+
+    group: dist.ProcessGroup
+    own: Tensor
+    """[n] int64, which of the N positions that predict something are this rank's."""
+
+    @property
+    def ranks(self) -> int:
+        """S, the number of ranks; it divides T."""
+        return self.group.size()
+
+    def cut(self, packed: Tensor) -> Tensor:
+        """[1, T / S], this rank's part of `packed` [1, T]."""
+        return packed.chunk(self.ranks, dim=1)[self.group.rank()]
+
+    def join(self, values: Tensor, count: int) -> Tensor:
+        """[N] the values of all ranks; a collective, which its backward pass is not.
+
+        Args:
+            values: [n] those of this rank.
+            count: N.
+        """
+        joined: Tensor = _Join.apply(values, self.own, count, self.group)
+        return joined
+
+    def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All positions of a part of the heads; a collective.
+
+        Args:
+            query: [T / S, h, D], with h a multiple of S.
+            key, value: [T / S, k, D], with h a multiple of k. Where S does not divide k, heads are repeated.
+
+        Returns:
+            [T, h / S, D], and twice [T, lcm(k, S) / S, D].
+        """
+        if query.shape[1] % self.ranks:
+            raise ValueError(
+                f"actor.parallel.sequence={self.ranks} does not divide the {query.shape[1]} attention heads of a rank"
+            )
+        copies = self.ranks // math.gcd(key.shape[1], self.ranks)
+        if copies > 1:
+            key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
+        return self._exchange(query, 1, 0), self._exchange(key, 1, 0), self._exchange(value, 1, 0)
+
+    def by_positions(self, states: Tensor) -> Tensor:
+        """[T / S, h, D], all heads at this rank's positions, of `states` [T, h / S, D]; a collective."""
+        return self._exchange(states, 0, 1)
+
+    def _exchange(self, states: Tensor, given: int, taken: int) -> Tensor:
+        """Give the ranks a part of dimension `given` each, and put what they give one after the other in `taken`."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        parts = torch.stack(states.chunk(self.ranks, given))
+        received = all_to_all_single_autograd(parts, None, None, self.group)
+        return torch.cat(received.unbind(0), taken)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, own: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+        joined = values.new_zeros(count)
+        joined[own] = values
+        dist.all_reduce(joined, group=group)
+        ctx.save_for_backward(own)
+        return joined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_joined: Tensor) -> tuple[Tensor | None, ...]:
+        (own,) = ctx.saved_tensors
+        return of_joined[own], None, None, None
