@@ -70,6 +70,9 @@ def settings(folder: str, mesh: tuple[int, int, int, int]) -> Config:
     config = make_config(folder, ppo_max_token_len_per_gpu=16, entropy_coeff=0.01)
     config.actor.parallel.tensor, config.actor.parallel.expert, config.actor.parallel.replicate = mesh[1:]
     config.critic.ppo_max_token_len_per_gpu = 16
+    # The reference is a second model on the same mesh.
+    config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.3
+    config.scoring.reference.where = "train_workers"
     config.model.share_prompts = "never"
     return config
 
@@ -138,6 +141,7 @@ def go_on(learner: Learner, folder: str, name: str, first: str) -> None:
 def run(folder: Path, names: list[str]) -> None:
     spawn(work, str(folder), *names, ranks=max({**MESHES, **EXPERTS, **COPIES}[name][0] for name in names))
     one = {kind: torch.load(folder / f"{names[0]} {kind}.pt") for kind in ("actor", "critic", "resumed")}
+    assert one["actor"]["metrics"]["actor/kl_loss"] > 1e-4
     for name in names[1:]:
         for kind in ("actor", "critic"):
             other = torch.load(folder / f"{name} {kind}.pt")
