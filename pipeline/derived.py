@@ -11,8 +11,9 @@ from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.config.bounds import sentences
-from pipeline.config.learner import ActorConfig, CriticConfig
-from pipeline.config.scoring import ScorerConfig
+from pipeline.config.learner import ActorConfig, CriticConfig, FSDPConfig
+from pipeline.config.model import LoraConfig, ModelConfig
+from pipeline.config.scoring import TRAIN_WORKERS, ScorerConfig
 
 
 def uses_engines(config: Config) -> bool:
@@ -40,19 +41,41 @@ def uses_critic(config: Config) -> bool:
     return _needs(config, "values") if config.critic.enable is None else config.critic.enable
 
 
+def reads_reference(config: Config) -> bool:
+    """Whether a KL in the reward or in the loss, or a loss of pairs, reads log-probs of a reference."""
+    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss or uses_pairs(config)
+
+
 def uses_reference(config: Config) -> bool:
-    """Whether the stage `reference` scores rows, for a KL in the reward or in the loss, or for a loss of pairs."""
-    reads = config.algorithm.use_kl_in_reward or config.actor.use_kl_loss or uses_pairs(config)
-    return reads and not reference_is_base(config)
+    """Whether the stage `reference` scores rows in replicas."""
+    return reads_reference(config) and not _in_train_workers(config)
+
+
+def trains_beside_reference(config: Config) -> bool:
+    """Whether the train workers compute the reference's log-probs, and rows come without them."""
+    return reads_reference(config) and _in_train_workers(config)
 
 
 def reference_is_base(config: Config) -> bool:
-    """Whether the train workers compute the reference's log-probs themselves, with the adapters off.
+    """Whether that reference is the policy with the adapters off."""
+    return trains_beside_reference(config) and _has_base(config)
 
-    A KL in the reward is needed before training, and another model is no base.
-    """
-    lora = config.model.lora.rank > 0 and config.scoring.reference.path is None
-    return lora and (config.actor.use_kl_loss or uses_pairs(config)) and not config.algorithm.use_kl_in_reward
+
+def shards_reference(config: Config) -> bool:
+    """Whether that reference is a second model, sharded over the train workers."""
+    return trains_beside_reference(config) and not _has_base(config)
+
+
+def _in_train_workers(config: Config) -> bool:
+    where = config.scoring.reference.where
+    if where is not None:
+        return where == TRAIN_WORKERS
+    # A KL in the reward is needed before rows reach the train workers.
+    return _has_base(config) and not config.algorithm.use_kl_in_reward
+
+
+def _has_base(config: Config) -> bool:
+    return config.model.lora.rank > 0 and config.scoring.reference.path is None
 
 
 def uses_pairs(config: Config) -> bool:
@@ -95,6 +118,22 @@ def scorers(config: Config) -> dict[str, ScorerConfig]:
         "policy": (uses_policy_scores(config), config.scoring.policy),
     }
     return {name: pool for name, (used, pool) in pools.items() if used}
+
+
+def scoring_model(
+    model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None = None, gpu: bool | None = None
+) -> ModelConfig:
+    """`model`, or the one at `path`, as it is loaded to score rows: without adapters, which weights arrive merged with,
+    and in the type that `scorer` names, else the trainer's. `gpu` says where it computes; None is `scorer.num_gpus`."""
+    gpu = scorer.num_gpus > 0 if gpu is None else gpu
+    return replace(
+        model,
+        path=path or model.path,
+        dtype=scorer.dtype or fsdp.compute_dtype(model.dtype, gpu),
+        enable_gradient_checkpointing=False,
+        lora=LoraConfig(),
+        activation_offload=False,
+    )
 
 
 def _needs(config: Config, what: str) -> bool:

@@ -4,7 +4,19 @@ import pytest
 
 from pipeline import derived
 from pipeline.config import Config
-from pipeline.derived import scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
+from pipeline.config.learner import FSDPConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.scoring import ScorerConfig
+from pipeline.derived import (
+    reference_is_base,
+    scorers,
+    scoring_model,
+    shards_reference,
+    uses_baselines,
+    uses_critic,
+    uses_policy_scores,
+    uses_reference,
+)
 from pipeline.losses.registry import _POLICY_LOSSES
 from pipeline.train.correction import parse
 from tests.plan.test_checks import good
@@ -122,3 +134,43 @@ def test_losses_of_pairs_need_the_reference_and_no_correction() -> None:
     config.actor.policy_loss.loss_mode = "online_dpo"
     assert derived.uses_reference(config) and "reference" in derived.scorers(config)
     assert derived.rollout_correction(config).rollout_is == "none"
+
+
+@pytest.mark.parametrize(
+    ("scorer", "fsdp", "used"),
+    [(None, None, "float32"), (None, "bfloat16", "bfloat16"), ("float16", "bfloat16", "float16")],
+)
+def test_models_score_in_the_trainers_type_unless_told(scorer: str | None, fsdp: str | None, used: str) -> None:
+    model = ModelConfig(path="a", enable_gradient_checkpointing=True, activation_offload=True)
+    made = scoring_model(model, ScorerConfig(dtype=scorer), FSDPConfig(param_dtype=fsdp))
+    assert made == ModelConfig(path="a", dtype=used)
+    assert scoring_model(model, ScorerConfig(), FSDPConfig(), "b").path == "b"
+    assert scoring_model(model, ScorerConfig(num_gpus=0.5), FSDPConfig()).dtype == "bfloat16"
+    assert scoring_model(model, ScorerConfig(num_gpus=1), FSDPConfig(param_dtype="float32")).dtype == "float32"
+    assert scoring_model(model, ScorerConfig(), FSDPConfig(), gpu=True).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("rank", "path", "where", "in_reward", "place"),
+    [
+        (0, None, None, False, uses_reference),
+        (4, None, None, False, reference_is_base),
+        (4, "other", None, False, uses_reference),
+        (4, None, None, True, uses_reference),
+        (4, None, "replicas", False, uses_reference),
+        (0, None, "train_workers", False, shards_reference),
+        (0, "other", "train_workers", False, shards_reference),
+        (4, None, "train_workers", False, reference_is_base),
+        (4, "other", "train_workers", False, shards_reference),
+    ],
+)
+def test_the_reference_is_computed_in_one_place_if_something_reads_it(rank, path, where, in_reward, place):
+    config, places = Config(), (uses_reference, reference_is_base, shards_reference)
+    config.model.lora.rank, config.algorithm.use_kl_in_reward = rank, in_reward
+    config.scoring.reference.path, config.scoring.reference.where = path, where
+    assert in_reward or not any(found(config) for found in places)
+    for loss, kl in (("vanilla", True), ("online_dpo", False)):
+        config.actor.policy_loss.loss_mode, config.actor.use_kl_loss = loss, kl
+        assert [found for found in places if found(config)] == [place]
+        assert derived.trains_beside_reference(config) == (place is not uses_reference)
+        assert ("reference" in scorers(config)) == (place is uses_reference)

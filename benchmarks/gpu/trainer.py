@@ -42,6 +42,10 @@ VARIANTS: dict[str, list[str]] = {
     "offload": ["actor.fsdp.offload=all"],
     "adamw_8bit": ["actor.optim.name=adamw_8bit"],
     "lora": ["model.lora.rank=16", "model.lora.alpha=32"],
+    "reference": ["actor.use_kl_loss=true", "scoring.reference.where=train_workers"],
+    "reference_offload": [
+        *("actor.use_kl_loss=true", "scoring.reference.where=train_workers", "scoring.reference.offload=true"),
+    ],
 }
 """Settings of an update over those of `settings`; one whose keys this version lacks is left out."""
 

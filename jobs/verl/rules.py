@@ -9,6 +9,7 @@ from collections.abc import Callable
 from jobs.verl.episodes import episodes
 from jobs.verl.state import State
 from pipeline.advantage.estimators import get_adv_estimator
+from pipeline.config.scoring import TRAIN_WORKERS
 from pipeline.config.trainer import LOGGERS
 from pipeline.plan.check_algorithm import POLICY_LOSSES
 
@@ -73,6 +74,21 @@ def sequences(state: State) -> None:
     for section in ("critic", "critic.fsdp"):
         if state.whole(f"{section}.{name}", 1) != ranks:
             state.leave(f"{section}.{name}", f"the critic is divided as the actor is, actor.parallel.sequence={ranks}")
+
+
+def reference(state: State) -> None:
+    """A reference that verl offloads is sharded over the workers there and here; else here are replicas."""
+    key = f"{_REF}.fsdp_config.param_offload"
+    if not state.get("scoring.reference.offload"):
+        state.drop("scoring.reference.offload")
+        return
+    in_reward = state.get("algorithm.use_kl_in_reward")
+    if "reference" in state.scorers and not in_reward:
+        state.set("scoring.reference.where", TRAIN_WORKERS)
+        return
+    state.drop("scoring.reference.offload")
+    replicas = "a KL in the reward is computed by replicas, which have GPUs of their own"
+    state.leave(key, replicas if in_reward else "no reference is loaded beside the policy")
 
 
 def kl(state: State) -> None:
@@ -364,6 +380,7 @@ RULES: tuple[Callable[[State], None], ...] = (
         words,
         adapters,
         sequences,
+        reference,
         kl,
         clipping,
         aggregation,

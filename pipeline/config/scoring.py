@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from pipeline.config.bounds import setting
 
+REPLICAS, TRAIN_WORKERS = "replicas", "train_workers"
+"""Where log-probs of the reference may be computed."""
+
 
 @dataclass
 class ScorerConfig:
@@ -35,6 +38,14 @@ class ReferenceConfig(ScorerConfig):
 
     path: str | None = None
     """Hugging Face model, a folder or hub name; null takes `model.path`."""
+
+    where: str | None = setting(None, choices=(None, REPLICAS, TRAIN_WORKERS))
+    """`replicas`: a whole model in each, which score rows before the advantages. `train_workers`: one model, sharded
+    over them as the policy is, or with adapters and no `path` the policy without them; for a KL in the loss. null: in
+    the train workers if that takes no second model, else in replicas."""
+
+    offload: bool = False
+    """Leave the sharded model of `where=train_workers` in host memory, from which each layer visits the GPU."""
 
 
 @dataclass

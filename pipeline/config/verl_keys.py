@@ -54,6 +54,7 @@ ACTOR.optim.clip_grad -> actor.grad_clip
 ACTOR.fsdp_config.mixed_precision -> actor.fsdp: param_dtype reduce_dtype
 ACTOR.fsdp_config -> actor.fsdp: param_dtype=dtype reshard_after_forward
 ACTOR.fsdp_config.model_dtype -> model.dtype
+actor_rollout_ref.ref.fsdp_config.param_offload -> scoring.reference.offload
 
 critic.model.path -> critic.path
 critic -> critic: enable cliprange_value loss_agg_mode ppo_epochs ppo_mini_batch_size grad_clip

@@ -149,6 +149,27 @@ def load_policy(config: ModelConfig, key: str = "model.path", mesh: Mesh | None 
     return Policy(load_lm(config, key, mesh))
 
 
+def load_reference(config: ModelConfig, trained: ModelConfig, mesh: Mesh | None = None) -> Policy:
+    """The frozen policy of `config.path`, with which the policy `trained` is compared; `mesh` as in `load_lm`.
+
+    Raises ValueError as `load_policy`, and if its vocabulary has another size than that of `trained`.
+    """
+    other = config.path != trained.path
+    policy = load_policy(config, "scoring.reference.path" if other else "model.path", mesh)
+    if other:
+        from transformers import AutoConfig
+
+        begun = AutoConfig.from_pretrained(trained.path or "", trust_remote_code=trained.trust_remote_code)
+        sizes = [part.get_text_config().vocab_size for part in (policy.lm.config, begun)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"scoring.reference.path={config.path} has a vocabulary of {sizes[0]} tokens and "
+                f"model.path={trained.path} one of {sizes[1]}: their log-probs of a token id cannot be compared; "
+                "name a reference with the policy's vocabulary, such as the model that training began with"
+            )
+    return policy.eval().requires_grad_(False)
+
+
 def load_lm(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None, with_head: bool = True) -> Any:
     """The `transformers` causal language model of `config.path`, in training mode.
 

@@ -8,14 +8,18 @@ from pipeline.advantage import registry as estimators
 from pipeline.advantage.estimators import Estimator, get_adv_estimator
 from pipeline.config import Config
 from pipeline.config.bounds import sentences
+from pipeline.config.scoring import TRAIN_WORKERS
 from pipeline.derived import (
     OF_PAIRS,
     WITHOUT_RATIO,
+    reads_reference,
+    reference_is_base,
     rollout_correction,
     uses_agent,
     uses_critic,
     uses_pairs,
     uses_policy_scores,
+    uses_reference,
     why_not_streamed,
 )
 from pipeline.train.correction import parse
@@ -59,6 +63,7 @@ def problems(config: Config) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     yield from sentences(config, _loss(config))
+    yield from sentences(config, _reference(config))
     try:
         yield from sentences(config, _correction(config))
     except ValueError as error:
@@ -198,6 +203,24 @@ def _loss(config: Config) -> dict[str, object]:
         f"update; set actor.old_log_probs=recompute or {_ALL_TOKENS}": truncation and actor.old_log_probs == "engine",
         f"{{algorithm.use_kl_in_reward}} {renormalised}, the reference's are not, so even equal policies would have a "
         f"KL; use actor.use_kl_loss=true instead, or {_ALL_TOKENS}": truncation and algorithm.use_kl_in_reward,
+    }
+
+
+def _reference(config: Config) -> dict[str, object]:
+    reference, offload = config.scoring.reference, "{scoring.reference.offload}"
+    offloads = reference.offload and reads_reference(config)
+    return {
+        "{scoring.reference.where} with {algorithm.use_kl_in_reward}: a KL in the reward is needed before rows reach "
+        "the train workers; set where=replicas, or use actor.use_kl_loss=true instead": (
+            reference.where == TRAIN_WORKERS and config.algorithm.use_kl_in_reward
+        ),
+        f"{offload} is for a reference that is sharded over the train workers, and replicas hold it whole; set "
+        "scoring.reference.where=train_workers too, or leave it out": offloads and uses_reference(config),
+        f"{offload} with {{model.lora.rank}}: the reference is the policy without its adapters, whose weights "
+        "actor.fsdp.offload=all moves; leave it out": offloads and reference_is_base(config),
+        f"{offload} leaves weights in host memory beside a GPU, and {{trainer.use_gpu}}; leave it out": (
+            offloads and not config.trainer.use_gpu
+        ),
     }
 
 

@@ -8,7 +8,16 @@ from pipeline import rows
 from pipeline.config import Config
 from pipeline.config.learner import FSDPConfig, OptimConfig
 from pipeline.config.model import LoraConfig
-from pipeline.derived import most_contexts, scorers, uses_baselines, uses_critic, uses_policy_scores, uses_reference
+from pipeline.derived import (
+    most_contexts,
+    scorers,
+    scoring_model,
+    shards_reference,
+    uses_baselines,
+    uses_critic,
+    uses_policy_scores,
+    uses_reference,
+)
 from pipeline.models import adapter
 from pipeline.plan.models import ModelFiles, read_model
 
@@ -47,6 +56,10 @@ class Memory:
     """Weights of the critic alone."""
     critic_optimizer: int = 0
     """Optimiser state of the critic alone."""
+    train_reference: int | None = 0
+    """Weights of a reference in the train workers; 0 without one, None where its folder is not known."""
+    reference_offload: bool = False
+    """`scoring.reference.offload`."""
     train_gathered: int = 0
     """Weights that a train worker has gathered from others at one time, and their gradients before these are summed."""
     train_activations: int = 0
@@ -70,7 +83,8 @@ class Memory:
     def train_worker(self) -> int:
         """Bytes of one train worker outside of a pass, without what waits in host memory."""
         actor = self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
-        return actor + self.train_versions + (self.train_critic or 0) - self.offloaded
+        others = (self.train_critic or 0) + (self.train_reference or 0)
+        return actor + self.train_versions + others - self.offloaded
 
     @property
     def offloaded(self) -> int:
@@ -78,12 +92,13 @@ class Memory:
         actor = {"optimizer": self.train_optimizer}
         actor["all"] = self.train_optimizer + self.train_weights + self.train_gradients
         critic = {"optimizer": self.critic_optimizer, "all": self.train_critic or 0}
-        return actor.get(self.offload, 0) + critic.get(self.critic_offload, 0)
+        reference = self.reference_offload * (self.train_reference or 0)
+        return actor.get(self.offload, 0) + critic.get(self.critic_offload, 0) + reference
 
     @property
     def train_start(self) -> int:
         """Bytes of host memory in which a train worker reads its slices of the weights."""
-        return self.train_weights + self.critic_weights
+        return self.train_weights + self.critic_weights + (self.train_reference or 0)
 
     @property
     def checkpoint(self) -> int:
@@ -144,10 +159,15 @@ def estimate(config: Config, models: Models) -> Memory:
     scorer_weights: dict[str, int | None] = {}
     for name, scorer in scorers(config).items():
         fsdp = (config.critic if name == "value" else config.actor).fsdp
-        dtype = scorer.dtype or fsdp.compute_dtype(config.model.dtype, scorer.num_gpus > 0)
         parameters = replicas[name]
+        dtype = scoring_model(config.model, scorer, fsdp).dtype
         scorer_weights[name] = None if parameters is None else parameters * BYTES[dtype]
     activations, kept = _activations(config, model)
+    train_reference: int | None = 0
+    if shards_reference(config):
+        gpu = config.trainer.use_gpu
+        dtype = scoring_model(config.model, config.scoring.reference, config.actor.fsdp, gpu=gpu).dtype
+        train_reference = None if reference is None else reference.parameters * BYTES[dtype] // workers
     return Memory(
         parameters=model.parameters,
         train_weights=of_actor[0],
@@ -170,6 +190,8 @@ def estimate(config: Config, models: Models) -> Memory:
         train_gathered=_gathered(config, model),
         train_activations=activations - kept,
         train_kept=kept,
+        train_reference=train_reference,
+        reference_offload=config.scoring.reference.offload,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
-from pipeline.derived import uses_critic, uses_reference
+from pipeline.derived import reads_reference, uses_critic
 from pipeline.models import adapter
 
 TOWERS = ("vision_config", "audio_config")
@@ -144,7 +144,7 @@ def problems(config: Config) -> Iterator[str]:
     used: dict[str, str | None] = {"model.path": config.model.path}
     if uses_critic(config):
         used["critic.path"] = config.critic.path
-    if uses_reference(config):
+    if reads_reference(config):
         used["scoring.reference.path"] = config.scoring.reference.path
     used["reward.model.path"] = config.reward.model.path
     prompt, response = config.data.max_prompt_length, config.data.max_response_length

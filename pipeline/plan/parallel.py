@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
-from pipeline.derived import uses_critic
+from pipeline.derived import shards_reference, uses_critic
 from pipeline.errors import short_reason
 from pipeline.models.architecture import why_whole
 from pipeline.plan.models import ModelFiles, read_model
@@ -16,7 +16,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One sentence per reason why the train workers or a trained model cannot be divided."""
+    """One sentence per reason why the train workers or a model in them cannot be divided."""
     parallel, workers = config.actor.parallel, config.trainer.num_workers
     size = parallel.ranks_with_same_rows * parallel.replicate
     if size < 1 or parallel.expert < 1:
@@ -37,8 +37,12 @@ def problems(config: Config) -> Iterator[str]:
             f"model.lora.rank={config.model.lora.rank} with actor.parallel.tensor={parallel.tensor}: adapters are not "
             "divided by tensor parallelism; set actor.parallel.tensor=1, which shards the base with FSDP"
         )
-    trained = {"model.path": config.model.path, "critic.path": config.critic.path if uses_critic(config) else None}
-    for key, path in trained.items():
+    divided = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path if uses_critic(config) else None,
+        "scoring.reference.path": config.scoring.reference.path if shards_reference(config) else None,
+    }
+    for key, path in divided.items():
         # Damaged folders are reported with all models of the run.
         with contextlib.suppress(ValueError):
             if path and (model := read_model(model_folder(path, key))):
@@ -46,7 +50,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
-    """One sentence per reason why the trained model at `path`, which the setting `key` names, cannot be divided."""
+    """One sentence per reason why the model at `path`, which the setting `key` names, cannot be divided."""
     tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
     yield from _sequence(config, key, path, model)
     named, experts = model.experts

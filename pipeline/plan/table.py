@@ -7,13 +7,15 @@ from rich.table import Table
 from pipeline.config import Config
 from pipeline.derived import (
     UpdateShape,
+    reads_reference,
     reference_is_base,
     rollout_correction,
+    shards_reference,
+    trains_beside_reference,
     uses_agent,
     uses_critic,
     uses_engines,
     uses_pairs,
-    uses_reference,
     why_not_streamed,
 )
 from pipeline.plan.gpus import PER_NODE
@@ -110,16 +112,16 @@ def _algorithm(config: Config) -> Iterator[str]:
     yield f"{config.actor.policy_loss.loss_mode} loss"
     if uses_critic(config):
         yield f"a critic from {config.critic.path or config.model.path}"
-    if reference_is_base(config):
-        yield f"KL to {config.model.path} in loss, computed by the train workers without adapters"
-    if uses_reference(config):
+    if reads_reference(config):
         places = {
             "reward": config.algorithm.use_kl_in_reward,
             "loss": config.actor.use_kl_loss,
             "the margins of pairs": uses_pairs(config),
         }
         reference = config.scoring.reference.path or config.model.path
-        yield f"KL to {reference} in {' and '.join(place for place, used in places.items() if used)}"
+        by = ", computed by the train workers" if trains_beside_reference(config) else ""
+        without = " without adapters" if reference_is_base(config) else ""
+        yield f"KL to {reference} in {' and '.join(place for place, used in places.items() if used)}{by}{without}"
 
 
 def _overlap(config: Config) -> Iterator[str]:
@@ -191,6 +193,7 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     critic = unknown if memory.train_critic is None else shown(memory.train_critic)
     tokens = config.actor.ppo_max_token_len_per_gpu
     waiting = memory.offloaded + memory.train_kept
+    reference = unknown if memory.train_reference is None else shown(memory.train_reference)
     yield (
         "memory of a train worker",
         shown(memory.train_peak)
@@ -199,6 +202,7 @@ def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
         f"{shown(memory.train_optimizer)}, gathered weights {shown(memory.train_gathered)}, activations of {tokens:,} "
         f"tokens {shown(memory.train_activations + memory.train_kept)}, logits {shown(memory.train_logits)}"
         + (f", critic {critic}" if uses_critic(config) else "")
+        + (f", reference {reference}" if shards_reference(config) else "")
         + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else "")
         + (f"; {shown(waiting)} of these in host memory instead" if waiting else ""),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.config.learner import ActorConfig, CriticConfig
-from pipeline.derived import UpdateShape, reference_is_base, scorers, streams_gradients, uses_critic, uses_engines
+from pipeline.derived import UpdateShape, scorers, streams_gradients, trains_beside_reference, uses_critic, uses_engines
 from pipeline.plan.fit import shares_gpus
 from pipeline.plan.gpus import PER_NODE, Gpu
 from pipeline.plan.memory import BYTES, Memory, Models, compute_element, kv_bytes_per_token
@@ -69,8 +69,9 @@ def times(config: Config, models: Models, memory: Memory, gpu: Gpu) -> Times | N
     rate = OF_FLOPS * gpu.flops
     rows = config.data.train_batch_size * config.rollout.n
     length = config.data.max_prompt_length + config.data.max_response_length
-    own = int(config.actor.old_log_probs == "recompute") + reference_is_base(config)
-    log_probs = own * _passes(config, config.actor, models.policy, rate, 1)
+    own = [models.policy] * (config.actor.old_log_probs == "recompute")
+    own += [models.reference or models.policy] * trains_beside_reference(config)
+    log_probs = sum(_passes(config, config.actor, model, rate, 1) for model in own)
     for name, pool in scorers(config).items():
         model = {"reference": models.reference, "reward_model": models.reward, "value": models.critic}.get(
             name, models.policy

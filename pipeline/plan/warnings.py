@@ -9,15 +9,16 @@ from pipeline.config import Config
 from pipeline.config.bounds import as_argument, sentences
 from pipeline.config.schema import keys, value_of
 from pipeline.derived import (
+    reads_reference,
     reference_is_base,
     rollout_correction,
     scorers,
+    trains_beside_reference,
     uses_agent,
     uses_critic,
     uses_engines,
     uses_pairs,
     uses_policy_scores,
-    uses_reference,
     uses_reward_model,
     weighs_itself,
 )
@@ -124,9 +125,7 @@ def _algorithm(config: Config) -> dict[str, object]:
         "the KL to the reference is in the reward and in the loss: it holds the policy twice": kl_loss and kl_in_reward,
         "the reference is model.path without {model.lora.path}, from which training starts; to compare with the start, "
         "merge the adapter (jobs.export) and name that model in scoring.reference.path": (
-            bool(config.model.lora.path)
-            and config.scoring.reference.path is None
-            and (uses_reference(config) or reference_is_base(config))
+            bool(config.model.lora.path) and config.scoring.reference.path is None and reads_reference(config)
         ),
         "{actor.kl_loss_coef}: the KL of actor.use_kl_loss=true is measured and does not train": (
             kl_loss and actor.kl_loss_coef == 0
@@ -203,7 +202,10 @@ def _unread(config: Config) -> Iterator[str]:
         "actor.loss_scale_factor": normed not in (actor.loss_agg_mode, config.critic.loss_agg_mode),
         "critic.*": not uses_critic(config),
         **dict.fromkeys(replay.UNREAD, not uses_engines(config)),
-        "scoring.reference.path": not uses_reference(config),
+        "scoring.reference.*": not reads_reference(config),
+        "scoring.reference.num_*": trains_beside_reference(config),
+        "scoring.reference.max_token_len": trains_beside_reference(config),
+        "scoring.reference.dtype": reference_is_base(config),
         "reward.model.weight": not uses_reward_model(config),
         "agent.*": not uses_agent(config),
     }

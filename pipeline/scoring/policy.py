@@ -12,11 +12,12 @@ from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.config.trainer import DeadlineConfig
+from pipeline.derived import scoring_model
 from pipeline.models.packing import ModelInputs
 from pipeline.models.policy import Policy, load_policy
 from pipeline.rows import POLICY as COLUMNS
 from pipeline.rows import append
-from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
+from pipeline.scoring.replica import Replica, StoreWeights
 from pipeline.store.client import StoreClient
 from pipeline.store.versions import POLICY
 

@@ -9,7 +9,6 @@ Rows run in the micro-batches of the trainer (`pipeline/models/packing.py`). A t
 (`pipeline/models/contexts.py`) alone.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -19,8 +18,6 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.learner import FSDPConfig
-from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.batch import TokenBatch
@@ -35,19 +32,6 @@ from pipeline.threads import compute_threads
 from pipeline.weights.load import fetch, parameters
 
 M = TypeVar("M", bound=nn.Module)
-
-
-def scoring_model(model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None = None) -> ModelConfig:
-    """`model`, or the one at `path`, as a replica loads it: without adapters, which weights arrive merged with, and in
-    the type that `scorer` names, else the trainer's."""
-    return dataclasses.replace(
-        model,
-        path=path or model.path,
-        dtype=scorer.dtype or fsdp.compute_dtype(model.dtype, scorer.num_gpus > 0),
-        enable_gradient_checkpointing=False,
-        lora=LoraConfig(),
-        activation_offload=False,
-    )
 
 
 class Replica(Generic[M]):

@@ -20,13 +20,14 @@ from pipeline.agent.forms import for_template, prompt_length, split
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.derived import scoring_model
 from pipeline.errors import short_reason
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import lay_out
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import REWARD_MODEL, append
-from pipeline.scoring.replica import Replica, scoring_model
+from pipeline.scoring.replica import Replica
 
 KEY = "reward.model.path"
 

@@ -12,10 +12,11 @@ from pipeline.config.learner import CriticConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.config.trainer import DeadlineConfig
+from pipeline.derived import scoring_model
 from pipeline.models.packing import ModelInputs
 from pipeline.models.value import ValueModel, load_value_model
 from pipeline.rows import VALUE, append
-from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
+from pipeline.scoring.replica import Replica, StoreWeights
 from pipeline.store.client import StoreClient
 from pipeline.store.versions import CRITIC
 

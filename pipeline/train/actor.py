@@ -17,7 +17,7 @@ from pipeline.derived import UpdateShape
 from pipeline.losses import Candidates, LossInput, checked, get_policy_loss, kl_loss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.lora import without_adapters
-from pipeline.models.mesh import make_mesh
+from pipeline.models.mesh import Mesh
 from pipeline.models.packing import MicroBatch
 from pipeline.models.policy import Policy, load_policy
 from pipeline.stats import Stat, Stats, mean, merge
@@ -25,6 +25,7 @@ from pipeline.track.metrics import log_prob_gap
 from pipeline.train import ranks
 from pipeline.train.correction import AllSum, Corrected, correct, parse
 from pipeline.train.learner import Learner
+from pipeline.train.reference import ShardedReference
 
 
 class Actor(Learner):
@@ -35,7 +36,8 @@ class Actor(Learner):
         temperature: sampling temperature of the responses.
         seed: seed of the run, for losses that choose tokens at random.
         guards_gap: whether the run has a `trainer.max_log_prob_gap`.
-        own_reference: whether the reference is the policy's base, with the adapters off, and rows bring none.
+        own_reference: whether the train workers compute the reference's log-probs, and rows come without.
+        reference: the model that gives them; None is the policy's base, with the adapters off.
     """
 
     module: Policy
@@ -47,14 +49,15 @@ class Actor(Learner):
         shape: UpdateShape,
         device: torch.device,
         iterations: int,
+        mesh: Mesh,
         *,
         correction: RolloutCorrectionConfig,
         temperature: float,
         seed: int,
         guards_gap: bool = False,
         own_reference: bool = False,
+        reference: ShardedReference | None = None,
     ):
-        mesh = make_mesh(device, config.parallel)
         policy = load_policy(model, mesh=mesh)
         super().__init__("actor", policy, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
@@ -62,7 +65,8 @@ class Actor(Learner):
         self.temperature = temperature
         self.loss = get_policy_loss(config.policy_loss.loss_mode)
         self.correction = parse(correction)
-        self.guards_gap, self.own_reference = guards_gap, own_reference
+        self.guards_gap = guards_gap
+        self.own_reference, self.reference = own_reference, reference
         self.skips_without_advantage = self.loss.of_pairs or (
             self.loss.zero_without_advantage and not config.entropy_coeff and not config.use_kl_loss
         )
@@ -74,13 +78,15 @@ class Actor(Learner):
 
     @torch.no_grad()
     def compute_reference(self, rows: TrainBatch) -> None:
-        """Write the base model's log-probs into `rows`, if the reference is the base."""
+        """Write the reference's log-probs into `rows`, if they come without."""
         if not self.own_reference:
             return
         rows.ref_log_probs = np.zeros_like(rows.old_log_probs)
-        with without_adapters(self.module):
-            for batch in self.micro_batches(rows, list(range(len(rows)))):
-                rows.ref_log_probs[batch.token_index] = self._forward(batch, with_entropy=False)[0].cpu().numpy()
+        other = self.reference
+        module, passes = (other.module, other.passes) if other else (self.module, None)
+        with without_adapters(module):
+            for batch in self.micro_batches(rows, list(range(len(rows))), passes=passes):
+                rows.ref_log_probs[batch.token_index] = self._forward(batch, False, module)[0].cpu().numpy()
 
     @torch.no_grad()
     def compute_old_log_probs(self, rows: TrainBatch) -> Stats:
@@ -196,8 +202,8 @@ class Actor(Learner):
             stats |= log_prob_gap(batch.rollout_log_probs.cpu(), log_probs.detach().cpu(), batch.loss_mask.cpu())
         return stats, float((batch.loss_mask > 0).sum() - (mask > 0).sum())
 
-    def _forward(self, batch: MicroBatch, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        return self.module(
+    def _forward(self, batch: MicroBatch, with_entropy: bool, module: Policy | None = None) -> tuple[Tensor, Tensor]:
+        return (module or self.module)(
             batch.input_ids,
             batch.logit_index,
             batch.targets,

@@ -101,8 +101,8 @@ class Dealer:
             parts: of each iteration.
         """
         steps = [learner.shape.mini_batches for learner in (actor, critic) if learner]
-        # Passes forward over all rows, of which a backward pass costs two: recomputed log-probs, those of the base, and
-        # the critic's update.
+        # Passes forward over all rows, of which a backward pass costs two: recomputed log-probs, the reference, and the
+        # critic's update.
         others = float(actor.needs_old_log_probs + actor.own_reference) + (3.0 * critic.shape.epochs if critic else 0.0)
         return cls(
             device=actor.device,

@@ -57,7 +57,7 @@ class Learner(ABC):
     ):
         self.name, self.shape, self.device = name, shape, device
         self.mesh, self.grad_clip = mesh, config.grad_clip
-        self._passes = Passes.of(module, share_prompts, mesh.sequence.size() if mesh.sequence else 1)
+        self._passes = Passes.of(module, share_prompts, mesh.sequence_ranks)
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
@@ -120,24 +120,29 @@ class Learner(ABC):
             for number, index in enumerate(np.array_split(np.arange(len(rows)), self.shape.mini_batches)):
                 yield epoch * self.shape.mini_batches + number, index.tolist()
 
-    def micro_batches(self, rows: TrainBatch, index: list[int], whole_rows: bool = False) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, rows: TrainBatch, index: list[int], whole_rows: bool = False, passes: Passes | None = None
+    ) -> Iterator[MicroBatch]:
         """Micro-batches of the rows `index`, equally many on every rank, since each pass is a collective.
 
         Args:
             rows: any rows.
             index: which of them.
             whole_rows: keep the contexts of a row in one micro-batch.
+            passes: how they pass through another model than the learner's.
         """
-        budget, packed = self.shape.max_tokens, self._passes.packed
-        packs, units = pack_rows(rows, index, budget, self._passes.shared, whole_rows)
+        passes = passes or self._passes
+        budget, packed = self.shape.max_tokens, passes.packed
+        packs, units = pack_rows(rows, index, budget, passes.shared, whole_rows)
         lengths = rows.pack_lengths(packs)
         parts = int(self.all_reduce([minimum_parts(lengths, budget, units, packed)], ranks.MAX)[0])
         for part in split_micro_batches(lengths, budget, parts, units, packed):
-            yield self.collate(rows, [packs[i] for i in part])
+            yield self.collate(rows, [packs[i] for i in part], passes)
 
-    def collate(self, rows: TrainBatch, packs: list[list[int]]) -> MicroBatch:
+    def collate(self, rows: TrainBatch, packs: list[list[int]], passes: Passes | None = None) -> MicroBatch:
         """The micro-batch of these packs, as the model takes it; see `packing.collate`."""
-        return collate(rows, packs, packed=self._passes.packed, sequence=self.mesh.positions).to(self.device)
+        packed = (passes or self._passes).packed
+        return collate(rows, packs, packed=packed, sequence=self.mesh.positions).to(self.device)
 
     def optimizer_step(self, tokens: float, rejected: float) -> Stats:
         """Clip the gradient and take one optimiser step; a collective.

@@ -3,31 +3,47 @@
 import torch
 
 from pipeline.config import Config
-from pipeline.derived import UpdateShape, reference_is_base, rollout_correction
+from pipeline.derived import (
+    UpdateShape,
+    rollout_correction,
+    scoring_model,
+    shards_reference,
+    trains_beside_reference,
+)
 from pipeline.models import adapter
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.train.actor import Actor
 from pipeline.train.critic import Critic
+from pipeline.train.reference import ShardedReference
 from pipeline.weights.direct import PublishedMemory
 from pipeline.weights.publish import WeightPublisher
 
 
 def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
-    """The actor, sharded over all ranks; `iterations` of the run update it."""
+    """The actor, sharded over all ranks, with the reference beside it; `iterations` of the run update it."""
+    mesh = make_mesh(device, config.actor.parallel)
     return Actor(
         config.actor,
         config.model,
         UpdateShape.of(config, config.actor),
         device,
         iterations,
+        mesh,
         correction=rollout_correction(config),
         temperature=config.rollout.temperature,
         seed=config.trainer.seed,
         guards_gap=config.trainer.max_log_prob_gap is not None,
-        own_reference=reference_is_base(config),
+        own_reference=trains_beside_reference(config),
+        reference=_build_reference(config, device, mesh) if shards_reference(config) else None,
     )
+
+
+def _build_reference(config: Config, device: torch.device, mesh: Mesh) -> ShardedReference:
+    settings = config.scoring.reference
+    model = scoring_model(config.model, settings, config.actor.fsdp, settings.path, gpu=device.type == "cuda")
+    return ShardedReference.load(model, config.model, device, mesh, settings.offload)
 
 
 def build_critic(config: Config, device: torch.device, iterations: int, mesh: Mesh | None = None) -> Critic:
@@ -42,8 +58,6 @@ def build_publishers(
     """Publishers of this rank's part of the trained models' weights, by the model's name in the store."""
     # Imported here because building a learner needs no Ray (benchmarks/gpu).
     import ray
-
-    from pipeline.scoring.replica import scoring_model
 
     limit = config.trainer.weight_bucket_mb * 2**20
     transport = config.trainer.weight_transport

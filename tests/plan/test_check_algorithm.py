@@ -19,6 +19,7 @@ GDPO = "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys"
 BYPASS = "actor.old_log_probs=engine"
 LOSS = "actor.policy_loss.loss_mode"
 KL = "algorithm.use_kl_in_reward=true"
+OFFLOADED = "actor.use_kl_loss=true trainer.use_gpu=true scoring.reference.offload=true"
 SUMS = "actor.loss_agg_mode=seq-mean-token-sum"
 PAIRS = f"{LOSS}=online_dpo {SUMS} algorithm.adv_estimator=online_dpo"
 
@@ -78,6 +79,17 @@ PAIRS = f"{LOSS}=online_dpo {SUMS} algorithm.adv_estimator=online_dpo"
         ("actor.use_kl_loss=true scoring.reference.max_token_len=1000", "scoring.reference.max_token_len=1000"),
         ("actor.use_kl_loss=true scoring.reference.path=./nowhere", "scoring.reference.path=./nowhere"),
         ("scoring.reference.num_gpus=2", "scoring.reference.num_gpus=2 must be"),
+        (
+            "scoring.reference.where=train_workers algorithm.use_kl_in_reward=true actor.use_kl_loss=true",
+            "where=train_workers with algorithm.use_kl_in_reward=true: a KL in the reward is needed before rows reach",
+        ),
+        (OFFLOADED, "set scoring.reference.where=train_workers too"),
+        (f"{OFFLOADED} scoring.reference.where=replicas", "replicas hold it whole"),
+        (f"{OFFLOADED} model.lora.rank=4", "with model.lora.rank=4: the reference is the policy without its adapters"),
+        (
+            "actor.use_kl_loss=true scoring.reference.where=train_workers scoring.reference.offload=true",
+            "scoring.reference.offload=true leaves weights in host memory beside a GPU, and trainer.use_gpu=false",
+        ),
         (f"{IS}=row", f"{IS}=row is not known"),
         (f"{IS}=token {IS}_threshold=2.0_0.5", "'2.0_0.5' are upside down"),
         (f"{IS}=token {IS}_threshold='0.52'", "rollout_is_threshold=0.52 would cap the weight of every token"),

@@ -196,6 +196,32 @@ def test_what_waits_in_host_memory_is_not_on_the_gpu(tmp_path):
     assert "6 KiB of these in host memory instead" in shown(*settings, "actor.fsdp.offload=optimizer")
 
 
+def test_memory_of_a_reference_in_the_train_workers(tmp_path):
+    """Its shard is in the type of the computation, and nothing of it has a gradient or is saved."""
+    write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
+    model = [f"model.path={tmp_path}", *LENGTHS, "actor.use_kl_loss=true"]
+    beside = [*model, "scoring.reference.where=train_workers"]
+    alone, found = small(*model).memory, small(*beside).memory
+    assert alone and found and "reference" in alone.scorer_weights and not found.scorer_weights
+    assert (alone.train_reference, found.train_reference) == (0, (1600 + 64) * 4 // 2)
+    assert found.train_worker == alone.train_worker + found.train_reference
+    assert found.train_start == alone.train_start + found.train_reference and found.checkpoint == alone.checkpoint
+    assert found.rows < alone.rows, "no column travels"
+    gpu = small(*beside, "trainer.use_gpu=true").memory
+    half = small(*beside, "scoring.reference.dtype=bfloat16").memory
+    assert gpu and half and gpu.train_reference == half.train_reference == (1600 + 64) * 2 // 2
+    offloaded = small(*beside, "trainer.use_gpu=true", "scoring.reference.offload=true").memory
+    assert offloaded and offloaded.offloaded == gpu.train_reference
+    assert offloaded.train_worker == gpu.train_worker - gpu.train_reference
+    text = shown(*beside, "trainer.use_gpu=true", "scoring.reference.offload=true")
+    assert f"KL to {tmp_path} in loss, computed by the train workers" in text and "without adapters" not in text
+    assert "reference 2 KiB; 2 KiB of these in host memory instead" in text
+    adapters = shown(*model, "model.lora.rank=4", "model.lora.target_modules=[w]")
+    assert "computed by the train workers without adapters" in adapters and ", reference" not in adapters
+    unknown = shown(*beside, "scoring.reference.path=owner/reference")
+    assert "reference not estimated" in unknown
+
+
 def test_memory_at_the_start_and_space_for_checkpoints(tmp_path):
     write_model(tmp_path, MODEL, vocab_size=100, hidden_size=8)
     memory = small(f"model.path={tmp_path}", *LENGTHS, *PPO).memory

@@ -82,6 +82,15 @@ def test_ranks_that_divide_positions_divide_no_other_attention(tmp_path: Path) -
     assert found.startswith("actor.parallel.sequence=2 divides the heads of model.attn_implementation=sdpa alone, not")
 
 
+def test_a_reference_beside_the_actor_is_divided_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"num_key_value_heads": 3}))
+    more = ["model.path=owner/model", f"scoring.reference.path={tmp_path}", "actor.use_kl_loss=true"]
+    more += ["trainer.num_workers=2", "actor.parallel.tensor=2"]
+    assert list(problems(load_config(more))) == []
+    found = list(problems(load_config([*more, "scoring.reference.where=train_workers"])))
+    assert len(found) == 1 and f"num_key_value_heads=3 of scoring.reference.path={tmp_path}" in found[0]
+
+
 def test_the_critic_is_divided_as_the_actor_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"num_key_value_heads": 3}))
     more = ["model.path=owner/model", f"critic.path={tmp_path}", "algorithm.adv_estimator=gae", "trainer.num_workers=2"]

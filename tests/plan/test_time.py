@@ -47,6 +47,8 @@ def test_what_changes_the_update() -> None:
     assert found("actor.ppo_epochs=2").update == pytest.approx(2 * plain.update)
     assert found("trainer.num_workers=2", "rollout.chunk_prompts=32").update == pytest.approx(plain.update / 2)
     assert found("actor.old_log_probs=engine").log_probs == 0
+    beside = found("actor.use_kl_loss=true", "scoring.reference.where=train_workers")
+    assert beside.log_probs == pytest.approx(2 * plain.log_probs)
     state = 8 * 1.1e9
     moved = found("actor.fsdp.offload=optimizer").update - plain.update
     assert moved == pytest.approx(2 * state / TO_HOST)

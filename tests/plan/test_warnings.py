@@ -28,6 +28,16 @@ UNREAD = "set, and read by nothing in this run: "
         ("algorithm.lam=0.5", f"{UNREAD}algorithm.lam=0.5"),
         ("actor.policy_loss.dro_beta=0.5", f"{UNREAD}actor.policy_loss.dro_beta=0.5"),
         ("scoring.reference.path=other/model", f"{UNREAD}scoring.reference.path=other/model"),
+        ("scoring.reference.where=train_workers", f"{UNREAD}scoring.reference.where=train_workers"),
+        (
+            "actor.use_kl_loss=true scoring.reference.where=train_workers scoring.reference.num_workers=2 "
+            "scoring.reference.max_token_len=20000 scoring.reference.dtype=bfloat16",
+            f"{UNREAD}scoring.reference.num_workers=2, scoring.reference.max_token_len=20000",
+        ),
+        (
+            "actor.use_kl_loss=true model.lora.rank=4 scoring.reference.dtype=bfloat16",
+            f"{UNREAD}scoring.reference.dtype=bfloat16",
+        ),
         ("actor.policy_loss.loss_mode=gspo", "its paper has 3e-4 and 4e-4"),
         ("actor.policy_loss.loss_mode=dppo_tv", "actor.clip_ratio_c=3 truncates the weights"),
         ("actor.use_kl_loss=true rollout.num_gpus=1", "the reference replicas on 1 CPUs each"),

@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.config.learner import FSDPConfig
-from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
 from pipeline.config.trainer import DeadlineConfig
 from pipeline.models.packing import ModelInputs
 from pipeline.rows import flat
-from pipeline.scoring.replica import Replica, StoreWeights, scoring_model
+from pipeline.scoring.replica import Replica, StoreWeights
 from pipeline.store.errors import StoreTimeout
 from tests.scoring.generated import generated
 from tests.scoring.published import LocalStore, shard_of
@@ -88,19 +86,6 @@ def test_compute_threads(threads: int, cpus: float, set_to: int, monkeypatch: py
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
     Replica(lambda: nn.Linear(1, 1), ScorerConfig(num_threads=threads, num_cpus=cpus), "value")
     assert calls == [set_to]
-
-
-@pytest.mark.parametrize(
-    ("scorer", "fsdp", "used"),
-    [(None, None, "float32"), (None, "bfloat16", "bfloat16"), ("float16", "bfloat16", "float16")],
-)
-def test_computes_in_the_trainers_type_unless_told(scorer: str | None, fsdp: str | None, used: str) -> None:
-    model = ModelConfig(path="a", enable_gradient_checkpointing=True, activation_offload=True)
-    made = scoring_model(model, ScorerConfig(dtype=scorer), FSDPConfig(param_dtype=fsdp))
-    assert made == ModelConfig(path="a", dtype=used)
-    assert scoring_model(model, ScorerConfig(), FSDPConfig(), "b").path == "b"
-    assert scoring_model(model, ScorerConfig(num_gpus=0.5), FSDPConfig()).dtype == "bfloat16"
-    assert scoring_model(model, ScorerConfig(num_gpus=1), FSDPConfig(param_dtype="float32")).dtype == "float32"
 
 
 # weights

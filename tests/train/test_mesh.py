@@ -1,29 +1,35 @@
 """Tensor, expert and data parallelism: any mesh trains as one process does, and goes on where another has stopped."""
 
+import json
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import set_state_dict
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from pipeline.advantage.kl_controller import FixedKL
 from pipeline.config import Config
 from pipeline.config.learner import ParallelConfig
-from pipeline.models.checkpoint_reader import load_checkpoint
+from pipeline.models import policy
 from pipeline.models.fsdp import full_state_dict
 from pipeline.stats import reduce
+from pipeline.storage.checkpoints import PROGRESS
+from pipeline.store.cursor import PromptCursor
 from pipeline.train import ranks
-from pipeline.train.checkpoint import _state
+from pipeline.train.checkpoint import _state, restore
 from pipeline.train.deal import Dealer
 from pipeline.train.learner import Learner
 from pipeline.train.setup import build_actor, build_critic
 from pipeline.weights.load import parameters
 from pipeline.weights.publish import named, pack
+from tests.losses import batches
 from tests.train.updates import (
     CPU,
     N,
@@ -60,12 +66,16 @@ SEQUENCES = ONE | {
     "copies 2 x sequence 2": (4, ParallelConfig(sequence=2, replicate=2)),
 }
 ALL = {**MESHES, **EXPERTS, **COPIES, **SEQUENCES}
+VOCABULARY = 320
+CLIP = 0.3
+"""Below every gradient's norm, so that clipping has an effect."""
+DEADLINE = timedelta(seconds=120)
 
 
 def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads: int = 2) -> None:
     torch.manual_seed(2)
     sizes: dict[str, Any] = {
-        "vocab_size": 320,
+        "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -90,6 +100,10 @@ def settings(folder: str, parallel: ParallelConfig) -> Config:
     # A small budget gives several micro-batches.
     config = make_config(folder, ppo_max_token_len_per_gpu=16 // parallel.sequence, entropy_coeff=0.01)
     config.actor.parallel = parallel
+    config.actor.grad_clip = config.critic.grad_clip = CLIP
+    # The reference is a second model on the same mesh.
+    config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.3
+    config.scoring.reference.where = "train_workers"
     config.model.share_prompts = "never"
     return config
 
@@ -102,36 +116,84 @@ def step(learner: Learner, rows: pa.Table) -> list[Any]:
     same_rows = learner.mesh.same_rows
     unit = N if learner.shares_prompts else 1
     dealer = Dealer(CPU, learner.shape.mini_batches, unit, hidden_size=32, skips=False, idle=0.0, same_rows=same_rows)
-    stats = update(learner, dealer(own))
+    with patch.object(policy, "token_log_probs", wraps=policy.token_log_probs) as head:
+        stats = update(learner, dealer(own))
     assert len(calls) >= 3, "one micro-batch alone would not show gradients that are summed twice"
+    vocabulary = VOCABULARY // (learner.mesh.tensor.size() if learner.mesh.tensor else 1)
+    assert all(len(call.args[1]) == vocabulary for call in head.call_args_list), "each rank has its part of the logits"
+    assert bool(head.call_args_list) == (learner.name == "actor")
     return [part for part in ranks.all_gather(stats if learner.leads else None) if part is not None]
 
 
-def work(rank: int, folder: str, *names: str) -> None:
-    """Two updates of an actor and of a critic on every mesh; a third of the actor after a checkpoint of another one."""
+def connected(rank: int, folder: str, names: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Numbers and names of the meshes that `rank` belongs to, each with its process group."""
     torch.set_num_threads(1)
-    for name in names:
-        world, parallel = ALL[name]
-        if rank >= world:
-            continue
-        store = dist.FileStore(f"{folder}/store {name}", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
-        config = settings(f"{folder}/model", parallel)
-        for build in (build_actor, build_critic):
-            learner: Any = build(config, CPU, 100)
-            shown = [reduce(step(learner, with_values(table(seed)))) for seed in (0, 1)][-1]
-            state = full_state_dict(learner.module)
-            if rank == 0:
-                torch.save({"metrics": shown, "state": state}, f"{folder}/{name} {learner.name}.pt")
-            if build is build_actor:
-                publishes(learner, state)
-                dcp.save(_state([learner]), checkpoint_id=f"{folder}/checkpoint {name}")
-                go_on(learner, folder, name, names[0])
-        dist.destroy_process_group()
+    for number, name in enumerate(names):
+        count = ALL[name][0]
+        if rank < count:
+            store = dist.FileStore(f"{folder}/store {number}", count)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=DEADLINE)
+            yield number, name
+            dist.destroy_process_group()
 
 
-def publishes(learner: Learner, state: dict[str, torch.Tensor]) -> None:
+def work(rank: int, folder: str, losses: str, *names: str) -> None:
+    """Two updates of an actor and of a critic on every mesh, and a third where the mesh before has stopped; the first
+    one goes on from the last. One update with each of the `losses`."""
+    for number, name in connected(rank, folder, (*names, names[0])):
+        if number < len(names):
+            begin(folder, name, losses.split(), is_first=number == 0)
+        if number > 0:
+            config = settings(f"{folder}/model", ALL[name][1])
+            learners = [build_actor(config, CPU, 100), build_critic(config, CPU, 100)]
+            restore(learners, FixedKL(0.0), f"{folder}/none", f"{folder}/checkpoint {names[number - 1]}")
+            for learner in learners:
+                save(learner, (2,), f"{folder}/{name} {learner.name} resumed.pt")
+
+
+def begin(folder: str, name: str, losses: list[str], is_first: bool) -> None:
+    """Two updates and a checkpoint; a third one on the first mesh; one update with each of the losses."""
+    config = settings(f"{folder}/model", ALL[name][1])
+    learners = [build_actor(config, CPU, 100), build_critic(config, CPU, 100)]
+    mesh = learners[0].mesh
+    for part in (mesh.data, mesh.tensor, mesh.sequence):
+        groups = part.get_all_groups() if part else []
+        waits = {group._get_backend(CPU).options._timeout for group in groups}
+        assert waits <= {DEADLINE}, "the deadline of collectives is that of every group"
+    for learner in learners:
+        save(learner, (0, 1), f"{folder}/{name} {learner.name}.pt")
+    publishes(learners[0])
+    write_checkpoint(learners, f"{folder}/checkpoint {name}")
+    if is_first:
+        for learner in learners:
+            save(learner, (2,), f"{folder}/{learner.name} undisturbed.pt")
+    for loss in losses:
+        config.actor.policy_loss = batches.actor(loss_mode=loss).policy_loss
+        save(build_actor(config, CPU, 100), (3,), f"{folder}/{name} {loss}.pt")
+
+
+def save(learner: Learner, seeds: tuple[int, ...], path: str) -> None:
+    """Train on the rows of these seeds; metrics of the last update and the weights are written to `path`."""
+    shown = [reduce(step(learner, with_values(table(seed)))) for seed in seeds][-1]
+    state = full_state_dict(learner.module)
+    if dist.get_rank() == 0:
+        assert shown[f"{learner.name}/grad_norm"] > CLIP
+        torch.save({"metrics": shown, "state": state}, path)
+
+
+def write_checkpoint(learners: list[Learner], folder: str) -> None:
+    """As `Saver` does, without Ray Train's storage."""
+    dcp.save(_state(learners), checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        steps = {learner.name: learner.scheduler.last_epoch for learner in learners}
+        cursor = PromptCursor().to_json()
+        progress = {"version": 2, "cursor": cursor, "validated": False, "kl_coef": 0.0, "scheduler_steps": steps}
+        Path(folder, PROGRESS).write_text(json.dumps(progress))
+
+
+def publishes(learner: Learner) -> None:
     """Engines join the whole weights from what each rank publishes, and nothing comes twice."""
+    state = full_state_dict(learner.module)
     shards = ranks.all_gather(
         pack(named(learner.module), dist.get_rank(), torch.float32, 20_000, lambda data: data.copy())
     )
@@ -142,36 +204,31 @@ def publishes(learner: Learner, state: dict[str, torch.Tensor]) -> None:
         assert sum(len(bucket) for shard in shards for bucket in shard.buckets) == sum(t.nbytes for t in state.values())
 
 
-def go_on(learner: Learner, folder: str, name: str, first: str) -> None:
-    """A third step from the checkpoint of the first mesh."""
-    state = _state([learner])
-    load_checkpoint(state, f"{folder}/checkpoint {first}")
-    part = state["actor"]
-    set_state_dict(
-        learner.module, learner.optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"]
-    )
-    step(learner, with_values(table(2)))
-    after = full_state_dict(learner.module)
-    if dist.get_rank() == 0:
-        torch.save(after, f"{folder}/{name} resumed.pt")
+def run(folder: Path, names: list[str], *losses: str) -> None:
+    spawn(work, str(folder), " ".join(losses), *names, ranks=max(ALL[name][0] for name in names))
+    for kind in ("actor", "critic", *losses):
+        one = torch.load(folder / f"{names[0]} {kind}.pt")
+        assert kind not in losses or one["metrics"]["actor/cov_frac"] > 0.1
+        assert kind == "critic" or one["metrics"]["actor/kl_loss"] > 1e-4
+        for name in names[1:]:
+            same(one, torch.load(folder / f"{name} {kind}.pt"))
+    for kind in ("actor", "critic"):
+        undisturbed = torch.load(folder / f"{kind} undisturbed.pt")
+        for name in names:
+            same(undisturbed, torch.load(folder / f"{name} {kind} resumed.pt"))
 
 
-def run(folder: Path, names: list[str]) -> None:
-    spawn(work, str(folder), *names, ranks=max(ALL[name][0] for name in names))
-    one = {kind: torch.load(folder / f"{names[0]} {kind}.pt") for kind in ("actor", "critic", "resumed")}
-    for name in names[1:]:
-        for kind in ("actor", "critic"):
-            other = torch.load(folder / f"{name} {kind}.pt")
-            assert_same_metrics(one[kind]["metrics"], other["metrics"])
-            assert_same(one[kind]["state"], other["state"])
-        assert_same(one["resumed"], torch.load(folder / f"{name} resumed.pt"))
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert_same_metrics(one["metrics"], other["metrics"])
+    assert_same(one["state"], other["state"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tie", [False, True])
 def test_tensor_parallel_trains_as_one_process(tmp_path: Path, tie: bool) -> None:
     save_model(tmp_path / "model", tie)
-    run(tmp_path, list(MESHES))
+    # These losses choose among the tokens of all ranks.
+    run(tmp_path, list(MESHES), *([] if tie else ["clip_cov", "kl_cov"]))
 
 
 @pytest.mark.slow

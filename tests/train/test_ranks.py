@@ -12,6 +12,7 @@ from pipeline.losses import AGG_MODES
 from pipeline.train import ranks
 from pipeline.train.learner import Learner
 from pipeline.train.setup import build_actor
+from tests.scoring.test_reference import other_model
 from tests.train import test_actor_losses, test_contexts, test_critic
 from tests.train.test_actor_losses import LOSSES
 from tests.train.test_contexts import EXACT, SCALE, SMALL, Plain, distance, watch
@@ -85,6 +86,8 @@ CRITIC: dict[str, dict[str, Any]] = {
     "critic, uneven": {"loss_agg_mode": "seq-mean-token-sum", "ppo_max_token_len_per_gpu": 20},
 }
 
+OTHER = "kl to another model, computed by the ranks"
+
 CRITIC_CONTEXTS = [f"critic, contexts, {mode}" for mode in AGG_MODES]
 
 
@@ -127,6 +130,9 @@ def work(rank: int, folder: str, model: str) -> None:
         for name, case in CHUNKED.items():
             actor = build_actor(configured(model, case), CPU, 100)
             save_update(actor, rows_of(name), f"{folder}/{name}-{world}.pt", streamed=world == 2)
+        config = test_actor_losses.make_config(model, "vanilla", **OWN_LOSS, ppo_max_token_len_per_gpu=40)
+        config.scoring.reference.where, config.scoring.reference.path = "train_workers", f"{folder}/other"
+        save_update(build_actor(config, CPU, 100), rows_of(OTHER), f"{folder}/{OTHER}-{world}.pt")
         for name, case in CRITIC.items():
             critic = test_critic.make_critic(test_critic.make_config(model, **case))
             save_update(critic, rows_of(name), f"{folder}/{name}-{world}.pt")
@@ -135,6 +141,7 @@ def work(rank: int, folder: str, model: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
+    other_model(folder / "other", 320)
     spawn(work, str(folder), str(tiny_model))
     return folder
 
@@ -144,7 +151,7 @@ def plain(tiny_model: Path) -> Plain:
     return Plain(tiny_model)
 
 
-@pytest.mark.parametrize("name", [*SPLIT, *CHUNKED, *CRITIC])
+@pytest.mark.parametrize("name", [*SPLIT, *CHUNKED, OTHER, *CRITIC])
 def test_two_ranks_train_as_one(results: Path, name: str) -> None:
     one, two = (torch.load(results / f"{name}-{world}.pt", weights_only=True) for world in (1, 2))
     metrics = one["metrics"]

@@ -176,13 +176,19 @@ critic.ppo_micro_batch_size_per_gpu=8 -> critic.T=8192 scoring.value.max_token_l
 A.ppo_micro_batch_size=64 -> actor.T=8192
 A.use_dynamic_bsz=True A.T=20000 A.ppo_micro_batch_size_per_gpu=4 -> actor.T=20000 critic.T=32768
 A.use_dynamic_bsz=True data.max_response_length=20480 A.use_kl_loss=True -> scoring.reference.max_token_len=20992
+A.use_kl_loss=True REF.param_offload=True -> S.where=train_workers S.offload=true S.num_workers=null
+A.use_kl_loss=True REF.param_offload=False -> S.where=null S.offload=null S.num_gpus=0.5
+A.use_kl_loss=True algorithm.use_kl_in_reward=True REF.param_offload=True -> S.where=null S.offload=null
+A.use_kl_loss=True M.lora_rank=8 REF.param_offload=True -> S.where=null S.offload=null
+REF.param_offload=True -> S.where=null S.offload=null
 trainer.resume_mode=disable trainer.logger=[console,swanlab] -> trainer.resume=never trainer.logger=[console]
 trainer.logger=console trainer.test_freq=0 -> trainer.logger=[console] trainer.test_freq=null
 trainer.experiment_name=a/b trainer.default_local_dir=/out -> trainer.experiment_name=a-b trainer.default_local_dir=/out
 trainer.experiment_name=mine trainer.default_local_dir=/out/mine/ -> trainer.default_local_dir=/out
 """
 WORDS = {r"\bA\.": f"{ACTOR}.", r"\bR\.": f"{ROLLOUT}.", r"\bC\.": f"{CORRECTION}.", r"\bG\.": f"{GROUPS}."}
-WORDS |= {r"\.W=": ".optim.lr_warmup_steps=", r"\.T=": ".ppo_max_token_len_per_gpu="}
+WORDS |= {r"\bREF\.": "actor_rollout_ref.ref.fsdp_config.", r"\bM\.": "actor_rollout_ref.model."}
+WORDS |= {r"\bS\.": "scoring.reference.", r"\.W=": ".optim.lr_warmup_steps=", r"\.T=": ".ppo_max_token_len_per_gpu="}
 
 
 @pytest.mark.parametrize("rule", RULES.strip().splitlines())
