@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import shlex
 import sys
@@ -20,6 +21,7 @@ from pipeline.run.versions import check_versions
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from pipeline.plan.gpus import Gpu
     from pipeline.plan.plan import Plan
 
 EPILOG = """\
@@ -29,6 +31,7 @@ settings:
 
 examples:
   python -m jobs.train --dry-run experiment=countdown_cpu
+  python -m jobs.train --dry-run --gpus 8xH100 model.path=/models/Qwen3-8B data.train_files=my.parquet
   python -m jobs.train experiment=countdown_cpu trainer.experiment_name=mine actor.optim.lr=1e-5
   python -m jobs.train experiment=countdown_cpu algorithm=ppo critic.optim.lr=1e-4
   python -m jobs.train data.train_files=my.parquet model.path=Qwen/Qwen2.5-0.5B-Instruct ...
@@ -44,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     parser = new_parser("train", "Train a language model by reinforcement learning.", EPILOG)
     add_settings(parser)
+    parser.add_argument(
+        "--gpus", metavar="N[xKIND]", help="with --dry-run: also suggest settings for so many GPUs, such as 8 or 8xH200"
+    )
     # Settings and options may be mixed in any order.
     options = parser.parse_intermixed_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
@@ -51,7 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     def run() -> int:
         check_versions()
         config = load_config(options.settings, config_dir=options.config_dir)
-        return train(config, options.dry_run, ["python", "-m", "jobs.train", *given])
+        if options.gpus and not options.dry_run:
+            raise ValueError("--gpus suggests settings and starts nothing; add --dry-run")
+        return train(config, options.dry_run, ["python", "-m", "jobs.train", *given], options.gpus)
 
     return exit_code(run)
 
@@ -197,8 +205,19 @@ def _say_whether_it_fits(resolved: "Plan") -> None:
         Console().print(f"[yellow]this machine cannot run it:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
-def train(config: Config, dry_run: bool, command: list[str]) -> int:
-    """Check, plan and run (or print the plan); the exit code. `command`, the words typed, continues the run.
+def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[None, Gpu | None]":
+    """The GPUs of `--gpus`; without it their kind alone, None for a run on CPUs."""
+    from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu, parse
+
+    if gpus:
+        return parse(gpus)
+    uses_gpus = config.trainer.use_gpu or config.rollout.num_gpus
+    return None, (local_gpu() or GPUS[DEFAULT]) if uses_gpus else None
+
+
+def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = None) -> int:
+    """Check, plan and run (or print the plan); the exit code. `command`, the words typed, continues the run, and `gpus`
+    are those of `--gpus`.
 
     Raises:
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
@@ -206,10 +225,12 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
     from pipeline.derived import uses_engines
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
+    from pipeline.plan.suggest import suggested
     from pipeline.plan.table import render
     from pipeline.replay import checks as replay
     from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
 
+    count, gpu = _kind_of_gpu(config, gpus)
     plan(config)
     name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
@@ -223,7 +244,7 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
         prompts, preview = _check_prompts(config, calls=dry_run)
     else:
         prompts, preview = replay.check_recording(config), []
-    resolved = plan(config, prompts)
+    resolved = plan(config, prompts, gpu)
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = not os.environ.get("RAY_ADDRESS")
     if dry_run:
@@ -231,6 +252,8 @@ def train(config: Config, dry_run: bool, command: list[str]) -> int:
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
         for name, text in [("run folder", str(run_dir)), *preview]:
             table.add_row(name, escape(text))
+        if gpu and (count or resolved.too_large):
+            table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
         Console().print(table)
         if on_this_machine:
             _say_whether_it_fits(resolved)

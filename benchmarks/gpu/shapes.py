@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.models.batch import TrainBatch
+from pipeline.plan.gpus import known
 from pipeline.rows import SCHEMA
 
-TFLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bfloat16 FLOP/s of a card by its datasheet; the longest name that its own holds."""
 COLUMNS = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
 
 
@@ -120,6 +119,6 @@ def batch(shape: Shape, seed: int = 0) -> TrainBatch:
 
 
 def peak_flops(card: str) -> float | None:
-    """FLOP/s of a card by its datasheet; None where it is not in `TFLOPS`."""
-    fitting = [name for name in TFLOPS if name in card]
-    return TFLOPS[max(fitting, key=len)] if fitting else None
+    """Dense bfloat16 FLOP/s of a card by its datasheet; None where they are not known."""
+    gpu = known(card)
+    return gpu.flops if gpu else None

@@ -1,14 +1,12 @@
 """How much memory a run takes: estimates from the headers of the models' files, before anything is loaded."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 
 from pipeline import rows
 from pipeline.config import Config
-from pipeline.config.learner import OptimConfig
+from pipeline.config.learner import FSDPConfig, OptimConfig
 from pipeline.config.model import LoraConfig
 from pipeline.derived import (
     most_contexts,
@@ -39,8 +37,9 @@ class Memory:
     train_critic: int | None
     """Weights, gradients and optimiser of the critic; 0 without one, None where its folder is not known."""
     engine_weights: int
+    """Of each GPU of an engine."""
     engine_kv_needed: int
-    """KV cache that lets `rollout.max_num_seqs` sequences of full length run at the same time."""
+    """KV cache that lets `rollout.max_num_seqs` sequences of full length run at the same time; of each GPU."""
     rows: int
     """All columns of tokens of one iteration in the object store."""
     scorer_weights: dict[str, int | None] = field(default_factory=dict)
@@ -61,10 +60,28 @@ class Memory:
     """Weights of a reference in the train workers; 0 without one, None where its folder is not known."""
     reference_offload: bool = False
     """`scoring.reference.offload`."""
+    train_gathered: int = 0
+    """Weights that a train worker has gathered from others at one time, and their gradients before these are summed."""
+    train_activations: int = 0
+    """What a pass of `actor.ppo_max_token_len_per_gpu` tokens keeps for its backward pass."""
+    version: int = 0
+    """A version of the weights on its way to the engines."""
+    train_kept: int = 0
+    """What it keeps in host memory, with `model.activation_offload`."""
+
+    @property
+    def train_peak(self) -> int:
+        """Most bytes of one train worker, without what waits in host memory."""
+        return self.train_worker + self.train_gathered + self.train_activations
+
+    @property
+    def train_idle(self) -> int:
+        """Bytes of one train worker between two updates."""
+        return self.train_worker - self.train_logits
 
     @property
     def train_worker(self) -> int:
-        """Bytes of one train worker without activations, and without what waits in host memory."""
+        """Bytes of one train worker outside of a pass, without what waits in host memory."""
         actor = self.train_weights + self.train_gradients + self.train_optimizer + self.train_logits
         others = (self.train_critic or 0) + (self.train_reference or 0)
         return actor + self.train_versions + others - self.offloaded
@@ -91,20 +108,39 @@ class Memory:
         return self.train_gradients + self.train_optimizer + critic
 
 
-def estimate(config: Config) -> Memory | None:
-    """The run's memory; None where `model.path` is not a local folder with safetensors files.
+@dataclass(frozen=True)
+class Models:
+    """The models of a run; None where one is not a local folder with safetensors files."""
+
+    policy: ModelFiles
+    critic: ModelFiles | None
+    reference: ModelFiles | None
+    reward: ModelFiles | None
+
+
+def read_models(config: Config) -> Models | None:
+    """The run's models; None where `model.path` is not a local folder with safetensors files.
 
     Raises:
         ValueError: a file is damaged.
     """
-    model = _with_weights(config.model.path)
-    if model is None:
+    policy, critic, reference = _with_weights(config.model.path), config.critic.path, config.scoring.reference.path
+    if policy is None:
         return None
-    critic = _with_weights(config.critic.path) if config.critic.path else model
-    reference = _with_weights(config.scoring.reference.path) if config.scoring.reference.path else model
-    reward_model = _with_weights(config.reward.model.path)
+    return Models(
+        policy,
+        critic=_with_weights(critic) if critic else policy,
+        reference=_with_weights(reference) if reference else policy,
+        reward=_with_weights(config.reward.model.path),
+    )
+
+
+def estimate(config: Config, models: Models) -> Memory:
+    """The memory of a run with these models."""
+    model, critic, reference, reward_model = models.policy, models.critic, models.reference, models.reward
     # Workers that divide one copy of the weights.
-    rollout, workers = config.rollout, max(1, config.trainer.num_workers // config.actor.parallel.replicate)
+    rollout, parallel = config.rollout, config.actor.parallel
+    workers = max(1, config.trainer.num_workers // parallel.replicate)
     element, engine_element = BYTES[config.model.dtype], BYTES[rollout.dtype]
     tokens = config.data.max_prompt_length + config.data.max_response_length
     shard = model.parameters * element // workers
@@ -126,6 +162,7 @@ def estimate(config: Config) -> Memory | None:
         parameters = replicas[name]
         dtype = scoring_model(config.model, scorer, fsdp).dtype
         scorer_weights[name] = None if parameters is None else parameters * BYTES[dtype]
+    activations, kept = _activations(config, model)
     train_reference: int | None = 0
     if shards_reference(config):
         gpu = config.trainer.use_gpu
@@ -137,10 +174,10 @@ def estimate(config: Config) -> Memory | None:
         train_gradients=of_actor[1],
         train_optimizer=of_actor[2],
         # Logits, their softmax and the gradient of both, in float32.
-        train_logits=3 * 4 * config.actor.logits_chunk_tokens * model.config.get("vocab_size", 0),
+        train_logits=3 * 4 * config.actor.logits_chunk_tokens * model.size("vocab_size") // parallel.tensor,
         train_critic=train_critic if uses_critic(config) else 0,
-        engine_weights=model.parameters * engine_element,
-        engine_kv_needed=_kv_bytes_per_token(model.config, engine_element) * tokens * rollout.max_num_seqs,
+        engine_weights=model.parameters * engine_element // rollout.tensor_parallel_size,
+        engine_kv_needed=kv_bytes_per_token(model, config) * tokens * rollout.max_num_seqs,
         rows=_row_bytes(config),
         scorer_weights=scorer_weights,
         train_versions=versions * model.parameters * engine_element // workers,
@@ -149,9 +186,46 @@ def estimate(config: Config) -> Memory | None:
         critic_offload=config.critic.fsdp.offload if uses_critic(config) else "none",
         critic_weights=of_critic[0] if uses_critic(config) else 0,
         critic_optimizer=of_critic[2] if uses_critic(config) else 0,
+        version=4 * adapter.count(lora, model.matrices) if lora.alone else model.parameters * engine_element,
+        train_gathered=_gathered(config, model),
+        train_activations=activations - kept,
+        train_kept=kept,
         train_reference=train_reference,
         reference_offload=config.scoring.reference.offload,
     )
+
+
+def compute_element(config: Config, fsdp: FSDPConfig) -> int:
+    """Bytes of a number in the computation of a train worker."""
+    return BYTES[fsdp.compute_dtype(config.model.dtype, config.trainer.use_gpu)]
+
+
+def _gathered(config: Config, model: ModelFiles) -> int:
+    """Bytes of gathered weights: embedding and head, and the layer that computes with the one after it, or all layers;
+    and the gradients of the largest of these before and after they are converted for the sum over workers."""
+    fsdp, tensor = config.actor.fsdp, config.actor.parallel.tensor
+    element = compute_element(config, fsdp)
+    layers = 2 * model.layer if fsdp.reshard_after_forward else model.layer * model.layers
+    gradients = 0 if config.model.lora.rank else max(model.layer, model.tables)
+    summed = gradients * (element + BYTES[fsdp.reduce_dtype])
+    return ((layers + model.tables) * element + summed) // tensor
+
+
+def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
+    """Bytes that a pass of one worker keeps: in all, and of layer inputs, which may wait in host memory.
+
+    A layer keeps of a token six times its input (norms, residuals, projections), four times the queries, the keys with
+    the values, and the feed-forward width, what experts get and give, and two norms in float32. Of what torch saves in
+    layers of Qwen3 and Qwen3-MoE that is 94 to 106 %.
+    """
+    element, tensor = compute_element(config, config.actor.fsdp), config.actor.parallel.tensor
+    tokens, width = config.actor.ppo_max_token_len_per_gpu, model.size("hidden_size")
+    divided = 4 * (model.queries + model.keys + model.intermediate) + 2 * model.routes * width
+    layer = tokens * (element * (6 * width + divided // tensor) + 2 * 4 * width)
+    if not config.model.enable_gradient_checkpointing:
+        return model.layers * layer, 0
+    inputs = tokens * element * width * model.layers
+    return inputs + layer, inputs if config.model.activation_offload else 0
 
 
 def _learner(
@@ -180,13 +254,14 @@ def _with_weights(path: str | None) -> ModelFiles | None:
 
 def _decoder(model: ModelFiles) -> int:
     """Parameters of the critic: the model without the head of the language model, and the value head."""
-    return model.parameters - model.head + model.config.get("hidden_size", 0) + 1
+    return model.parameters - model.head + model.size("hidden_size") + 1
 
 
-def _kv_bytes_per_token(model: Mapping[str, Any], element: int) -> int:
-    heads = model.get("num_attention_heads") or 1
-    head_dim = model.get("head_dim") or model.get("hidden_size", 0) // heads
-    return 2 * model.get("num_hidden_layers", 0) * (model.get("num_key_value_heads") or heads) * head_dim * element
+def kv_bytes_per_token(model: ModelFiles, config: Config) -> int:
+    """Bytes of KV cache of a token on each GPU of an engine."""
+    rollout = config.rollout
+    parts = min(rollout.tensor_parallel_size, model.size("num_key_value_heads", model.size("num_attention_heads", 1)))
+    return 2 * model.size("num_hidden_layers") * model.keys * BYTES[rollout.dtype] // max(1, parts)
 
 
 def _row_bytes(config: Config) -> int:

@@ -1,5 +1,6 @@
 """The models of a run, as the files of their folders describe them before anything is loaded."""
 
+import functools
 import json
 import math
 import re
@@ -21,6 +22,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 TABLES = re.compile(r"embed|\bwte\b|\bwpe\b|^lm_head\b|^score\b")
 """Names of matrices that are no linear layers inside of a model."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What model families call the number of experts in a layer."""
+
+ROUTED = ".experts."
+"""Part of the names of weights of experts that only some tokens pass through."""
+
 LM_HEAD = "lm_head."
 """How the head's tensors begin, which a critic does without."""
 
@@ -35,8 +42,61 @@ class ModelFiles:
     """Counted in safetensors files; 0 where there are none."""
     head: int
     """Parameters of the language model's head among them; 0 where it is tied to the embedding."""
+    tables: int = 0
+    """Parameters of embeddings and heads among them."""
+    routed: int = 0
+    """Parameters of experts among them that only some tokens pass through."""
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Outputs and inputs of each linear layer inside of the model, which may get an adapter."""
+
+    def size(self, name: str, default: int = 0) -> int:
+        """A number of `config.json`; `default` where it is missing or null."""
+        value = self.config.get(name)
+        return value if isinstance(value, int) else default
+
+    @property
+    def experts(self) -> tuple[str, int]:
+        """What `config.json` calls the number of experts in a layer, and that number; 0 without any."""
+        return next(((name, self.size(name)) for name in EXPERTS if self.size(name)), (EXPERTS[0], 0))
+
+    @property
+    def routes(self) -> int:
+        """Experts of a layer that a token passes through; 0 without experts."""
+        return self.size("num_experts_per_tok", 1) if self.experts[1] else 0
+
+    @property
+    def layers(self) -> int:
+        """Transformer layers; at least 1."""
+        return max(1, self.size("num_hidden_layers"))
+
+    @property
+    def layer(self) -> int:
+        """Mean parameters of a layer."""
+        return (self.parameters - self.tables) // self.layers
+
+    @property
+    def active(self) -> int:
+        """Parameters of the layers that a token passes through."""
+        routed, experts = self.routed, self.experts[1]
+        return self.parameters - self.tables - (routed - routed * self.routes // experts if experts else 0)
+
+    @property
+    def queries(self) -> int:
+        """Outputs of a layer's query projection: heads x size of a head."""
+        heads = self.size("num_attention_heads", 1)
+        return heads * self.size("head_dim", self.size("hidden_size") // heads)
+
+    @property
+    def keys(self) -> int:
+        """Outputs of a layer's key projection."""
+        heads = self.size("num_attention_heads", 1)
+        return self.queries // heads * self.size("num_key_value_heads", heads)
+
+    @property
+    def intermediate(self) -> int:
+        """Outputs of a layer's first feed-forward projection for a token: of all experts that it passes through."""
+        routed = self.routes * self.size("moe_intermediate_size", self.size("intermediate_size"))
+        return routed or self.size("intermediate_size")
 
 
 def read_model(path: str | Path | None) -> ModelFiles | None:
@@ -52,13 +112,22 @@ def read_model(path: str | Path | None) -> ModelFiles | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+    stamps = ((file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(folder.glob("*.safetensors")))
+    return replace(_measured(tuple(stamps)), config=config | config.get("text_config", {}))
+
+
+@functools.lru_cache(maxsize=64)
+def _measured(files: tuple[tuple[Path, int, int], ...]) -> ModelFiles:
+    """What safetensors files say, each given with its time and size. Mixtures of experts have thousands of tensors."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file, _, _ in files:
         shapes |= adapter.tensor_shapes(file)
     return ModelFiles(
-        config=config | config.get("text_config", {}),
+        config={},
         parameters=sum(map(math.prod, shapes.values())),
         head=sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(LM_HEAD)),
+        tables=sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and TABLES.search(name)),
+        routed=sum(math.prod(shape) for name, shape in shapes.items() if ROUTED in name),
         matrices={
             name.removesuffix(".weight"): (shape[0], shape[1])
             for name, shape in shapes.items()

@@ -11,8 +11,6 @@ from pipeline.errors import short_reason
 from pipeline.models.architecture import why_whole
 from pipeline.plan.models import ModelFiles, read_model
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What model families call the number of experts in a layer."""
 HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
 """What tensor parallelism divides."""
 
@@ -55,14 +53,14 @@ def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[s
     """One sentence per reason why the model at `path`, which the setting `key` names, cannot be divided."""
     tensor, expert = config.actor.parallel.tensor, config.actor.parallel.expert
     yield from _sequence(config, key, path, model)
-    experts = next(((name, model.config[name]) for name in EXPERTS if model.config.get(name)), None)
-    if expert > 1 and experts is None:
+    named, experts = model.experts
+    if expert > 1 and not experts:
         yield f"actor.parallel.expert={expert}, but {key}={path} has no experts; set it to 1"
-    elif expert > 1 and experts is not None and experts[1] % expert:
-        yield f"actor.parallel.expert={expert} does not divide the {experts[1]} experts of {key}={path} ({experts[0]})"
+    elif expert > 1 and experts % expert:
+        yield f"actor.parallel.expert={expert} does not divide the {experts} experts of {key}={path} ({named})"
     if tensor == 1:
         return
-    if experts is not None and expert == 1:
+    if experts and expert == 1:
         yield (
             f"actor.parallel.tensor={tensor}, but {key}={path} has experts, whose weights must stay whole; set "
             f"actor.parallel.expert={tensor}"

@@ -18,8 +18,11 @@ from pipeline.derived import (
     uses_filter,
 )
 from pipeline.plan.checks import check
-from pipeline.plan.memory import Memory, estimate
+from pipeline.plan.fit import too_large
+from pipeline.plan.gpus import Gpu
+from pipeline.plan.memory import Memory, estimate, read_models
 from pipeline.plan.placement import SHARED_STAGE_CPUS, Stage
+from pipeline.plan.time import Times, times
 from pipeline.plan.warnings import notes
 
 FILTER_CPUS = 0.1
@@ -50,6 +53,12 @@ class Plan:
     memory: Memory | None
     """None where the model is not a local folder with safetensors files."""
     notes: tuple[str, ...] = field(default_factory=tuple)
+    gpu: Gpu | None = None
+    """What memory and times are estimated for."""
+    times: Times | None = None
+    """None without a kind of GPU, or where train workers or engines use CPUs."""
+    too_large: tuple[str, ...] = field(default_factory=tuple)
+    """Sentences on what does not fit the GPUs."""
 
     @property
     def cpus(self) -> float:
@@ -61,12 +70,13 @@ class Plan:
         return sum(stage.count * stage.gpus for stage in self.stages)
 
 
-def plan(config: Config, train_rows: int | None = None) -> Plan:
+def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) -> Plan:
     """The plan of `config`, on any machine.
 
     Args:
         config: Settings of the run.
         train_rows: Number of rows of the training files, when known.
+        gpu: Kind of GPU for which memory is compared and times are estimated.
 
     Raises:
         ConfigError: the config cannot be run, or the rows do not fill one iteration.
@@ -77,7 +87,8 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
     rows = data.train_batch_size * rollout.n
     if train_rows is not None and data.train_max_samples > 0:
         train_rows = min(train_rows, data.train_max_samples)
-    memory = estimate(config)
+    models = read_models(config)
+    memory = estimate(config, models) if models else None
     return Plan(
         config=config,
         chunks_per_iteration=chunks,
@@ -97,6 +108,9 @@ def plan(config: Config, train_rows: int | None = None) -> Plan:
         ),
         memory=memory,
         notes=tuple(notes(config, chunks, memory, episodes_at_once(config))),
+        gpu=gpu,
+        times=times(config, models, memory, gpu) if models and memory and gpu else None,
+        too_large=tuple(too_large(config, memory, gpu)) if memory and gpu else (),
     )
 
 

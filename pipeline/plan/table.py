@@ -18,9 +18,11 @@ from pipeline.derived import (
     uses_pairs,
     why_not_streamed,
 )
+from pipeline.plan.gpus import PER_NODE
 from pipeline.plan.memory import Memory, shown
 from pipeline.plan.placement import Node, Stage, lines
 from pipeline.plan.plan import Plan
+from pipeline.plan.time import ASSUMED, Times
 
 _PUBLISHED = {"merged": "merged with the base", "adapter": "alone"}
 
@@ -63,6 +65,8 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     for number, line in enumerate(_overlap(config)):
         table.add_row("" if number else "at the same time", line)
     table.add_row("one train worker", f"{plan.rows_per_rank} rows in {plan.chunks_per_rank} chunks per iteration")
+    for number, line in enumerate(_mesh(plan)):
+        table.add_row("" if number else "mesh", line)
     table.add_row("optimiser steps", _steps(plan.actor))
     if plan.critic:
         warmup = f", alone in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
@@ -84,8 +88,13 @@ def render(plan: Plan, nodes: Sequence[Node] = ()) -> Table:
     if memory is None:
         table.add_row("memory", "not estimated: the model is not a local folder with safetensors files")
     else:
-        for name, text in _memory(config, memory):
+        for name, text in _memory(plan, memory):
             table.add_row(name, text)
+    if plan.times:
+        table.add_row("time of an iteration", _times(plan.times))
+        table.add_row("", f"assumed: {ASSUMED}")
+    for sentence in plan.too_large:
+        table.add_row("does not fit", sentence)
     for note in plan.notes:
         table.add_row("note", note)
     return table
@@ -156,35 +165,72 @@ def _steps(updates: UpdateShape) -> str:
     return f"{updates.mini_batches} mini-batches x {updates.epochs} epochs = {updates.steps} per iteration"
 
 
-def _memory(config: Config, memory: Memory) -> Iterator[tuple[str, str]]:
+def _mesh(plan: Plan) -> Iterator[str]:
+    """How the train workers divide model and rows."""
+    parallel, workers = plan.config.actor.parallel, plan.config.trainer.num_workers
+    same, replicate, tensor = parallel.ranks_with_same_rows, parallel.replicate, parallel.tensor
+    groups, sequence = workers // same, same // tensor
+    dimensions = {"replicate": replicate, "shard": groups // replicate, "sequence": sequence, "tensor": tensor}
+    used = " x ".join(f"{name} {size}" for name, size in dimensions.items() if name != "sequence" or size > 1)
+    experts = f", experts over the {tensor} of tensor" if parallel.expert > 1 else ""
+    yield f"{used} = {workers} train worker{'s' * (workers > 1)}; weights over {workers // replicate}{experts}"
+    rows = plan.rows_per_iteration // plan.actor.mini_batches
+    each = f"{rows // groups} of the {rows} rows of a mini-batch"
+    yield f"each {same} neighbouring ranks have the same {each}" if same > 1 else f"each rank has {each}"
+
+
+def _times(times: Times) -> str:
+    return (
+        f"about {times.iteration:,.0f} s: generation {times.generation:,.0f} s, log-probs "
+        f"{times.log_probs:,.0f} s, update {times.update:,.0f} s, publishing {times.publishing:,.1f} s"
+        + (f"; while engines generate {min(times.generation, times.beside):,.0f} s of these" if times.beside else "")
+    )
+
+
+def _memory(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
+    config, gpu = plan.config, plan.gpu
     unknown = "not estimated (no local folder with safetensors files)"
     critic = unknown if memory.train_critic is None else shown(memory.train_critic)
+    tokens = config.actor.ppo_max_token_len_per_gpu
+    waiting = memory.offloaded + memory.train_kept
     reference = unknown if memory.train_reference is None else shown(memory.train_reference)
     yield (
         "memory of a train worker",
-        f"{shown(memory.train_worker)} + activations: weights {shown(memory.train_weights)}, gradients "
-        f"{shown(memory.train_gradients)}, optimiser {shown(memory.train_optimizer)}, "
-        f"logits {shown(memory.train_logits)}"
+        shown(memory.train_peak)
+        + (f" of {gpu.words}" if gpu and config.trainer.use_gpu else "")
+        + f": weights {shown(memory.train_weights)}, gradients {shown(memory.train_gradients)}, optimiser "
+        f"{shown(memory.train_optimizer)}, gathered weights {shown(memory.train_gathered)}, activations of {tokens:,} "
+        f"tokens {shown(memory.train_activations + memory.train_kept)}, logits {shown(memory.train_logits)}"
         + (f", critic {critic}" if uses_critic(config) else "")
         + (f", reference {reference}" if shards_reference(config) else "")
         + (f", weights for the engines {shown(memory.train_versions)}" if memory.train_versions else "")
-        + (f"; {shown(memory.offloaded)} of it in host memory" if memory.offloaded else ""),
+        + (f"; {shown(waiting)} of these in host memory instead" if waiting else ""),
     )
     replicas = [f"{shown(weights)} per {name} replica" for name, weights in memory.scorer_weights.items() if weights]
+    workers = config.trainer.num_workers
     yield "host memory at start", ", ".join([f"{shown(memory.train_start)} per train worker", *replicas])
+    on_node = min(workers, PER_NODE) if config.trainer.use_gpu else workers
+    yield (
+        "host memory of a node",
+        f"with {on_node} train worker{'s' * (on_node > 1)} {shown(on_node * memory.train_start)} at start; later "
+        f"{shown(on_node * waiting)} of offloaded state, and {shown(memory.version)} of each version of the weights",
+    )
     yield (
         "space for checkpoints",
         f"{shown(memory.checkpoint)} per train worker in TMPDIR of its node (trainer.env_vars.TMPDIR), else /tmp",
     )
+    rollout = config.rollout
     limit = (
-        f"{config.rollout.gpu_memory_utilization:.0%} of a GPU in all"
-        if config.rollout.num_gpus
-        else f"{config.rollout.cpu_kvcache_space_gb} GiB of KV cache given"
+        f"{rollout.gpu_memory_utilization:.0%} of a GPU in all"
+        + (f", {shown(rollout.gpu_memory_utilization * gpu.memory)} of {gpu.words}" if gpu else "")
+        if rollout.num_gpus
+        else f"{rollout.cpu_kvcache_space_gb} GiB of KV cache given"
     )
     if uses_engines(config):
         yield (
             "memory of an engine",
-            f"weights {shown(memory.engine_weights)}, KV cache for {config.rollout.max_num_seqs} full sequences "
+            f"{'on each of its GPUs ' if rollout.tensor_parallel_size > 1 else ''}weights "
+            f"{shown(memory.engine_weights)}, KV cache for {rollout.max_num_seqs} full sequences "
             f"{shown(memory.engine_kv_needed)} ({limit})",
         )
     for name, weights in memory.scorer_weights.items():

@@ -106,6 +106,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert not (tmp_path / "runs").exists()
     for part in (f"{tmp_path}/runs/mine", "first prompt", "reward of a made-up response"):
         assert part in printed.out
+    assert "suggested" not in printed.out and "time of an iteration" not in printed.out
 
 
 GAME = """
@@ -162,6 +163,30 @@ def test_dry_run_prints_the_plan_where_gpus_are_missing(
     printed = capsys.readouterr().out
     assert "2 x 1 CPU + 1 GPU" in printed
     assert "this machine cannot run it: the run needs" in printed and "2 GPUs and this machine has 0" in printed
+
+
+def test_dry_run_suggests_settings(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are asked for, and where the plan does not fit; a run on CPUs has no times."""
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["--dry-run", "--gpus", "2xL4", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "suggested for 2 x L4" in text and "trainer.use_gpu=true" in text and "rollout.sleep=true" in text
+    assert "time of an iteration" not in text
+    gpus = ["trainer.use_gpu=true", "rollout.num_gpus=1", "rollout.num_engines=2"]
+    assert main(["--dry-run", *arguments, *gpus]) == 0
+    text = capsys.readouterr().out
+    assert "time of an iteration" in text and "assumed: rows of full length" in text and "suggested" not in text
+    assert main(["--dry-run", *arguments, *gpus, "actor.ppo_max_token_len_per_gpu=15000000"]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "a train worker needs" in text
+    assert "suggested for 4 x H100" in text and "model.enable_gradient_checkpointing=true" in text
+
+
+def test_gpus_that_nothing_can_be_suggested_for(refused: Refused) -> None:
+    refused("--gpus", "8", parts=("--gpus suggests settings and starts nothing; add --dry-run",))
+    refused("--dry-run", "--gpus", "8xT4", parts=("--gpus 8xT4 names an unknown kind of GPU; known are A100",))
 
 
 def test_folders_of_models_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

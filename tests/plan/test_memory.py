@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.config import ConfigError
-from pipeline.plan.models import read_model
+from pipeline.config import ConfigError, load_config
+from pipeline.plan.memory import Models, estimate
+from pipeline.plan.models import ModelFiles, read_model
 from tests.plan.test_plan import PPO, shown, small
 
 
@@ -192,7 +193,7 @@ def test_what_waits_in_host_memory_is_not_on_the_gpu(tmp_path):
         found = small(*settings, f"actor.fsdp.offload={kind}", f"critic.fsdp.offload={kind}").memory
         assert found and found.train_worker == left * (shard + critic) + found.train_logits
         assert found.offloaded == plain.train_worker - found.train_worker
-    assert "6 KiB of it in host memory" in shown(*settings, "actor.fsdp.offload=optimizer")
+    assert "6 KiB of these in host memory instead" in shown(*settings, "actor.fsdp.offload=optimizer")
 
 
 def test_memory_of_a_reference_in_the_train_workers(tmp_path):
@@ -214,7 +215,7 @@ def test_memory_of_a_reference_in_the_train_workers(tmp_path):
     assert offloaded.train_worker == gpu.train_worker - gpu.train_reference
     text = shown(*beside, "trainer.use_gpu=true", "scoring.reference.offload=true")
     assert f"KL to {tmp_path} in loss, computed by the train workers" in text and "without adapters" not in text
-    assert "reference 2 KiB; 2 KiB of it in host memory" in text
+    assert "reference 2 KiB; 2 KiB of these in host memory instead" in text
     adapters = shown(*model, "model.lora.rank=4", "model.lora.target_modules=[w]")
     assert "computed by the train workers without adapters" in adapters and ", reference" not in adapters
     unknown = shown(*beside, "scoring.reference.path=owner/reference")
@@ -246,3 +247,92 @@ def test_averages_of_8_bits(tmp_path, monkeypatch):
     assert found.train_optimizer == 2 * 832 * 260 // 256 and found.train_critic == plain.train_critic
     both = small(f"model.path={tmp_path}", *LENGTHS, *PPO, "critic.optim.name=adamw_8bit").memory
     assert both and both.train_start == plain.train_start and both.train_critic < 0.63 * plain.train_critic
+
+
+LLAMA = {
+    "model.embed_tokens.weight": [100, 16],
+    "lm_head.weight": [100, 16],
+    **{f"model.layers.{layer}.w": [16, 40] for layer in range(3)},
+}
+SIZES = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24}
+
+
+def test_memory_of_a_pass(tmp_path):
+    """Two layers and both tables gathered, the tables' gradients in two types, and what layers keep of 50 tokens."""
+    write_model(tmp_path, LLAMA, **SIZES)
+    base = [f"model.path={tmp_path}", *LENGTHS, "trainer.use_gpu=true", "actor.ppo_max_token_len_per_gpu=50"]
+    plain = small(*base).memory
+    assert plain and plain.train_gathered == 2 * (2 * 640 + 3200) + (2 + 4) * 3200
+    kept, wide = (
+        small(*base, f"actor.fsdp.{key}").memory for key in ("reshard_after_forward=false", "param_dtype=float32")
+    )
+    assert kept.train_gathered == plain.train_gathered + 2 * 640
+    assert wide.train_gathered == 4 * (2 * 640 + 3200) + 8 * 3200
+    layer = 50 * (2 * (6 * 16 + 4 * (32 + 16 + 24)) + 8 * 16)
+    assert plain.train_activations == 3 * layer
+    inputs = 50 * 2 * 16 * 3
+    checkpoints = [*base, "model.enable_gradient_checkpointing=true"]
+    assert small(*checkpoints).memory.train_activations == inputs + layer
+    offloaded = small(*checkpoints, "model.activation_offload=true").memory
+    assert (offloaded.train_activations, offloaded.train_kept) == (layer, inputs)
+    assert plain.train_peak == plain.train_worker + plain.train_gathered + plain.train_activations
+    assert plain.train_idle == plain.train_worker - plain.train_logits
+    divided = small(*base, "actor.parallel.tensor=2").memory
+    assert divided.train_gathered == plain.train_gathered // 2 and divided.train_logits == plain.train_logits // 2
+    assert divided.train_weights == plain.train_weights
+    assert divided.train_activations == 3 * 50 * (2 * (6 * 16 + 2 * (32 + 16 + 24)) + 8 * 16)
+
+
+def test_memory_of_an_engine_of_several_gpus(tmp_path):
+    write_model(tmp_path, LLAMA, **SIZES)
+    engine = [f"model.path={tmp_path}", *LENGTHS, "rollout.num_gpus=1", "rollout.max_num_seqs=3"]
+    one, four = (small(*engine, f"rollout.tensor_parallel_size={parts}").memory for parts in (1, 4))
+    assert one.engine_weights == 4 * four.engine_weights == 2 * (3200 + 3 * 640)
+    # Two heads of keys and values are on two GPUs each.
+    assert one.engine_kv_needed == 2 * four.engine_kv_needed == 2 * 3 * 16 * 2 * 40 * 3
+
+
+def test_experts(tmp_path):
+    experts = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": [6, 16] for n in range(4)}
+    shared = {"model.layers.0.mlp.shared_experts.up_proj.weight": [6, 16], "model.embed_tokens.weight": [100, 16]}
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    write_model(tmp_path, experts | shared, **SIZES | more)
+    model = read_model(tmp_path)
+    assert model and (model.routed, model.active, model.tables) == (4 * 96, 3 * 96, 1600)
+    assert model.intermediate == 2 * 6
+    found = estimate(small(f"model.path={tmp_path}", *LENGTHS).config, Models(model, model, model, None))
+    tokens = 16384 * (4 * (6 * 16 + 4 * (32 + 16 + 12) + 2 * 2 * 16) + 8 * 16)
+    assert found.train_activations == 3 * tokens
+
+
+@pytest.mark.parametrize("experts", [0, 16])
+def test_what_a_layer_keeps_is_what_torch_saves(experts):
+    """The formula of activations against the tensors that torch saves for the backward pass of real layers."""
+    import torch
+    from torch.autograd.graph import saved_tensors_hooks
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": 8, "head_dim": 64, "attn_implementation": "sdpa"}
+    routed = {"num_experts": experts, "num_experts_per_tok": 4, "moe_intermediate_size": 192} if experts else {}
+    kinds = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    saved, tokens = [], 256
+    for layers in (1, 3):
+        made = kinds[0](num_hidden_layers=layers, **sizes, **routed)
+        model = kinds[1](made).to(torch.bfloat16)
+        weights, storages = {w.untyped_storage().data_ptr() for w in model.parameters()}, {}
+
+        def keep(tensor, weights=weights, storages=storages):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage, tensor
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model(inputs_embeds=torch.randn(1, tokens, 256, dtype=torch.bfloat16, requires_grad=True))
+        saved.append(sum(storage.nbytes() for storage, _ in storages.values()))
+    files = ModelFiles(sizes | routed | {"num_hidden_layers": 1}, 0, 0)
+    settings = ["trainer.use_gpu=true", f"actor.ppo_max_token_len_per_gpu={tokens}", "trainer.num_workers=1"]
+    found = estimate(load_config(settings), Models(files, files, files, None))
+    assert found.train_activations == pytest.approx((saved[1] - saved[0]) / 2, rel=0.06)

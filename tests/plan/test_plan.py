@@ -10,6 +10,7 @@ from pipeline.plan.placement import Node, check_resources, lines, local_gpus, pl
 from pipeline.plan.plan import Plan, plan
 from pipeline.plan.table import render
 from tests.plan.test_checks import good
+from tests.shapes import write_shape
 
 SMALL = [
     "data.train_files=train.parquet",
@@ -150,6 +151,30 @@ def test_render_shows_the_arithmetic_and_notes():
     assert "64 prompts x 4 samples = 256 rows in 8 chunks" in text
     assert "2 mini-batches x 3 epochs = 6" in text
     assert "1 engines stay idle" in text
+
+
+def test_the_table_shows_the_mesh():
+    assert "replicate 1 x shard 2 x tensor 1 = 2 train workers; weights over 2" in shown()
+    assert "each rank has 64 of the 128 rows of a mini-batch" in shown()
+    mesh = ["trainer.num_workers=8", "rollout.chunk_prompts=4", "actor.parallel.tensor=2", "actor.parallel.replicate=2"]
+    text = shown(*mesh)
+    assert "replicate 2 x shard 2 x tensor 2 = 8 train workers; weights over 4" in text and "experts" not in text
+    assert "each 2 neighbouring ranks have the same 32 of the 128 rows of a mini-batch" in text
+    assert "; weights over 4, experts over the 2 of tensor" in shown(*mesh, "actor.parallel.expert=2")
+    text = shown(*mesh, "actor.parallel.sequence=2")
+    assert "replicate 2 x shard 1 x sequence 2 x tensor 2 = 8 train workers; weights over 4" in text
+    assert "each 4 neighbouring ranks have the same 64 of the 128 rows of a mini-batch" in text
+
+
+def test_the_table_shows_host_memory_of_a_node(tmp_path):
+    folder = write_shape("Qwen2.5-0.5B", tmp_path)
+    model = [f"model.path={folder}", "trainer.num_workers=16", "rollout.chunk_prompts=2"]
+    text = shown(*model, "trainer.use_gpu=true", "actor.fsdp.offload=all")
+    # A sixteenth of 4 bytes for each of 494 million parameters, on eight workers; 16 bytes later.
+    assert (
+        "with 8 train workers 942 MiB at start; later 3.7 GiB of offloaded state, and 942 MiB of each version" in text
+    )
+    assert "with 16 train workers 1.8 GiB at start; later 0 B of offloaded state" in shown(*model)
 
 
 def test_the_table_says_what_overlaps():

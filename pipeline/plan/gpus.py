@@ -1,0 +1,80 @@
+"""Kinds of GPUs: the memory and the speed with which the plan estimates."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, by its datasheet."""
+
+    name: str
+    memory: int
+    """Bytes that torch sees."""
+    flops: float | None
+    """Dense bfloat16 operations per second; None where they are not known."""
+    bandwidth: float | None
+    """Bytes per second from its memory; None where they are not known."""
+
+    @property
+    def words(self) -> str:
+        """Memory and name."""
+        return f"{self.memory / GIB:.0f} GiB ({self.name})"
+
+
+GPUS = {
+    name: Gpu(name, round(gib * GIB), tflops * 1e12, tbs * 1e12)
+    for name, gib, tflops, tbs in (
+        ("A100", 79, 312, 2.04),
+        ("A100-40GB", 39.5, 312, 1.56),
+        ("H100", 79, 989, 3.35),
+        ("H200", 139, 989, 4.8),
+        ("B200", 178, 2250, 8.0),
+        ("L40S", 44.5, 362, 0.86),
+        ("L4", 22, 121, 0.3),
+    )
+}
+DEFAULT = "H100"
+"""What a plan is made for on a machine without GPUs."""
+PER_NODE = 8
+"""GPUs of a node, among which communication is fast."""
+
+
+def known(card: str) -> Gpu | None:
+    """The kind of a card that its driver calls `card`; None where `GPUS` has none."""
+    fitting = [name for name in GPUS if name in card]
+    return GPUS[max(fitting, key=len)] if fitting else None
+
+
+def parse(text: str) -> tuple[int, Gpu]:
+    """Number and kind of GPUs, from `8` (of this machine's kind) or `8xH200`.
+
+    Raises:
+        ValueError: `text` is neither, or names an unknown kind.
+    """
+    number, _, name = text.partition("x")
+    if not number.isascii() or not number.isdigit() or int(number) < 1:
+        raise ValueError(f"--gpus {text} is not a number of GPUs; write 8, or with their kind 8xH200")
+    if name and name not in GPUS:
+        raise ValueError(f"--gpus {text} names an unknown kind of GPU; known are {', '.join(GPUS)}")
+    return int(number), GPUS[name] if name else local_gpu() or GPUS[DEFAULT]
+
+
+def local_gpu() -> Gpu | None:
+    """The kind of this machine's first GPU, with its own memory; None without a working driver."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    name, _, mebibytes = answer.stdout.partition("\n")[0].rpartition(",")
+    if answer.returncode or not mebibytes.strip().isdigit():
+        return None
+    memory = int(mebibytes) << 20
+    kind = known(name)
+    return replace(kind, memory=min(kind.memory, memory)) if kind else Gpu(name, memory, None, None)

@@ -1,0 +1,213 @@
+"""Settings with which a model trains on a number of GPUs: the fastest that fit and that the plan accepts, of these.
+
+    what saves memory   nothing, gradient checkpointing, and offloads with it; where nothing of these fits, passes whose
+                        positions several workers divide; where that does not either, adapters
+    a layout            all GPUs train and generate in turn; half of them train and half generate
+    a mesh              copies of the shards in each node; one copy over all workers
+
+Fast is what `time.py` estimates. Of layouts that are about as fast the one that saves least is taken, and on GPUs of
+unknown speed the first that fits.
+"""
+
+import contextlib
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.config import Config, ConfigError
+from pipeline.config.bounds import as_argument
+from pipeline.config.schema import value_of
+from pipeline.derived import scorers, uses_critic, uses_engines
+from pipeline.plan.checks import check
+from pipeline.plan.fit import FULL, too_large
+from pipeline.plan.gpus import GIB, PER_NODE, Gpu
+from pipeline.plan.memory import BYTES, Models, estimate, read_models, shown
+from pipeline.plan.models import ModelFiles
+from pipeline.plan.parallel import HEADS
+from pipeline.plan.time import times
+
+Settings = Mapping[str, Any]
+"""Values by their dotted keys."""
+
+ALONE = 0.85
+"""Part of a GPU's memory for an engine that has it alone."""
+WEIGHTS = 0.6
+"""Most of that for its weights."""
+ABOUT = 1.2
+"""Times of the fastest within which another layout is about as fast: the estimate knows no better."""
+HOST = 250 * GIB
+"""Most host memory for a train worker: nodes of eight GPUs mostly have 2 TB."""
+SPLITS = (8, 4, 2)
+"""Parts of a layer, or of an engine's model: powers of two within a node."""
+OFF: Settings = {
+    "model.enable_gradient_checkpointing": False,
+    "model.activation_offload": False,
+    "actor.fsdp.offload": "none",
+    "rollout.min_engines": None,
+    "rollout.max_engines": None,
+}
+"""What a layout does without, unless it sets it."""
+CHECKPOINTS: Settings = {"model.enable_gradient_checkpointing": True}
+SAVINGS: tuple[Settings, ...] = (
+    {},
+    CHECKPOINTS,
+    {**CHECKPOINTS, "actor.fsdp.offload": "optimizer"},
+    {**CHECKPOINTS, "actor.fsdp.offload": "optimizer", "model.activation_offload": True},
+    {**CHECKPOINTS, "actor.fsdp.offload": "all"},
+)
+"""What saves memory, the cheapest first."""
+LORA: Settings = {**CHECKPOINTS, "model.lora.rank": 32, "model.dtype": "bfloat16"}
+ADAPTERS: tuple[Settings, ...] = (LORA, {**LORA, "model.activation_offload": True})
+"""What is left where all weights cannot be trained."""
+
+
+def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | None:
+    """Settings for training on `gpus` GPUs of one kind; None where nothing was found that fits.
+
+    They are laid over `config`, whose data, algorithm and pools of scoring replicas stay as they are.
+    """
+    left = gpus - math.ceil(sum(pool.num_workers * pool.num_gpus for pool in scorers(config).values()))
+    # Experts cannot have adapters.
+    more = () if config.model.lora.rank or models.policy.experts[1] else ADAPTERS
+    for savings, sequence in (*((SAVINGS, size) for size in (1, *reversed(SPLITS))), (more, 1)):
+        fitting: list[tuple[float, Settings]] = []
+        layouts = (_layouts(config, models, left, gpu, saving, sequence) for saving in savings)
+        for settings in itertools.chain.from_iterable(layouts):
+            candidate = laid_over(config, settings)
+            memory = estimate(candidate, models)
+            if memory.offloaded + memory.train_kept <= HOST and not list(too_large(candidate, memory, gpu)):
+                expected = times(candidate, models, memory, gpu)
+                fitting.append((expected.iteration if expected else 0.0, settings))
+        best = min((seconds for seconds, _ in fitting), default=0.0)
+        for _, settings in sorted(fitting, key=lambda timed: max(timed[0], ABOUT * best)):
+            with contextlib.suppress(ConfigError):
+                check(laid_over(config, settings))
+                return settings
+    return None
+
+
+def laid_over(config: Config, settings: Settings) -> Config:
+    """A copy of `config` with other values of some keys."""
+    changed = copy.deepcopy(config)
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        setattr(value_of(changed, section), name, value)
+    return changed
+
+
+def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
+    """Name and text of a line of the plan: the suggested settings that differ from those of `config`.
+
+    Raises:
+        ValueError: a file of a model is damaged.
+    """
+    name, models = f"suggested for {gpus} x {gpu.name}", read_models(config)
+    if models is None:
+        return name, "nothing: model.path is not a local folder with safetensors files, whose sizes are needed"
+    settings = suggest(config, models, gpus, gpu)
+    if settings is None:
+        return name, "nothing: no layout fits; take more GPUs, or a lower actor.ppo_max_token_len_per_gpu"
+    changed = (f"{key}={as_argument(value)}" for key, value in settings.items() if value_of(config, key) != value)
+    memory = estimate(laid_over(config, settings), models)
+    host = f" and {shown(memory.offloaded + memory.train_kept)} of host memory" if memory.offloaded else ""
+    words = " ".join(changed) or "the settings as they are"
+    return name, f"{words} (a train worker: {shown(memory.train_peak)} of its GPU{host})"
+
+
+def _layouts(
+    config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settings, sequence: int
+) -> Iterator[Settings]:
+    """Train workers, so many of which divide the positions of a pass, and engines on so many GPUs."""
+    parallel = config.actor.parallel
+    positions = {
+        "actor.parallel.sequence": sequence,
+        "actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu * parallel.sequence // sequence,
+    }
+    lora, engines = "model.lora.rank" in saving or config.model.lora.rank > 0, uses_engines(config)
+    # Engines that generate ahead never sleep, and would slow down the train workers beside them.
+    turns = gpus == 1 or config.algorithm.max_staleness == 0
+    for together in (True, False) if turns else (False,):
+        most = gpus if together or not engines else gpus // 2
+        workers = next((count for count in range(most, 0, -1) if _chunk_prompts(config, count)), 0)
+        for mesh in _meshes(models.policy, workers, lora, sequence):
+            train = {
+                "trainer.use_gpu": True,
+                "trainer.num_workers": workers,
+                "trainer.gpus_per_worker": 0.6 if together and engines else 1.0,
+                "rollout.chunk_prompts": _chunk_prompts(config, workers),
+                **mesh,
+                **positions,
+                **OFF,
+                **saving,
+                **({"critic.fsdp.offload": saving.get("actor.fsdp.offload", "none")} if uses_critic(config) else {}),
+            }
+            if not engines:
+                yield train
+            elif together:
+                yield from _sharing(config, models, workers, gpu, train)
+            else:
+                yield {**train, **_engines(config, models.policy, gpus - workers, gpu)}
+
+
+def _sharing(config: Config, models: Models, workers: int, gpu: Gpu, train: Settings) -> Iterator[Settings]:
+    """An engine beside each train worker, with the memory that the worker leaves."""
+    sleep = config.algorithm.max_staleness == 0
+    memory = estimate(laid_over(config, train), models)
+    left = FULL - (memory.train_idle if sleep else memory.train_peak) / gpu.memory
+    if left > 0.1:
+        yield {
+            **train,
+            "rollout.num_engines": workers,
+            "rollout.num_gpus": 0.4,
+            "rollout.tensor_parallel_size": 1,
+            "rollout.sleep": sleep,
+            "rollout.gpu_memory_utilization": min(0.8, int(20 * left) / 20),
+        }
+
+
+def _engines(config: Config, model: ModelFiles, gpus: int, gpu: Gpu) -> Settings:
+    """Engines on GPUs of their own, each as small as leaves enough of its memory to the KV cache."""
+    weights, heads = model.parameters * BYTES[config.rollout.dtype], model.size("num_attention_heads", 1)
+    fitting = (size for size in (1, *reversed(SPLITS)) if weights / size <= WEIGHTS * ALONE * gpu.memory)
+    size = next((size for size in fitting if gpus >= size and heads % size == 0), 1)
+    return {
+        "rollout.num_engines": gpus // size,
+        "rollout.num_gpus": 1,
+        "rollout.tensor_parallel_size": size,
+        "rollout.sleep": False,
+        "rollout.gpu_memory_utilization": ALONE,
+    }
+
+
+def _meshes(model: ModelFiles, workers: int, lora: bool, sequence: int) -> Iterator[Settings]:
+    """Meshes of the train workers, the one with the shortest ways first; none where they cannot be divided.
+
+    Dense models are sharded alone: a pass gathers less than it computes. Of a mixture of experts it would gather all
+    experts for a few, so these are divided as far as the model and a node allow.
+    """
+    tensor = 1
+    if model.experts[1] and not lora:
+        divided = [workers, model.experts[1], *(model.size(name) for name in HEADS)]
+        tensor = next((size for size in SPLITS if not any(number % size for number in divided)), 1)
+    nodes = workers // PER_NODE
+    copies = (nodes, 1) if nodes and workers % PER_NODE == 0 else (1,)
+    whole = workers > 0 and workers % (tensor * sequence) == 0 and tensor * sequence <= PER_NODE
+    for replicate in dict.fromkeys(copies) if whole else ():
+        yield {
+            "actor.parallel.tensor": tensor,
+            "actor.parallel.expert": tensor,
+            "actor.parallel.replicate": replicate,
+        }
+
+
+def _chunk_prompts(config: Config, workers: int) -> int | None:
+    """Prompts of a chunk with which every worker gets whole chunks of each mini-batch, if possible two; None where the
+    batch cannot be shared evenly."""
+    batch = config.data.train_batch_size
+    minis = [config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size if uses_critic(config) else None]
+    sizes = [batch, *(mini for mini in minis if mini)]
+    most = min(config.rollout.chunk_prompts, max(1, batch // (2 * workers)))
+    whole = (count for count in range(most, 0, -1) if not any(size % (count * workers) for size in sizes))
+    return next(whole, None)
