@@ -29,14 +29,13 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from pipeline.agent import frames, load
+from pipeline.agent import frames, load, preload
 from pipeline.agent.replies import LATE, Replies
 
 MEMORY = 4 << 30
 """Bytes that the process of an episode may take beyond what the user's files took as they were imported."""
 LOOK_S = 1.0  # seconds between two looks of the keeper whether the run is there
 END_S = 10.0  # seconds in which all processes end when they are killed
-THREAD_S = 0.2  # seconds in which a thread that has ended is gone
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 START = """
@@ -46,6 +45,7 @@ if sys.version_info < (3, 9):
 import importlib.util, json, os, types
 descriptor = int(sys.argv[2])
 settings = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode())
+settings["code"]["path"] = [entry for entry in sys.path if entry]
 if settings["path"]:
     sys.path[:] = settings["path"]
 else:
@@ -147,7 +147,7 @@ class Zygote:
         except ValueError as error:
             self._send({"refused": str(error)})
             os._exit(0)
-        self._alone = _is_alone()
+        self._alone = preload.is_alone()
         self._own = set(_children())  # what the user's files started as they were imported
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
@@ -280,16 +280,6 @@ def begin(settings: dict[str, Any], given: int, connection: int, zygote: int) ->
         ours.sendall(frames.encode({"id": request["id"] if request else 0, "error": str(error)}))
         os._exit(0)
     _serve(ours, code, _memory_limit())
-
-
-def _is_alone() -> bool:
-    """Whether this process has one thread."""
-    deadline = time.monotonic() + THREAD_S
-    while len(os.listdir("/proc/self/task")) > 1:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
