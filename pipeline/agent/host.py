@@ -37,6 +37,7 @@ MEMORY = 4 << 30
 LOOK_S = 1.0  # seconds between two looks of the keeper whether the run is there
 END_S = 10.0  # seconds in which all processes end when they are killed
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 START = """
 import sys
@@ -296,13 +297,13 @@ def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
 
 def first_to_go() -> None:
     """Have the kernel end this process first, and not the engine, when the machine has no memory left."""
-    place = "/proc/self/oom_score_adj"
-    with open(place) as file:
-        done = file.read() == "1000\n"
-    # In isolation it is done by now, and the file cannot be written any more.
-    if not done:
-        with open(place, "w") as file:
-            file.write("1000")
+    try:
+        place = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    except PermissionError:
+        # In isolation it is done by now, and the file cannot be written any more.
+        return
+    os.write(place, b"1000")
+    os.close(place)
 
 
 def _memory_limit() -> int:
@@ -328,7 +329,7 @@ def _wake_on_child() -> tuple[int, int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) < 0:
+    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
