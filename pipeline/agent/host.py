@@ -297,13 +297,15 @@ def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
 
 def first_to_go() -> None:
     """Have the kernel end this process first, and not the engine, when the machine has no memory left."""
-    try:
-        place = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-    except PermissionError:
-        # In isolation it is done by now, and the file cannot be written any more.
-        return
-    os.write(place, b"1000")
+    name = "/proc/self/oom_score_adj"
+    place = os.open(name, os.O_RDONLY)
+    done = os.read(place, 16) == b"1000\n"
     os.close(place)
+    # In isolation it is done by now, and the file cannot be written any more.
+    if not done:
+        place = os.open(name, os.O_WRONLY)
+        os.write(place, b"1000")
+        os.close(place)
 
 
 def _memory_limit() -> int:

@@ -41,8 +41,8 @@ class AgentConfig:
     for `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line."""
 
     preload: list[str] = field(default_factory=list)
-    """Modules that a Python script reads which drives episodes, such as `[openai]`: they are imported once, and each
-    episode's `agent.command=[python, my_agent.py]` runs as a fork of that process, not as a new interpreter."""
+    """Modules that `agent.command=[python, my_agent.py]` imports, such as `[openai]`. They are imported once, and the
+    command of each episode is a fork of that process, not a new interpreter."""
 
     max_contexts: int = setting(1, at_least=1)
     """Conversations of one episode, each a sequence of tokens; a program may begin several."""
