@@ -1,4 +1,4 @@
-"""What scripts with OpenAI's client import, and the client itself when it is first used: `agent.preload=[openai_ready]`."""
+"""Imports OpenAI's client, and what it imports when it is first used, for scripts beside it (`agent.preload`)."""
 
 from openai import OpenAI
 
