@@ -10,19 +10,24 @@ import json
 import os
 import select
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 LINE = 1 << 16
 """Bytes of the last line that are read."""
+Start = Callable[[list[str], dict[str, str], tuple[int, int], tuple[int, ...]], int]
+"""Starts a command, and returns its process id. It takes program and arguments, further environment variables, the
+descriptors of standard output and error, and descriptors that the command must not have."""
 
 
-def run(command: list[str], row: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+def run(command: list[str], row: dict[str, Any], variables: dict[str, str], start: Start) -> dict[str, Any]:
     """Run a command to its end.
 
     Args:
         command: program and arguments.
         row: of the episode.
         variables: environment variables beside those of this process.
+        start: starts it.
 
     Returns:
         The JSON object in the last line that it printed, or none; and `failed`, how it did.
@@ -30,31 +35,41 @@ def run(command: list[str], row: dict[str, Any], variables: dict[str, str]) -> d
     given = os.memfd_create("row")
     with os.fdopen(given, "wb", closefd=False) as file:
         file.write(json.dumps(row).encode())
-    environment = {**os.environ, **variables, "SLIPSTREAM_ROW": f"/proc/{os.getpid()}/fd/{given}"}
+    variables = {**variables, "SLIPSTREAM_ROW": f"/proc/{os.getpid()}/fd/{given}"}
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-        )
+        process = start(command, variables, (out_end, err_end), (given, out, err))
     except OSError as error:
         return {"failed": f"agent.command: {command[0]} cannot be started ({error.strerror})"}
-    assert process.stdout is not None and process.stderr is not None
-    out, err = _last_lines(process, process.stdout.fileno(), process.stderr.fileno())
-    code = process.wait()
+    for descriptor in (out_end, err_end):
+        os.close(descriptor)
+    printed, said = _last_lines(process, out, err)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     if code:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        last = f"; the last line on its standard error: {err[:1000]}" if err else ""
+        last = f"; the last line on its standard error: {said[:1000]}" if said else ""
         return {"failed": f"agent.command ended with {how}{last}"}
     try:
-        result = json.loads(out)
+        result = json.loads(printed)
     except (ValueError, RecursionError):
         return {}
     return {"result": result} if isinstance(result, dict) else {}
 
 
-def _last_lines(process: subprocess.Popen[bytes], *pipes: int) -> list[str]:
+def fresh(command: list[str], variables: dict[str, str], outputs: tuple[int, int], _: tuple[int, ...]) -> int:
+    """Start a program (`Start`)."""
+    out, err = outputs
+    environment = {**os.environ, **variables}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment)
+    # `run` reaps it.
+    process.returncode = 0
+    return process.pid
+
+
+def _last_lines(process: int, *pipes: int) -> list[str]:
     """The last line of each pipe when the process ends, which others may still hold open."""
     poll, tails = select.poll(), dict.fromkeys(pipes, b"")
-    ended = os.pidfd_open(process.pid)
+    ended = os.pidfd_open(process)
     for descriptor in (ended, *pipes):
         poll.register(descriptor, select.POLLIN)
     open_pipes = set(pipes)

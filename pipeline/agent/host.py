@@ -29,15 +29,15 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from pipeline.agent import frames, load
+from pipeline.agent import frames, load, preload
 from pipeline.agent.replies import LATE, Replies
 
 MEMORY = 4 << 30
 """Bytes that the process of an episode may take beyond what the user's files took as they were imported."""
 LOOK_S = 1.0  # seconds between two looks of the keeper whether the run is there
 END_S = 10.0  # seconds in which all processes end when they are killed
-THREAD_S = 0.2  # seconds in which a thread that has ended is gone
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 START = """
 import sys
@@ -46,6 +46,7 @@ if sys.version_info < (3, 9):
 import importlib.util, json, os, types
 descriptor = int(sys.argv[2])
 settings = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode())
+settings["code"]["path"] = [entry for entry in sys.path if entry]
 if settings["path"]:
     sys.path[:] = settings["path"]
 else:
@@ -147,7 +148,7 @@ class Zygote:
         except ValueError as error:
             self._send({"refused": str(error)})
             os._exit(0)
-        self._alone = _is_alone()
+        self._alone = preload.is_alone()
         self._own = set(_children())  # what the user's files started as they were imported
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
@@ -282,16 +283,6 @@ def begin(settings: dict[str, Any], given: int, connection: int, zygote: int) ->
     _serve(ours, code, _memory_limit())
 
 
-def _is_alone() -> bool:
-    """Whether this process has one thread."""
-    deadline = time.monotonic() + THREAD_S
-    while len(os.listdir("/proc/self/task")) > 1:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
 def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
     """Answer the requests of one episode."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -306,13 +297,15 @@ def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
 
 def first_to_go() -> None:
     """Have the kernel end this process first, and not the engine, when the machine has no memory left."""
-    place = "/proc/self/oom_score_adj"
-    with open(place) as file:
-        done = file.read() == "1000\n"
+    name = "/proc/self/oom_score_adj"
+    place = os.open(name, os.O_RDONLY)
+    done = os.read(place, 16) == b"1000\n"
+    os.close(place)
     # In isolation it is done by now, and the file cannot be written any more.
     if not done:
-        with open(place, "w") as file:
-            file.write("1000")
+        place = os.open(name, os.O_WRONLY)
+        os.write(place, b"1000")
+        os.close(place)
 
 
 def _memory_limit() -> int:
@@ -338,7 +331,7 @@ def _wake_on_child() -> tuple[int, int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) < 0:
+    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 

@@ -22,6 +22,7 @@ from types import FrameType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Environment, verl
+from pipeline.agent.preload import is_alone, prepare
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
 from pipeline.agent.schema import schema_of
 
@@ -66,6 +67,8 @@ class Code:
     """Drives an episode: `async def run(row, chat)`."""
     command: list[str] = field(default_factory=list)
     """Drives an episode: program and arguments."""
+    preloaded: bool = False
+    """Whether the command runs as a fork (`preload.py`)."""
     folders: list[str] = field(default_factory=list)
     """Of the user's files; an error names the deepest line in them."""
 
@@ -111,12 +114,15 @@ def load(
     tools: list[str],
     program: str | None = None,
     command: Sequence[str] = (),
+    preload: Sequence[str] = (),
     within_s: float = 60.0,
+    path: Sequence[str] = (),
 ) -> Code:
     """Import what the settings of the same names in the section `agent` name, and ask the servers among them.
 
     Args:
         within_s: seconds in which each server must answer.
+        path: `sys.path` of an interpreter that has no script.
 
     Raises:
         ValueError: it does not load or answer, or is no environment or tool; the sentence names the key.
@@ -138,6 +144,8 @@ def load(
         code.program = _program(code, program)
     if command:
         code.command = _command(command)
+    if preload:
+        _preload(code, preload, path)
     return code
 
 
@@ -148,6 +156,23 @@ def _command(command: Sequence[str]) -> list[str]:
     if found is None:
         raise ValueError(f"agent.command begins with {command[0]}, which is no program in PATH; name its file")
     return [found, *command[1:]]
+
+
+def _preload(code: Code, modules: Sequence[str], path: Sequence[str]) -> None:
+    """Import what the script of the command will import."""
+    script = code.command[1]
+    if not os.path.isfile(script):
+        raise ValueError(f"agent.command names the script {script}, which is no file; name one that exists")
+    prepare(script, path)
+    code.folders.append(sys.path[0])
+    for name in modules:
+        _imported(code, "agent.preload", name, name, None)
+        if not is_alone():
+            raise ValueError(f"agent.preload: importing {name} starts threads, which a fork would lose; leave it out")
+    # Every fork would print it again.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    code.preloaded = True
 
 
 def _program(code: Code, spec: str) -> Callable[..., Any]:

@@ -24,10 +24,11 @@ import random
 import signal
 import socket
 import sys
+from functools import partial
 from types import FrameType
 from typing import Any
 
-from pipeline.agent import Call, Environment, Message, Observation, ToolError, chats, command
+from pipeline.agent import Call, Environment, Message, Observation, ToolError, chats, command, preload
 from pipeline.agent.frames import encode, read
 from pipeline.agent.load import Code
 
@@ -177,11 +178,17 @@ class Replies:
         return {"reward": observation.reward, "parts": observation.parts}
 
     def _command(self, request: dict[str, Any]) -> dict[str, Any]:
-        printed = command.run(self._code.command, request["row"], request["variables"])
+        start = partial(preload.fork, self._leave) if self._code.preloaded else command.fresh
+        printed = command.run(self._code.command, request["row"], request["variables"], start)
         if "failed" in printed:
             return printed
         observation = returned(printed.get("result"), "agent.command")
         return {"reward": observation.reward, "parts": observation.parts}
+
+    def _leave(self) -> None:
+        """Be the process of an episode no longer."""
+        self._connection.close()
+        signal.signal(LATE, signal.SIG_DFL)
 
     def _close(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._environment is not None:

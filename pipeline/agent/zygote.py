@@ -276,6 +276,7 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
             "tools": config.tools,
             "program": config.program,
             "command": config.command,
+            "preload": config.preload,
             "within_s": config.open_timeout_s,
         },
     }

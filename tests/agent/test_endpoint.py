@@ -312,7 +312,7 @@ def command(
     **config: Any,
 ) -> Episode:
     """The episode of a command that is this script; no process is left behind it whose command has the mark."""
-    section = AgentConfig(command=["python", "-c", start + body], **config)
+    section = AgentConfig(**{"command": ["python", "-c", start + body], **config})
 
     async def main() -> Episode:
         processes, endpoint = Processes(section), Endpoint()
@@ -411,11 +411,19 @@ def test_a_command_that_is_no_program() -> None:
     asyncio.run(main())
 
 
-def test_the_example_plays_higher_lower() -> None:
-    script = Path(__file__).parents[2] / "examples" / "agents" / "higher_lower_client.py"
-    start = (
-        f"import runpy, os, sys; os.environ['GUESSES'] = '3'; runpy.run_path({str(script)!r}, run_name='__main__')\n"
-    )
-    played = command("", Policy("99", "x", "1"), start=start)
+@pytest.mark.parametrize("preload", [[], ["openai_ready"]])
+def test_the_example_plays_higher_lower(preload: list[str]) -> None:
+    script = str(Path(__file__).parents[2] / "examples" / "agents" / "higher_lower_client.py")
+    policy = Policy("99", "x", "1")
+    played = command("", policy, command=["python", script], env_vars={"GUESSES": "3"}, preload=preload)
     assert (played.error, played.score, played.parts) == (None, 1.0, {"acc": 1, "guesses": 3})
     assert text(played.contexts[0].ids) == "99$<lower>x$<A number.>1$"
+
+
+def test_the_example_rewards_guesses_that_halve_what_is_left() -> None:
+    script = str(Path(__file__).parents[2] / "examples" / "agents" / "higher_lower_client.py")
+    variables = {"GUESSES": "3", "WORTH": "0.5"}
+    played = command("", Policy("40", "x", "3"), command=["python", script], env_vars=variables, preload=["openai"])
+    # 24 of 32 that one guess can exclude, nothing, and 3 of 20.
+    assert (played.error, played.score) == (None, pytest.approx(0.5 * (24 / 32 + 3 / 20) / 3))
+    assert played.parts == {"acc": 0, "guesses": 3}

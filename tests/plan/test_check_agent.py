@@ -26,6 +26,8 @@ SCORE = "reward.custom_reward_function.path=score.py"
         f"{GAME} agent.max_turn_tokens=16 rollout.min_tokens=2",
         "agent.program=/code/my_program.py:run agent.max_contexts=3 agent.reward=sum",
         "agent.command=[python,my_agent.py] agent.max_contexts=3 agent.step_timeout_s=900",
+        "agent.command=[python,my_agent.py,-x] agent.preload=[openai,a.b] agent.named.calc.tools=[my_tools:calc]",
+        "agent.command=[bin/python,my_agent.py] agent.preload=[openai] agent.python=bin/python",
         f"{GAME} agent.named.calc.tools=[my_tools:calc] agent.named.calc.reward=function {SCORE}",
         "agent.kwargs={} agent.named.a.environment=my_game:A agent.named.a.kwargs.most=3 agent.named.b.max_turns=3",
         f"{GAME} agent.named.plain.environment=null {SCORE}",
@@ -52,6 +54,17 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
         (
             "agent.command=[python,a.py] agent.hosts=2",
             "agent.command=['python', 'a.py'] with agent.hosts=2: it asks the policy at an address of the engine's own",
+        ),
+        (
+            f"{GAME} agent.preload=[openai]",
+            "agent.preload=['openai'] needs agent.command=[python, SCRIPT.py, ...], whose",
+        ),
+        ("agent.command=[bin/python,a.py] agent.preload=[openai]", "agent.preload=['openai'] needs agent.command"),
+        ("agent.command=[python,-m,a] agent.preload=[openai]", "agent.preload=['openai'] needs agent.command"),
+        ("agent.command=[python] agent.preload=[openai]", "agent.preload=['openai'] needs agent.command"),
+        (
+            "agent.named.a.command=[sh,a] agent.named.a.preload=[b]",
+            "agent.named.a.preload=['b'] needs agent.named.a.comm",
         ),
         (f"{GAME} agent.hosts=2 agent.named.a.command=[b]", "agent.named.a.command=['b'] with agent.hosts=2: it asks"),
         (f"{GAME} agent.hosts=2 agent.min_hosts=3", "agent.min_hosts=3 is above agent.hosts=2; lower it"),
