@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +190,10 @@ def _run(rank: int, work: Callable[..., None], args: tuple[str, ...]) -> None:
 
 
 def spawn(work: Callable[..., None], *args: str, ranks: int = 2) -> None:
-    """Run `work(rank, *args)` in `ranks` processes."""
+    """Run `work(rank, *args)` in `ranks` processes, forked from one that imported the libraries for all tests."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.spawn(_run, args=(work, args), nprocs=ranks, join=False)
+    set_forkserver_preload([__name__, "tests.train.plain"])
+    context = mp.start_processes(_run, (work, args), ranks, join=False, start_method="forkserver")
     deadline = time.monotonic() + 120 * ranks
     while not context.join(timeout=1):
         assert time.monotonic() < deadline, f"{ranks} ranks did not finish in time"
