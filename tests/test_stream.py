@@ -8,7 +8,6 @@ import json
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from pipeline.prompts.stage import LOOKAHEAD, Schedule
 from pipeline.store.events import PromptsMade, ValidationAnnounced, ValidationScored, VersionLoaded
 from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import read_trajectories
+from tests.stages import Paged
 from tests.streams import (
     ANSWER_S,
     BATCH,
@@ -37,13 +37,6 @@ from tests.streams import (
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
-
-
-@dataclass(frozen=True)
-class Paged(Schedule):
-    """A schedule whose pages hold two iterations, as those of a very long run do."""
-
-    page_iterations: int = 2  # type: ignore[assignment]
 
 
 # One run of an outcome estimator: eleven iterations over more than two epochs, validation every fourth version.

@@ -1,20 +1,18 @@
 """Engines that join and die, on a real Ray: the pool grows while chunks fill it, and the rows do not show it."""
 
-import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.config import Config
-from pipeline.config.trainer import TrainerConfig
 from pipeline.errors import FinalError
 from pipeline.prompts.stage import Schedule
 from pipeline.store.events import VersionLoaded
 from pipeline.train.feed import RowsTimeout
+from tests.stages import Failing, Hopeless, Killed, KilledAtStart, NeverAgain, Slow, StandIn
 from tests.streams import (
     ANSWER_S,
     BATCH,
@@ -22,9 +20,7 @@ from tests.streams import (
     CHUNKS,
     RANKS,
     SAMPLES,
-    Answers,
     Run,
-    StandIn,
     changed,
     closing,
     expected_prompts,
@@ -36,22 +32,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures
 SAME = ("uid", "chunk", "sample", "response_ids", "rollout_log_probs", "policy_version", "score", "advantages")
 """Columns that do not depend on which engine generated a row."""
 PATIENCE_S = 90.0
-
-
-class OneByOne(Answers):
-    """Takes its time for every chunk."""
-
-    SECONDS = 0.4
-
-    def step(self) -> list[Any]:
-        time.sleep(self.SECONDS)
-        first = CHUNK * SAMPLES
-        done, self._running = self._running[:first], self._running[first:]
-        return done
-
-
-class Slow(StandIn):
-    answers = OneByOne
 
 
 def until(what: Callable[[], bool], run: Run) -> None:
@@ -112,76 +92,6 @@ def test_the_pool_grows_and_the_rows_do_not_change(stream_config: Config, tmp_pa
 
 
 # Engines that die.
-
-
-class Dying(Answers):
-    """Ends in the middle of a chunk of policy version 1, as often as `times` says over all processes."""
-
-    folder: Path
-    times = 1
-    killed = True
-    _asked = 0
-
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
-        self._asked = int(prompt["cache_salt"][1:])
-        super().add_request(request_id, prompt, params)
-
-    def step(self) -> list[Any]:
-        deaths = self.folder / "deaths"
-        count = deaths.stat().st_size if deaths.exists() else 0
-        if self._asked == 1 and count < self.times:
-            with deaths.open("a") as file:
-                file.write("x")
-            if self.killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("CUDA error: out of memory")
-        return super().step()
-
-
-def folder_of(data: Any, model: Any, rollout: Any, agent: Any, trainer: TrainerConfig, *args: Any) -> Path:
-    return Path(trainer.default_local_dir)
-
-
-class Killed(StandIn):
-    """As by the kernel when memory runs out."""
-
-    answers = Dying
-
-    def __init__(self, *args: Any) -> None:
-        Dying.folder = folder_of(*args)
-        super().__init__(*args)
-
-
-class Failing(Killed):
-    """As a GPU that runs out of memory: the process lives, its engine does not."""
-
-    def __init__(self, *args: Any) -> None:
-        Dying.killed = False
-        super().__init__(*args)
-
-
-class Hopeless(Failing):
-    def __init__(self, *args: Any) -> None:
-        Dying.times = 1000
-        super().__init__(*args)
-
-
-class NeverAgain(Killed):
-    """Dies once, and cannot start afterwards."""
-
-    def __init__(self, *args: Any) -> None:
-        if (folder_of(*args) / "deaths").exists():
-            raise OSError("the model's folder is gone")
-        super().__init__(*args)
-
-
-class KilledAtStart(Killed):
-    """Dies once, and at each start afterwards."""
-
-    def __init__(self, *args: Any) -> None:
-        if (folder_of(*args) / "deaths").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().__init__(*args)
 
 
 def started(stream_config: Config, folder: Path, stage: type[StandIn]) -> Run:
