@@ -104,6 +104,13 @@ class Run:
             assert all(table is not None for table in tables), f"the stream ended before iteration {iteration}"
             self.iterations[iteration] = [table for table in tables if table is not None]
 
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait until it is so, and fail where it takes too long."""
+        deadline = time.monotonic() + WAIT_S
+        while not until():
+            assert time.monotonic() < deadline, self.describe()
+            time.sleep(0.05)
+
     def finish(self, version: int) -> None:
         """Publish the last version and read what is left: nothing."""
         self.publish(version)

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures
 # One run of an outcome estimator: eleven iterations over more than two epochs, validation every fourth version.
 
 ITERATIONS, TEST_FREQ = 11, 4
-HOLD_S = 3.0
+HOLD_S = 1.5
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,8 @@ def whole(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> It
     run = Run(changed(stream_config, folder), Schedule(ITERATIONS, CHUNKS, CHUNK, True, True, TEST_FREQ), folder)
     with closing(run):
         run.train(1, 1)
-        # The trainer thinks about version 1 for a while.
+        # The trainer thinks about version 1 for a while after all that may happen before it.
+        run.wait(lambda: known(run, 1 + LOOKAHEAD) and any(event["iteration"] == 2 for event in run.events("asked")))
         time.sleep(HOLD_S)
         run.held = {  # type: ignore[attr-defined]
             "asked": {event["iteration"] for event in run.events("asked")},
