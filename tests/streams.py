@@ -16,7 +16,7 @@ from pipeline import stream
 from pipeline.config import Config
 from pipeline.derived import uses_filter
 from pipeline.prompts.loader import PromptLoader
-from pipeline.prompts.stage import Schedule, loaders
+from pipeline.prompts.stage import LOOKAHEAD, Schedule, loaders
 from pipeline.rollout.stage import Rollout
 from pipeline.sampling import row_limits
 from pipeline.store.admission import Admission
@@ -63,6 +63,8 @@ class Run:
     published: dict[int, float] = field(default_factory=dict)
     iterations: dict[int, list[pa.Table]] = field(default_factory=dict)
     """What each rank received."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """What had happened while the trainer held a version back."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -157,6 +159,38 @@ def closing(run: Run) -> Iterator[Run]:
         yield run
     finally:
         run.close()
+
+
+WHOLE, WHOLE_TEST_FREQ = 11, 4
+HOLD_S = 1.5
+
+
+@contextlib.contextmanager
+def whole_run(config: Config, folder: Path) -> Iterator[Run]:
+    """Eleven iterations over more than two epochs, with validation of every fourth version."""
+    run = Run(changed(config, folder), Schedule(WHOLE, CHUNKS, CHUNK, True, True, WHOLE_TEST_FREQ), folder)
+    with closing(run):
+        run.train(1, 1)
+        # The trainer thinks about version 1 for a while after all that may happen before it.
+        run.wait(lambda: known(run, 1 + LOOKAHEAD) and any(event["iteration"] == 2 for event in run.events("asked")))
+        time.sleep(HOLD_S)
+        run.held = {
+            "asked": {event["iteration"] for event in run.events("asked")},
+            "admitted": {(event["split"], event["iteration"]) for event in run.events("admitted")},
+            "positions": [known(run, iteration) for iteration in range(1, 5)],
+        }
+        run.train(2, WHOLE)
+        run.finish(WHOLE)
+        yield run
+
+
+def known(run: Run, iteration: int) -> bool:
+    """Whether the prompts of an iteration have been made."""
+    try:
+        run.end_of(iteration)
+    except KeyError:
+        return False
+    return True
 
 
 def tiny_config(model: Path, prompt_files: Any, folder: Path) -> Config:

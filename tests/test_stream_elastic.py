@@ -52,19 +52,8 @@ def engines_of(run: Run, iteration: int) -> set[str]:
     return set(run.rows(iteration)["engine"].to_pylist())
 
 
-@pytest.fixture(scope="module")
-def fixed(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The first iterations with one engine."""
-    folder, last = tmp_path_factory.mktemp("fixed"), 4
-    run = Run(changed(stream_config, folder), Schedule(last, CHUNKS, CHUNK, False, False, -1), folder)
-    with closing(run):
-        run.train(1, last)
-        run.finish(last)
-    return run
-
-
 @pytest.mark.long
-def test_the_pool_grows_and_the_rows_do_not_change(stream_config: Config, tmp_path: Path, fixed: Run) -> None:
+def test_the_pool_grows_and_the_rows_do_not_change(stream_config: Config, tmp_path: Path, whole_stream: Run) -> None:
     own, last = changed(stream_config, tmp_path), 200
     own.rollout.max_engines = 3
     run = Run(own, Schedule(last, CHUNKS, CHUNK, False, False, -1), tmp_path, stage=Slow)
@@ -73,8 +62,8 @@ def test_the_pool_grows_and_the_rows_do_not_change(stream_config: Config, tmp_pa
         until(lambda: len(run.events("start")) > 1, run)
         until(lambda: len(engines_of(run, max(run.iterations))) > 1, run)
         assert len(run.events("start")) <= 3
-        for iteration, tables in fixed.iterations.items():
-            for mine, theirs in zip(run.iterations[iteration], tables, strict=True):
+        for iteration in range(1, 5):
+            for mine, theirs in zip(run.iterations[iteration], whole_stream.iterations[iteration], strict=True):
                 assert mine.select(SAME).equals(theirs.select(SAME))
 
         victim = workers("Slow")[0]
@@ -101,7 +90,7 @@ def started(stream_config: Config, folder: Path, stage: type[StandIn]) -> Run:
 
 @pytest.mark.parametrize("stage", [pytest.param(Killed, marks=pytest.mark.long), Failing])
 def test_a_chunk_of_a_dead_engine_comes_from_another_with_the_current_weights(
-    stream_config: Config, tmp_path: Path, fixed: Run, stage: type[StandIn]
+    stream_config: Config, tmp_path: Path, whole_stream: Run, stage: type[StandIn]
 ) -> None:
     run = started(stream_config, tmp_path, stage)
     with closing(run):
@@ -109,7 +98,7 @@ def test_a_chunk_of_a_dead_engine_comes_from_another_with_the_current_weights(
         run.finish(3)
         assert (tmp_path / "deaths").read_text() == "x" and len(run.events("start")) == 2
         for iteration in run.iterations:
-            for mine, theirs in zip(run.iterations[iteration], fixed.iterations[iteration], strict=True):
+            for mine, theirs in zip(run.iterations[iteration], whole_stream.iterations[iteration], strict=True):
                 assert mine.select(SAME).equals(theirs.select(SAME))
         loads = run.told(VersionLoaded)
         old, new = (
