@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+# The libraries' objects are many, and each look for cycles that goes over them all takes half a second.
+gc.set_threshold(10_000, 10, 10)
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the runs that they interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # A tracking server or a cluster of the developer's own is no place for test runs.
