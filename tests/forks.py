@@ -1,13 +1,13 @@
-"""Processes of tests, forked from one that has imported the libraries, which takes each other process seconds."""
+"""Processes of tests that begin with the libraries imported: they fork from one process that imported them once."""
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 
 def forking(*more: str) -> ForkServerContext:
-    """The context whose processes have the libraries of a train worker.
+    """The context whose processes have what a train worker imports.
 
-    Modules that are given besides are imported beforehand too, where this is the session's first call.
+    Modules `more` are imported beforehand too if this is the session's first call; later their processes do it.
     """
     multiprocessing.set_forkserver_preload(["tests.train.updates", "tests.train.plain", *more])
     return multiprocessing.get_context("forkserver")
