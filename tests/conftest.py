@@ -1,6 +1,8 @@
 """Fixtures of all tests, and the marker `unit` for every test without another one."""
 
+import contextlib
 import copy
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from pipeline.config import Config
     from tests.runs import Training
+    from tests.streams import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,6 +25,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+# The libraries' objects are many, and each look for cycles that goes over them all takes half a second.
+gc.set_threshold(10_000, 10, 10)
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the runs that they interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # A tracking server or a cluster of the developer's own is no place for test runs.
@@ -133,14 +138,35 @@ def stream_config(tiny_model: Path, prompt_files: PromptFiles, tmp_path_factory:
     return tiny_config(tiny_model, prompt_files, tmp_path_factory.mktemp("reward"))
 
 
-@pytest.fixture(scope="module")
-def stream_context(ray_session: None) -> Iterator[None]:
+@contextlib.contextmanager
+def data_context() -> Iterator[None]:
     """`stream.build` sets this process's context of Ray Data; other tests get their own back."""
     from ray.data import DataContext
 
     before = copy.deepcopy(DataContext.get_current())
-    yield
-    DataContext._set_current(before)
+    try:
+        yield
+    finally:
+        DataContext._set_current(before)
+
+
+@pytest.fixture(scope="module")
+def stream_context(ray_session: None) -> Iterator[None]:
+    with data_context():
+        yield
+
+
+@pytest.fixture(scope="session")
+def whole_stream(
+    stream_config: "Config", tmp_path_factory: pytest.TempPathFactory, ray_session: None
+) -> Iterator["Run"]:
+    """One stream for all tests that read what comes of it."""
+    from tests.streams import whole_run
+
+    with contextlib.ExitStack() as stack:
+        with data_context():
+            run = stack.enter_context(whole_run(stream_config, tmp_path_factory.mktemp("whole")))
+        yield run
 
 
 @pytest.fixture(scope="session")

@@ -3,29 +3,20 @@
 import contextlib
 import copy
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
-from unittest.mock import patch
 
-import numpy as np
 import pyarrow as pa
 import ray
 
 from pipeline import stream
-from pipeline.agent.hosts import Hosts
 from pipeline.config import Config
-from pipeline.config.trainer import TrainerConfig
 from pipeline.derived import uses_filter
 from pipeline.prompts.loader import PromptLoader
-from pipeline.prompts.stage import Schedule, loaders
-from pipeline.rollout import vllm
-from pipeline.rollout.policy_source import PolicySource
+from pipeline.prompts.stage import LOOKAHEAD, Schedule, loaders
 from pipeline.rollout.stage import Rollout
 from pipeline.sampling import row_limits
 from pipeline.store.admission import Admission
@@ -34,13 +25,12 @@ from pipeline.store.cursor import PromptCursor
 from pipeline.store.events import Event
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
-from pipeline.store.versions import Ticket
 from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.weights.load import Shard
+from tests.stages import CHUNK, CHUNKS, SAMPLES, StandIn
 
 E = TypeVar("E", bound=Event)
 RANKS = 2
-CHUNK, CHUNKS, SAMPLES = 2, 4, 3
 BATCH = CHUNK * CHUNKS
 ANSWER_S = 30.0
 WAIT_S = 240.0
@@ -50,89 +40,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         raise ArithmeticError(f"no score for {extra_info['index']}")
     return float(len(solution_str) % 3)
 """
-
-
-def answer(prompt: list[int], version: int, seed: int | None) -> list[int]:
-    """What the engine says: it follows from the prompt, the policy's version and the seed, which is None if greedy."""
-    draw = np.random.default_rng([abs(version), seed or 0, *prompt])
-    return draw.integers(70, 300, draw.integers(1, 6)).tolist()
-
-
-class Answers:
-    """Stands in for vLLM's `LLMEngine`."""
-
-    SECONDS = 0.05
-
-    def __init__(self) -> None:
-        self._running: list[Any] = []
-        self._version = "-1"
-
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
-        greedy = params.temperature == 0
-        ids = answer(prompt["prompt_token_ids"], int(prompt["cache_salt"][1:]), None if greedy else params.seed)
-        log_probs = SimpleNamespace(logprobs=[-0.5] * len(ids))
-        completion = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop", weight_versions=None)
-        self._running.append(SimpleNamespace(request_id=request_id, finished=True, outputs=[completion]))
-
-    def step(self) -> list[Any]:
-        time.sleep(self.SECONDS)
-        done, self._running = self._running, []
-        return done
-
-    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
-        """Weights mean nothing to it."""
-
-    def set_weight_version(self, version: str) -> None:
-        self._version = version
-
-    def get_weight_version(self) -> str:
-        return self._version
-
-
-class StandIn(Rollout):
-    """The rollout stage with `Answers` for its engine, and a log of what was admitted."""
-
-    answers: type[Answers] = Answers
-
-    def __init__(
-        self,
-        data: Any,
-        model: Any,
-        rollout: Any,
-        agent: Any,
-        trainer: TrainerConfig,
-        greedy: bool,
-        policy: Any,
-        hosts: Hosts,
-    ) -> None:
-        # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
-        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
-        modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
-        sys.modules.update(modules)
-        self._log = Path(trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
-        with patch.object(vllm, "build", lambda *args: self.answers()):
-            super().__init__(data, model, rollout, agent, trainer, greedy, Logged(policy, self._write), hosts)
-        self._write(event="start")
-
-    def _write(self, **event: Any) -> None:
-        with self._log.open("a") as file:
-            file.write(json.dumps(event | {"time": time.time()}) + "\n")
-
-
-class Logged:
-    """The policy store as the stage sees it, with a log of every admission."""
-
-    def __init__(self, policy: PolicySource, write: Callable[..., None]) -> None:
-        self._policy, self._write = policy, write
-        self.acknowledge = policy.acknowledge
-
-    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
-        asked = {"split": split, "chunk": chunk, "iteration": version}
-        self._write(event="asked", **asked)
-        ticket = await self._policy.admit(split, chunk, version)
-        if ticket is not None:
-            self._write(event="admitted", version=ticket.version, **asked)
-        return ticket
 
 
 def no_weights(version: int) -> dict[str, Shard]:
@@ -156,6 +63,8 @@ class Run:
     published: dict[int, float] = field(default_factory=dict)
     iterations: dict[int, list[pa.Table]] = field(default_factory=dict)
     """What each rank received."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """What had happened while the trainer held a version back."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -196,6 +105,13 @@ class Run:
             tables = [feed.next(iteration) for feed in self.feeds]
             assert all(table is not None for table in tables), f"the stream ended before iteration {iteration}"
             self.iterations[iteration] = [table for table in tables if table is not None]
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait until it is so, and fail where it takes too long."""
+        deadline = time.monotonic() + WAIT_S
+        while not until():
+            assert time.monotonic() < deadline, self.describe()
+            time.sleep(0.05)
 
     def finish(self, version: int) -> None:
         """Publish the last version and read what is left: nothing."""
@@ -243,6 +159,38 @@ def closing(run: Run) -> Iterator[Run]:
         yield run
     finally:
         run.close()
+
+
+WHOLE, WHOLE_TEST_FREQ = 11, 4
+HOLD_S = 1.5
+
+
+@contextlib.contextmanager
+def whole_run(config: Config, folder: Path) -> Iterator[Run]:
+    """Eleven iterations over more than two epochs, with validation of every fourth version."""
+    run = Run(changed(config, folder), Schedule(WHOLE, CHUNKS, CHUNK, True, True, WHOLE_TEST_FREQ), folder)
+    with closing(run):
+        run.train(1, 1)
+        # The trainer thinks about version 1 for a while after all that may happen before it.
+        run.wait(lambda: known(run, 1 + LOOKAHEAD) and any(event["iteration"] == 2 for event in run.events("asked")))
+        time.sleep(HOLD_S)
+        run.held = {
+            "asked": {event["iteration"] for event in run.events("asked")},
+            "admitted": {(event["split"], event["iteration"]) for event in run.events("admitted")},
+            "positions": [known(run, iteration) for iteration in range(1, 5)],
+        }
+        run.train(2, WHOLE)
+        run.finish(WHOLE)
+        yield run
+
+
+def known(run: Run, iteration: int) -> bool:
+    """Whether the prompts of an iteration have been made."""
+    try:
+        run.end_of(iteration)
+    except KeyError:
+        return False
+    return True
 
 
 def tiny_config(model: Path, prompt_files: Any, folder: Path) -> Config:

@@ -1,14 +1,12 @@
 """The stream on a real Ray, from parquet to the train workers' ends of it, with an instant stand-in for the engine.
 
-Every stage but the engine is the run's own, the trainer's side is played by the test. Four streams are run in all.
+Every stage but the engine is the run's own, the trainer's side is played by the test. Three streams are run beside the
+one that is shared with other files.
 """
 
 import contextlib
 import json
 import signal
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from pipeline.prompts.stage import LOOKAHEAD, Schedule
 from pipeline.store.events import PromptsMade, ValidationAnnounced, ValidationScored, VersionLoaded
 from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import read_trajectories
+from tests.stages import Paged
 from tests.streams import (
     ANSWER_S,
     BATCH,
@@ -29,6 +28,7 @@ from tests.streams import (
     CHUNKS,
     RANKS,
     SAMPLES,
+    WHOLE,
     Run,
     changed,
     closing,
@@ -39,48 +39,16 @@ from tests.streams import (
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
 
-@dataclass(frozen=True)
-class Paged(Schedule):
-    """A schedule whose pages hold two iterations, as those of a very long run do."""
-
-    page_iterations: int = 2  # type: ignore[assignment]
-
-
-# One run of an outcome estimator: eleven iterations over more than two epochs, validation every fourth version.
-
-ITERATIONS, TEST_FREQ = 11, 4
-HOLD_S = 3.0
+# One run of an outcome estimator.
 
 
 @pytest.fixture(scope="module")
-def whole(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("whole")
-    run = Run(changed(stream_config, folder), Schedule(ITERATIONS, CHUNKS, CHUNK, True, True, TEST_FREQ), folder)
-    with closing(run):
-        run.train(1, 1)
-        # The trainer thinks about version 1 for a while.
-        time.sleep(HOLD_S)
-        run.held = {  # type: ignore[attr-defined]
-            "asked": {event["iteration"] for event in run.events("asked")},
-            "admitted": {(event["split"], event["iteration"]) for event in run.events("admitted")},
-            "positions": [known(run, iteration) for iteration in range(1, 5)],
-        }
-        run.train(2, ITERATIONS)
-        run.finish(ITERATIONS)
-        yield run
-
-
-def known(run: Run, iteration: int) -> bool:
-    """Whether the prompts of an iteration have been made."""
-    try:
-        run.end_of(iteration)
-    except KeyError:
-        return False
-    return True
+def whole(whole_stream: Run) -> Run:
+    return whole_stream
 
 
 def test_each_rank_gets_its_rows_in_order(whole: Run) -> None:
-    for iteration in range(1, ITERATIONS + 1):
+    for iteration in range(1, WHOLE + 1):
         first = (iteration - 1) * CHUNKS
         for rank, table in enumerate(whole.iterations[iteration]):
             assert len(table) == BATCH * SAMPLES // RANKS
@@ -90,8 +58,8 @@ def test_each_rank_gets_its_rows_in_order(whole: Run) -> None:
 
 
 def test_prompts_are_those_of_the_source(whole: Run, prompt_files: Any) -> None:
-    seen = [whole.uids(iteration) for iteration in range(1, ITERATIONS + 1)]
-    assert seen == expected_prompts(whole.config, ITERATIONS)
+    seen = [whole.uids(iteration) for iteration in range(1, WHOLE + 1)]
+    assert seen == expected_prompts(whole.config, WHOLE)
     first_epoch = [uid for uids in seen[: prompt_files.train_rows // BATCH] for uid in uids]
     assert sorted(first_epoch) == sorted(f"0-{i}" for i in range(prompt_files.train_rows))
 
@@ -100,7 +68,7 @@ def test_strictly_on_policy(whole: Run) -> None:
     for iteration, tables in whole.iterations.items():
         assert {v for table in tables for v in table["policy_version"].to_pylist()} == {iteration - 1}
     admitted = whole.events("admitted")
-    assert len(admitted) >= ITERATIONS * CHUNKS
+    assert len(admitted) >= WHOLE * CHUNKS
     for event in admitted:
         wanted = event["iteration"] - 1 if event["split"] == "train" else event["iteration"]
         assert event["version"] == wanted
@@ -108,14 +76,14 @@ def test_strictly_on_policy(whole: Run) -> None:
 
 
 def test_nothing_starts_while_a_version_is_awaited(whole: Run) -> None:
-    held = whole.held  # type: ignore[attr-defined]
+    held = whole.held
     assert 2 in held["asked"], "the next iteration's chunks do wait at the engine"
     assert held["admitted"] == {("val", 0), ("train", 1)}
 
 
 def test_prompts_are_made_at_most_one_iteration_ahead(whole: Run) -> None:
     made = [True] * (1 + LOOKAHEAD) + [False] * (3 - LOOKAHEAD)
-    assert whole.held["positions"] == made  # type: ignore[attr-defined]
+    assert whole.held["positions"] == made
 
 
 def test_failed_rewards_keep_their_place(whole: Run) -> None:
@@ -138,7 +106,7 @@ def test_failed_rewards_keep_their_place(whole: Run) -> None:
 
 
 def test_validation_rows_leave_before_the_trainer(whole: Run, prompt_files: Any) -> None:
-    versions = [0, 4, 8, ITERATIONS]
+    versions = [0, 4, 8, WHOLE]
     assert [event.version for event in whole.told(ValidationAnnounced)] == versions
     assert {event.prompts for event in whole.told(ValidationAnnounced)} == {prompt_files.val_rows}
     reported: dict[int, list[str]] = {version: [] for version in versions}
@@ -163,7 +131,7 @@ def test_every_row_is_recorded_as_the_trainer_got_it(whole: Run) -> None:
 
 def test_one_engine_serves_the_whole_run(whole: Run) -> None:
     assert len(whole.events("start")) == 1
-    assert [event.version for event in whole.told(VersionLoaded)] == list(range(ITERATIONS + 1))
+    assert [event.version for event in whole.told(VersionLoaded)] == list(range(WHOLE + 1))
 
 
 # The end of the data.

@@ -16,7 +16,7 @@ from tests.streams import CHUNK, CHUNKS, Run, changed, closing
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
 ITERATIONS, TEST_FREQ, STALENESS = 9, 3, 2
-HOLD_S = 3.0
+HOLD_S = 1.5
 VALIDATED = (0, 3, 6, 9)
 
 
@@ -28,7 +28,8 @@ def ahead(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> It
     run = Run(config, Schedule(ITERATIONS, CHUNKS, CHUNK, True, True, TEST_FREQ, STALENESS), folder)
     with closing(run):
         run.train(1, 1)
-        # The trainer thinks about version 1 for a while.
+        # The trainer thinks about version 1 for a while after all that may happen before it.
+        run.wait(lambda: sum(e["split"] == "train" for e in run.events("admitted")) >= (1 + STALENESS) * CHUNKS)
         time.sleep(HOLD_S)
         run.held = {(event["split"], event["iteration"]) for event in run.events("admitted")}  # type: ignore[attr-defined]
         run.train(2, ITERATIONS)

@@ -1,20 +1,18 @@
 """Engines that join and die, on a real Ray: the pool grows while chunks fill it, and the rows do not show it."""
 
-import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.config import Config
-from pipeline.config.trainer import TrainerConfig
 from pipeline.errors import FinalError
 from pipeline.prompts.stage import Schedule
 from pipeline.store.events import VersionLoaded
 from pipeline.train.feed import RowsTimeout
+from tests.stages import Failing, Hopeless, Killed, KilledAtStart, NeverAgain, Slow, StandIn
 from tests.streams import (
     ANSWER_S,
     BATCH,
@@ -22,9 +20,7 @@ from tests.streams import (
     CHUNKS,
     RANKS,
     SAMPLES,
-    Answers,
     Run,
-    StandIn,
     changed,
     closing,
     expected_prompts,
@@ -36,22 +32,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures
 SAME = ("uid", "chunk", "sample", "response_ids", "rollout_log_probs", "policy_version", "score", "advantages")
 """Columns that do not depend on which engine generated a row."""
 PATIENCE_S = 90.0
-
-
-class OneByOne(Answers):
-    """Takes its time for every chunk."""
-
-    SECONDS = 0.4
-
-    def step(self) -> list[Any]:
-        time.sleep(self.SECONDS)
-        first = CHUNK * SAMPLES
-        done, self._running = self._running[:first], self._running[first:]
-        return done
-
-
-class Slow(StandIn):
-    answers = OneByOne
 
 
 def until(what: Callable[[], bool], run: Run) -> None:
@@ -72,19 +52,8 @@ def engines_of(run: Run, iteration: int) -> set[str]:
     return set(run.rows(iteration)["engine"].to_pylist())
 
 
-@pytest.fixture(scope="module")
-def fixed(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The first iterations with one engine."""
-    folder, last = tmp_path_factory.mktemp("fixed"), 4
-    run = Run(changed(stream_config, folder), Schedule(last, CHUNKS, CHUNK, False, False, -1), folder)
-    with closing(run):
-        run.train(1, last)
-        run.finish(last)
-    return run
-
-
 @pytest.mark.long
-def test_the_pool_grows_and_the_rows_do_not_change(stream_config: Config, tmp_path: Path, fixed: Run) -> None:
+def test_the_pool_grows_and_the_rows_do_not_change(stream_config: Config, tmp_path: Path, whole_stream: Run) -> None:
     own, last = changed(stream_config, tmp_path), 200
     own.rollout.max_engines = 3
     run = Run(own, Schedule(last, CHUNKS, CHUNK, False, False, -1), tmp_path, stage=Slow)
@@ -93,8 +62,8 @@ def test_the_pool_grows_and_the_rows_do_not_change(stream_config: Config, tmp_pa
         until(lambda: len(run.events("start")) > 1, run)
         until(lambda: len(engines_of(run, max(run.iterations))) > 1, run)
         assert len(run.events("start")) <= 3
-        for iteration, tables in fixed.iterations.items():
-            for mine, theirs in zip(run.iterations[iteration], tables, strict=True):
+        for iteration in range(1, 5):
+            for mine, theirs in zip(run.iterations[iteration], whole_stream.iterations[iteration], strict=True):
                 assert mine.select(SAME).equals(theirs.select(SAME))
 
         victim = workers("Slow")[0]
@@ -114,76 +83,6 @@ def test_the_pool_grows_and_the_rows_do_not_change(stream_config: Config, tmp_pa
 # Engines that die.
 
 
-class Dying(Answers):
-    """Ends in the middle of a chunk of policy version 1, as often as `times` says over all processes."""
-
-    folder: Path
-    times = 1
-    killed = True
-    _asked = 0
-
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
-        self._asked = int(prompt["cache_salt"][1:])
-        super().add_request(request_id, prompt, params)
-
-    def step(self) -> list[Any]:
-        deaths = self.folder / "deaths"
-        count = deaths.stat().st_size if deaths.exists() else 0
-        if self._asked == 1 and count < self.times:
-            with deaths.open("a") as file:
-                file.write("x")
-            if self.killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("CUDA error: out of memory")
-        return super().step()
-
-
-def folder_of(data: Any, model: Any, rollout: Any, agent: Any, trainer: TrainerConfig, *args: Any) -> Path:
-    return Path(trainer.default_local_dir)
-
-
-class Killed(StandIn):
-    """As by the kernel when memory runs out."""
-
-    answers = Dying
-
-    def __init__(self, *args: Any) -> None:
-        Dying.folder = folder_of(*args)
-        super().__init__(*args)
-
-
-class Failing(Killed):
-    """As a GPU that runs out of memory: the process lives, its engine does not."""
-
-    def __init__(self, *args: Any) -> None:
-        Dying.killed = False
-        super().__init__(*args)
-
-
-class Hopeless(Failing):
-    def __init__(self, *args: Any) -> None:
-        Dying.times = 1000
-        super().__init__(*args)
-
-
-class NeverAgain(Killed):
-    """Dies once, and cannot start afterwards."""
-
-    def __init__(self, *args: Any) -> None:
-        if (folder_of(*args) / "deaths").exists():
-            raise OSError("the model's folder is gone")
-        super().__init__(*args)
-
-
-class KilledAtStart(Killed):
-    """Dies once, and at each start afterwards."""
-
-    def __init__(self, *args: Any) -> None:
-        if (folder_of(*args) / "deaths").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().__init__(*args)
-
-
 def started(stream_config: Config, folder: Path, stage: type[StandIn]) -> Run:
     schedule = Schedule(3, CHUNKS, CHUNK, False, False, -1)
     return Run(changed(stream_config, folder), schedule, folder, stage=stage)
@@ -191,7 +90,7 @@ def started(stream_config: Config, folder: Path, stage: type[StandIn]) -> Run:
 
 @pytest.mark.parametrize("stage", [pytest.param(Killed, marks=pytest.mark.long), Failing])
 def test_a_chunk_of_a_dead_engine_comes_from_another_with_the_current_weights(
-    stream_config: Config, tmp_path: Path, fixed: Run, stage: type[StandIn]
+    stream_config: Config, tmp_path: Path, whole_stream: Run, stage: type[StandIn]
 ) -> None:
     run = started(stream_config, tmp_path, stage)
     with closing(run):
@@ -199,7 +98,7 @@ def test_a_chunk_of_a_dead_engine_comes_from_another_with_the_current_weights(
         run.finish(3)
         assert (tmp_path / "deaths").read_text() == "x" and len(run.events("start")) == 2
         for iteration in run.iterations:
-            for mine, theirs in zip(run.iterations[iteration], fixed.iterations[iteration], strict=True):
+            for mine, theirs in zip(run.iterations[iteration], whole_stream.iterations[iteration], strict=True):
                 assert mine.select(SAME).equals(theirs.select(SAME))
         loads = run.told(VersionLoaded)
         old, new = (

@@ -1,6 +1,5 @@
 """Dynamic sampling in a stream on a real Ray: full batches for every rank, whichever groups agree."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from pipeline.errors import FinalError
 from pipeline.prompts.stage import Schedule
 from pipeline.store.events import PromptsMade
 from pipeline.track.trajectories import read_trajectories
-from tests.streams import BATCH, CHUNK, CHUNKS, RANKS, SAMPLES, Answers, Run, StandIn, changed, closing
+from tests.stages import UnevenStage
+from tests.streams import BATCH, CHUNK, CHUNKS, RANKS, SAMPLES, Run, changed, closing
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
@@ -27,19 +27,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 MOST = 20
 SAME = ("uid", "chunk", "sample", "iteration", "response_ids", "policy_version", "score", "advantages")
-
-
-class Uneven(Answers):
-    """Is quick at times."""
-
-    def step(self) -> list[Any]:
-        time.sleep(0.02 * (len(self._running) % 3))
-        done, self._running = self._running, []
-        return done
-
-
-class UnevenStage(StandIn):
-    answers = Uneven
 
 
 Make = Callable[..., Run]

@@ -17,7 +17,6 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.advantage.estimators import Estimate, register_adv_est
 from pipeline.config import Config
 from pipeline.models.policy import Policy
 from pipeline.models.tokenizer import load_tokenizer
@@ -32,7 +31,8 @@ from tests.scoring.test_policy import sums, variant
 from tests.scoring.test_reference import chosen
 from tests.scoring.test_value import expected as values_of
 from tests.scoring.test_value import trained
-from tests.streams import BATCH, CHUNK, CHUNKS, RANKS, SAMPLES, Run, answer, changed, closing, expected_prompts
+from tests.stages import answer
+from tests.streams import BATCH, CHUNK, CHUNKS, RANKS, SAMPLES, Run, changed, closing, expected_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
@@ -43,13 +43,6 @@ TRAINER_CPUS = 2
 OPTIONAL = {*BASELINE.names, *REFERENCE.names, *VALUE.names, *POLICY.names}
 ABSENT = {*REWARD_MODEL.names, *AGENT.names}
 """Of a stage that neither stream has, and of episodes."""
-
-
-@register_adv_est("test_everything", scope="batch", needs=("baselines", "values", "sum_pi_squared"))
-def everything(data, config):
-    """The whole iteration's mean reward in the advantages, and all that the stages wrote beside it."""
-    rows = data.per_token(data.rewards.mean() - data.baselines)
-    return Estimate(rows + data.values, data.sum_pi_squared)
 
 
 class Published:
@@ -98,7 +91,7 @@ def full(
 ) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("full")
     config = changed(stream_config, folder)
-    config.algorithm.adv_estimator = "tests.test_stream_stages:everything"
+    config.algorithm.adv_estimator = "tests.stages:everything"
     config.algorithm.use_kl_in_reward = True
     config.rollout.temperature = TEMPERATURE
     config.rollout.num_cpus = config.reward.num_cpus = 1

@@ -7,7 +7,8 @@ file or argument, the key, the expected value and the nearest valid key. No othe
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,9 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 UNKNOWN_SOURCE = "the config"
 
 T = TypeVar("T")
+
+_structured: Callable[[type], Any] = cache(OmegaConf.structured)
+"""A dataclass as OmegaConf holds it, to be copied and never changed: making it takes five times as long."""
 
 
 class ConfigError(ValueError):
@@ -86,12 +90,13 @@ def load(
     overrides = [expand_argument(text) for text in overrides]
     arguments = _checked(overrides, schema, folders)
     arguments += [f"hydra.searchpath=[file://{folder}]" for folder in folders if folder != primary]
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema if base is None else base)
+    node = _structured(schema) if base is None else base
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=node)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = compose(config_name, arguments)
-        merged = OmegaConf.merge(OmegaConf.structured(schema), composed)
+        merged = OmegaConf.merge(_structured(schema), composed)
         config = OmegaConf.to_object(merged)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_sentence(error, str(error), schema, folders, overrides)) from error
@@ -249,7 +254,7 @@ def save_yaml(config: Any, path: str | Path) -> None:
     """Write the resolved settings to `path` in one piece: a reader finds the old file or the new one."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
-    part.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    part.write_text(OmegaConf.to_yaml(dataclasses.asdict(config)), encoding="utf-8")
     part.replace(path)
 
 
@@ -264,7 +269,7 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
         raise ConfigError(f"there is no config file {path}")
     try:
         content = OmegaConf.load(path)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), content))
+        config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
     except (OmegaConfBaseException, YAMLError) as error:
         # As Hydra names the file.
         message = f"In '{path.stem}': {error}"

@@ -136,9 +136,10 @@ def test_chats_at_once_have_numbers_of_their_own_and_contexts() -> None:
         return float(len({answer.message.text for answer in answers}))
 
     policy = Slow("1", "2")
+    policy.seconds = 0.5
     played = play(policy, both, max_contexts=2)
     assert played.score == 2.0 and [turn for _, _, turn in policy.asked] == [0, 1], "equal seeds give equal answers"
-    assert played.numbers["engine_s"] < 0.2, "seconds in which two answers are made count once"
+    assert 0.5 <= played.numbers["engine_s"] < 1.0, "seconds in which two answers are made count once"
 
 
 class Slow(Policy):

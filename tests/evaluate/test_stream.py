@@ -21,23 +21,11 @@ from pipeline.rollout import vllm
 from pipeline.run.driver import sentence
 from pipeline.track.console import THROUGHPUT
 from pipeline.track.history import REWARD
-from tests.streams import Answers, StandIn, answer
+from tests.stages import Silent, StandIn, answer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("stream_context")]
 
 VERSION, SAMPLES = 6, 3
-
-
-class Silence(Answers):
-    """An engine that never answers."""
-
-    def step(self) -> list[Any]:
-        time.sleep(0.05)
-        return []
-
-
-class Silent(StandIn):
-    answers = Silence
 
 
 def settings(stream_config: Config, folder: Path) -> Config:

@@ -204,7 +204,7 @@ async def compute_score(**row):
     # The stage is made anew for every task of Ray Data.
     assert scores(Reward(config)(table([GOOD] * 50))) == [1.0] * 50
     assert scores(Reward(config)(table([GOOD] * 50))) == [1.0] * 50
-    assert time.perf_counter() - start < 3.0
+    assert time.perf_counter() - start < 8.0  # one after the other they take ten
 
 
 def test_async_deadline_and_cancellation_are_errors_of_the_row(tmp_path: Path) -> None:

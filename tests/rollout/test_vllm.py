@@ -5,7 +5,6 @@ whole module, with the trainer's copy of the policy beside it.
 """
 
 import asyncio
-import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import pytest
 
 from pipeline import rows
 from pipeline.config import Config
+from tests.forks import forking
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -394,7 +394,7 @@ class Engine:
     """
 
     def __init__(self, opens: Callable[..., int], *args: Any) -> None:
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(1, forking("vllm.v1.engine.llm_engine"))
         self.pid = self._pool.submit(opens, *args).result(START_S)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -381,23 +381,23 @@ async def test_a_deadline_counts_from_the_last_heartbeat() -> None:
     store = await begun(Admission(4, 4, 0))
     clock = asyncio.get_running_loop().time
     asked = clock()
-    wait = asyncio.ensure_future(store.admit(1, 99, 0.3))
+    wait = asyncio.ensure_future(store.admit(1, 99, 0.8))
     for version in range(4):
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.25)
         assert not wait.done()
         await publish(store, version)
     published = clock()
     with pytest.raises(StoreTimeout, match=r"version 99 .* train rank 0 \(publishing version 3\)"):
         await wait
-    assert clock() - asked > 0.6 + 0.3 - 0.05
-    assert 0.25 < clock() - published < 5.0
+    assert clock() - asked > 1.0 + 0.8 - 0.05
+    assert 0.75 < clock() - published < 5.0
 
 
 @asynchronous
 async def test_a_wait_gets_its_full_time_however_long_the_silence_before() -> None:
     store = await begun()
-    await asyncio.sleep(0.3)
-    wait = asyncio.ensure_future(store.admit(1, 0, 0.25))
+    await asyncio.sleep(0.6)
+    wait = asyncio.ensure_future(store.admit(1, 0, 0.5))
     await asyncio.sleep(0.05)
     assert not wait.done()
     await publish(store, 0)

@@ -172,4 +172,4 @@ def test_blocks_of_one_name_add_up() -> None:
     for _ in range(3):
         with timed(timings, "gen"):
             time.sleep(0.02)
-    assert 0.06 <= timings["timing_s/gen"].values[0] < 0.5
+    assert 0.06 <= timings["timing_s/gen"].values[0] < 5.0

@@ -228,7 +228,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_tensor_parallel_trains_as_one_process(tmp_path: Path, tie: bool) -> None:
     save_model(tmp_path / "model", tie)
     # These losses choose among the tokens of all ranks.
-    run(tmp_path, list(MESHES), *([] if tie else ["clip_cov", "kl_cov"]))
+    run(tmp_path, ["one", "tensor 2 x data 2"] if tie else list(MESHES), *([] if tie else ["clip_cov", "kl_cov"]))
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from pipeline.train.deal import Dealer
 from pipeline.train.learner import Learner
 from pipeline.train.setup import build_actor
 from pipeline.train.update import StreamedUpdate
+from tests.forks import forking
 
 PROMPTS, N, CHUNK_ROWS = 8, 2, 4
 NAMES = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
@@ -191,7 +192,8 @@ def _run(rank: int, work: Callable[..., None], args: tuple[str, ...]) -> None:
 def spawn(work: Callable[..., None], *args: str, ranks: int = 2) -> None:
     """Run `work(rank, *args)` in `ranks` processes."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.spawn(_run, args=(work, args), nprocs=ranks, join=False)
+    method = forking().get_start_method()
+    context = mp.start_processes(_run, (work, args), ranks, join=False, start_method=method)
     deadline = time.monotonic() + 120 * ranks
     while not context.join(timeout=1):
         assert time.monotonic() < deadline, f"{ranks} ranks did not finish in time"

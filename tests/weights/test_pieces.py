@@ -1,8 +1,6 @@
 """Weights sharded in several dimensions, over meshes of four real gloo ranks: the pieces rejoin bit for bit."""
 
-import os
 import pickle
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipeline.weights.load import Shard, parameters
 from pipeline.weights.publish import local_part, named, pack
+from tests.train.updates import spawn
 
 pytestmark = pytest.mark.slow
 RANKS = 4
@@ -99,11 +97,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pieces")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.spawn(work, args=(str(folder),), nprocs=RANKS, join=False)
-    deadline = time.monotonic() + 120
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, f"{RANKS} ranks did not finish within 120 s"
+    spawn(work, str(folder), ranks=RANKS)
     return folder
 
 

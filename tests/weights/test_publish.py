@@ -1,6 +1,5 @@
 """Weights from sharded ranks to whole parameters: `pack` on real gloo ranks, `parameters` on what they put."""
 
-import os
 import threading
 import time
 from dataclasses import asdict, replace
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,6 +20,7 @@ from pipeline.models.fsdp import shard
 from pipeline.weights.checksum import crc
 from pipeline.weights.load import Piece, Shard, checksum, parameters
 from pipeline.weights.publish import WeightPublisher, named, pack
+from tests.train.updates import spawn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIMIT = 600
@@ -65,11 +64,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = mp.spawn(work, args=(str(folder),), nprocs=2, join=False)
-    deadline = time.monotonic() + 120
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, "2 ranks did not finish within 120 s"
+    spawn(work, str(folder))
     return folder
 
 

@@ -1,0 +1,237 @@
+"""Parts of streams that tests put in for the real ones: engines, the rollout stage, a schedule and an estimator.
+
+Each worker of Ray that gets one imports this module, so it imports little.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from pipeline.advantage.estimators import Estimate, register_adv_est
+from pipeline.agent.hosts import Hosts
+from pipeline.config.trainer import TrainerConfig
+from pipeline.prompts.stage import Schedule
+from pipeline.rollout import vllm
+from pipeline.rollout.policy_source import PolicySource
+from pipeline.rollout.stage import Rollout
+from pipeline.store.versions import Ticket
+
+CHUNK, CHUNKS, SAMPLES = 2, 4, 3
+
+
+def answer(prompt: list[int], version: int, seed: int | None) -> list[int]:
+    """What the engine says: it follows from the prompt, the policy's version and the seed, which is None if greedy."""
+    draw = np.random.default_rng([abs(version), seed or 0, *prompt])
+    return draw.integers(70, 300, draw.integers(1, 6)).tolist()
+
+
+class Answers:
+    """Stands in for vLLM's `LLMEngine`."""
+
+    SECONDS = 0.05
+
+    def __init__(self) -> None:
+        self._running: list[Any] = []
+        self._version = "-1"
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+        greedy = params.temperature == 0
+        ids = answer(prompt["prompt_token_ids"], int(prompt["cache_salt"][1:]), None if greedy else params.seed)
+        log_probs = SimpleNamespace(logprobs=[-0.5] * len(ids))
+        completion = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason="stop", weight_versions=None)
+        self._running.append(SimpleNamespace(request_id=request_id, finished=True, outputs=[completion]))
+
+    def step(self) -> list[Any]:
+        time.sleep(self.SECONDS)
+        done, self._running = self._running, []
+        return done
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
+        """Weights mean nothing to it."""
+
+    def set_weight_version(self, version: str) -> None:
+        self._version = version
+
+    def get_weight_version(self) -> str:
+        return self._version
+
+
+class StandIn(Rollout):
+    """The rollout stage with `Answers` for its engine, and a log of what was admitted."""
+
+    answers: type[Answers] = Answers
+
+    def __init__(
+        self,
+        data: Any,
+        model: Any,
+        rollout: Any,
+        agent: Any,
+        trainer: TrainerConfig,
+        greedy: bool,
+        policy: Any,
+        hosts: Hosts,
+    ) -> None:
+        # This is the only stage in its process, which is spared the seconds that the import of vLLM takes.
+        kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+        modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
+        sys.modules.update(modules)
+        self._log = Path(trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
+        with patch.object(vllm, "build", lambda *args: self.answers()):
+            super().__init__(data, model, rollout, agent, trainer, greedy, Logged(policy, self._write), hosts)
+        self._write(event="start")
+
+    def _write(self, **event: Any) -> None:
+        with self._log.open("a") as file:
+            file.write(json.dumps(event | {"time": time.time()}) + "\n")
+
+
+class Logged:
+    """The policy store as the stage sees it, with a log of every admission."""
+
+    def __init__(self, policy: PolicySource, write: Callable[..., None]) -> None:
+        self._policy, self._write = policy, write
+        self.acknowledge = policy.acknowledge
+
+    async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
+        asked = {"split": split, "chunk": chunk, "iteration": version}
+        self._write(event="asked", **asked)
+        ticket = await self._policy.admit(split, chunk, version)
+        if ticket is not None:
+            self._write(event="admitted", version=ticket.version, **asked)
+        return ticket
+
+
+class OneByOne(Answers):
+    """Takes its time for every chunk."""
+
+    SECONDS = 0.4
+
+    def step(self) -> list[Any]:
+        time.sleep(self.SECONDS)
+        first = CHUNK * SAMPLES
+        done, self._running = self._running[:first], self._running[first:]
+        return done
+
+
+class Slow(StandIn):
+    answers = OneByOne
+
+
+class Uneven(Answers):
+    """Is quick at times."""
+
+    def step(self) -> list[Any]:
+        time.sleep(0.02 * (len(self._running) % 3))
+        done, self._running = self._running, []
+        return done
+
+
+class UnevenStage(StandIn):
+    answers = Uneven
+
+
+class Silence(Answers):
+    """An engine that never answers."""
+
+    def step(self) -> list[Any]:
+        time.sleep(0.05)
+        return []
+
+
+class Silent(StandIn):
+    answers = Silence
+
+
+class Dying(Answers):
+    """Ends in the middle of a chunk of policy version 1, as often as `times` says over all processes."""
+
+    folder: Path
+    times = 1
+    killed = True
+    _asked = 0
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+        self._asked = int(prompt["cache_salt"][1:])
+        super().add_request(request_id, prompt, params)
+
+    def step(self) -> list[Any]:
+        deaths = self.folder / "deaths"
+        count = deaths.stat().st_size if deaths.exists() else 0
+        if self._asked == 1 and count < self.times:
+            with deaths.open("a") as file:
+                file.write("x")
+            if self.killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("CUDA error: out of memory")
+        return super().step()
+
+
+def folder_of(data: Any, model: Any, rollout: Any, agent: Any, trainer: TrainerConfig, *args: Any) -> Path:
+    return Path(trainer.default_local_dir)
+
+
+class Killed(StandIn):
+    """As by the kernel when memory runs out."""
+
+    answers = Dying
+
+    def __init__(self, *args: Any) -> None:
+        Dying.folder = folder_of(*args)
+        super().__init__(*args)
+
+
+class Failing(Killed):
+    """As a GPU that runs out of memory: the process lives, its engine does not."""
+
+    def __init__(self, *args: Any) -> None:
+        Dying.killed = False
+        super().__init__(*args)
+
+
+class Hopeless(Failing):
+    def __init__(self, *args: Any) -> None:
+        Dying.times = 1000
+        super().__init__(*args)
+
+
+class NeverAgain(Killed):
+    """Dies once, and cannot start afterwards."""
+
+    def __init__(self, *args: Any) -> None:
+        if (folder_of(*args) / "deaths").exists():
+            raise OSError("the model's folder is gone")
+        super().__init__(*args)
+
+
+class KilledAtStart(Killed):
+    """Dies once, and at each start afterwards."""
+
+    def __init__(self, *args: Any) -> None:
+        if (folder_of(*args) / "deaths").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(*args)
+
+
+@dataclass(frozen=True)
+class Paged(Schedule):
+    """A schedule whose pages hold two iterations, as those of a very long run do."""
+
+    page_iterations: int = 2  # type: ignore[assignment]
+
+
+@register_adv_est("test_everything", scope="batch", needs=("baselines", "values", "sum_pi_squared"))
+def everything(data, config):
+    """The whole iteration's mean reward in the advantages, and all that the stages wrote beside it."""
+    rows = data.per_token(data.rewards.mean() - data.baselines)
+    return Estimate(rows + data.values, data.sum_pi_squared)
