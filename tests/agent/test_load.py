@@ -243,6 +243,7 @@ def test_a_machine_without_room_is_asked_again_until_the_deadline(tmp_path: Path
         assert (await processes.open(ROW, 1, 30)).opened == "begin"
 
     async def fail(processes: Processes) -> None:
+        await processes.start()
         words = r"ProcessError: no process could be started \(Resource temporarily unavailable\), in open"
         with pytest.raises(EpisodeFailed, match=words):
             await processes.open(ROW, 1, 0.5)
