@@ -43,6 +43,12 @@ class Experts(Place):
 
 
 def open_place(kind: str, folder: str) -> int:
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import mixtral, qwen3_moe
+
+    # A class that vLLM knows by its name alone is looked at in one more process, which takes ten seconds to begin.
+    for model in (mixtral.MixtralForCausalLM, qwen3_moe.Qwen3MoeForCausalLM):
+        ModelRegistry.register_model(model.__name__, model)
     Experts.kind = kind
     test_vllm.place = Experts(True, folder)
     return os.getpid()
