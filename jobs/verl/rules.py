@@ -85,6 +85,9 @@ def reference(state: State) -> None:
     in_reward = state.get("algorithm.use_kl_in_reward")
     if "reference" in state.scorers and not in_reward:
         state.set("scoring.reference.where", TRAIN_WORKERS)
+        ranks = state.get("actor.parallel.sequence")
+        name = f"{_REF}.ulysses_sequence_parallel_size"
+        state.leave(name, f"the reference is divided as the actor is, actor.parallel.sequence={ranks}")
         return
     state.drop("scoring.reference.offload")
     replicas = "a KL in the reward is computed by replicas, which have GPUs of their own"

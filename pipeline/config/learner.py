@@ -189,7 +189,7 @@ class ActorConfig:
 
     ppo_max_token_len_per_gpu: int = 16384
     """Most tokens in one forward pass of a rank; padding counts, in models that cannot attend over packed rows. The
-    ranks of `actor.parallel.sequence` share a pass, which may hold so many times as many."""
+    ranks of `actor.parallel.sequence` share a pass, which may hold this many tokens for each of them."""
 
     old_log_probs: str = setting("recompute", choices=("recompute", "engine"))
     """Old log-probs of the ratio: `recompute` (a pass of the trainer before the update; decoupled mode) or `engine` (as

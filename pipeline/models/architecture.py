@@ -1,4 +1,4 @@
-"""What the configuration of a model says of the passes that it can take; nothing here loads torch."""
+"""Which passes a model can take, by its configuration; nothing here loads torch."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -156,7 +156,7 @@ def attend(
         options: of that attention.
 
     Returns:
-        [1, T, heads, D], and None in place of the attention's weights.
+        [1, T, heads, D], with a share T / S positions of it; and None in place of the attention's weights.
     """
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -50,8 +50,8 @@ def torch_dtype(name: str, key: str) -> torch.dtype:
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:
     """The outermost transformer blocks of a model, in order.
 
-    These are the `_no_split_modules` of a `transformers` model, or else its decoder's `layers`. A block with an
-    embedding is left to the root, where a tied head needs it.
+    These are the `_no_split_modules` of a `transformers` model. A block with an embedding is left to the root, where a
+    tied head needs it; if every block has one, or the model names none, these are the `layers` of its decoder.
     """
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     blocks: list[nn.Module] = []
@@ -107,11 +107,11 @@ def shard(module: Module, config: FSDPConfig, device: torch.device | str, mesh: 
         **({"offload_policy": CPUOffloadPolicy()} if config.offload == "all" else {}),
     }
     slots = take_slices(module, mesh)
-    for block in transformer_blocks(module):
-        fully_shard(block, **options)
     for embedding in untied_embeddings(module):
         # In the root's group it would be gathered as long as the head. Its gradient needs no weights.
         fully_shard(embedding, **options).set_unshard_in_backward(False)
+    for block in transformer_blocks(module):  # after the embeddings that some blocks have inside
+        fully_shard(block, **options)
     fully_shard(module, **options)
     adopt(slots)
     if config.offload == "all":

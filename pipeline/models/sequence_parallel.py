@@ -7,7 +7,7 @@
 The S ranks of a group see the same rows, and each computes everything but attention for T/S of the positions. Before
 attention they exchange, so that each has all positions of some heads, and behind it they exchange back.
 
-Each rank computes what is predicted at its own positions, and `Share.join` gives all ranks the numbers of all, so that
+Each rank computes the predictions at its own positions, and `Share.join` gives all ranks the numbers of all, so that
 they compute one and the same loss. Each takes the gradient of its own numbers back: the sum over the ranks, which FSDP
 computes, is the gradient of the loss.
 """

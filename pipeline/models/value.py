@@ -37,8 +37,8 @@ class ValueModel(nn.Module):
             raise ValueError(f"{type(lm).__name__} has no decoder with a linear head, so it cannot become a critic.")
         without_dropout(self.decoder)
         self.vocab_size = embedding.num_embeddings
-        # FSDP wants one type of what is trained in a group, and the head is in the root's, with the embedding. Beside a
-        # frozen decoder it is float32, as adapters are.
+        # FSDP wants one type of the trained weights of a group, and the head is in the root's, with the last norm.
+        # Beside a frozen decoder it is float32, as adapters are.
         dtype = embedding.weight.dtype if embedding.weight.requires_grad else torch.float32
         self.head = nn.Linear(head.in_features, 1, dtype=dtype, device=embedding.weight.device)
         nn.init.zeros_(self.head.weight)

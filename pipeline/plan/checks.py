@@ -213,7 +213,7 @@ def _episode_in_a_pass(config: Config, name: str, learner: ActorConfig | CriticC
 
 
 def _budget(config: Config, name: str, tokens: int) -> tuple[str, int]:
-    """What lets a pass of a learner hold how many tokens."""
+    """The settings that limit a pass of a learner, in words, and the tokens that it may hold."""
     key, sequence = f"{name}.ppo_max_token_len_per_gpu={tokens}", config.actor.parallel.sequence
     return (key, tokens) if sequence == 1 else (f"{key} x actor.parallel.sequence={sequence}", tokens * sequence)
 

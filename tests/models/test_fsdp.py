@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, DogeConfig, DogeForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipeline.config.learner import FSDPConfig, OptimConfig
 from pipeline.config.model import ModelConfig
@@ -195,3 +195,27 @@ def test_parameters_are_left_to_the_policy_of_their_offload(
     plain(torch.arange(12).reshape(2, 6), torch.tensor([1, 8]), torch.tensor([3, 4]))[0].sum().backward()
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_blocks_with_embeddings_inside_are_sharded() -> None:
+    """The experts of Doge are rows of embeddings, a group each inside of the block's group."""
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = DogeConfig(
+        **sizes, **heads, is_moe=True, num_experts=16, num_experts_per_tok=2, tie_word_embeddings=False, pad_token_id=0
+    )
+    ids = torch.arange(1, 13).reshape(2, 6)
+    gradients = []
+    for sharded in (False, True):
+        torch.manual_seed(3)
+        model = DogeForCausalLM(config)
+        if sharded:
+            shard(model, FSDPConfig(), "cpu")
+        model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        gradients.append({n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()})
+    plain, ours = gradients
+    assert any(name.endswith("down_embed.weight") for name in plain) and plain.keys() == ours.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7)
