@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     def run() -> int:
         check_versions()
         config = load_config(options.settings, config_dir=options.config_dir)
-        if options.gpus and not options.dry_run:
+        if options.gpus is not None and not options.dry_run:
             raise ValueError("--gpus suggests settings and starts nothing; add --dry-run")
         return train(config, options.dry_run, ["python", "-m", "jobs.train", *given], options.gpus)
 
@@ -209,7 +209,7 @@ def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[N
     """The GPUs of `--gpus`; without it their kind alone, None for a run on CPUs."""
     from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu, parse
 
-    if gpus:
+    if gpus is not None:
         return parse(gpus)
     uses_gpus = config.trainer.use_gpu or config.rollout.num_gpus
     return None, (local_gpu() or GPUS[DEFAULT]) if uses_gpus else None
@@ -230,7 +230,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     from pipeline.replay import checks as replay
     from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
 
-    count, gpu = _kind_of_gpu(config, gpus)
+    count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
     plan(config)
     name_from_root(config)
     run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name

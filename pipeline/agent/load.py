@@ -22,7 +22,7 @@ from types import FrameType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Environment, verl
-from pipeline.agent.preload import is_alone, prepare
+from pipeline.agent.preload import is_alone, prepare, write_out
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
 from pipeline.agent.schema import schema_of
 
@@ -128,7 +128,9 @@ def load(
         ValueError: it does not load or answer, or is no environment or tool; the sentence names the key.
     """
     code = Code()
-    verl.provide()
+    if not command:
+        # A command finds what a fresh interpreter would.
+        verl.provide()
     if environment is not None and environment.startswith(OPENENV):
         _openenv(code, environment, kwargs, within_s)
     elif environment is not None:
@@ -169,9 +171,7 @@ def _preload(code: Code, modules: Sequence[str], path: Sequence[str]) -> None:
         _imported(code, "agent.preload", name, name, None)
         if not is_alone():
             raise ValueError(f"agent.preload: importing {name} starts threads, which a fork would lose; leave it out")
-    # Every fork would print it again.
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    write_out()
     code.preloaded = True
 
 

@@ -26,6 +26,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 THREAD_S = 0.2  # seconds in which a thread that has ended is gone
+_held: list[Any] = []  # files that imported modules hold, which the collector does not show in a fork (`gc.freeze`)
 
 
 def prepare(script: str, path: Sequence[str]) -> None:
@@ -39,6 +40,12 @@ def prepare(script: str, path: Sequence[str]) -> None:
     # The user's code may have a package of the same name.
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
         del sys.modules[name]
+
+
+def write_out() -> None:
+    """Write files that imported modules hold to their end, which every fork would do again."""
+    _held[:] = [*_files(), sys.stdout, sys.stderr]
+    _flush(_held)
 
 
 def is_alone() -> bool:
@@ -74,6 +81,11 @@ def fork(
         for descriptor in (*streams, *others):
             os.close(descriptor)
         os.environ.update(variables)
+        # They have the episode's seed, which all episodes of a group may have; `random` draws anew in a fork.
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].seed()
         _run(command)
     finally:
         # Whatever happens, this process must not go on as a second episode.
@@ -110,12 +122,7 @@ def _run(command: list[str]) -> NoReturn:
     with suppress(BaseException):
         atexit._run_exitfuncs()
     # The collector may close what a file writes to before the file is written to its end.
-    opened = [thing for thing in gc.get_objects() if issubclass(type(thing), _io._IOBase)]
-    for file in (*opened, sys.stdout, sys.stderr):
-        # It may be closed.
-        with suppress(Exception):
-            file.flush()
-    del opened, file
+    _flush([*_held, *_files(), sys.stdout, sys.stderr])
     for name in [name for name, module in sys.modules.items() if module is main]:
         del sys.modules[name]
     del main
@@ -126,6 +133,17 @@ def _run(command: list[str]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit((code or 0) & 255)
+
+
+def _files() -> list[Any]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), _io._IOBase)]
+
+
+def _flush(files: Sequence[Any]) -> None:
+    for file in files:
+        # It may be closed.
+        with suppress(Exception):
+            file.flush()
 
 
 def _of_script(trace: TracebackType | None, script: str) -> TracebackType | None:

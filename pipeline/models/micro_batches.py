@@ -101,9 +101,8 @@ def _sizes(lengths: list[int], max_tokens: int, units: list[int] | None) -> list
             where = f"a row has {contexts} contexts, all of which must pass through the model together, with"
         raise ValueError(
             f"{where} {sizes[unit]} tokens (prompt + response), {sizes[unit] - max_tokens} more than the {max_tokens} "
-            "that one forward pass may hold; raise actor.ppo_max_token_len_per_gpu x actor.parallel.sequence to at least "
-            f"{sizes[unit]}"
-            f"{APART if contexts > 1 else ''}"
+            "that one forward pass may hold; raise actor.ppo_max_token_len_per_gpu x actor.parallel.sequence to at "
+            f"least {sizes[unit]}{APART if contexts > 1 else ''}"
         )
     return sizes
 

@@ -39,6 +39,12 @@ def too_large(config: Config, memory: Memory, gpu: Gpu) -> Iterator[str]:
                 f"a {name} replica has {shown(weights)} of weights, and scoring.{name}.num_gpus={pool.num_gpus:g} is "
                 f"{shown(part)} of {gpu.words}"
             )
+    together = min(rollout.num_engines, int(1 / rollout.num_gpus)) if 0 < rollout.num_gpus < 1 else 1
+    if uses_engines(config) and together > 1 and not shares_gpus(config) and together * engine > limit:
+        yield (
+            f"{together} engines of rollout.num_gpus={rollout.num_gpus:g} on one GPU need {together} x {shown(engine)} "
+            f"(rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}) of {gpu.words}, {most}"
+        )
     if uses_engines(config) and rollout.num_gpus:
         # A cache for one sequence of full length is the least with which vLLM starts.
         needed = memory.engine_weights + memory.engine_kv_needed / rollout.max_num_seqs

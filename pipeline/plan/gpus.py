@@ -1,5 +1,6 @@
 """Kinds of GPUs: the memory and the speed with which the plan estimates."""
 
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ PER_NODE = 8
 
 def known(card: str) -> Gpu | None:
     """The kind of a card that its driver calls `card`; None where `GPUS` has none."""
-    fitting = [name for name in GPUS if name in card]
+    fitting = [name for name in GPUS if re.search(rf"\b{name}\b", card)]
     return GPUS[max(fitting, key=len)] if fitting else None
 
 
@@ -55,10 +56,10 @@ def parse(text: str) -> tuple[int, Gpu]:
     Raises:
         ValueError: `text` is neither, or names an unknown kind.
     """
-    number, _, name = text.partition("x")
+    number, times, name = text.partition("x")
     if not number.isascii() or not number.isdigit() or int(number) < 1:
         raise ValueError(f"--gpus {text} is not a number of GPUs; write 8, or with their kind 8xH200")
-    if name and name not in GPUS:
+    if times and name not in GPUS:
         raise ValueError(f"--gpus {text} names an unknown kind of GPU; known are {', '.join(GPUS)}")
     return int(number), GPUS[name] if name else local_gpu() or GPUS[DEFAULT]
 

@@ -111,7 +111,8 @@ def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
         return name, "nothing: no layout fits; take more GPUs, or a lower actor.ppo_max_token_len_per_gpu"
     changed = (f"{key}={as_argument(value)}" for key, value in settings.items() if value_of(config, key) != value)
     memory = estimate(laid_over(config, settings), models)
-    host = f" and {shown(memory.offloaded + memory.train_kept)} of host memory" if memory.offloaded else ""
+    waiting = memory.offloaded + memory.train_kept
+    host = f" and {shown(waiting)} of host memory" if waiting else ""
     words = " ".join(changed) or "the settings as they are"
     return name, f"{words} (a train worker: {shown(memory.train_peak)} of its GPU{host})"
 
@@ -123,13 +124,14 @@ def _layouts(
     parallel = config.actor.parallel
     positions = {
         "actor.parallel.sequence": sequence,
-        "actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu * parallel.sequence // sequence,
+        "actor.ppo_max_token_len_per_gpu": -(-config.actor.ppo_max_token_len_per_gpu * parallel.sequence // sequence),
     }
     lora, engines = "model.lora.rank" in saving or config.model.lora.rank > 0, uses_engines(config)
     # Engines that generate ahead never sleep, and would slow down the train workers beside them.
     turns = gpus == 1 or config.algorithm.max_staleness == 0
     for together in (True, False) if turns else (False,):
         most = gpus if together or not engines else gpus // 2
+        most = min(most, config.data.train_batch_size)
         workers = next((count for count in range(most, 0, -1) if _chunk_prompts(config, count)), 0)
         for mesh in _meshes(models.policy, workers, lora, sequence):
             train = {

@@ -43,6 +43,7 @@ def tell(folder):
         blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         threads=[threading.active_count(), threading.current_thread() is threading.main_thread()],
         folder=os.getcwd(),
+        finders=[getattr(one, "__name__", type(one).__name__) for one in sys.meta_path],
         own=[name for name in sys.modules if name.startswith("pipeline")],
         flags=repr(sys.flags),
         limits=os.getpgrp() == os.getsid(0) != os.getpid(),
@@ -53,7 +54,14 @@ def tell(folder):
 def drawn(folder):
     import random
 
-    say(random.random())
+    import numpy
+
+    say(random.random(), numpy=numpy.random.random())
+
+
+def file_of_a_module(folder):
+    heavy.log.write("written\n")
+    say(14)
 
 
 def no_line(folder):

@@ -42,12 +42,16 @@ OUTCOMES: dict[str, Observation | str] = {
     "forked": Observation(done=True, reward=12.0),
     "spawned": Observation(done=True, reward=12.0),
     "outlived": Observation(done=True, reward=13.0),
+    "file_of_a_module": Observation(done=True, reward=14.0),
     "spends": f"{ENDS} exit code 1{LINE}MemoryError",
 }
 """How each function of `commands.py` ends."""
 HEAVY = """
 import os
 open(os.environ["HEAVY"], "a").write("x")
+log = open(os.environ["HEAVY"] + " log", "a")
+if "QUIET" not in os.environ:
+    print("imported", file=log)
 if "QUIET" not in os.environ:
     print("imported")
 """
@@ -92,7 +96,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     folder = tmp_path_factory.mktemp("commands")
     shutil.copy(Path(__file__).parent / "commands.py", folder)
     (folder / "heavy.py").write_text(HEAVY)
-    return outcomes(folder / "out"), outcomes(folder / "out", preload=["heavy", "multiprocessing"])
+    return outcomes(folder / "out"), outcomes(folder / "out", preload=["heavy", "multiprocessing", "numpy"])
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
@@ -107,7 +111,9 @@ def test_a_fork_finds_and_writes_the_same(both: tuple[dict[str, Any], dict[str, 
         assert forked["tell"].parts[key] == value, key
     for name in ("raised", "chained", "open_file"):
         assert forked[f"file {name}"] == fresh[f"file {name}"] != ""
-    assert len({found["reward"] if isinstance(found, dict) else found.reward for found in drawn(both)}) == 4
+    assert fresh["file imports log"].count("written") == 1 == forked["file imports log"].count("written")
+    assert forked["file imports log"].count("imported") == 1, "forks do not write again what was there before"
+    assert len({found.reward for found in drawn(both)}) == 4 == len({found.parts["numpy"] for found in drawn(both)})
 
 
 def drawn(both: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:

@@ -170,6 +170,8 @@ def test_dry_run_suggests_settings(
 ) -> None:
     """Where they are asked for, and where the plan does not fit; a run on CPUs has no times."""
     monkeypatch.setenv("COLUMNS", "400")
+    # A machine with a GPU suggests its own kind.
+    monkeypatch.setattr("pipeline.plan.gpus.local_gpu", lambda: None)
     assert main(["--dry-run", "--gpus", "2xL4", *arguments]) == 0
     text = capsys.readouterr().out
     assert "suggested for 2 x L4" in text and "trainer.use_gpu=true" in text and "rollout.sleep=true" in text

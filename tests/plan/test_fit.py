@@ -43,6 +43,13 @@ def test_both_on_one_gpu() -> None:
     assert between.startswith("a train worker between updates and an engine need 16.0 GiB + 18.0 GiB")
 
 
+def test_engines_that_share_a_gpu_add_up() -> None:
+    several = ["rollout.num_gpus=0.5", "rollout.num_engines=4"]
+    assert found(30, "rollout.gpu_memory_utilization=0.4", *several) == []
+    [two] = found(30, "rollout.gpu_memory_utilization=0.6", *several)
+    assert two.startswith("2 engines of rollout.num_gpus=0.5 on one GPU need 2 x 18.0 GiB")
+
+
 def test_a_replica_holds_a_whole_model() -> None:
     kl = ["actor.use_kl_loss=true", "scoring.reference.num_gpus=0.05"]
     assert found(60, *kl) == []
@@ -54,9 +61,15 @@ def test_a_replica_holds_a_whole_model() -> None:
 
 def test_kinds_of_gpus() -> None:
     assert known("NVIDIA H100 80GB HBM3") is GPUS["H100"] and known("NVIDIA L40S") is GPUS["L40S"]
-    assert known("NVIDIA L4") is GPUS["L4"] and known("NVIDIA T4") is None
+    assert known("NVIDIA L4") is GPUS["L4"] and known("NVIDIA T4") is known("NVIDIA L40") is None
     assert parse("16xH200") == (16, GPUS["H200"])
-    for text, part in (("0", "is not a number of GPUs"), ("xH100", "is not a number"), ("8xT4", "known are A100,")):
+    for text, part in (
+        ("0", "is not a number of GPUs"),
+        ("xH100", "is not a number"),
+        ("", "is not a number"),
+        ("8x", "names an unknown kind"),
+        ("8xT4", "known are A100,"),
+    ):
         with pytest.raises(ValueError, match=part):
             parse(text)
 

@@ -114,6 +114,10 @@ def test_rows_for_which_a_gpu_is_too_small_are_divided(tmp_path: Path) -> None:
     assert made and not made.too_large and made.actor.max_tokens == 262144
     assert (made.config.actor.parallel.sequence, made.config.actor.ppo_max_token_len_per_gpu) == (2, 131072)
     assert made.config.trainer.num_workers % 2 == 0 and not made.config.model.lora.rank
+    odd = planned(
+        *asked(tmp_path, "long", "data.max_response_length=261631", "actor.ppo_max_token_len_per_gpu=262143"), 4
+    )
+    assert odd and odd.config.actor.parallel.sequence == 2 and not odd.config.model.lora.rank
 
 
 def values(folders: Path, model: str, count: int, *settings: str) -> dict[str, Any]:
