@@ -48,7 +48,6 @@ def of_adapters(config: Config) -> None:
     """Adapters, the KL to the base, layers that are computed again."""
     config.model.lora.rank, config.model.enable_gradient_checkpointing = 4, True
     config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.5
-    config.actor.optim.lr = 0.1
 
 
 def of_values(config: Config) -> None:
