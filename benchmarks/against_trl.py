@@ -100,13 +100,15 @@ LONG = [
 
 
 def make_long_inputs(folder: Path) -> tuple[Path, Path]:
-    """Puzzles behind many digits, and an untrained model, in folders of `folder`; the same on every call.
+    """Puzzles behind many digits, and an untrained model, in folders of `folder`; what is there already is taken.
 
     Raises:
         subprocess.CalledProcessError: they could not be made.
     """
     data, model = folder / "data", folder / "model"
     train = data / "train.parquet"
+    if (model / "config.json").is_file():
+        return data, model
     prepare = f"countdown --out {data} --train 2000 --test 100 --template short --seed 1"
     subprocess.run([sys.executable, "-m", "jobs.prepare", *prepare.split()], check=True)
     table, random = pq.read_table(train), np.random.default_rng(0)
@@ -115,7 +117,6 @@ def make_long_inputs(folder: Path) -> tuple[Path, Path]:
         messages[-1]["content"] = "".join(map(str, random.integers(0, 10, DIGITS))) + " " + messages[-1]["content"]
     column = table.schema.get_field_index("prompt")
     pq.write_table(table.set_column(column, table.schema.field(column), pa.array(prompts, table["prompt"].type)), train)
-    shutil.rmtree(model, ignore_errors=True)
     tiny = f"--out {model} --data {train} --hidden 256 --layers 6 --seed 1"
     subprocess.run([sys.executable, "-m", "jobs.tiny", *tiny.split()], check=True)
     return data, model

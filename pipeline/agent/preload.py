@@ -81,7 +81,7 @@ def fork(
         for descriptor in (*streams, *others):
             os.close(descriptor)
         os.environ.update(variables)
-        # They have the episode's seed, which all episodes of a group may have; `random` draws anew in a fork.
+        # They have the episode's seed, which all episodes of a group may have; a fork seeds `random` again.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
         if "torch" in sys.modules:

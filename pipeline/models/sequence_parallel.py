@@ -73,7 +73,7 @@ class Share:
         return self._exchange(states, 0, 1)
 
     def _exchange(self, states: Tensor, given: int, taken: int) -> Tensor:
-        """Give the ranks a part of dimension `given` each, and put what they give one after the other in `taken`."""
+        """Give each rank a part of dimension `given`, and join the parts of all ranks along dimension `taken`."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         parts = torch.stack(states.chunk(self.ranks, given))

@@ -39,7 +39,7 @@ GPUS = {
     )
 }
 DEFAULT = "H100"
-"""What a plan is made for on a machine without GPUs."""
+"""The kind of GPU that a plan is made for on a machine without GPUs."""
 PER_NODE = 8
 """GPUs of a node, among which communication is fast."""
 

@@ -12,7 +12,7 @@ from pipeline.models.architecture import why_whole
 from pipeline.plan.models import ModelFiles, read_model
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
-"""What tensor parallelism divides."""
+"""Sizes that tensor parallelism divides."""
 
 
 def problems(config: Config) -> Iterator[str]:

@@ -54,11 +54,11 @@ class Plan:
     """None where the model is not a local folder with safetensors files."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     gpu: Gpu | None = None
-    """What memory and times are estimated for."""
+    """The kind of GPU that memory and times are estimated for."""
     times: Times | None = None
     """None without a kind of GPU, or where train workers or engines use CPUs."""
     too_large: tuple[str, ...] = field(default_factory=tuple)
-    """Sentences on what does not fit the GPUs."""
+    """Sentences on parts of the run that do not fit the GPUs."""
 
     @property
     def cpus(self) -> float:

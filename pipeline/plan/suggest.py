@@ -1,6 +1,6 @@
 """Settings with which a model trains on a number of GPUs: the fastest that fit and that the plan accepts, of these.
 
-    what saves memory   nothing, gradient checkpointing, and offloads with it; where nothing of these fits, passes whose
+    a saving            nothing, gradient checkpointing, and offloads with it; where nothing of these fits, passes whose
                         positions several workers divide; where that does not either, adapters
     a layout            all GPUs train and generate in turn; half of them train and half generate
     a mesh              copies of the shards in each node; one copy over all workers
@@ -48,7 +48,7 @@ OFF: Settings = {
     "rollout.min_engines": None,
     "rollout.max_engines": None,
 }
-"""What a layout does without, unless it sets it."""
+"""Settings of every layout that does not set them itself."""
 CHECKPOINTS: Settings = {"model.enable_gradient_checkpointing": True}
 SAVINGS: tuple[Settings, ...] = (
     {},
@@ -57,10 +57,10 @@ SAVINGS: tuple[Settings, ...] = (
     {**CHECKPOINTS, "actor.fsdp.offload": "optimizer", "model.activation_offload": True},
     {**CHECKPOINTS, "actor.fsdp.offload": "all"},
 )
-"""What saves memory, the cheapest first."""
+"""Ways to save memory, the cheapest first."""
 LORA: Settings = {**CHECKPOINTS, "model.lora.rank": 32, "model.dtype": "bfloat16"}
 ADAPTERS: tuple[Settings, ...] = (LORA, {**LORA, "model.activation_offload": True})
-"""What is left where all weights cannot be trained."""
+"""Ways to train where all weights do not fit."""
 
 
 def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | None:
@@ -120,7 +120,7 @@ def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
 def _layouts(
     config: Config, models: Models, gpus: int, gpu: Gpu, saving: Settings, sequence: int
 ) -> Iterator[Settings]:
-    """Train workers, so many of which divide the positions of a pass, and engines on so many GPUs."""
+    """Settings of train workers, `sequence` of which divide the positions of a pass, and of engines, on `gpus` GPUs."""
     parallel = config.actor.parallel
     positions = {
         "actor.parallel.sequence": sequence,

@@ -169,8 +169,8 @@ def _mesh(plan: Plan) -> Iterator[str]:
     """How the train workers divide model and rows."""
     parallel, workers = plan.config.actor.parallel, plan.config.trainer.num_workers
     same, replicate, tensor = parallel.ranks_with_same_rows, parallel.replicate, parallel.tensor
-    groups, sequence = workers // same, same // tensor
-    dimensions = {"replicate": replicate, "shard": groups // replicate, "sequence": sequence, "tensor": tensor}
+    groups = workers // same
+    dimensions = {"replicate": replicate, "shard": groups // replicate, "sequence": parallel.sequence, "tensor": tensor}
     used = " x ".join(f"{name} {size}" for name, size in dimensions.items() if name != "sequence" or size > 1)
     experts = f", experts over the {tensor} of tensor" if parallel.expert > 1 else ""
     yield f"{used} = {workers} train worker{'s' * (workers > 1)}; weights over {workers // replicate}{experts}"

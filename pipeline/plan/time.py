@@ -37,7 +37,7 @@ ASSUMED = (
     f"{IN_NODE / 1e9:.0f} GB/s between GPUs of a node of {PER_NODE}, {BETWEEN_NODES / 1e9:.0f} between nodes, "
     f"{TO_HOST / 1e9:.0f} to the host, {OF_HOST / 1e9:.0f} in a node's memory; publishing at {PUBLISHED / 1e9:g} GB/s"
 )
-"""What the estimate assumes, in words."""
+"""The assumptions of the estimate, in words."""
 
 
 @dataclass(frozen=True)
