@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PACKED = "packed"
 """Name of this attention in `transformers`."""
-LONG_PROMPT = 64
+LONG_PROMPT = 16
 """Tokens of a shared prompt from which responses alone ask; below, fewer calls are faster."""
 
 

@@ -80,8 +80,9 @@ def pack(
     """Model inputs of the contexts in `packs`, in that order; those of a pack share one prompt (`sharing.py`).
 
     Of response tokens that are not in `read` [N] (bool, None for all), nothing is predicted: they stand in `input_ids`
-    alone, as prompts do. With `packed`, which a model must be able to take (`sharing.Passes`), packs stand end to end;
-    without, they are padded, and each is one context.
+    alone, as prompts do. The last token of a response predicts nothing and no token sees it, so it is not in
+    `input_ids`. With `packed`, which a model must be able to take (`sharing.Passes`), packs stand end to end; without,
+    they are padded, and each is one context.
 
     The ranks of `sequence` have equal shares of the positions, for which pad tokens follow the packs.
 
@@ -95,9 +96,10 @@ def pack(
     prompt_counts = rows.prompt_offsets[order[first] + 1] - prompt_starts
     starts = rows.response_offsets[order]
     counts = rows.response_offsets[order + 1] - starts
-    before = np.cumsum(counts) - counts  # response tokens of all contexts before
+    fed = np.maximum(counts - 1, 0)  # response tokens in `input_ids`
+    before = np.cumsum(fed) - fed  # those of all contexts before
     before_in_pack = before - np.repeat(before[first], sizes)
-    lengths = prompt_counts + np.add.reduceat(counts, first) if len(sizes) else np.ones(1, dtype=np.int64)
+    lengths = prompt_counts + np.add.reduceat(fed, first) if len(sizes) else np.ones(1, dtype=np.int64)
 
     # Indices into the flat positions.
     tokens, ranks = int(lengths.sum()) if len(sizes) else 0, sequence.size() if sequence else 1
@@ -107,25 +109,25 @@ def pack(
     prompt_ends = pack_starts + prompt_counts
     prompt_index = ranges(pack_starts, prompt_counts)
     response_starts = np.repeat(prompt_ends, sizes) + before_in_pack
-    response_index = ranges(response_starts, counts)
+    response_index = ranges(response_starts, fed)
     # A token is predicted at the token before it; the first token of a response at the prompt's last token.
-    logit_index = response_index - 1
+    logit_index = ranges(response_starts - 1, counts)
     not_empty = counts > 0
-    logit_index[before[not_empty]] = np.repeat(prompt_ends, sizes)[not_empty] - 1
+    logit_index[(np.cumsum(counts) - counts)[not_empty]] = np.repeat(prompt_ends, sizes)[not_empty] - 1
 
     token_index = ranges(starts, counts)
     targets = rows.response_ids[token_index].astype(np.int64)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     input_ids.flat[prompt_index] = rows.prompt_ids[ranges(prompt_starts, prompt_counts)]
-    input_ids.flat[response_index] = targets
+    input_ids.flat[response_index] = rows.response_ids[ranges(starts, fed)]
     positions = where = None
     if packed:
         positions = np.zeros(shape, dtype=np.int64)
         positions.flat[prompt_index] = ranges(np.zeros_like(prompt_counts), prompt_counts)
-        positions.flat[response_index] = ranges(np.repeat(prompt_counts, sizes), counts)
-        own = counts.copy()
+        positions.flat[response_index] = ranges(np.repeat(prompt_counts, sizes), fed)
+        own = fed.copy()
         own[first] += prompt_counts
-        described = (np.repeat(pack_starts, sizes), np.repeat(prompt_counts, sizes), response_starts, counts)
+        described = (np.repeat(pack_starts, sizes), np.repeat(prompt_counts, sizes), response_starts, fed)
         contexts = np.stack(described, 1)[own > 0]
         if total > tokens:  # the pad tokens are a prompt without a response
             contexts = np.concatenate([contexts, [[tokens, total - tokens, total, 0]]])

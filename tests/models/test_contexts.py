@@ -55,20 +55,20 @@ def test_layout_by_hand() -> None:
 
     batch = pack(rows, [[4], [5], [0], [1], [2]])
     assert batch.input_ids.tolist() == [
-        [1, 2, 0, 0, 0, 0],
-        [9, 13, 0, 0, 0, 0],
-        [1, 2, 3, 4, 0, 0],
-        [5, 6, 0, 0, 0, 0],
-        [7, 8, 9, 10, 11, 12],
+        [1, 2, 0, 0, 0],
+        [9, 0, 0, 0, 0],
+        [1, 2, 3, 0, 0],
+        [5, 0, 0, 0, 0],
+        [7, 8, 9, 10, 11],
     ]
     assert batch.targets.tolist() == [13, 3, 4, 6, 10, 11, 12]
-    assert batch.logit_index.tolist() == [6, 13, 14, 18, 26, 27, 28]
+    assert batch.logit_index.tolist() == [5, 11, 12, 15, 22, 23, 24]
     assert batch.row_index.tolist() == [0, 1, 1, 1, 1, 1, 1] and batch.sequences == 2
     assert batch.token_index.tolist() == [7, 0, 1, 2, 3, 4, 5]
     assert batch.positions is None
     packed = pack(rows, [[4], [5], [0], [1], [2]], packed=True)
-    assert packed.input_ids.tolist() == [[1, 2, 9, 13, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
-    assert packed.logit_index.tolist() == [2, 5, 6, 8, 12, 13, 14]
+    assert packed.input_ids.tolist() == [[1, 2, 9, 1, 2, 3, 5, 7, 8, 9, 10, 11]]
+    assert packed.logit_index.tolist() == [2, 4, 5, 6, 9, 10, 11]
     for name in ("targets", "row_index", "token_index"):
         assert getattr(packed, name).tolist() == getattr(batch, name).tolist(), name
 

@@ -42,14 +42,14 @@ ROWS = [([1, 2], [3, 0, 5]), ([6], []), ([7, 8, 9], [4])]
 def test_collate_by_hand():
     rows = TrainBatch.from_table(table(ROWS))
     padded = collate(rows, [[2], [0]], pad_token_id=99)
-    assert padded.input_ids.tolist() == [[7, 8, 9, 4, 99], [1, 2, 3, 0, 5]]
-    assert padded.logit_index.tolist() == [2, 6, 8] and padded.packing is None
+    assert padded.input_ids.tolist() == [[7, 8, 9, 99], [1, 2, 3, 0]]
+    assert padded.logit_index.tolist() == [2, 5, 7] and padded.packing is None
     batch = collate(rows, [[2], [0]], pad_token_id=99, packed=True)
-    assert batch.input_ids.tolist() == [[7, 8, 9, 4, 1, 2, 3, 0, 5]]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
-    assert batch.lengths.tolist() == [4, 5]
+    assert batch.input_ids.tolist() == [[7, 8, 9, 1, 2, 3, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert batch.lengths.tolist() == [3, 4]
     # The second token of the first row does not train, and nothing predicts it.
-    assert batch.logit_index.tolist() == [2, 5, 7]
+    assert batch.logit_index.tolist() == [2, 4, 6]
     assert batch.targets.tolist() == [4, 3, 5]
     assert batch.row_index.tolist() == [0, 1, 1]
     assert batch.loss_mask.tolist() == [1, 1, 1]
@@ -78,7 +78,7 @@ def test_empty_responses_and_the_dummy():
     alone = collate(rows, [[1]])
     assert alone.input_ids.tolist() == [[6]] and alone.logit_index.numel() == 0
     assert collate(rows, [[1], [0]]).row_index.tolist() == [1, 1]
-    assert collate(rows, [[1], [0]], packed=True).input_ids.tolist() == [[6, 1, 2, 3, 0, 5]]
+    assert collate(rows, [[1], [0]], packed=True).input_ids.tolist() == [[6, 1, 2, 3, 0]]
     dummy = collate(rows, [], pad_token_id=7)
     packed = collate(rows, [], pad_token_id=7, packed=True)
     assert packed.input_ids.tolist() == [[7]] and packed.positions.tolist() == [[0]] and packed.packing is not None
