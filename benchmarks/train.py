@@ -1,246 +1,83 @@
-"""An update of the actor against bare torch loops that compute the same, on one process.
+"""An update of the actor against bare torch loops that compute the same, and against TRL's.
 
     python -m benchmarks.train                          # every shape, five rounds
     python -m benchmarks.train --shapes long --repeats 3 --threads 2
+    python -m benchmarks.train --trl runs/trl-env       # with TRL, from an environment that is made there once
 
     long     4 prompts of 256 tokens x 4 answers of 64 to 1,024
     mix      16 rows of 64 to 2,048 tokens, each with a prompt of its own
     shared   64 prompts of about 17 tokens x 8 answers of about 11, in four mini-batches
     context  2 prompts of 1,536 tokens x 8 answers of about 128
 
-Both sides have the same model, rows, token budget, loss (PPO's clip) and AdamW. `packed` is a loop over rows that stand
+All sides have the same model, rows, token budget, loss (PPO's clip) and AdamW. `packed` is a loop over rows that stand
 end to end, with one causal attention for each; `padded` has them sorted by length and padded on the right. Both keep
-the logits of a pass, and compute no entropy and no metrics. The sides take turns; the fewest CPU seconds of each count,
-which other processes of the machine disturb least.
+the logits of a pass, and compute no entropy and no metrics. TRL pads rows in their order, as many in a pass as the
+budget allows, but at most 128, beyond which it is slower.
+
+Each side is a process of its own, and they take turns; the fewest CPU seconds of each count, which other processes of
+the machine disturb least. The peak is that of the update over the process without a model.
 """
 
 import argparse
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config import Config
+from benchmarks import trl_env
+from benchmarks.taking_turns import Side
+from benchmarks.train_sides import SHAPES, SIDES, Shape, model, rows_of
 from pipeline.models.batch import TrainBatch
-from pipeline.models.policy import Policy
-from pipeline.rows import SCHEMA
-from pipeline.train import actor as actors
-from pipeline.train.setup import build_actor
-from pipeline.train.update import StreamedUpdate
 
-COLUMNS = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
-CLIP = 0.2
+TRL_ROWS = 128
+"""Most rows of a pass of TRL's."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Rows and model of a measurement."""
-
-    prompts: int
-    samples: int
-    mini_batches: int
-    budget: int
-    hidden: int
-    layers: int
-    vocabulary: int
-    lengths: Callable[[np.random.Generator], tuple[int, int]]
-    """Tokens of a prompt, and of one response."""
-
-
-def _long(random: np.random.Generator) -> tuple[int, int]:
-    return 256, int(np.clip(random.lognormal(np.log(512) - 0.125, 0.5), 64, 1024))
-
-
-def _mix(random: np.random.Generator) -> tuple[int, int]:
-    tokens = int(np.exp(random.uniform(np.log(64), np.log(2048))))
-    return tokens // 4, tokens - tokens // 4
-
-
-def _shared(random: np.random.Generator) -> tuple[int, int]:
-    return int(random.integers(15, 20)), int(np.clip(random.normal(11, 2), 6, 16))
-
-
-def _context(random: np.random.Generator) -> tuple[int, int]:
-    return 1536, int(random.integers(96, 161))
-
-
-SHAPES = {
-    "long": Shape(4, 4, 1, 4096, 320, 8, 8192, _long),
-    "mix": Shape(16, 1, 1, 4096, 320, 8, 8192, _mix),
-    "shared": Shape(64, 8, 4, 16384, 192, 4, 512, _shared),
-    "context": Shape(2, 8, 1, 16384, 320, 4, 8192, _context),
-}
-
-
-def rows_of(shape: Shape) -> pa.Table:
-    """Random rows of one iteration."""
-    random = np.random.default_rng(0)
-    rows = []
-    for prompt in range(shape.prompts):
-        ids = random.integers(5, shape.vocabulary, shape.lengths(random)[0])
-        for sample in range(shape.samples):
-            length = shape.lengths(random)[1]
-            rows.append(
-                {
-                    "uid": str(prompt),
-                    "sample": sample,
-                    "prompt_ids": ids,
-                    "response_ids": random.integers(5, shape.vocabulary, length),
-                    "response_mask": np.ones(length, np.int8),
-                    "rollout_log_probs": random.normal(-np.log(shape.vocabulary), 0.4, length),
-                    "advantages": np.full(length, random.normal()),
-                    "returns": np.zeros(length),
-                }
-            )
-    return pa.Table.from_pylist(rows, schema=pa.schema([SCHEMA.field(name) for name in COLUMNS]))
-
-
-def model(shape: Shape) -> Any:
-    """A random Qwen3, the same on every call."""
-    torch.manual_seed(0)
-    heads = shape.hidden // 64
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=64,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        attn_implementation="sdpa",
-    )
-    return Qwen3ForCausalLM(config).train()
-
-
-def _attend_row_by_row(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, ends: list[int], **_: Any
-) -> tuple[torch.Tensor, None]:
-    found = [
-        scaled_dot_product_attention(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scaling)
-        for a, b in zip(ends, ends[1:], strict=False)
-    ]
-    return torch.cat(found, 2).transpose(1, 2), None
-
-
-class Bare:
-    """A loop as one writes it by hand."""
-
-    def __init__(self, shape: Shape, packed: bool):
-        self.shape, self.packed, self.lm = shape, packed, model(shape)
-        if packed:
-            AttentionInterface.register("row_by_row", _attend_row_by_row)
-            AttentionMaskInterface.register("row_by_row", lambda *_, **__: None)
-            self.lm.config._attn_implementation = "row_by_row"
-        self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=1e-6, fused=True)
-
-    def update(self, rows: TrainBatch) -> None:
-        """Train on all rows, in as many mini-batches as the shape has."""
-        lengths = np.array(rows.lengths)
-        for index in np.array_split(np.arange(len(rows)), self.shape.mini_batches):
-            self.optimizer.zero_grad(set_to_none=True)
-            tokens = int(np.diff(rows.response_offsets)[index].sum())
-            for batch in self._batches(index[np.argsort(-lengths[index])], lengths):
-                self._backward(rows, batch, tokens)
-            torch.nn.utils.clip_grad_norm_(self.lm.parameters(), 1.0)
-            self.optimizer.step()
-
-    def _batches(self, index: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
-        batches: list[list[int]] = [[]]
-        for row in index.tolist():
-            joined = [*batches[-1], row]
-            size = sum(lengths[joined]) if self.packed else max(lengths[joined]) * len(joined)
-            if batches[-1] and size > self.shape.budget:
-                batches.append([])
-            batches[-1].append(row)
-        return batches
-
-    def _backward(self, rows: TrainBatch, batch: list[int], tokens: int) -> None:
-        prompts, responses = rows.prompt_offsets, rows.response_offsets
-        parts = [
-            torch.from_numpy(
-                np.concatenate(
-                    [
-                        rows.prompt_ids[prompts[row] : prompts[row + 1]],
-                        rows.response_ids[responses[row] : responses[row + 1]],
-                    ]
-                ).astype(np.int64)
-            )
-            for row in batch
-        ]
-        sizes = [len(part) for part in parts]
-        more: dict[str, Any] = {}
-        if self.packed:
-            ends = np.cumsum([0, *sizes]).tolist()
-            ids, starts = torch.cat(parts)[None], ends[:-1]
-            more = {"position_ids": torch.cat([torch.arange(size) for size in sizes])[None], "ends": ends}
-        else:
-            ids = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-            starts = [number * ids.shape[1] for number in range(len(parts))]
-        behind = np.diff(prompts)[batch]
-        predicts = np.concatenate(
-            [np.arange(s + p - 1, s + n - 1) for s, p, n in zip(starts, behind, sizes, strict=True)]
-        )
-        chosen = np.concatenate([np.arange(responses[row], responses[row + 1]) for row in batch])
-        hidden = self.lm.model(input_ids=ids, use_cache=False, **more).last_hidden_state.flatten(0, 1)
-        logits = self.lm.lm_head(hidden[torch.from_numpy(predicts)]).float()
-        targets = torch.from_numpy(rows.response_ids[chosen].astype(np.int64))
-        log_probs = torch.log_softmax(logits, -1).gather(-1, targets[:, None]).squeeze(-1)
-        advantages, old = (torch.from_numpy(values[chosen]) for values in (rows.advantages, rows.old_log_probs))
-        ratio = torch.exp(log_probs - old)
-        (torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).sum() / tokens).backward()
-
-
-class Ours:
-    """The actor of a run."""
-
-    def __init__(self, shape: Shape, share: str):
-        config = Config()
-        config.data.train_batch_size, config.rollout.n = shape.prompts, shape.samples
-        config.data.max_response_length = 2048
-        config.model.share_prompts = share
-        config.actor.old_log_probs = "engine"
-        config.actor.optim.lr = 1e-6
-        config.actor.ppo_mini_batch_size = shape.prompts // shape.mini_batches
-        config.actor.ppo_max_token_len_per_gpu = shape.budget
-        actors.load_policy = lambda *_, **__: Policy(model(shape))  # type: ignore[assignment]
-        self.actor = build_actor(config, torch.device("cpu"), 1000)
-
-    def update(self, rows: TrainBatch) -> None:
-        """Train on all rows."""
-        update = StreamedUpdate(self.actor, 1)
-        update.add(rows)
-        update.finish()
-
-
-def measure(shape: Shape, repeats: int) -> dict[str, float]:
-    """CPU seconds of an update of each side, the fewest of `repeats` in turns; the first round is left out."""
-    table = rows_of(shape)
-    sides: dict[str, Any] = {
-        "packed": Bare(shape, True),
-        "padded": Bare(shape, False),
-        "slipstream": Ours(shape, "auto"),
-        "slipstream, share_prompts=never": Ours(shape, "never"),
+def trl_settings(shape: Shape, threads: int, folder: Path) -> Path:
+    """What TRL's side reads: its settings, with model and rows in `folder`."""
+    rows = TrainBatch.from_table(rows_of(shape))
+    model(shape).save_pretrained(folder / "model")
+    names = ("prompt_ids", "prompt_offsets", "response_ids", "response_offsets", "old_log_probs", "advantages")
+    np.savez(folder / "rows.npz", **{name: getattr(rows, name) for name in names})
+    most, mini_batch = min(TRL_ROWS, shape.budget // max(rows.lengths)), len(rows) // shape.mini_batches
+    settings = {
+        "model": str(folder / "model"),
+        "rows": str(folder / "rows.npz"),
+        "samples": max(shape.samples, 2),
+        "mini_batches": shape.mini_batches,
+        "rows_per_pass": max(size for size in range(1, most + 1) if mini_batch % size == 0),
+        "threads": threads,
+        "out": str(folder / "out"),
     }
-    best = dict.fromkeys(sides, np.inf)
-    for round_ in range(repeats + 1):
-        for name, side in sides.items():
-            rows = TrainBatch.from_table(table)
-            begun = time.process_time()
-            side.update(rows)
-            if round_:
-                best[name] = min(best[name], time.process_time() - begun)
-    return best
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def measure(
+    name: str, repeats: int, threads: int, trl: Path | None, timeout_s: float
+) -> dict[str, tuple[float, float]]:
+    """CPU seconds of an update of each side, the fewest of `repeats` in turns, and the highest peak in MiB; the first
+    round is left out."""
+    commands = {
+        side: [sys.executable, "-m", "benchmarks.train_sides", side, name, "--threads", str(threads)] for side in SIDES
+    }
+    with ExitStack() as stack:
+        if trl is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            script = Path(__file__).with_name("trl_step_side.py")
+            commands["TRL"] = [str(trl), "-P", str(script), str(trl_settings(SHAPES[name], threads, folder))]
+        sides = {side: stack.enter_context(Side(side, command, timeout_s)) for side, command in commands.items()}
+        turns = [{side: process.turn() for side, process in sides.items()} for _ in range(repeats + 1)][1:]
+    return {
+        side: (min(turn[side]["cpu_s"] for turn in turns), max(turn[side]["peak_mib"] for turn in turns))
+        for side in commands
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -248,16 +85,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--trl", type=Path, metavar="FOLDER", help="measure TRL, too, in an environment in this folder")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds of an update")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    table = Table("shape", "side", "CPU seconds of an update", "of packed", "of padded")
+    trl = None if args.trl is None else trl_env.make(args.trl)
+    table = Table("shape", "side", "CPU seconds of an update", "of packed", "of padded", "of slipstream", "peak MiB")
     for name in args.shapes:
-        best = measure(SHAPES[name], args.repeats)
-        for side, seconds in best.items():
-            ratios = (f"{seconds / best[other]:.2f}" for other in ("packed", "padded"))
-            table.add_row(name, side, f"{seconds:.3f}", *ratios)
-    dist.destroy_process_group()
+        found = measure(name, args.repeats, args.threads, trl, args.timeout)
+        for side, (seconds, peak) in found.items():
+            ratios = (f"{seconds / found[other][0]:.2f}" for other in ("packed", "padded", "slipstream"))
+            table.add_row(name, side, f"{seconds:.3f}", *ratios, f"{peak:.0f}")
     Console().print(table)
 
 
