@@ -199,6 +199,8 @@ class FuzzPlace(Place):
             extra.append(json.dumps({"tools": TOOLS if self.name in PARSED else [], "sampling_params": sampling}))
         often = ["calls", "calls", "shown"] if self.name in PARSED else []
         names = dice.choices([*sorted(self.config.agent.named), *often], k=PROMPTS)
+        if self.config.rollout.stop:  # which agents that show tools refuse
+            names = dice.choices(["talks"] if self.name in PARSED else ["talks", "runs"], k=PROMPTS)
         uids = [f"{number}-{i}" for i in range(PROMPTS)]
         for column, values in (("prompt", prompts), ("extra_info", extra), ("agent_name", names), ("uid", uids)):
             place = table.column_names.index(column)

@@ -200,8 +200,9 @@ class Oracle:
     def masked(self, agent: str, messages: list[dict], place: int) -> bool:
         """Whether an answer is malformed and does not train."""
         following = messages[place + 1] if place + 1 < len(messages) else {"role": "", "content": ""}
-        told = following["role"] == "user" and following["content"].startswith("Error: ")
-        return agent in self.masks and told
+        # A short limit leaves the beginning of the reply alone.
+        begins = following["content"].partition("...")[0][: len("Error: ")]
+        return agent in self.masks and following["role"] == "user" and bool(begins) and "Error: ".startswith(begins)
 
     def prompt(self, messages: list[dict], agent: str) -> list[int]:
         """Tokens of a first prompt: special tokens in contents are text, other added tokens are tokens."""
