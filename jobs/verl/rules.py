@@ -94,6 +94,17 @@ def reference(state: State) -> None:
     state.leave(key, replicas if in_reward else "no reference is loaded beside the policy")
 
 
+def offload(state: State) -> None:
+    """Optimiser state in host memory between steps; verl's FSDP2 policy leaves weights and gradients there, too."""
+    for learner, sections in (
+        ("actor", (f"{_ACTOR}.fsdp_config",)),
+        ("critic", ("critic.fsdp", "critic.model.fsdp_config")),
+    ):
+        for name, kind in (("optimizer_offload", "optimizer"), ("offload_policy", "all")):
+            if any(state.given.get(f"{section}.{name}") is True for section in sections):
+                state.set(f"{learner}.fsdp.offload", kind)
+
+
 def kl(state: State) -> None:
     """Estimates of the KL, and a controller without a KL to control."""
     for ours, key in (
@@ -345,6 +356,12 @@ def devices(state: State) -> None:
         f"{f' and {replicas} score' if pools else ''}: {workers + engine_count * split + replicas} GPUs. Move them to "
         "where the run waits, and raise rollout.gpu_memory_utilization: an engine has its GPU to itself"
     )
+    if workers + engine_count * split + replicas > gpus:
+        remedy = "a smaller rollout.tensor_parallel_size or actor.parallel.sequence takes fewer"
+        if split == 1:
+            remedy = "trainer.gpus_per_worker=0.6 rollout.num_gpus=0.4 rollout.sleep=true puts engines on the GPUs of "
+            remedy += f"the train workers, so that {workers + replicas} do"
+        state.notes.append(f"that is more than verl's {gpus} GPUs; {remedy}")
 
 
 def run(state: State) -> None:
@@ -384,6 +401,7 @@ RULES: tuple[Callable[[State], None], ...] = (
         adapters,
         sequences,
         reference,
+        offload,
         kl,
         clipping,
         aggregation,
