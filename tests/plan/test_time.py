@@ -49,8 +49,13 @@ def test_what_changes_the_update() -> None:
     assert found("actor.ppo_epochs=2").update == pytest.approx(2 * plain.update)
     assert found("trainer.num_workers=2", "rollout.chunk_prompts=32").update == pytest.approx(plain.update / 2)
     assert found("actor.old_log_probs=engine").log_probs == 0
-    beside = found("actor.use_kl_loss=true", "scoring.reference.where=train_workers")
-    assert beside.log_probs == pytest.approx(2 * plain.log_probs)
+    reference = ["actor.use_kl_loss=true", "scoring.reference.where=train_workers"]
+    assert found(*reference).log_probs == pytest.approx(2 * plain.log_probs)
+    smaller = Models(MODEL, MODEL, replace(MODEL, parameters=600_000_000), None)
+    less = ROWS * 2 * 5e8 * 2000 / (OF_FLOPS * 1e15)
+    assert found(*reference, models=smaller).log_probs == pytest.approx(2 * plain.log_probs - less)
+    replay = found("data.recorded_run=runs/x")
+    assert (replay.generation, replay.publishing, replay.update) == (0, 0, plain.update)
     state = 8 * 1.1e9
     moved = found("actor.fsdp.offload=optimizer").update - plain.update
     assert moved == pytest.approx(2 * state / TO_HOST)
@@ -105,6 +110,8 @@ def test_a_mesh_worked_by_hand() -> None:
     assert (flat.update, flat.log_probs) == (pytest.approx(1.635), pytest.approx(0.4125))
     assert flat.beside == pytest.approx(0.4125 + 1.635 / 2), "the first of two steps may come early"
     # 4 copies keep 4 shards x 2 in a node: 16 x 4.36e9 x 3/4 / 200e9 = 0.2616 s, less than computing takes.
+    # 2 copies of 8 shards x 2 are still on several: 16 x 4.36e9 x 7/8 / 40e9 = 1.526 s.
+    assert found(*MESH, "actor.parallel.replicate=2", models=models).update == pytest.approx(1.526)
     # A row has 2 x 1.02e9 x 2,000 + 2 x 4e7 x 1,000 + 2 x 10 x 800 x 2,000^2 = 4.224e12 operations; 256 rows, 4 times
     # with checkpointing, by 32 workers of 4e14 a second: 0.33792 s.
     # Exchanges of a token and layer: tensor parallelism, where a sum sends half of 800 numbers twice, has 2 forward,
@@ -162,6 +169,9 @@ def test_an_engine_of_four_gpus_worked_by_hand() -> None:
     # (5.5e8 + 16 x 4,000 x 1,500) / 1.2e12 s take 4.306667 s.
     small = found(*engines, "rollout.gpu_memory_utilization=0.5", models=models, gpu=replace(GPU, memory=1_356_000_000))
     assert small.generation == pytest.approx(4.306667 + 0.04112 + 0.0384, rel=1e-6)
+    # With room for less than one sequence it runs alone: 128,000 steps of (5.5e8 + 4,000 x 1,500) / 1.2e12 s.
+    least = found(*engines, "rollout.gpu_memory_utilization=0.5", models=models, gpu=replace(GPU, memory=1_110_000_000))
+    assert least.generation == pytest.approx(59.306667 + 0.04112 + 0.0384, rel=1e-6)
     # Two tokens choose 1 - (7/8)^2 = 15/64 of the experts: (3e8 + 8e8 x 15/64) x 2 / 4 + 2 x 4,000 x 1,500 = 2.5575e8
     # bytes in each of 64,000 steps: 13.64 s; prompts 32 x (2 x 3.2e8 x 1,000 + 1.6e10) / 1.6e15 = 0.01312 s.
     two = [*engines, "rollout.max_num_seqs=2", "rollout.max_num_batched_tokens=4096"]
