@@ -109,7 +109,7 @@ def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
     settings = suggest(config, models, gpus, gpu)
     if settings is None:
         taken = _of_replicas(config)
-        pools = ", ".join(f"scoring.{name}" for name, pool in scorers(config).items() if pool.num_gpus)
+        pools = ", ".join(f"scoring.{key}" for key, pool in scorers(config).items() if pool.num_gpus)
         replicas = f"the {taken} GPUs of replicas ({pools})"
         if taken >= gpus:
             return name, f"nothing: {replicas} leave none to train; lower their num_workers, or take more GPUs"

@@ -81,7 +81,8 @@ def times(config: Config, models: Models, memory: Memory, gpu: Gpu) -> Times | N
             name, models.policy
         )
         if model and pool.num_gpus:
-            operations = _operations(model, length, config.data.max_response_length)
+            # A reward model computes one number for a row.
+            operations = _operations(model, length, config.data.max_response_length * (name != "reward_model"))
             log_probs += rows * operations / rate / pool.num_workers
     update = _update(config, config.actor, models.policy, memory.train_optimizer, rate)
     if uses_critic(config) and models.critic:
@@ -142,11 +143,11 @@ def _passes(config: Config, part: ActorConfig | CriticConfig, model: ModelFiles,
 
 
 def _exchanges(config: Config, model: ModelFiles, trains: bool) -> float:
-    """Seconds in which a number of each token of a rank goes through all exchanges in the layers of a pass: a worker
-    computes nothing meanwhile."""
+    """Seconds that all exchanges in the layers of a pass take for a token of a rank, whose numbers have one byte; a
+    worker does not compute meanwhile."""
     parallel, width = config.actor.parallel, model.size("hidden_size")
     tensor, sequence = parallel.tensor, parallel.sequence
-    # A sum sends a number to each other rank and back. Experts send and get their tokens, and gather the outputs.
+    # A sum sends its numbers twice. Tokens go to experts and come back, and all ranks get all outputs.
     experts = 2 * model.routes / tensor + 1
     forward, backward = (2 + experts, 6 + experts) if parallel.expert > 1 else (4, 10)
     forwards = 1 + (trains and config.model.enable_gradient_checkpointing)

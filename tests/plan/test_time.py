@@ -12,7 +12,7 @@ from pipeline.plan.time import OF_BANDWIDTH, OF_FLOPS, PUBLISHED, TO_HOST, Times
 
 SIZES = {"hidden_size": 1000, "num_hidden_layers": 10, "num_attention_heads": 10, "vocab_size": 50_000}
 MODEL = ModelFiles(SIZES, 1_100_000_000, head=50_000_000, tables=100_000_000)
-MODELS = Models(MODEL, MODEL.with_value_head(), MODEL, MODEL.with_value_head())
+MODELS = Models(MODEL, MODEL.with_value_head(), MODEL, MODEL)
 GPU = Gpu("Z1", 80 * GIB, 1e15, 2e12)
 RUN = [
     *("trainer.use_gpu=true", "rollout.num_gpus=1", "data.train_batch_size=64", "rollout.n=4"),
@@ -66,6 +66,8 @@ def test_what_changes_the_update() -> None:
     assert found(*ppo).update == pytest.approx(plain.update + of_critic)
     values = found(*ppo, "scoring.value.num_gpus=1", "actor.old_log_probs=engine").log_probs
     assert values == pytest.approx(of_critic / 3)
+    judge = ["reward.model.path=owner/judge", "scoring.reward_model.num_gpus=1", "actor.old_log_probs=engine"]
+    assert found(*judge).log_probs == pytest.approx(ROWS * (FORWARD - 2 * 5e7 * 1000) / (OF_FLOPS * 1e15))
 
 
 def test_gathers_count_where_they_take_longer() -> None:
