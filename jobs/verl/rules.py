@@ -6,6 +6,7 @@ Each rule notes what it changes. docs/from_verl.md describes the general differe
 import math
 from collections.abc import Callable
 
+from jobs.verl.devices import all_gpus, devices, engines, offload, sequences
 from jobs.verl.episodes import episodes
 from jobs.verl.state import State
 from pipeline.advantage.estimators import get_adv_estimator
@@ -15,12 +16,9 @@ from pipeline.plan.check_algorithm import POLICY_LOSSES
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _CORRECTION, _GROUPS = "algorithm.rollout_correction", "algorithm.filter_groups"
-_GPUS_PER_NODE, _NODES = 8, 1
-_MOST_GPUS = 1 << 16
 _MOST_PROMPTS = 1 << 20
 _MOST_BATCHES = 100
 _CRITIC_TOKENS = 32768
-_MAX_CHUNK = 16
 
 
 def words(state: State) -> None:
@@ -64,16 +62,6 @@ def adapters(state: State) -> None:
     # Unless it merges, verl sends engines the adapter alone.
     merges = state.given.get(f"{section}.lora.merge") is True or "policy" in state.scorers
     state.set("model.lora.publish", "merged" if merges else "adapter")
-
-
-def sequences(state: State) -> None:
-    """GPUs that divide a row; the critic's are the actor's."""
-    name = "ulysses_sequence_parallel_size"
-    ranks = max(state.whole(f"{section}.{name}", 1) for section in (_ACTOR, f"{_ACTOR}.fsdp_config"))
-    state.set("actor.parallel.sequence", max(ranks, 1))
-    for section in ("critic", "critic.fsdp"):
-        if state.whole(f"{section}.{name}", 1) != ranks:
-            state.leave(f"{section}.{name}", f"the critic is divided as the actor is, actor.parallel.sequence={ranks}")
 
 
 def reference(state: State) -> None:
@@ -275,7 +263,7 @@ def _budget(state: State, ours: str, section: str, kind: str, default: int) -> i
     else:
         state.leave(f"{section}.{kind}_max_token_len_per_gpu", "without use_dynamic_bsz verl does not read it, either")
         in_all = state.whole(f"{section}.{kind}_micro_batch_size", 0)
-        rows = state.whole(f"{section}.{kind}_micro_batch_size_per_gpu", math.ceil(in_all / max(1, _gpus(state))))
+        rows = state.whole(f"{section}.{kind}_micro_batch_size_per_gpu", math.ceil(in_all / max(1, all_gpus(state))))
         if not rows and kind == "forward":
             rows = state.whole(f"{section}.ppo_micro_batch_size_per_gpu", 0)
         tokens = rows * longest or default
@@ -284,67 +272,6 @@ def _budget(state: State, ours: str, section: str, kind: str, default: int) -> i
         tokens = longest
     state.set(ours, tokens)
     return tokens
-
-
-def engines(state: State) -> None:
-    """An engine has GPUs of one node."""
-    size, node = state.get("rollout.tensor_parallel_size"), state.whole("trainer.n_gpus_per_node", _GPUS_PER_NODE)
-    if size != 1 and not 1 <= size <= node:
-        state.drop("rollout.tensor_parallel_size")
-        key = f"{_ROLLOUT}.tensor_model_parallel_size"
-        state.leave(key, f"an engine has GPUs of one node, and a node has {node}", cannot=True)
-    # Engines on GPUs use chunked prefill unless a setting turns it off.
-    if state.given.get(f"{_ROLLOUT}.enable_chunked_prefill") is False:
-        state.set("rollout.engine_kwargs", {**state.get("rollout.engine_kwargs"), "enable_chunked_prefill": False})
-
-
-def _gpus(state: State) -> int:
-    return state.whole("trainer.n_gpus_per_node", _GPUS_PER_NODE) * state.whole("trainer.nnodes", _NODES)
-
-
-def devices(state: State) -> None:
-    """verl's processes share every GPU in turn; here train workers, engines and scoring replicas have their own.
-
-    Half of the GPUs train. The chunk times the workers divides the mini-batch, so every worker gets whole chunks.
-    """
-    gpus, batch, pools = _gpus(state), state.get("data.train_batch_size"), list(state.scorers)
-    minis = [state.get("actor.ppo_mini_batch_size") or batch]
-    if "value" in pools:
-        minis.append(state.get("critic.ppo_mini_batch_size") or minis[0])
-    if not 1 <= gpus <= _MOST_GPUS or min(batch, *minis) < 1:
-        state.notes.append(
-            f"{gpus} GPUs for batches of {batch} prompts are not spread; set trainer.num_workers yourself"
-        )
-        return
-    mini, split = math.gcd(*minis), state.get("rollout.tensor_parallel_size")
-    sequence = state.get("actor.parallel.sequence")
-    counts = range(sequence, gpus // 2 + 1, sequence)
-    workers = max((count for count in counts if mini % count == 0), default=sequence)
-    rest = gpus - workers
-    # A replica makes one forward pass where a worker makes a forward pass and a training step.
-    replicas = max(1, rest // 4) if pools else 0
-    engine_count = max(1, (rest - replicas) // split)
-    if pools:
-        replicas = max(replicas, rest - engine_count * split)
-    chunks = [size for size in range(1, _MAX_CHUNK + 1) if mini // workers % size == 0]
-    chunk = max((size for size in chunks if batch // size >= 2 * engine_count), default=1)
-    layout = {
-        "trainer.num_workers": workers,
-        "trainer.use_gpu": True,
-        "rollout.num_engines": engine_count,
-        "rollout.num_gpus": 1,
-        "rollout.chunk_prompts": chunk,
-    }
-    for pool in pools:
-        layout[f"scoring.{pool}.num_workers"] = replicas
-        layout[f"scoring.{pool}.num_gpus"] = round(1 / len(pools), 2)
-    for ours, value in layout.items():
-        state.set(ours, value)
-    state.notes.append(
-        f"verl's processes share {gpus} GPUs in turn; here {workers} train, {engine_count} engines of {split} generate"
-        f"{f' and {replicas} score' if pools else ''}: {workers + engine_count * split + replicas} GPUs. Move them to "
-        "where the run waits, and raise rollout.gpu_memory_utilization: an engine has its GPU to itself"
-    )
 
 
 def run(state: State) -> None:
@@ -384,6 +311,7 @@ RULES: tuple[Callable[[State], None], ...] = (
         adapters,
         sequences,
         reference,
+        offload,
         kl,
         clipping,
         aggregation,

@@ -15,6 +15,7 @@ data.seed -> trainer.seed
 data.tokenizer -> model.tokenizer_path
 data.trust_remote_code -> model.trust_remote_code
 MODEL -> model: path tokenizer_path trust_remote_code enable_gradient_checkpointing
+MODEL.enable_activation_offload -> model.activation_offload
 MODEL -> model.lora: rank=lora_rank alpha=lora_alpha target_modules path=lora_adapter_path
 MODEL.override_config.attn_implementation -> model.attn_implementation
 
@@ -111,6 +112,12 @@ RULED: dict[str, str] = {
     f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": "actor.parallel.sequence",
     "critic.ulysses_sequence_parallel_size": "actor.parallel.sequence",
     "critic.fsdp.ulysses_sequence_parallel_size": "actor.parallel.sequence",
+    f"{_ACTOR}.fsdp_config.optimizer_offload": "actor.fsdp.offload",
+    f"{_ACTOR}.fsdp_config.offload_policy": "actor.fsdp.offload",
+    "critic.fsdp.optimizer_offload": "critic.fsdp.offload",
+    "critic.fsdp.offload_policy": "critic.fsdp.offload",
+    "critic.model.fsdp_config.optimizer_offload": "critic.fsdp.offload",
+    "critic.model.fsdp_config.offload_policy": "critic.fsdp.offload",
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "scoring.reference.max_token_len",
     "critic.forward_max_token_len_per_gpu": "scoring.value.max_token_len",
@@ -188,8 +195,9 @@ LOST: dict[str, str] = {
         "*micro_batch_size *micro_batch_size_per_gpu *log_prob_use_dynamic_bsz *log_prob_max_token_len_per_gpu "
         "*.use_dynamic_bsz *.forward_max_token_len_per_gpu *.use_remove_padding *.max_padding* trainer.balance_*"
     ),
-    "weights and optimiser state stay on the GPU; more workers or bfloat16 take less of it": (
-        "*.param_offload *.optimizer_offload *.grad_offload *.offload_policy *.enable_activation_offload"
+    "weights and gradients make no room for an engine, which has a GPU of its own; actor.fsdp.offload=all and "
+    "critic.fsdp.offload=all leave them in host memory during updates, too": (
+        "*.param_offload *.optimizer_offload *.grad_offload *.offload_policy"
     ),
     "the model is sharded over all train workers": "*.fsdp_size *.fsdp_config.* *.fsdp.*",
     "logits are always taken in pieces (actor.logits_chunk_tokens)": (

@@ -148,7 +148,7 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
 
 
 def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters of each device mesh, in order: torch's operations on lists of `DTensor` refuse two meshes."""
+    """The parameters of each device mesh, in order: norms and products of lists of `DTensor` refuse two meshes."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in params:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)

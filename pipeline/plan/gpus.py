@@ -45,8 +45,8 @@ PER_NODE = 8
 
 
 def known(card: str) -> Gpu | None:
-    """The kind of a card that its driver calls `card`; None where `GPUS` has none."""
-    fitting = [name for name in GPUS if re.search(rf"\b{name}\b", card)]
+    """The kind of a card that its driver calls `card`, such as `NVIDIA A100-SXM4-40GB`; None where `GPUS` has none."""
+    fitting = [name for name in GPUS if all(re.search(rf"\b{part}\b", card) for part in name.split("-"))]
     return GPUS[max(fitting, key=len)] if fitting else None
 
 

@@ -114,6 +114,7 @@ class Models:
 
     policy: ModelFiles
     critic: ModelFiles | None
+    """With its value head."""
     reference: ModelFiles | None
     reward: ModelFiles | None
 
@@ -127,9 +128,10 @@ def read_models(config: Config) -> Models | None:
     policy, critic, reference = _with_weights(config.model.path), config.critic.path, config.scoring.reference.path
     if policy is None:
         return None
+    valued = _with_weights(critic) if critic else policy
     return Models(
         policy,
-        critic=_with_weights(critic) if critic else policy,
+        critic=valued and valued.with_value_head(),
         reference=_with_weights(reference) if reference else policy,
         reward=_with_weights(config.reward.model.path),
     )
@@ -146,14 +148,14 @@ def estimate(config: Config, models: Models) -> Memory:
     shard = model.parameters * element // workers
     lora = config.model.lora
     versions = config.algorithm.max_staleness + 2 if config.trainer.weight_transport == "nixl" else 0
-    critic_weights = 0 if critic is None else _decoder(critic) * element // workers
+    critic_weights = 0 if critic is None else critic.parameters * element // workers
     of_critic = _learner(lora, config.critic.optim, critic or model, critic_weights, element, workers)
     of_actor = _learner(lora, config.actor.optim, model, shard, element, workers)
     train_critic = None if critic is None else sum(of_critic)
     replicas = {
         "reward_model": None if reward_model is None else reward_model.parameters,
         "reference": None if reference is None else reference.parameters,
-        "value": None if critic is None else _decoder(critic),
+        "value": None if critic is None else critic.parameters,
         "policy": model.parameters,
     }
     scorer_weights: dict[str, int | None] = {}
@@ -201,14 +203,22 @@ def compute_element(config: Config, fsdp: FSDPConfig) -> int:
 
 
 def _gathered(config: Config, model: ModelFiles) -> int:
-    """Bytes of gathered weights: embedding and head, and the layer that computes with the one after it, or all layers;
-    and the gradients of the largest of these before and after they are converted for the sum over workers."""
+    """Most bytes of gathered weights and of their gradients, of three moments of a pass.
+
+    The head, and a tied embedding with it, is gathered throughout. Beside it are, as the pass begins, an embedding that
+    is not tied; in the backward pass the layer that computes, with the one after it or all layers, and gradients of
+    head and layer; in the end the gradients of head and embeddings. Of the gradients of one of these there is a copy,
+    converted for the sum over workers.
+    """
     fsdp, tensor = config.actor.fsdp, config.actor.parallel.tensor
-    element = compute_element(config, fsdp)
-    layers = 2 * model.layer if fsdp.reshard_after_forward else model.layer * model.layers
-    gradients = 0 if config.model.lora.rank else max(model.layer, model.tables)
-    summed = gradients * (element + BYTES[fsdp.reduce_dtype])
-    return ((layers + model.tables) * element + summed) // tensor
+    element, summed = compute_element(config, fsdp), BYTES[fsdp.reduce_dtype]
+    head, layer = model.tables - model.embedding, model.layer
+    layers, kept = (2 * layer, 0) if fsdp.reshard_after_forward else (layer * model.layers, model.embedding)
+    moments = [(head + max(layers + kept, model.embedding)) * element]
+    if not config.model.lora.rank:
+        moments.append((2 * head + layers + kept + layer) * element + layer * summed)
+        moments.append((kept + model.tables) * element + max(head, model.embedding) * summed)
+    return max(moments) // tensor
 
 
 def _activations(config: Config, model: ModelFiles) -> tuple[int, int]:
@@ -250,11 +260,6 @@ def _averages(optim: OptimConfig, weights: int, element: int) -> int:
 def _with_weights(path: str | None) -> ModelFiles | None:
     model = read_model(path)
     return model if model and model.parameters else None
-
-
-def _decoder(model: ModelFiles) -> int:
-    """Parameters of the critic: the model without the head of the language model, and the value head."""
-    return model.parameters - model.head + model.size("hidden_size") + 1
 
 
 def kv_bytes_per_token(model: ModelFiles, config: Config) -> int:

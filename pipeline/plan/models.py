@@ -55,6 +55,17 @@ class ModelFiles:
         return value if isinstance(value, int) else default
 
     @property
+    def embedding(self) -> int:
+        """Parameters of embeddings that are not tied to the head; FSDP gathers them by themselves."""
+        return self.tables - self.head if self.head else 0
+
+    def with_value_head(self) -> "ModelFiles":
+        """The model with a head of one output, and its bias, in place of the language model's: a critic."""
+        head = self.size("hidden_size") + 1
+        parameters, tables = (count - self.head + head for count in (self.parameters, self.tables))
+        return replace(self, config={**self.config, "vocab_size": 1}, parameters=parameters, head=head, tables=tables)
+
+    @property
     def experts(self) -> tuple[str, int]:
         """What `config.json` calls the number of experts in a layer, and that number; 0 without any."""
         return next(((name, self.size(name)) for name in EXPERTS if self.size(name)), (EXPERTS[0], 0))

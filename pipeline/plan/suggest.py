@@ -68,7 +68,7 @@ def suggest(config: Config, models: Models, gpus: int, gpu: Gpu) -> Settings | N
 
     They are laid over `config`, whose data, algorithm and pools of scoring replicas stay as they are.
     """
-    left = gpus - math.ceil(sum(pool.num_workers * pool.num_gpus for pool in scorers(config).values()))
+    left = gpus - _of_replicas(config)
     # Experts cannot have adapters.
     more = () if config.model.lora.rank or models.policy.experts[1] else ADAPTERS
     for savings, sequence in (*((SAVINGS, size) for size in (1, *reversed(SPLITS))), (more, 1)):
@@ -108,13 +108,24 @@ def suggested(config: Config, gpus: int, gpu: Gpu) -> tuple[str, str]:
         return name, "nothing: model.path is not a local folder with safetensors files, whose sizes are needed"
     settings = suggest(config, models, gpus, gpu)
     if settings is None:
-        return name, "nothing: no layout fits; take more GPUs, or a lower actor.ppo_max_token_len_per_gpu"
+        taken = _of_replicas(config)
+        pools = ", ".join(f"scoring.{key}" for key, pool in scorers(config).items() if pool.num_gpus)
+        replicas = f"the {taken} GPUs of replicas ({pools})"
+        if taken >= gpus:
+            return name, f"nothing: {replicas} leave none to train; lower their num_workers, or take more GPUs"
+        beside = f" beside {replicas}" if taken else ""
+        return name, f"nothing: no layout fits{beside}; take more GPUs, or a lower actor.ppo_max_token_len_per_gpu"
     changed = (f"{key}={as_argument(value)}" for key, value in settings.items() if value_of(config, key) != value)
     memory = estimate(laid_over(config, settings), models)
     waiting = memory.offloaded + memory.train_kept
     host = f" and {shown(waiting)} of host memory" if waiting else ""
     words = " ".join(changed) or "the settings as they are"
     return name, f"{words} (a train worker: {shown(memory.train_peak)} of its GPU{host})"
+
+
+def _of_replicas(config: Config) -> int:
+    """GPUs of the scoring replicas."""
+    return math.ceil(sum(pool.num_workers * pool.num_gpus for pool in scorers(config).values()))
 
 
 def _layouts(

@@ -2,7 +2,10 @@
 
     operations of a token   2 a parameter that it passes through, and 2 x queries x length in each layer's attention
     passes                  log-probs 1, an update 3, 4 with gradient checkpointing; adapters alone 1 less
-    a pass                  the longest of its operations, of what FSDP gathers and sums, and of what waits on the host
+    a pass                  the longest of its operations with exchanges in the layers, of what FSDP gathers and sums,
+                            and of what waits on the host
+    exchanges in a layer    of tensor parallelism 2 sums of its outputs, and 5 of its gradients; of sequence parallelism
+                            queries, keys, values and outputs of attention, and their gradients
     a token of each response  the longer of reading weights and KV cache, and of operations
     publishing              bytes at the rate that was measured on CPUs (docs/benchmarks.md)
 
@@ -35,7 +38,8 @@ ASSUMED = (
     "rows of full length, 2 operations a parameter and token in each pass (an update is 3 or 4), "
     f"{OF_FLOPS:.0%} of the datasheet's operations and {OF_BANDWIDTH:.0%} of its bytes a second, "
     f"{IN_NODE / 1e9:.0f} GB/s between GPUs of a node of {PER_NODE}, {BETWEEN_NODES / 1e9:.0f} between nodes, "
-    f"{TO_HOST / 1e9:.0f} to the host, {OF_HOST / 1e9:.0f} in a node's memory; publishing at {PUBLISHED / 1e9:g} GB/s"
+    f"{TO_HOST / 1e9:.0f} to the host, {OF_HOST / 1e9:.0f} in a node's memory; publishing at {PUBLISHED / 1e9:g} GB/s; "
+    "no latencies"
 )
 """The assumptions of the estimate, in words."""
 
@@ -77,7 +81,8 @@ def times(config: Config, models: Models, memory: Memory, gpu: Gpu) -> Times | N
             name, models.policy
         )
         if model and pool.num_gpus:
-            operations = _operations(model, length, config.data.max_response_length)
+            # A reward model computes one number for a row.
+            operations = _operations(model, length, config.data.max_response_length * (name != "reward_model"))
             log_probs += rows * operations / rate / pool.num_workers
     update = _update(config, config.actor, models.policy, memory.train_optimizer, rate)
     if uses_critic(config) and models.critic:
@@ -123,17 +128,39 @@ def _passes(config: Config, part: ActorConfig | CriticConfig, model: ModelFiles,
     length = data.max_prompt_length + data.max_response_length
     rows, shape = data.train_batch_size * config.rollout.n, UpdateShape.of(config, part)
     operations = rows * _operations(model, length, data.max_response_length) * forwards / workers
-    tokens = rows * length * parallel.ranks_with_same_rows / workers / shape.mini_batches
-    count = shape.mini_batches * math.ceil(tokens / shape.max_tokens)
+    tokens = rows * length * parallel.ranks_with_same_rows / workers
+    count = shape.mini_batches * math.ceil(tokens / shape.mini_batches / shape.max_tokens)
     shards, trains = workers // (parallel.replicate * parallel.tensor), forwards > 1
-    sums = trains and not config.model.lora.rank
-    # Weights come for the forward pass and again for the backward pass; gradients go once.
-    element = compute_element(config, part.fsdp) * (1 + trains) + BYTES[part.fsdp.reduce_dtype] * sums
-    gathered = model.parameters / parallel.tensor * element * (shards - 1) / shards
-    link = IN_NODE if shards * parallel.tensor <= PER_NODE else BETWEEN_NODES
-    own = model.parameters / shards / parallel.tensor * BYTES[config.model.dtype] * (1 + trains + sums)
+    # Weights come for the forward pass and again, but for an embedding, for the backward pass; gradients go once.
+    come = model.parameters + trains * (model.parameters - model.embedding)
+    go = model.parameters if trains and not config.model.lora.rank else 0
+    element = compute_element(config, part.fsdp)
+    gathered = (come * element + go * BYTES[part.fsdp.reduce_dtype]) / parallel.tensor * (shards - 1) / shards
+    own = (come + go) / shards / parallel.tensor * BYTES[config.model.dtype]
     waiting = own / TO_HOST if part.fsdp.offload == "all" else 0.0
-    return max(operations / rate, count * gathered / link, count * waiting)
+    computing = operations / rate + tokens / parallel.sequence * element * _exchanges(config, model, trains)
+    return max(computing, count * gathered / _link(shards * parallel.tensor), count * waiting)
+
+
+def _exchanges(config: Config, model: ModelFiles, trains: bool) -> float:
+    """Seconds that all exchanges in the layers of a pass take for a token of a rank, whose numbers have one byte; a
+    worker does not compute meanwhile."""
+    parallel, width = config.actor.parallel, model.size("hidden_size")
+    tensor, sequence = parallel.tensor, parallel.sequence
+    # A sum sends its numbers twice. Tokens go to experts and come back, and all ranks get all outputs.
+    experts = 2 * model.routes / tensor + 1
+    forward, backward = (2 + experts, 6 + experts) if parallel.expert > 1 else (4, 10)
+    forwards = 1 + (trains and config.model.enable_gradient_checkpointing)
+    summed = (forwards * forward + trains * backward) * width * (tensor - 1) / tensor
+    heads = model.size("num_key_value_heads", model.size("num_attention_heads", 1)) // tensor
+    keys = model.keys * sequence // math.gcd(heads, sequence)
+    swapped = (forwards + trains) * 2 * (model.queries + keys) / tensor * (sequence - 1) / sequence
+    return model.layers * (summed / _link(tensor) + swapped / _link(tensor * sequence))
+
+
+def _link(ranks: int) -> float:
+    """Bytes per second of a GPU to others of so many neighbouring ranks."""
+    return IN_NODE if ranks <= PER_NODE else BETWEEN_NODES
 
 
 def _generation(config: Config, model: ModelFiles, memory: Memory, gpu: Gpu, bandwidth: float) -> float:
@@ -157,4 +184,7 @@ def _generation(config: Config, model: ModelFiles, memory: Memory, gpu: Gpu, ban
     computing = together * (2 * model.active + head + attention) / rate
     prompts = rows / (rollout.n if rollout.enable_prefix_caching else 1)
     prefill = prompts * _operations(model, prompt, 0) / rate
-    return prefill + rows / together * response * max(reading, computing)
+    # Two sums of the outputs in each layer.
+    summed = 4 * model.layers * model.size("hidden_size") * (parts - 1) / parts * element / _link(parts)
+    tokens = prompts * prompt + rows * response
+    return prefill + rows / together * response * max(reading, computing) + tokens * summed

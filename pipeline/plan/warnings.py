@@ -23,6 +23,7 @@ from pipeline.derived import (
     weighs_itself,
 )
 from pipeline.plan.check_algorithm import POLICY_LOSSES, built_in, loss_mode
+from pipeline.plan.gpus import PER_NODE
 from pipeline.plan.memory import Memory, shown
 from pipeline.replay import checks as replay
 
@@ -77,6 +78,7 @@ def notes(config: Config, chunks: int, memory: Memory | None, episodes: int = 0)
             "in a process; the others wait, and a lower rollout.chunks_in_flight would let other engines have them"
         )
     yield from sentences(config, _algorithm(config))
+    yield from sentences(config, _groups(config))
     if config.algorithm.max_staleness:
         yield from sentences(config, _stale(config))
     if unread := list(_unread(config)):
@@ -106,6 +108,16 @@ def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, obje
         sentence = f"{{scoring.{name}.num_gpus}}: engines run on GPUs and the {name} replicas on {pool.num_cpus:g} CPUs"
         table[f"{sentence} each, which the run will wait for"] = rollout.num_gpus > 0 and pool.num_gpus == 0
     return table
+
+
+def _groups(config: Config) -> dict[str, object]:
+    """Notes on ranks that exchange within each layer."""
+    ranks, workers = config.actor.parallel.ranks_with_same_rows, config.trainer.num_workers
+    return {
+        f"{{actor.parallel.tensor}} and {{actor.parallel.sequence}}: groups of {ranks} neighbouring ranks exchange in "
+        f"each layer, and on nodes of {PER_NODE} GPUs some lie on two nodes, whose link is slow; choose a divisor of "
+        f"{PER_NODE}": config.trainer.use_gpu and workers > PER_NODE and PER_NODE % ranks
+    }
 
 
 def _algorithm(config: Config) -> dict[str, object]:

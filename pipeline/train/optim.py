@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipeline.config.learner import OptimConfig
-from pipeline.models.fsdp import by_mesh
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 0.0,
@@ -17,22 +16,6 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
 }
 """Share of the way from the peak to the floor, over the progress of the decay from 0 to 1."""
-
-
-class AdamW(torch.optim.AdamW):
-    """AdamW whose fused step, which refuses tensors of two device meshes, takes those of each mesh by themselves.
-
-    Its groups are the same for any mesh, and so are its checkpoints.
-    """
-
-    def step(self, closure: Any = None) -> Any:
-        """See `torch.optim.AdamW`."""
-        groups = self.param_groups
-        self.param_groups = [{**group, "params": same} for group in groups for same in by_mesh(group["params"])]
-        try:
-            return super().step(closure)
-        finally:
-            self.param_groups = groups
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -86,7 +69,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
         from torchao.optim import AdamW8bit
 
         return AdamW8bit(filled, lr=config.lr, betas=betas, eps=config.eps)
-    kind = OffloadedAdamW if offload == "optimizer" else AdamW
+    kind = OffloadedAdamW if offload == "optimizer" else torch.optim.AdamW
     return kind(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 

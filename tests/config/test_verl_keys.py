@@ -50,7 +50,7 @@ def test_no_pattern_hides_behind_a_wider_one() -> None:
         ("actor_rollout_ref.ref.ulysses_sequence_parallel_size", 8, "take whole rows", False),
         ("reward_model.reward_manager", "prime", "no reward managers", True),
         ("reward_model.reward_manager", "dapo", SAME, False),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload", True, "stay on the GPU", False),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", True, "weights and gradients make no room", False),
         (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", 16, "packed by tokens", False),
         (f"{ROLLOUT}.nn", 1, UNKNOWN, True),
     ],

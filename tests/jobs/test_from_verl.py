@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 from jobs.from_verl import main, plain, render
 from jobs.verl.state import Left, State
 from pipeline.config import Config, load_config
+from pipeline.plan.placement import Node, place
+from pipeline.plan.plan import plan
+from pipeline.plan.suggest import laid_over
 
 GRPO = """#!/usr/bin/env bash
 set -xeuo pipefail
@@ -190,6 +193,23 @@ def test_rows_that_are_split_over_gpus(convert: Convert) -> None:
     assert (actor.parallel.sequence, result.config.trainer.num_workers) == (2, 2)
     assert (actor.ppo_max_token_len_per_gpu, scoring.reference.max_token_len) == (16001, 32001)
     assert "divided as the actor is, actor.parallel.sequence=2: critic.ulysses" in result.report
+
+
+def test_a_row_over_all_gpus_leaves_none_to_the_engines(convert: Convert) -> None:
+    """The report says so, and how engines and train workers share them."""
+    whole = "python3 -m verl.trainer.main_ppo data.train_files=/data/train.parquet "
+    whole += "actor_rollout_ref.model.path=Qwen/Qwen3-8B algorithm.adv_estimator=grpo trainer.logger=[console] "
+    whole += "actor_rollout_ref.rollout.n=2 actor_rollout_ref.actor.ulysses_sequence_parallel_size=8"
+    result = convert(whole)
+    assert "1 engines of 1 generate: 9 GPUs" in result.report
+    remedy = result.report.partition("that is more than verl's 8 GPUs; ")[2].partition(" puts engines")[0]
+    shared = dict(pair.split("=") for pair in remedy.split())
+    config = laid_over(result.config, {key: yaml.safe_load(value) for key, value in shared.items()})
+    assert place(plan(config).stages, [Node({"CPU": 96, "GPU": 8})])
+    assert not place(plan(result.config).stages, [Node({"CPU": 96, "GPU": 8})])
+    split = convert(f"{whole} actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    assert "a smaller rollout.tensor_parallel_size or actor.parallel.sequence takes fewer" in split.report
+    assert "more than verl's" not in convert(GRPO).report
 
 
 ADAPTERS = """

@@ -150,8 +150,12 @@ def test_a_bfloat16_base_trains_sharded(tiny_model: Path) -> None:
 
 def _updates(rank: int, model: str, folder: str) -> None:
     for world in worlds(rank, folder):
-        for name, build, rows in (("actor", build_actor, table()), ("critic", build_critic, with_values(table()))):
-            learner = build(with_lora(Path(model)), CPU, 10)
+        for name in ("actor", "copies", "critic"):
+            build, rows = (build_critic, with_values(table())) if name == "critic" else (build_actor, table())
+            config = with_lora(Path(model))
+            config.actor.parallel.replicate = world if name == "copies" else 1
+            learner = build(config, CPU, 10)
+            assert learner.mesh.shards.size() == (1 if name == "copies" else world)
             base = {n: p.full_tensor() for n, p in learner.module.named_parameters() if not p.requires_grad}
             save_update(learner, rows, f"{folder}/{name}{world}")
             numbers = sum(state["exp_avg"].numel() for state in learner.optimizer.state.values())
@@ -167,7 +171,7 @@ def _updates(rank: int, model: str, folder: str) -> None:
 @pytest.mark.slow
 def test_two_ranks_train_and_publish_as_one(tiny_model: Path, tmp_path: Path) -> None:
     spawn(_updates, str(tiny_model), str(tmp_path))
-    for name in ("actor", "critic"):
+    for name in ("actor", "copies", "critic"):
         for end in (".trained", ""):
             one, two = (torch.load(tmp_path / f"{name}{world}{end}", weights_only=False) for world in (1, 2))
             one, two = (one, two) if end else (one["state"], two["state"])

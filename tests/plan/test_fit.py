@@ -1,5 +1,6 @@
 """GPUs whose memory is too small for what is on them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,10 @@ def test_a_replica_holds_a_whole_model() -> None:
 
 def test_kinds_of_gpus() -> None:
     assert known("NVIDIA H100 80GB HBM3") is GPUS["H100"] and known("NVIDIA L40S") is GPUS["L40S"]
+    for card in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"):
+        assert known(card) is GPUS["A100-40GB"]
+    for card in ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"):
+        assert known(card) is GPUS["A100"]
     assert known("NVIDIA L4") is GPUS["L4"] and known("NVIDIA T4") is known("NVIDIA L40") is None
     assert parse("16xH200") == (16, GPUS["H200"])
     for text, part in (
@@ -77,8 +82,9 @@ def test_kinds_of_gpus() -> None:
 @pytest.mark.parametrize(
     ("card", "wanted"),
     [
-        ("NVIDIA A100-SXM4-40GB, 40960", Gpu("A100", 40 * GIB, 312e12, 2.04e12)),
+        ("NVIDIA A100-SXM4-40GB, 40960", GPUS["A100-40GB"]),
         ("NVIDIA H100 80GB HBM3, 81559", GPUS["H100"]),
+        ("NVIDIA H100 80GB HBM3, 40960", replace(GPUS["H100"], memory=40 * GIB)),
         ("Some Card, 1024", Gpu("Some Card", GIB, None, None)),
         ("No devices were found", None),
     ],

@@ -259,16 +259,12 @@ SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24}
 
 
 def test_memory_of_a_pass(tmp_path):
-    """Two layers and both tables gathered, the tables' gradients in two types, and what layers keep of 50 tokens."""
+    """Of what is gathered, the most is the gradients of both tables, of which one is converted; and what layers keep of
+    50 tokens."""
     write_model(tmp_path, LLAMA, **SIZES)
     base = [f"model.path={tmp_path}", *LENGTHS, "trainer.use_gpu=true", "actor.ppo_max_token_len_per_gpu=50"]
     plain = small(*base).memory
-    assert plain and plain.train_gathered == 2 * (2 * 640 + 3200) + (2 + 4) * 3200
-    kept, wide = (
-        small(*base, f"actor.fsdp.{key}").memory for key in ("reshard_after_forward=false", "param_dtype=float32")
-    )
-    assert kept.train_gathered == plain.train_gathered + 2 * 640
-    assert wide.train_gathered == 4 * (2 * 640 + 3200) + 8 * 3200
+    assert plain and plain.train_gathered == 2 * 3200 + 4 * 1600
     layer = 50 * (2 * (6 * 16 + 4 * (32 + 16 + 24)) + 8 * 16)
     assert plain.train_activations == 3 * layer
     inputs = 50 * 2 * 16 * 3
@@ -282,6 +278,32 @@ def test_memory_of_a_pass(tmp_path):
     assert divided.train_gathered == plain.train_gathered // 2 and divided.train_logits == plain.train_logits // 2
     assert divided.train_weights == plain.train_weights
     assert divided.train_activations == 3 * 50 * (2 * (6 * 16 + 2 * (32 + 16 + 24)) + 8 * 16)
+
+
+@pytest.mark.parametrize(
+    ("head", "embedding", "layer", "settings", "wanted"),
+    [
+        # Numbers of 2 bytes, summed in 4. In the end: gradients of both tables, and one of them in float32.
+        (700, 700, 100, [], 2 * 1400 + 4 * 700),
+        (700, 700, 100, ["actor.fsdp.reshard_after_forward=false"], 2 * (1400 + 700) + 4 * 700),
+        (700, 700, 100, ["actor.fsdp.param_dtype=float32"], 4 * 1400 + 4 * 700),
+        (700, 700, 100, ["actor.fsdp.reduce_dtype=bfloat16"], 2 * 1400 + 2 * 700),
+        (700, 700, 100, ["actor.parallel.tensor=2"], (2 * 1400 + 4 * 700) // 2),
+        # An embedding that is tied to the head is gathered with it, and has one gradient with it.
+        (0, 700, 100, [], 2 * 700 + 4 * 700),
+        # In the backward pass: head with gradient, two layers, and the gradient of one in both types.
+        (50, 60, 100, [], 2 * (2 * 50 + 2 * 100 + 100) + 4 * 100),
+        (50, 60, 100, ["actor.fsdp.reshard_after_forward=false"], 2 * (2 * 50 + 3 * 100 + 60 + 100) + 4 * 100),
+        # Adapters leave no gradients of these. At the beginning: head and embedding; later head and layers.
+        (700, 600, 100, ["model.lora.rank=4"], 2 * (700 + 600)),
+        (50, 60, 100, ["model.lora.rank=4"], 2 * (50 + 200)),
+        (50, 60, 100, ["model.lora.rank=4", "actor.fsdp.reshard_after_forward=false"], 2 * (50 + 300 + 60)),
+    ],
+)
+def test_what_is_gathered_at_one_time(head, embedding, layer, settings, wanted):
+    files = ModelFiles({"num_hidden_layers": 3}, head + embedding + 3 * layer, head, tables=head + embedding)
+    config = load_config(["trainer.use_gpu=true", *settings])
+    assert estimate(config, Models(files, files, files, None)).train_gathered == wanted
 
 
 def test_memory_of_an_engine_of_several_gpus(tmp_path):

@@ -87,7 +87,7 @@ def test_what_is_printed_can_be_typed(folders: Path) -> None:
     config, _ = asked(folders, "Qwen3-8B")
     name, text = suggested(config, 8, GPU)
     settings, _, words = text.partition(" (")
-    assert name == "suggested for 8 x H100" and words == "a train worker: 34.9 GiB of its GPU)"
+    assert name == "suggested for 8 x H100" and words == "a train worker: 29.5 GiB of its GPU)"
     typed, _ = asked(folders, "Qwen3-8B", *settings.split())
     assert (typed.trainer.num_workers, typed.rollout.num_engines) == (8, 8) and not plan(typed, gpu=GPU).too_large
     assert suggested(typed, 8, GPU)[1].startswith("the settings as they are (")
@@ -140,6 +140,11 @@ def test_replicas_keep_their_gpus_and_a_critic_is_offloaded_too(folders: Path) -
     assert found and found["critic.fsdp.offload"] == found["actor.fsdp.offload"]
     made = plan(laid_over(config, found), gpu=GPU)
     assert made.gpus <= 8 and made.too_large == ()
+    _, text = suggested(config, 2, GPU)
+    replicas = "the 2 GPUs of replicas (scoring.reference, scoring.value)"
+    assert text.startswith(f"nothing: {replicas} leave none to train; lower their num_workers")
+    _, text = suggested(config, 3, Gpu("Z0", 10 * GIB, None, None))
+    assert text.startswith(f"nothing: no layout fits beside {replicas}; take more GPUs")
 
 
 def test_every_worker_gets_whole_chunks(folders: Path) -> None:
@@ -156,7 +161,7 @@ def test_a_gpu_of_unknown_speed_gets_what_fits_first(folders: Path) -> None:
     unknown = Gpu("Z1", GPU.memory, None, None)
     made = planned(*asked(folders, "Qwen3-8B"), 8, unknown)
     assert made and made.times is None and made.too_large == ()
-    small = Gpu("Z0", 10 * 2**30, None, None)
+    small = Gpu("Z0", 5 * GIB, None, None)
     config, models = asked(folders, "Qwen3-8B")
     assert suggest(config, models, 8, small) is None
     assert suggested(config, 8, small)[1].startswith("nothing: no layout fits")

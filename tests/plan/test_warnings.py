@@ -11,6 +11,8 @@ BYPASS = "actor.old_log_probs=engine"
 NO_WEIGHTS = "algorithm.rollout_correction.rollout_is=none"
 KL = "algorithm.use_kl_in_reward=true"
 ADAPTIVE = f"{KL} algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=512"
+ON_GPUS = "trainer.use_gpu=true rollout.num_gpus=1"
+ONE = "rollout.chunk_prompts=1"
 UNREAD = "set, and read by nothing in this run: "
 
 
@@ -51,6 +53,11 @@ UNREAD = "set, and read by nothing in this run: "
         ("rollout.num_engines=3", "64 chunks do not divide evenly"),
         ("rollout.update=in_flight", "rollout.update=in_flight with algorithm.max_staleness=0"),
         ("data.sampler=solve_rate", "data.sampler=solve_rate may leave out prompts"),
+        (f"{ON_GPUS} trainer.num_workers=16 actor.parallel.tensor=16", "groups of 16 neighbouring ranks exchange"),
+        (
+            f"{ON_GPUS} trainer.num_workers=12 actor.parallel.tensor=3 data.train_batch_size=48 {ONE}",
+            "actor.parallel.tensor=3 and actor.parallel.sequence=1: groups of 3 neighbouring ranks exchange",
+        ),
         (f"{STALE}=1 {NO_WEIGHTS}", "without a correction: rows train as if"),
         (f"{STALE}=1 {NO_WEIGHTS} {BYPASS} actor.policy_loss.loss_mode=gpg", "without a correction"),
         (f"{STALE}=2 {BYPASS}", "the clip range lies around a policy up to 2 versions old"),
@@ -72,7 +79,15 @@ def test_an_estimator_of_turns_fits_episodes():
     assert not [note for note in notes if "algorithm." in note]
 
 
-@pytest.mark.parametrize("overrides", ["", f"{STALE}=1", f"{STALE}=4", f"{STALE}=1 {BYPASS}"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *("", f"{STALE}=1", f"{STALE}=4", f"{STALE}=1 {BYPASS}"),
+        f"{ON_GPUS} trainer.num_workers=16 actor.parallel.tensor=2 actor.parallel.sequence=4",
+        f"{ON_GPUS} trainer.num_workers=6 actor.parallel.tensor=3 data.train_batch_size=48 {ONE}",
+        "trainer.num_workers=16 actor.parallel.tensor=16",
+    ],
+)
 def test_sound_settings_get_no_note(overrides):
     assert not plan(good(*overrides.split())).notes
 

@@ -176,6 +176,12 @@ critic.ppo_micro_batch_size_per_gpu=8 -> critic.T=8192 scoring.value.max_token_l
 A.ppo_micro_batch_size=64 -> actor.T=8192
 A.use_dynamic_bsz=True A.T=20000 A.ppo_micro_batch_size_per_gpu=4 -> actor.T=20000 critic.T=32768
 A.use_dynamic_bsz=True data.max_response_length=20480 A.use_kl_loss=True -> scoring.reference.max_token_len=20992
+A.F.optimizer_offload=True A.F.param_offload=True -> actor.fsdp.offload=optimizer critic.fsdp.offload=null
+A.F.offload_policy=True A.F.optimizer_offload=True -> actor.fsdp.offload=all
+A.F.optimizer_offload=False A.F.param_offload=True critic.fsdp.optimizer_offload=False -> actor.fsdp.offload=null
+critic.model.F.optimizer_offload=True -> critic.fsdp.offload=optimizer actor.fsdp.offload=null
+critic.fsdp.offload_policy=True -> critic.fsdp.offload=all
+M.enable_activation_offload=True -> model.activation_offload=true
 A.use_kl_loss=True REF.param_offload=True -> S.where=train_workers S.offload=true S.num_workers=null
 A.use_kl_loss=True REF.param_offload=False -> S.where=null S.offload=null S.num_gpus=0.5
 A.use_kl_loss=True algorithm.use_kl_in_reward=True REF.param_offload=True -> S.where=null S.offload=null
@@ -188,6 +194,7 @@ trainer.experiment_name=mine trainer.default_local_dir=/out/mine/ -> trainer.def
 """
 WORDS = {r"\bA\.": f"{ACTOR}.", r"\bR\.": f"{ROLLOUT}.", r"\bC\.": f"{CORRECTION}.", r"\bG\.": f"{GROUPS}."}
 WORDS |= {r"\bREF\.": "actor_rollout_ref.ref.fsdp_config.", r"\bM\.": "actor_rollout_ref.model."}
+WORDS |= {r"\bF\.": "fsdp_config."}
 WORDS |= {r"\bS\.": "scoring.reference.", r"\.W=": ".optim.lr_warmup_steps=", r"\.T=": ".ppo_max_token_len_per_gpu="}
 
 
