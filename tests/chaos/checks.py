@@ -14,7 +14,8 @@ from pipeline.track.trajectories import read_trajectories
 
 NOT_COMPARED = (
     *("iteration", "time", "elapsed_s", "timing_s/", "timing_per_token_ms/", "perf/"),
-    *("rollout/generate_s", "rollout/load_s", "rollout/engines_loaded", "agent/env_s/", "agent/env_wait_share"),
+    *("rollout/generate_s", "rollout/load_s", "rollout/engines_loaded"),
+    *(f"{split}agent/{name}" for split in ("", "val-") for name in ("env_s/", "env_wait_share", "episode_s/")),
     *("training/rollout_", "actor/ppo_kl", "actor/pg_clipfrac"),
 )
 """Beginnings of metrics that are times, or differences of nearly equal numbers."""
