@@ -22,7 +22,7 @@ their own (`agent.python`), beside packages that do not fit those of the trainer
 
     async def run(row, chat):                          # a program, which drives the episode itself
         draft = await chat([{"role": "user", "content": "Count to three."}])
-        return {"reward": float(draft.text == "1 2 3")}
+        return {"reward": float(draft.text == "1 2 3")}     # and {"rewards": [...]}, one for each answer
 """
 
 from dataclasses import dataclass, field

@@ -131,7 +131,8 @@ class Conversation:
         self.turns += 1
         truncated = generation.finish_reason == "length"
         message, malformed = context.language.reader.read(context.answer, truncated)
-        context.calls, context.text, context.turn = message.calls, message.text, number
+        context.calls, context.text = message.calls, message.text
+        context.turns.append(number)
         context.messages.append(as_recorded(message))
         context.heard.append(_content(context.messages[-1]))
         return Answer(message, malformed, truncated and limit == room, len(ids), len(context.answer))

@@ -19,6 +19,7 @@ from pipeline.agent import Content, Message, Observation
 from pipeline.agent.hosts import Hosts, Key
 from pipeline.agent.processes import CLOSE_S, PLACE_S, EpisodeFailed, EpisodeLost
 from pipeline.agent.questions import Chat, ChatFailed, Questions
+from pipeline.agent.replies import Returned
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig
 
@@ -158,7 +159,7 @@ class HostedSession:
         """See `Session.call`."""
         return await self._ask("call", timeout_s, name, arguments, timeout_s)
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Observation:
+    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
         """See `Session.run`."""
 
         async def answer(frame: dict[str, Any]) -> None:

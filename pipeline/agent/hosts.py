@@ -114,7 +114,7 @@ class Held:
         self._program.put_nowait((frame, None))
 
     async def next(self) -> Outcome:
-        """The next question of the program, a frame, or the last observation."""
+        """The next question of the program, a frame, or what it returned."""
         asked = await self._program.get()
         if isinstance(asked[0], dict):
             self._room.release()

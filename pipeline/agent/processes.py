@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.agent import Content, EpisodeOver, Message, Observation, frames
 from pipeline.agent.questions import Asked, Chat, ChatFailed, Questions, Send, as_fields
-from pipeline.agent.replies import checked, checked_content
+from pipeline.agent.replies import Returned, checked, checked_content, checked_result
 from pipeline.agent.schema import mistake
 from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
 from pipeline.config.agent import AgentConfig
@@ -199,8 +199,8 @@ class Session:
             raise PolicyMistake(str(reply["mistake"]))
         return str(reply.get("text"))
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Observation:
-        """What the program of the episode returns, as the last observation: reward and parts.
+    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+        """What the program of the episode returns.
 
         Args:
             row: as in `Processes.open`.
@@ -215,19 +215,19 @@ class Session:
         except ChatFailed as failed:
             raise failed.error from None
 
-    async def drive(self, row: dict[str, Any], asked: Asking) -> Observation:
+    async def drive(self, row: dict[str, Any], asked: Asking) -> Returned:
         """The same, where `asked` makes what takes the program's questions."""
         reply = await self._ask("run", "the program", None, asked, row=row)
         if "over" in reply:
             raise EpisodeOver(str(reply["over"]))
         return self._returned(reply)
 
-    def _returned(self, reply: dict[str, Any]) -> Observation:
+    def _returned(self, reply: dict[str, Any]) -> Returned:
         reply.pop("id", None)
-        return self._checked(lambda: Observation(**checked(Observation(done=True, **reply), "the program")))
+        return self._checked(lambda: checked_result(Returned(**reply), "the program"))
 
-    async def command(self, row: dict[str, Any], variables: dict[str, str]) -> Observation:
-        """What the command of the episode printed at its end, as the last observation: reward and parts.
+    async def command(self, row: dict[str, Any], variables: dict[str, str]) -> Returned:
+        """What the command of the episode printed at its end.
 
         Args:
             row: as in `Processes.open`.

@@ -38,7 +38,8 @@ class AgentConfig:
 
     command: list[str] = field(default_factory=list)
     """Program that drives an episode itself, by an OpenAI or Anthropic client: `[python, my_agent.py]`. `python` stands
-    for `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line."""
+    for `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line, or
+    `{"rewards": [0.5, 0.5]}`, one for each answer."""
 
     preload: list[str] = field(default_factory=list)
     """Modules that `agent.command=[python, my_agent.py]` imports, such as `[openai]`. They are imported once, and the
