@@ -18,7 +18,7 @@ class Program(Protocol):
     async def place(self) -> str:
         """See `processes.Session.place`."""
 
-    async def close(self) -> None:
+    async def close(self, well: bool = False) -> None:
         """See `processes.Session.close`."""
 
 

@@ -226,13 +226,13 @@ class Host:
         await held.stop()
         return await held.session.place(), None
 
-    async def close(self, key: Key) -> Outcome:
-        """End the episode; it has ended when this returns."""
+    async def close(self, key: Key, well: bool = False) -> Outcome:
+        """End the episode, which has ended when this returns; see `Session.close`."""
         held = self._held.pop(key, None)
         if held is not None:
             await held.stop()
             if held.session is not None:
-                await held.session.close()
+                await held.session.close(well)
                 assert held.session.closing is not None
                 await held.session.closing
         return None, None

@@ -1,4 +1,4 @@
-"""What the process of one episode does: it answers the run's requests by the user's code.
+"""What the process of an episode does: it answers the run's requests by the user's code.
 
 Needs Python 3.9 and nothing but the standard library. Requests and answers are frames (`frames.py`), one answer for
 each request, in order:
@@ -6,12 +6,12 @@ each request, in order:
     {"id": 1, "do": "open", "row": {...}, "seed": 7}            {"id": 1, "opened": "Guess."}
     {"id": 2, "do": "step", "message": {"text": "31", ...}}     {"id": 2, "content": "lower", "done": false, ...}
     {"id": 3, "do": "call", "name": "calc", "arguments": {}}    {"id": 3, "text": "7"}, or {"id": 3, "mistake": "..."}
-    {"id": 4, "do": "close"}                                    {"id": 4}
+    {"id": 4, "do": "close"}                                    {"id": 4, "free": true}
     {"id": 5, "do": "run", "row": {...}}                        {"id": 5, "reward": 1.0, ...}, or {"over": ""}
     {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, ...}, or {"failed": ""}
 
 and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} where the user's code failed. A program that runs asks
-by further frames (`chats.py`).
+by further frames (`chats.py`). After a `close` that leaves the process free, another episode may begin by `open`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import random
 import signal
 import socket
@@ -49,7 +50,7 @@ class Returned:
 
 
 class Replies:
-    """The episode of this process."""
+    """The episodes of this process, one after the other."""
 
     def __init__(self, connection: socket.socket, code: Code) -> None:
         self._connection = connection
@@ -59,6 +60,8 @@ class Replies:
         self._busy: int | None = None  # the request that the user's code works on
         self._awaited: Any = None  # its coroutine, where it is `async def`
         self._server = ""  # the server that is being connected
+        self._whole = True  # whether no part of a frame has been read
+        self._first = _alive()  # threads and children that were there before the first episode
         signal.signal(LATE, self._late)
 
     def serve(self) -> None:
@@ -67,6 +70,9 @@ class Replies:
             request = read(self._connection)
             if request is None:
                 return
+            if "do" not in request:
+                # The answer to a chat for which the program did not wait.
+                continue
             self._busy = request["id"]
             answer = self._answer(request)
             self._busy = None
@@ -184,7 +190,7 @@ class Replies:
             try:
                 return await program(request["row"], asking.chat)
             finally:
-                asking.close()
+                self._whole = asking.close()
 
         return vars(returned(self._value(run()), "the program"))
 
@@ -209,7 +215,28 @@ class Replies:
                 self._value(tool.episode.close())
         for server in self._code.servers:
             server.close()
-        return {}
+        self._environment = None
+        return {"free": self._is_free()}
+
+    def _is_free(self) -> bool:
+        """Whether nothing of the episode goes on: no thread, no child, no task of the event loop and no timer."""
+        tasks = self._loop is not None and asyncio.all_tasks(self._loop)
+        timer = signal.getitimer(signal.ITIMER_REAL)[0]
+        return self._whole and not tasks and not timer and _alive() <= self._first
+
+
+def children() -> list[int]:
+    """Process ids of the children of this process."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _alive() -> set[int]:
+    """Ids of the threads and of the children of this process."""
+    return {*map(int, os.listdir("/proc/self/task")), *children()}
 
 
 def returned(result: Any, name: str) -> Returned:

@@ -29,7 +29,7 @@ class Played(Protocol):
     async def place(self) -> str:
         """See `processes.Session.place`."""
 
-    async def close(self) -> None:
+    async def close(self, well: bool = False) -> None:
         """See `processes.Session.close`."""
 
 

@@ -147,6 +147,13 @@ async def no_messages(row, chat):
     return 1.0
 
 
+async def unheard(row, chat):
+    _write(chat, b'{"id": 1, "chat": 5, "messages": [{"role": "user", "content": "1"}]}')
+    # The answer comes meanwhile, and is not read.
+    time.sleep(0.3)
+    return 1.0
+
+
 async def same_numbers(row, chat):
     _write(chat, *[b'{"id": 1, "chat": 5, "messages": [{"role": "user", "content": "wait"}]}'] * 60)
     await asyncio.sleep(0.05)

@@ -37,7 +37,7 @@ FAILURES = {
     "close_all": r"^ProcessError: its process closed its connection, in step$",
     "spend": r"^MemoryError \(hostile.py, line \d+\)$",
     "nothing": r"^ValueError: Hostile.step returned None; expected an Observation or a text$",
-    "nan": r"^ValueError: Hostile.step returned a reward of nan; expected a finite number$",
+    "nan": r"^ValueError: \w+.step returned a reward of nan; expected a finite number$",
     "text_reward": r"^ValueError: Hostile.step returned a reward of '1.0'; expected a number or None$",
     "content": r"^ValueError: Hostile.step returned a content of b'bytes'; expected a text, a list of messages",
     "message": r"^ValueError: Hostile.step returned the message {'role': 'user', 'content': 'x', 'name': 'y'}; ",

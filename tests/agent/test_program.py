@@ -42,7 +42,7 @@ class ToyProgram:
     async def place(self) -> str:
         return " (toy.py, line 3)"
 
-    async def close(self) -> None:
+    async def close(self, well: bool = False) -> None:
         self.closed += 1
 
 
