@@ -6,8 +6,9 @@
 
 The modes take turns with one engine: `single` samples all tokens of a row in one request, `episodes` in several turns
 with an environment that replies at once, `slow` with one that sleeps `--pause` seconds before each reply, and `used` as
-`episodes`, in processes that serve `--episodes-per-process` one after the other. `turns` is the bound of `episodes`: bare vLLM is asked the same prompts, with no environment, and each next one at once. Every
-answer has the same length. Only ratios within one run are to be trusted.
+`episodes`, in processes that serve `--episodes-per-process` one after the other. `turns` is the bound of `episodes`:
+bare vLLM is asked the same prompts, with no environment, and each next one at once. Every answer has the same length.
+Only ratios within one run are to be trusted.
 
 CPU time of a turn is that of the engine's thread, of all others of the run's process (`outside`), and of the processes
 of the environments, those that start and end them included.

@@ -5,9 +5,9 @@ from typing import Any
 
 from pipeline.agent import EpisodeOver
 from pipeline.agent.endpoint import Endpoint, Line
-from pipeline.agent.processes import CommandFailed, Session
 from pipeline.agent.questions import Chat
 from pipeline.agent.replies import Returned
+from pipeline.agent.session import CommandFailed, Session
 
 
 class Command:

@@ -17,7 +17,7 @@ from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.context import Context
 from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.language import Language
-from pipeline.agent.processes import EpisodeFailed
+from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 

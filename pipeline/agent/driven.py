@@ -4,22 +4,22 @@ from typing import Any, Protocol
 
 from pipeline.agent import EpisodeOver
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.processes import EpisodeFailed
 from pipeline.agent.questions import Chat
 from pipeline.agent.replies import Returned
+from pipeline.agent.session import EpisodeFailed
 
 
 class Program(Protocol):
     """A program that runs: a `Session`, or a `Command`."""
 
     async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
-        """See `processes.Session.run`."""
+        """See `session.Session.run`."""
 
     async def place(self) -> str:
-        """See `processes.Session.place`."""
+        """See `session.Session.place`."""
 
     async def close(self, well: bool = False) -> None:
-        """See `processes.Session.close`."""
+        """See `session.Session.close`."""
 
 
 async def drive(conversation: Conversation, program: Program, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:

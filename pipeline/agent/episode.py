@@ -12,7 +12,7 @@ from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.driven import Program, drive
 from pipeline.agent.forms import joined
 from pipeline.agent.language import Language
-from pipeline.agent.processes import EpisodeFailed, EpisodeLost
+from pipeline.agent.session import EpisodeFailed, EpisodeLost
 from pipeline.agent.world import Played, World
 from pipeline.config.agent import AgentConfig
 

@@ -17,9 +17,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from pipeline.agent import Content, Message, Observation
 from pipeline.agent.hosts import Hosts, Key
-from pipeline.agent.processes import CLOSE_S, PLACE_S, EpisodeFailed, EpisodeLost
 from pipeline.agent.questions import Chat, ChatFailed, Questions
 from pipeline.agent.replies import Returned
+from pipeline.agent.session import CLOSE_S, PLACE_S, EpisodeFailed, EpisodeLost
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig
 

@@ -101,8 +101,8 @@ class AgentConfig:
     imports large packages, as many as the machine has memory for."""
 
     episodes_per_process: int = setting(1, at_least=1)
-    """Episodes that one process serves, one after the other ([agents.md](agents.md#where-your-code-runs)); with 1 each has
-    a fresh one."""
+    """Episodes that one process serves, one after the other ([agents.md](agents.md#where-your-code-runs)); with 1 each
+    has a fresh one."""
 
     late: str = setting("error", choices=("error", "score"))
     """An episode that exceeds `episode_timeout_s` is an `error`, or is ended and gets the `score` it has so far."""
@@ -243,8 +243,8 @@ class AgentConfig:
             and any(str(spec).startswith("pipeline.agent.python_tool") for spec in self._specs),
             "{agent.command} with {agent.hosts}: it asks the policy at an address of the engine's own node; leave "
             "agent.hosts out, or write a program (agent.program)": self.command and self.hosts,
-            "{agent.episodes_per_process} with {agent.command}: a command serves one episode, and ends by itself; leave "
-            "it at 1": self.command and self.episodes_per_process > 1,
+            "{agent.episodes_per_process} with {agent.command}: a command serves one episode, and ends by itself; "
+            "leave it at 1": self.command and self.episodes_per_process > 1,
             "{agent.min_hosts} is above {agent.hosts}; lower it": (self.min_hosts or 0) > self.hosts,
             "{agent.reward} needs the rewards of agent.environment, which is not set; leave it out": (
                 alone and not self.driven and self.reward in ("environment", "sum")

@@ -16,8 +16,9 @@ import pytest
 
 from pipeline.agent.load import load
 from pipeline.agent.mcp_client import LIMIT, Server
-from pipeline.agent.processes import EpisodeFailed, PolicyMistake, Processes
+from pipeline.agent.processes import Processes
 from pipeline.agent.remote import ServerFailed
+from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, marked, wait_until_gone
 from tests.agent.test_processes import ROW, run

@@ -14,8 +14,8 @@ from pipeline.agent.episode import Episode
 from pipeline.agent.forms import split
 from pipeline.agent.language import Language
 from pipeline.agent.messages import checked_messages, checked_tools
-from pipeline.agent.processes import EpisodeFailed
 from pipeline.agent.replies import Returned
+from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.replay.checks import _last_answer
