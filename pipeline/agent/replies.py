@@ -24,6 +24,7 @@ import random
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -222,7 +223,12 @@ class Replies:
         """Whether nothing of the episode goes on: no thread, no child, no task of the event loop and no timer."""
         tasks = self._loop is not None and asyncio.all_tasks(self._loop)
         timer = signal.getitimer(signal.ITIMER_REAL)[0]
-        return self._whole and not tasks and not timer and _alive() <= self._first
+        deadline = time.monotonic() + preload.THREAD_S
+        while not _alive() <= self._first:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return self._whole and not tasks and not timer
 
 
 def children() -> list[int]:

@@ -122,6 +122,19 @@ def test_nothing_outside_is_reached(code: Path, python: str, outside: dict[str, 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_process_serves_several_episodes(code: Path, python: str) -> None:
+    async def play(processes: Processes) -> list[bool]:
+        fresh = []
+        for _ in range(3):
+            session = await processes.open(ROW, 1, 30)
+            fresh.append(session.fresh)
+            await session.close(True)
+            await session.closing
+        return fresh
+
+    assert run(apart(code, python, episodes_per_process=2), play) == [True, False, True]
+
+
 def test_without_isolation_all_of_it_is_reached(code: Path, outside: dict[str, str]) -> None:
     """So the test above shows the isolation, and no mistake in the orders."""
     said = dict(zip(outside, told(apart(code, sys.executable, "none"), *outside.values()), strict=True))

@@ -66,6 +66,19 @@ def test_the_tools_of_a_command(tmp_path: Path, monkeypatch: Any) -> None:
     wait_until_gone(str(tmp_path))
 
 
+def test_a_used_process_has_a_server_for_each_episode(tmp_path: Path) -> None:
+    async def play(processes: Processes) -> None:
+        for fresh in (True, False):
+            session = await processes.open(ROW, 1, 30)
+            assert session.fresh is fresh
+            assert await session.call("add", {"fruits": ["fig"]}, 30) == "fig"
+            await session.close(True)
+            await session.closing
+
+    run(config(str(tmp_path), episodes_per_process=2), play)
+    wait_until_gone(str(tmp_path))
+
+
 FAILURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "ends": ("leave", {"code": 3}, f"{NAME} ended with exit code 3; the last line on its standard error: out of fruit"),
     "hangs": ("sleep", {}, "TimeoutError: no answer from tool sleep after 1 s"),
