@@ -96,7 +96,7 @@ and never returns where the episode fails, as it does with messages that begin o
 
 
 class Environment:
-    """One episode. A new object is made for each, in a process of its own; all methods may be `async def`."""
+    """One episode. A new object is made for each, in a process without others; all methods may be `async def`."""
 
     def open(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
         """Begin the episode.
