@@ -2,11 +2,13 @@
 
     python -m benchmarks.agent                      # makes a tiny model and prompts of its own
     python -m benchmarks.agent --turns 4 --turn-tokens 16 --pause 0.1 --repeats 4
+    python -m benchmarks.agent --modes episodes used --episodes-per-process 16
 
 The modes take turns with one engine: `single` samples all tokens of a row in one request, `episodes` in several turns
-with an environment that replies at once, `slow` with one that sleeps `--pause` seconds before each reply. `turns` is
-the bound of `episodes`: bare vLLM is asked the same prompts, with no environment, and each next one at once. Every
-answer has the same length. Only ratios within one run are to be trusted.
+with an environment that replies at once, `slow` with one that sleeps `--pause` seconds before each reply, and `used` as
+`episodes`, in processes that serve `--episodes-per-process` one after the other. `turns` is the bound of `episodes`:
+bare vLLM is asked the same prompts, with no environment, and each next one at once. Every answer has the same length.
+Only ratios within one run are to be trusted.
 
 CPU time of a turn is that of the engine's thread, of all others of the run's process (`outside`), and of the processes
 of the environments, those that start and end them included.
@@ -35,6 +37,7 @@ from benchmarks import rollout
 from pipeline import rows
 from pipeline.config import Config
 from pipeline.rollout import vllm
+from pipeline.rollout.episodes import Episodes
 from pipeline.rollout.stage import Rollout, sections, token_lists
 from pipeline.sampling import Sampling
 from pipeline.store.versions import Ticket
@@ -54,12 +57,18 @@ class Ready(Environment):
         return Observation("go on", reward=0.0)
 '''
 REPLY = "go on"
-AGAINST = {"single": (), "turns": ("single",), "episodes": ("single", "turns"), "slow": ("episodes",)}
+AGAINST = {
+    "single": (),
+    "turns": ("single",),
+    "episodes": ("single", "turns"),
+    "slow": ("episodes",),
+    "used": ("episodes",),
+}
 """Modes, and those that each is compared with."""
 
 
 class Clocks(NamedTuple):
-    """CPU seconds so far."""
+    """CPU seconds."""
 
     engine: float
     """Of the engine's thread."""
@@ -68,15 +77,23 @@ class Clocks(NamedTuple):
     environments: float
     """Of the processes below this one, those that have ended included."""
 
-    @classmethod
-    def read(cls, stage: Rollout) -> "Clocks":
-        thread = stage.engine._thread.ident
-        assert thread is not None
-        engine, below = time.clock_gettime(time.pthread_getcpuclockid(thread)), 0.0
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                below += sum(process.cpu_times()[:4])
-        return cls(engine, time.process_time() - engine, below)
+
+def own(stage: Rollout) -> tuple[float, float]:
+    """CPU seconds so far of the engine's thread, and of all other threads of this process."""
+    thread = stage.engine._thread.ident
+    assert thread is not None
+    engine = time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return engine, time.process_time() - engine
+
+
+def below() -> float:
+    """CPU seconds so far of the processes below this one."""
+    seconds = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            # The clock of clock_getcpuclockid(3): `cpu_times` drops what is less than a tick in each process.
+            seconds += time.clock_gettime(~process.pid << 3 | 2) + sum(process.cpu_times()[2:4])
+    return seconds
 
 
 class Measured(NamedTuple):
@@ -156,27 +173,34 @@ async def measure(config: Config, args: argparse.Namespace) -> dict[str, list[Me
     single._episodes = None
     single._rollout = copy.copy(config.rollout)
     single._max_response_length = single._rollout.min_tokens = args.turns * args.turn_tokens
+    used = copy.copy(episodes)
+    used._episodes = Episodes(
+        {None: replace(config.agent, episodes_per_process=args.episodes_per_process)},
+        config.data,
+        episodes._tokenizer,
+        episodes.engine,
+        config.trainer.seed,
+        config.rollout.seed_per_request,
+    )
     modes: dict[str, tuple[int, Callable[[], Awaitable[int]]]] = {
         "single": (1, lambda: generate(single, chunks)),
         "turns": (args.turns, lambda: bare(episodes, policy, config, chunks)),
         "episodes": (args.turns, lambda: generate(episodes, chunks)),
         "slow": (args.turns, lambda: generate(episodes, slow)),
+        "used": (args.turns, lambda: generate(used, chunks)),
     }
     found: dict[str, list[Measured]] = {name: [] for name in args.modes}
     for repeat in range(args.repeats + 1):
         for name in args.modes[:: 1 if repeat % 2 else -1]:
             turns, play = modes[name]
             # Each takes the weights again, so that no prefix is cached.
-            single._version, policy.version = episodes._version, policy.version + 1
-            steps, busy, clocks, begun = (
-                episodes.engine.steps,
-                episodes.engine.busy_s,
-                Clocks.read(episodes),
-                time.perf_counter(),
-            )
+            single._version = used._version = episodes._version
+            policy.version += 1
+            steps, busy, before = episodes.engine.steps, episodes.engine.busy_s, below()
+            clocks, begun = own(episodes), time.perf_counter()
             tokens = await play()
             seconds = time.perf_counter() - begun
-            spent = Clocks(*np.subtract(Clocks.read(episodes), clocks))
+            spent = Clocks(*np.subtract(own(episodes), clocks), below() - before)
             if repeat:  # everything starts in the first one
                 each = 1e3 / (config.data.train_batch_size * config.rollout.n * turns)
                 found[name].append(
@@ -228,13 +252,14 @@ def report(found: dict[str, list[Measured]]) -> None:
 
 
 def main() -> None:
-    own = rollout.parser()
-    own.description = (__doc__ or "").splitlines()[0]
-    own.add_argument("--turns", type=int, default=4)
-    own.add_argument("--turn-tokens", type=int, default=16)
-    own.add_argument("--pause", type=float, default=0.1)
-    own.add_argument("--modes", nargs="+", choices=list(AGAINST), default=list(AGAINST))
-    args = own.parse_args()
+    parser = rollout.parser()
+    parser.description = (__doc__ or "").splitlines()[0]
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turn-tokens", type=int, default=16)
+    parser.add_argument("--pause", type=float, default=0.1)
+    parser.add_argument("--episodes-per-process", type=int, default=16)
+    parser.add_argument("--modes", nargs="+", choices=list(AGAINST), default=list(AGAINST))
+    args = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != str(args.threads):
         # OpenMP reads it when the process starts; the stream sets it for its engines.
         os.execve(sys.executable, sys.orig_argv, os.environ | {"OMP_NUM_THREADS": str(args.threads)})

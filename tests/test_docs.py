@@ -10,7 +10,8 @@ import pytest
 import pipeline.advantage.estimators  # noqa: F401 (fills the registry)
 from pipeline.advantage import registry as estimators
 from pipeline.agent import Message
-from pipeline.agent.processes import PolicyMistake, Processes
+from pipeline.agent.processes import Processes
+from pipeline.agent.session import PolicyMistake
 from pipeline.config import Config
 from pipeline.config.agent import AgentConfig
 from pipeline.config.schema import keys

@@ -22,7 +22,7 @@ their own (`agent.python`), beside packages that do not fit those of the trainer
 
     async def run(row, chat):                          # a program, which drives the episode itself
         draft = await chat([{"role": "user", "content": "Count to three."}])
-        return {"reward": float(draft.text == "1 2 3")}
+        return {"reward": float(draft.text == "1 2 3")}     # and {"rewards": [...]}, one for each answer
 """
 
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ and never returns where the episode fails, as it does with messages that begin o
 
 
 class Environment:
-    """One episode. A new object is made for each, in a process of its own; all methods may be `async def`."""
+    """One episode. A new object is made for each, in a process without others; all methods may be `async def`."""
 
     def open(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
         """Begin the episode.

@@ -44,9 +44,10 @@ class Chats:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection, self._receive)
 
-    def close(self) -> None:
-        """Read no further answers."""
+    def close(self) -> bool:
+        """Read no further answers; whether no answer has been read in part."""
         self._loop.remove_reader(self._connection)
+        return not self._inbox
 
     async def chat(
         self, messages: list[dict[str, Any] | Message], tools: list[dict[str, Any]] | None = None

@@ -3,10 +3,11 @@
 import asyncio
 from typing import Any
 
-from pipeline.agent import EpisodeOver, Observation
+from pipeline.agent import EpisodeOver
 from pipeline.agent.endpoint import Endpoint, Line
-from pipeline.agent.processes import CommandFailed, Session
 from pipeline.agent.questions import Chat
+from pipeline.agent.replies import Returned
+from pipeline.agent.session import CommandFailed, Session
 
 
 class Command:
@@ -24,8 +25,8 @@ class Command:
         self._sampling, self._longest = sampling, longest
         self.place, self.close = session.place, session.close
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Observation:
-        """What the command printed at its end, as the last observation.
+    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+        """What the command printed at its end.
 
         Raises:
             EpisodeOver: it failed after a refusal because the episode is over, as clients do that do not catch it.

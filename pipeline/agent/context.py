@@ -43,10 +43,15 @@ class Context:
     """Their ids as a program knows them."""
     text: str = ""
     """Text of the last answer."""
-    turn: int = -1
-    """Number of the last answer among those that the policy was asked for in the episode."""
+    turns: list[int] = field(default_factory=list)
+    """Numbers of the answers among those that the policy was asked for in the episode."""
     finish_reason: str = "abort"
     """Of the last answer, as the engine gave it."""
+
+    @property
+    def turn(self) -> int:
+        """Number of the last answer; -1 before the first."""
+        return self.turns[-1] if self.turns else -1
 
     def add_answer(self, generation: Generation) -> None:
         """Put sampled tokens behind the others."""
@@ -75,6 +80,12 @@ class Context:
         del self.messages[-messages:], self.heard[-messages:]
         version, tokens = self.runs.pop()
         self.runs.append((version, tokens - count))
+
+    def set_rewards(self, rewards: Sequence[float | None]) -> None:
+        """Set the rewards of all answers."""
+        answers = [place for place, span in enumerate(self.spans) if span[0] == ANSWER]
+        for place, reward in zip(answers, rewards, strict=True):
+            self.spans[place] = (ANSWER, self.spans[place][1], reward)
 
     def set_reward(self, reward: float | None, trains: bool) -> None:
         """Set the reward of the last answer, behind which nothing stands yet; without `trains`, mask it out."""

@@ -17,7 +17,7 @@ from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.context import Context
 from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.language import Language
-from pipeline.agent.processes import EpisodeFailed
+from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 
@@ -131,7 +131,8 @@ class Conversation:
         self.turns += 1
         truncated = generation.finish_reason == "length"
         message, malformed = context.language.reader.read(context.answer, truncated)
-        context.calls, context.text, context.turn = message.calls, message.text, number
+        context.calls, context.text = message.calls, message.text
+        context.turns.append(number)
         context.messages.append(as_recorded(message))
         context.heard.append(_content(context.messages[-1]))
         return Answer(message, malformed, truncated and limit == room, len(ids), len(context.answer))

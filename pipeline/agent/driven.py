@@ -1,50 +1,64 @@
-"""Episodes that a program drives, on the run's side: it asks for answers, and returns the reward at the end."""
+"""Episodes that a program drives, on the run's side: it asks for answers, and returns rewards at the end."""
 
 from typing import Any, Protocol
 
-from pipeline.agent import EpisodeOver, Observation
+from pipeline.agent import EpisodeOver
 from pipeline.agent.conversation import Conversation
-from pipeline.agent.processes import EpisodeFailed
 from pipeline.agent.questions import Chat
+from pipeline.agent.replies import Returned
+from pipeline.agent.session import EpisodeFailed
 
 
 class Program(Protocol):
     """A program that runs: a `Session`, or a `Command`."""
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Observation:
-        """See `processes.Session.run`."""
+    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
+        """See `session.Session.run`."""
 
     async def place(self) -> str:
-        """See `processes.Session.place`."""
+        """See `session.Session.place`."""
 
-    async def close(self) -> None:
-        """See `processes.Session.close`."""
+    async def close(self, well: bool = False) -> None:
+        """See `session.Session.close`."""
 
 
 async def drive(conversation: Conversation, program: Program, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Have a program drive an episode to its end.
 
-    The reward that it returns stands on the last answer. A program that lets `EpisodeOver` pass is rewarded with 0.
+    Each answer gets its own of the `rewards` that the program returns. What these leave of `reward`, the score, stands
+    on the last answer. A program that lets `EpisodeOver` pass is rewarded with 0.
 
     Returns:
         why the episode ended, as in the column `ended`, and further numbers of the program.
 
     Raises:
-        EpisodeFailed: the program failed, asked for no answer, or returned no reward where it is the score.
+        EpisodeFailed: the program failed, asked for no answer, returned no reward where it is the score, or returned
+            more or fewer `rewards` than there are answers.
     """
     config = conversation.config
     try:
         returned = await program.run(row, conversation.chat)
-        if returned.reward is None and config.scored_by != "function":
+        if returned.reward is None and returned.rewards is None and config.scored_by != "function":
             raise EpisodeFailed(
-                "the program returned no reward; return a number or {'reward': number}, or set agent.reward=function"
+                "the program returned no reward; return a number, {'reward': number} or {'rewards': [one for each "
+                "answer]}, or set agent.reward=function"
             )
     except EpisodeOver as over:
         if not conversation.over:
             raise EpisodeFailed(f"EpisodeOver: {over}; the program raised it, and the episode was not over") from None
-        returned = Observation(done=True)
+        returned = Returned()
     if not conversation.contexts:
         raise EpisodeFailed("the program ended without an answer of the policy, so that there is nothing to train")
-    last = max(conversation.contexts, key=lambda context: context.turn)
-    last.set_reward(returned.reward, trains=True)
+    answers = sorted(turn for context in conversation.contexts for turn in context.turns)
+    rewards: list[float | None] = [None] * len(answers) if returned.rewards is None else [*returned.rewards]
+    if len(rewards) != len(answers):
+        raise EpisodeFailed(
+            f"the program returned {len(rewards)} `rewards`, and the episode has {len(answers)} answers of the policy; "
+            "return one for each answer, in the order in which they were asked for"
+        )
+    if returned.reward is not None:
+        rewards[-1] = returned.reward - sum(reward or 0.0 for reward in rewards[:-1])
+    by_turn = dict(zip(answers, rewards, strict=True))
+    for context in conversation.contexts:
+        context.set_rewards([by_turn[turn] for turn in context.turns])
     return conversation.over or "done", returned.parts

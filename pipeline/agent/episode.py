@@ -12,7 +12,7 @@ from pipeline.agent.conversation import Ask, Conversation
 from pipeline.agent.driven import Program, drive
 from pipeline.agent.forms import joined
 from pipeline.agent.language import Language
-from pipeline.agent.processes import EpisodeFailed, EpisodeLost
+from pipeline.agent.session import EpisodeFailed, EpisodeLost
 from pipeline.agent.world import Played, World
 from pipeline.config.agent import AgentConfig
 
@@ -87,6 +87,7 @@ async def run(
     episode = Episode(conversation.contexts, list(row["prompt"]))
     session: Played | Program | None = None
     world: World | None = None
+    well = False
     try:
         async with asyncio.timeout(config.episode_timeout_s - spent_s):
             begun = await opened
@@ -96,6 +97,7 @@ async def run(
             else:
                 world = begun[1]
                 episode.ended = await _turns(episode, conversation, row, begun[0], world)
+        well = True
     except EpisodeFailed as failed:
         episode.ended, episode.error, episode.lost = "error", str(failed), isinstance(failed, EpisodeLost)
     except TimeoutError:
@@ -106,7 +108,7 @@ async def run(
             episode.error = f"the episode took longer than {limit}{place}"
     finally:
         if session is not None:
-            await session.close()
+            await session.close(well)
     seconds = time.monotonic() - began
     episode.turns = conversation.turns
     last = max(conversation.contexts, key=lambda context: context.turn, default=None)

@@ -1,4 +1,4 @@
-"""The program of environment processes: one process for each episode, forked from one that has loaded the user's files.
+"""The program of environment processes: a process for each episode, forked from one that has loaded the user's files.
 
     run ─► keeper ─► zygote (imports the user's files once) ─► episode
                                                           └──► episode
@@ -30,7 +30,7 @@ import time
 from typing import Any, NoReturn
 
 from pipeline.agent import frames, load, preload
-from pipeline.agent.replies import LATE, Replies
+from pipeline.agent.replies import LATE, Replies, children
 
 MEMORY = 4 << 30
 """Bytes that the process of an episode may take beyond what the user's files took as they were imported."""
@@ -119,7 +119,7 @@ def _kill_all() -> None:
     deadline = time.monotonic() + END_S
     try:
         while time.monotonic() < deadline:
-            for child in _children():
+            for child in children():
                 os.kill(child, signal.SIGKILL)
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -149,7 +149,7 @@ class Zygote:
             self._send({"refused": str(error)})
             os._exit(0)
         self._alone = preload.is_alone()
-        self._own = set(_children())  # what the user's files started as they were imported
+        self._own = set(children())  # what the user's files started as they were imported
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
         self._wake, self._woken = _wake_on_child()
@@ -263,7 +263,7 @@ class Zygote:
             if number is not None:
                 self._send({"ended": number, "code": code})
         # Episodes are subreapers, so what comes here is left over from one that ended.
-        for orphan in _children():
+        for orphan in children():
             if orphan not in self._episodes and orphan not in self._own:
                 os.kill(orphan, signal.SIGKILL)
 
@@ -284,7 +284,7 @@ def begin(settings: dict[str, Any], given: int, connection: int, zygote: int) ->
 
 
 def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
-    """Answer the requests of one episode."""
+    """Answer the requests of episodes."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard != resource.RLIM_INFINITY:
@@ -333,15 +333,6 @@ def _wake_on_child() -> tuple[int, int]:
 def _prctl(option: int, value: int) -> None:
     if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
-
-
-def _children() -> list[int]:
-    """Process ids of the children of this process."""
-    found: list[int] = []
-    for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
-            found += map(int, file.read().split())
-    return found
 
 
 def _kill_group(process: int) -> None:

@@ -17,8 +17,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from pipeline.agent import Content, Message, Observation
 from pipeline.agent.hosts import Hosts, Key
-from pipeline.agent.processes import CLOSE_S, PLACE_S, EpisodeFailed, EpisodeLost
 from pipeline.agent.questions import Chat, ChatFailed, Questions
+from pipeline.agent.replies import Returned
+from pipeline.agent.session import CLOSE_S, PLACE_S, EpisodeFailed, EpisodeLost
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig
 
@@ -158,7 +159,7 @@ class HostedSession:
         """See `Session.call`."""
         return await self._ask("call", timeout_s, name, arguments, timeout_s)
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Observation:
+    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
         """See `Session.run`."""
 
         async def answer(frame: dict[str, Any]) -> None:
@@ -182,19 +183,19 @@ class HostedSession:
         except EpisodeFailed as failed:
             return f" ({failed})"
 
-    async def close(self) -> None:
-        """End the episode in the background."""
+    async def close(self, well: bool = False) -> None:
+        """End the episode in the background; see `Session.close`."""
         if not self._closed:
             self._closed = True
             self._link.open -= 1
-            task = asyncio.create_task(self._close())
+            task = asyncio.create_task(self._close(well))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _close(self) -> None:
+    async def _close(self, well: bool) -> None:
         # Its host may have died.
         with suppress(EpisodeFailed):
-            await self._ask("close", CLOSE_S)
+            await self._ask("close", CLOSE_S, well)
 
     async def _ask(self, do: str, seconds: float | None, *arguments: Any) -> Any:
         """What the host answers to a request; `seconds` are those that it takes at most."""

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Content, EpisodeOver
 from pipeline.agent.chats import MAX_CHATS
-from pipeline.agent.processes import EpisodeFailed, EpisodeLost, PolicyMistake, Processes, Session
+from pipeline.agent.processes import Processes
 from pipeline.agent.questions import Send
+from pipeline.agent.session import EpisodeFailed, EpisodeLost, PolicyMistake, Session
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig
 from pipeline.config.trainer import TrainerConfig
@@ -114,7 +115,7 @@ class Held:
         self._program.put_nowait((frame, None))
 
     async def next(self) -> Outcome:
-        """The next question of the program, a frame, or the last observation."""
+        """The next question of the program, a frame, or what it returned."""
         asked = await self._program.get()
         if isinstance(asked[0], dict):
             self._room.release()
@@ -226,13 +227,13 @@ class Host:
         await held.stop()
         return await held.session.place(), None
 
-    async def close(self, key: Key) -> Outcome:
-        """End the episode; it has ended when this returns."""
+    async def close(self, key: Key, well: bool = False) -> Outcome:
+        """End the episode, which has ended when this returns; see `Session.close`."""
         held = self._held.pop(key, None)
         if held is not None:
             await held.stop()
             if held.session is not None:
-                await held.session.close()
+                await held.session.close(well)
                 assert held.session.closing is not None
                 await held.session.closing
         return None, None

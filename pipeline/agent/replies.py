@@ -1,4 +1,4 @@
-"""What the process of one episode does: it answers the run's requests by the user's code.
+"""What the process of an episode does: it answers the run's requests by the user's code.
 
 Needs Python 3.9 and nothing but the standard library. Requests and answers are frames (`frames.py`), one answer for
 each request, in order:
@@ -6,13 +6,12 @@ each request, in order:
     {"id": 1, "do": "open", "row": {...}, "seed": 7}            {"id": 1, "opened": "Guess."}
     {"id": 2, "do": "step", "message": {"text": "31", ...}}     {"id": 2, "content": "lower", "done": false, ...}
     {"id": 3, "do": "call", "name": "calc", "arguments": {}}    {"id": 3, "text": "7"}, or {"id": 3, "mistake": "..."}
-    {"id": 4, "do": "close"}                                    {"id": 4}
-    {"id": 5, "do": "run", "row": {...}}                        {"id": 5, "reward": 1.0, "parts": {}}, or {"over": ""}
-
-    {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, "parts": {}}, or {"failed": ""}
+    {"id": 4, "do": "close"}                                    {"id": 4, "free": true}
+    {"id": 5, "do": "run", "row": {...}}                        {"id": 5, "reward": 1.0, ...}, or {"over": ""}
+    {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, ...}, or {"failed": ""}
 
 and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} where the user's code failed. A program that runs asks
-by further frames (`chats.py`).
+by further frames (`chats.py`). After a `close` that leaves the process free, another episode may begin by `open`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import random
 import signal
 import socket
 import sys
+import time
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -36,8 +38,20 @@ LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 """Signal that asks a process where it is, when its deadline is over."""
 
 
+@dataclass
+class Returned:
+    """What a program or a command returns at the end of its episode."""
+
+    reward: float | None = None
+    """Score of the episode."""
+    rewards: list[float] | None = None
+    """Reward of each answer, in the order in which the answers were asked for."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Further numbers for metrics."""
+
+
 class Replies:
-    """The episode of this process."""
+    """The episodes of this process, one after the other."""
 
     def __init__(self, connection: socket.socket, code: Code) -> None:
         self._connection = connection
@@ -47,6 +61,8 @@ class Replies:
         self._busy: int | None = None  # the request that the user's code works on
         self._awaited: Any = None  # its coroutine, where it is `async def`
         self._server = ""  # the server that is being connected
+        self._whole = True  # whether no part of a frame has been read
+        self._first = _alive()  # threads and children that were there before the first episode
         signal.signal(LATE, self._late)
 
     def serve(self) -> None:
@@ -55,6 +71,9 @@ class Replies:
             request = read(self._connection)
             if request is None:
                 return
+            if "do" not in request:
+                # The answer to a chat for which the program did not wait.
+                continue
             self._busy = request["id"]
             answer = self._answer(request)
             self._busy = None
@@ -172,18 +191,16 @@ class Replies:
             try:
                 return await program(request["row"], asking.chat)
             finally:
-                asking.close()
+                self._whole = asking.close()
 
-        observation = returned(self._value(run()), "the program")
-        return {"reward": observation.reward, "parts": observation.parts}
+        return vars(returned(self._value(run()), "the program"))
 
     def _command(self, request: dict[str, Any]) -> dict[str, Any]:
         start = partial(preload.fork, self._leave) if self._code.preloaded else command.fresh
         printed = command.run(self._code.command, request["row"], request["variables"], start)
         if "failed" in printed:
             return printed
-        observation = returned(printed.get("result"), "agent.command")
-        return {"reward": observation.reward, "parts": observation.parts}
+        return vars(returned(printed.get("result"), "agent.command"))
 
     def _leave(self) -> None:
         """Be the process of an episode no longer."""
@@ -199,19 +216,58 @@ class Replies:
                 self._value(tool.episode.close())
         for server in self._code.servers:
             server.close()
-        return {}
+        self._environment = None
+        return {"free": self._is_free()}
+
+    def _is_free(self) -> bool:
+        """Whether nothing of the episode goes on: no thread, no child, no task of the event loop and no timer."""
+        tasks = self._loop is not None and asyncio.all_tasks(self._loop)
+        timer = signal.getitimer(signal.ITIMER_REAL)[0]
+        deadline = time.monotonic() + preload.THREAD_S
+        while not _alive() <= self._first:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return self._whole and not tasks and not timer
 
 
-def returned(result: Any, name: str) -> Observation:
-    """What a program returned, a number, a dict with a `reward` or None, as the last observation.
+def children() -> list[int]:
+    """Process ids of the children of this process."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _alive() -> set[int]:
+    """Ids of the threads and of the children of this process."""
+    return {*map(int, os.listdir("/proc/self/task")), *children()}
+
+
+def returned(result: Any, name: str) -> Returned:
+    """What a program returned: a number, a dict that may have a `reward` and `rewards`, or None.
 
     Raises:
         ValueError: it is something else.
     """
     parts = dict(result) if isinstance(result, dict) else {"reward": result}
-    observation = Observation(done=True, reward=parts.pop("reward", None), parts=parts)
-    checked(observation, name)
-    return observation
+    return checked_result(Returned(parts.pop("reward", None), parts.pop("rewards", None), parts), name)
+
+
+def checked_result(result: Returned, name: str) -> Returned:
+    """The result with numbers as such.
+
+    Raises:
+        ValueError: a field is of a wrong type, or a reward is not finite.
+    """
+    rewards: Any = result.rewards
+    if rewards is not None:
+        rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+        if not isinstance(rewards, (list, tuple)) or any(value is None for value in rewards):
+            raise ValueError(f"{name} returned rewards of {_shown(rewards)}; expected a list of numbers")
+        rewards = [_reward(value, name, f" (rewards[{place}])") for place, value in enumerate(rewards)]
+    return Returned(_reward(result.reward, name), rewards, _parts(result.parts, name))
 
 
 def checked(observation: Observation, name: str) -> dict[str, Any]:
@@ -223,24 +279,31 @@ def checked(observation: Observation, name: str) -> dict[str, Any]:
     Raises:
         ValueError: a field is of a wrong type, or the reward is not finite.
     """
-    reward = observation.reward
-    if reward is not None:
-        try:
-            if isinstance(reward, (str, bytes)):
-                raise TypeError
-            reward = float(reward)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name} returned a reward of {_shown(reward)}; expected a number or None") from None
-        if not math.isfinite(reward):
-            raise ValueError(f"{name} returned a reward of {reward}; expected a finite number")
-    done = observation.done
+    reward, done = _reward(observation.reward, name), observation.done
     if done not in (True, False):
         raise ValueError(f"{name} returned done={_shown(done)}; expected True or False")
-    parts = observation.parts
+    parts, content = _parts(observation.parts, name), checked_content(observation.content, name)
+    return {"content": content, "done": bool(done), "reward": reward, "parts": parts}
+
+
+def _reward(reward: Any, name: str, place: str = "") -> float | None:
+    if reward is None:
+        return None
+    try:
+        if isinstance(reward, (str, bytes)):
+            raise TypeError
+        number = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} returned a reward of {_shown(reward)}{place}; expected a number or None") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} returned a reward of {number}{place}; expected a finite number")
+    return number
+
+
+def _parts(parts: Any, name: str) -> dict[str, Any]:
     if not isinstance(parts, dict) or not all(isinstance(key, str) for key in parts):
         raise ValueError(f"{name} returned parts of {_shown(parts)}; expected a dict of numbers by name")
-    content = checked_content(observation.content, name)
-    return {"content": content, "done": bool(done), "reward": reward, "parts": parts}
+    return parts
 
 
 def checked_content(content: Any, name: str) -> Any:

@@ -99,8 +99,9 @@ class ToolOfVerl:
 
     async def close(self) -> None:
         """End the episode."""
-        if self._id is not None:
-            await self._tool.release(self._id, **(self._kwargs.get("release_kwargs") or {}))
+        number, self._id = self._id, None
+        if number is not None:
+            await self._tool.release(number, **(self._kwargs.get("release_kwargs") or {}))
 
 
 def said(result: Any) -> str:

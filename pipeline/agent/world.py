@@ -10,27 +10,27 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.agent import Call, Content, Message, Observation
-from pipeline.agent.processes import EpisodeFailed, PolicyMistake
+from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 
 
 class Played(Protocol):
-    """The process of an episode, here (`processes.Session`) or on a host (`hosted.HostedSession`)."""
+    """The process of an episode, here (`session.Session`) or on a host (`hosted.HostedSession`)."""
 
     opened: Content
     """What the environment's `open` returned."""
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
-        """See `processes.Session.step`."""
+        """See `session.Session.step`."""
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """See `processes.Session.call`."""
+        """See `session.Session.call`."""
 
     async def place(self) -> str:
-        """See `processes.Session.place`."""
+        """See `session.Session.place`."""
 
-    async def close(self) -> None:
-        """See `processes.Session.close`."""
+    async def close(self, well: bool = False) -> None:
+        """See `session.Session.close`."""
 
 
 @dataclass

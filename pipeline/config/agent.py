@@ -38,7 +38,8 @@ class AgentConfig:
 
     command: list[str] = field(default_factory=list)
     """Program that drives an episode itself, by an OpenAI or Anthropic client: `[python, my_agent.py]`. `python` stands
-    for `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line."""
+    for `agent.python`. It finds the row in the file SLIPSTREAM_ROW, and prints `{"reward": 1.0}` as its last line, or
+    `{"rewards": [0.5, 0.5]}`, one for each answer."""
 
     preload: list[str] = field(default_factory=list)
     """Modules that `agent.command=[python, my_agent.py]` imports, such as `[openai]`. They are imported once, and the
@@ -98,6 +99,10 @@ class AgentConfig:
     max_episodes: int = setting(4096, at_least=1)
     """Episodes that one engine plays at once, each in a process of its own; further ones wait. Of a `command` that
     imports large packages, as many as the machine has memory for."""
+
+    episodes_per_process: int = setting(1, at_least=1)
+    """Episodes that one process serves, one after the other ([agents.md](agents.md#where-your-code-runs)); with 1 each
+    has a fresh one."""
 
     late: str = setting("error", choices=("error", "score"))
     """An episode that exceeds `episode_timeout_s` is an `error`, or is ended and gets the `score` it has so far."""
@@ -238,6 +243,8 @@ class AgentConfig:
             and any(str(spec).startswith("pipeline.agent.python_tool") for spec in self._specs),
             "{agent.command} with {agent.hosts}: it asks the policy at an address of the engine's own node; leave "
             "agent.hosts out, or write a program (agent.program)": self.command and self.hosts,
+            "{agent.episodes_per_process} with {agent.command}: a command serves one episode, and ends by itself; "
+            "leave it at 1": self.command and self.episodes_per_process > 1,
             "{agent.min_hosts} is above {agent.hosts}; lower it": (self.min_hosts or 0) > self.hosts,
             "{agent.reward} needs the rewards of agent.environment, which is not set; leave it out": (
                 alone and not self.driven and self.reward in ("environment", "sum")

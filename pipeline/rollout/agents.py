@@ -10,7 +10,8 @@ from pipeline.agent.endpoint import SAMPLED, Endpoint
 from pipeline.agent.episode import Opened
 from pipeline.agent.hosts import Hosts
 from pipeline.agent.language import Language
-from pipeline.agent.processes import Processes, Session
+from pipeline.agent.processes import Processes
+from pipeline.agent.session import Session
 from pipeline.agent.world import World
 from pipeline.agent.zygote import Loaded
 from pipeline.config.agent import AgentConfig

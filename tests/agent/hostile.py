@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import sys
 import threading
@@ -146,6 +147,40 @@ class Hostile(Environment):
     def thread(self):
         threading.Thread(target=self.boom).start()
         return Observation("well", reward=0.5)
+
+
+class Served(Hostile):
+    """Tells its process, and how many episodes have begun there."""
+
+    begun = 0
+
+    def open(self, row, seed):
+        Served.begun += 1
+        if Served.begun > 1 and row["ground_truth"] == "raise":
+            raise ValueError("something is left")
+        if Served.begun > 1 and row["ground_truth"] == "exit":
+            os._exit(3)
+        return f"{os.getpid()} {Served.begun} {random.random()}"
+
+    def close(self):
+        if hasattr(self, "bad"):
+            raise ValueError("shut")
+
+    def badly(self):
+        self.bad = True
+        return "closes badly"
+
+    def alarm(self):
+        signal.alarm(1000)
+        return "sets a timer"
+
+    def running(self):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        return "leaves a thread"
+
+    async def task(self):
+        self.left = asyncio.ensure_future(asyncio.sleep(1000))
+        return "leaves a task"
 
 
 class Waiting(Environment):

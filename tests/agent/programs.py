@@ -101,6 +101,26 @@ async def nan(row, chat):
     return {"reward": float("nan")}
 
 
+async def nan_of_an_answer(row, chat):
+    return {"reward": 1.0, "rewards": [1.0, float("nan")]}
+
+
+async def one_reward(row, chat):
+    return {"rewards": 1.0}
+
+
+async def no_reward(row, chat):
+    return {"rewards": [None]}
+
+
+async def rewards(row, chat):
+    class Array(list):
+        def tolist(self):
+            return [*self]
+
+    return {"rewards": Array([1, 0.5]), "acc": 1}
+
+
 async def parts(row, chat):
     return {"reward": 1.0, "x": object()}
 
@@ -127,6 +147,13 @@ async def no_messages(row, chat):
     return 1.0
 
 
+async def unheard(row, chat):
+    _write(chat, b'{"id": 1, "chat": 5, "messages": [{"role": "user", "content": "1"}]}')
+    # The answer comes meanwhile, and is not read.
+    time.sleep(0.3)
+    return 1.0
+
+
 async def same_numbers(row, chat):
     _write(chat, *[b'{"id": 1, "chat": 5, "messages": [{"role": "user", "content": "wait"}]}'] * 60)
     await asyncio.sleep(0.05)
@@ -140,6 +167,11 @@ async def long_frame(row, chat):
 
 async def lie(row, chat):
     _write(chat, b'{"reward": "much", "done": 5}')
+    await asyncio.sleep(1000)
+
+
+async def lie_about_answers(row, chat):
+    _write(chat, b'{"id": 1, "reward": 1, "rewards": ["much"], "parts": {}}')
     await asyncio.sleep(1000)
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.agent import EpisodeOver, Message, Observation
+from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.conversation import Answer
-from pipeline.agent.processes import EpisodeFailed, Processes, Session
+from pipeline.agent.processes import Processes
+from pipeline.agent.replies import Returned
+from pipeline.agent.session import EpisodeFailed, Session
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import run
 
@@ -37,8 +39,8 @@ class Policy:
         return Answer(Message(text.rstrip("!")), None, False)
 
 
-def play(name: str, policy: Any = None, timeout_s: float = 20.0) -> tuple[Observation, Session]:
-    async def main(processes: Processes) -> tuple[Observation, Session]:
+def play(name: str, policy: Any = None, timeout_s: float = 20.0) -> tuple[Returned, Session]:
+    async def main(processes: Processes) -> tuple[Returned, Session]:
         row = {"prompt": PROMPT, "data_source": "x", "ground_truth": name, "extra_info": None}
         session = await processes.open(row, 7, 10)
         async with asyncio.timeout(timeout_s):
@@ -52,7 +54,7 @@ def play(name: str, policy: Any = None, timeout_s: float = 20.0) -> tuple[Observ
 def test_a_program_asks_and_returns() -> None:
     policy = Policy()
     returned, _ = play("count", policy)
-    assert returned == Observation(done=True, reward=5.0, parts={"calls": 0, "seed": None})
+    assert returned == Returned(reward=5.0, parts={"calls": 0, "seed": None})
     assert [len(messages) for messages in policy.asked] == [1, 3, 5]
     assert policy.asked[2] == [
         *PROMPT,
@@ -61,6 +63,10 @@ def test_a_program_asks_and_returns() -> None:
         {"role": "assistant", "content": "5"},
         {"role": "user", "content": "5!"},
     ]
+
+
+def test_a_program_returns_rewards_of_its_answers() -> None:
+    assert play("rewards")[0] == Returned(rewards=[1.0, 0.5], parts={"acc": 1})
 
 
 def test_thousands_of_chats_at_once_are_answered_some_at_a_time() -> None:
@@ -92,6 +98,10 @@ def test_no_chat_is_left(name: str) -> None:
         ("exit", "its process ended with exit code 3, in the program"),
         ("text", "the program returned a reward of '1.0'"),
         ("nan", "the program returned a reward of nan"),
+        ("nan_of_an_answer", "the program returned a reward of nan (rewards[1])"),
+        ("one_reward", "the program returned rewards of 1.0; expected a list"),
+        ("no_reward", "the program returned rewards of [None]; expected a list"),
+        ("lie_about_answers", "the program returned a reward of 'much' (rewards[0])"),
         ("parts", "the program returned no JSON"),
         ("garbage", "no JSON"),
         ("no_number", "a chat without a number"),

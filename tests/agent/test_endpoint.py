@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from pipeline.agent import episode
+from pipeline.agent import Message, episode
 from pipeline.agent.commanded import Command
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.endpoint import Endpoint, Line
@@ -17,6 +18,7 @@ from pipeline.agent.episode import Episode
 from pipeline.agent.language import Language
 from pipeline.agent.processes import Processes
 from pipeline.config.agent import AgentConfig
+from pipeline.rows import ANSWER
 from tests.agent.test_episode import ROW, Policy, ToyBridge, ToyReader, text
 from tests.agent.test_program import TOOL, Slow, user
 
@@ -345,6 +347,13 @@ def test_a_command_plays() -> None:
     assert [span[2] for span in context.spans] == [None, None, 40.0]
 
 
+def test_a_command_rewards_each_answer() -> None:
+    played = command(TWICE + 'print(\'{"rewards": [0.5, 2], "acc": 1}\')', Policy("12", "40"))
+    (context,) = played.contexts
+    assert [span[2] for span in context.spans] == [0.5, None, 2.0]
+    assert (played.error, played.score, played.parts) == (None, 2.5, {"acc": 1})
+
+
 def test_a_command_that_prints_nothing_is_scored_by_the_function() -> None:
     assert "returned no reward" in str(command(TWICE + "print(5)", Policy("12", "40")).error)
     played = command(TWICE, Policy("12", "40"), reward="function")
@@ -364,6 +373,8 @@ def test_a_command_whose_episode_is_over_is_no_error(body: str) -> None:
         ("os.kill(os.getpid(), 9)", "agent.command ended with signal 9"),
         ("print('x' * (1 << 26)); print('{\"reward\": NaN}')", "a reward of nan"),
         ('ask(messages); print(\'{"reward": "much"}\')', "a reward of 'much'"),
+        ("ask(messages); print('{\"rewards\": [1, 2]}')", "returned 2 `rewards`, and the episode has 1 answers"),
+        ("ask(messages); print('{\"rewards\": [NaN]}')", "a reward of nan (rewards[0])"),
         ("print('{\"reward\": 1}')", "without an answer of the policy"),
         ("ask(messages, temperature=0.1)", "HTTP Error 400"),
         ("ask([{'role': 'user', 'content': 'x' * 300}])", "data.max_prompt_length=200"),
@@ -420,10 +431,15 @@ def test_the_example_plays_higher_lower(preload: list[str]) -> None:
     assert text(played.contexts[0].ids) == "99$<lower>x$<A number.>1$"
 
 
-def test_the_example_rewards_guesses_that_halve_what_is_left() -> None:
-    script = str(Path(__file__).parents[2] / "examples" / "agents" / "higher_lower_client.py")
-    variables = {"GUESSES": "3", "WORTH": "0.5"}
-    played = command("", Policy("40", "x", "3"), command=["python", script], env_vars=variables, preload=["openai"])
-    # 24 of 32 that one guess can exclude, nothing, and 3 of 20.
-    assert (played.error, played.score) == (None, pytest.approx(0.5 * (24 / 32 + 3 / 20) / 3))
-    assert played.parts == {"acc": 0, "guesses": 3}
+@pytest.mark.parametrize("guesses", [("40", "x", "3"), ("40", "1")])
+def test_the_example_rewards_guesses_as_the_environment_does(guesses: tuple[str, ...]) -> None:
+    """The number is 1. Of 32 numbers that the first guess can exclude, 40 excludes 24, and of 20 then, 3 excludes 3."""
+    folder = Path(__file__).parents[2] / "examples" / "agents"
+    game = runpy.run_path(str(folder / "higher_lower.py"))["HigherLower"](guesses=3, worth=0.5)
+    game.open(ROW, 7)
+    script, variables = str(folder / "higher_lower_client.py"), {"GUESSES": "3", "WORTH": "0.5"}
+    played = command("", Policy(*guesses), command=["python", script], env_vars=variables, preload=["openai"])
+    rewards = [reward for kind, _, reward in played.contexts[0].spans if kind == ANSWER]
+    assert rewards == [game.step(Message(guess)).reward for guess in guesses]
+    assert rewards[0] == 0.5 * 24 / 32 and (played.error, played.score) == (None, sum(rewards))
+    assert played.parts == {"acc": int("1" in guesses), "guesses": len(guesses)}

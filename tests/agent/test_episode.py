@@ -13,7 +13,7 @@ from pipeline.agent import Call, Message, Observation, episode
 from pipeline.agent.context import joined
 from pipeline.agent.conversation import Ask, Language
 from pipeline.agent.episode import Episode
-from pipeline.agent.processes import EpisodeFailed, PolicyMistake
+from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.agent.world import World
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
@@ -61,7 +61,9 @@ class ToySession:
     """Replies with what the script says; an exception in it is raised."""
 
     def __init__(self, replies: Sequence[Any] = (), opened: Any = None) -> None:
-        self.opened, self._replies, self.heard, self.closed = opened, list(replies), [], 0
+        self.opened, self._replies, self.heard = opened, list(replies), []
+        self.closed: list[bool] = []
+        """Whether the episode had come to its end, each time that it was closed."""
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
         self.heard.append(message)
@@ -79,8 +81,8 @@ class ToySession:
             await asyncio.sleep(reply)
         return reply
 
-    async def close(self) -> None:
-        self.closed += 1
+    async def close(self, well: bool = False) -> None:
+        self.closed.append(well)
 
 
 class Policy:
@@ -136,7 +138,7 @@ def test_an_episode_is_answers_and_observations_one_behind_the_other() -> None:
     assert context.runs == [(3, 7), (4, 3)], "an observation has the version of the answer before it"
     assert context.spans == [(ANSWER, 3, 0.5), (OBSERVATION, 4, None), (ANSWER, 3, 1.0)]
     assert (played.score, played.parts, played.turns, played.ended) == (1.5, {"acc": 1}, 2, "done")
-    assert played.response == "40" and played.error is None and session.closed == 1
+    assert played.response == "40" and played.error is None and session.closed == [True]
     assert [message["content"] for message in played.messages] == ["go", "12", "up", "40"]
     # The policy is asked with all tokens so far.
     assert [text(ids) for ids, _, _ in policy.asked] == ["go", "go12$<up>"]
@@ -263,7 +265,7 @@ def test_a_failing_environment_is_an_error_and_keeps_what_was_sampled() -> None:
     session = ToySession([Observation("a", reward=0.5), EpisodeFailed("ValueError: boom (game.py, line 3)")])
     played = play(Policy("1", "2"), session)
     assert (played.ended, played.error, played.score) == ("error", "ValueError: boom (game.py, line 3)", 0.0)
-    assert text(played.contexts[0].ids) == "1$<a>2$" and session.closed == 1
+    assert text(played.contexts[0].ids) == "1$<a>2$" and session.closed == [False]
 
 
 def test_an_observation_must_hold_something_or_end_the_episode() -> None:
@@ -286,7 +288,7 @@ def test_a_message_that_the_template_refuses_is_an_error() -> None:
 def test_an_episode_that_takes_too_long(late: str, error: bool) -> None:
     session = ToySession([Observation("a", reward=0.5), 5.0])
     played = play(Policy("1", "2"), session, episode_timeout_s=0.1, late=late)
-    assert played.ended == "timeout" and session.closed == 1
+    assert played.ended == "timeout" and session.closed == [False]
     assert (played.score, played.error is not None) == ((0.0, True) if error else (0.5, False))
 
 
@@ -297,7 +299,7 @@ def test_an_engine_that_dies_is_no_failure_of_the_environment() -> None:
     session = ToySession()
     with pytest.raises(ConnectionError):
         play(dead, session)
-    assert session.closed == 1
+    assert session.closed == [False]
 
 
 @settings(max_examples=60, deadline=None)

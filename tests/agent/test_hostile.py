@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message, Observation
-from pipeline.agent.processes import EpisodeFailed, EpisodeLost, Processes
+from pipeline.agent.processes import Processes
+from pipeline.agent.session import EpisodeFailed, EpisodeLost
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
 
@@ -37,7 +38,7 @@ FAILURES = {
     "close_all": r"^ProcessError: its process closed its connection, in step$",
     "spend": r"^MemoryError \(hostile.py, line \d+\)$",
     "nothing": r"^ValueError: Hostile.step returned None; expected an Observation or a text$",
-    "nan": r"^ValueError: Hostile.step returned a reward of nan; expected a finite number$",
+    "nan": r"^ValueError: \w+.step returned a reward of nan; expected a finite number$",
     "text_reward": r"^ValueError: Hostile.step returned a reward of '1.0'; expected a number or None$",
     "content": r"^ValueError: Hostile.step returned a content of b'bytes'; expected a text, a list of messages",
     "message": r"^ValueError: Hostile.step returned the message {'role': 'user', 'content': 'x', 'name': 'y'}; ",
@@ -149,7 +150,7 @@ def test_a_coroutine_that_is_late_has_its_place() -> None:
 
 
 def test_close_is_called_and_has_its_time(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr("pipeline.agent.processes.CLOSE_S", 1.0)
+    monkeypatch.setattr("pipeline.agent.session.CLOSE_S", 1.0)
     files = [tmp_path / name for name in ("plain", "cancelled", "hang", "fail")]
 
     async def play(processes: Processes) -> None:

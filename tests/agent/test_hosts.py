@@ -22,7 +22,8 @@ from pipeline.agent.conversation import Answer, Ask
 from pipeline.agent.episode import Episode
 from pipeline.agent.hosted import Hosted
 from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
-from pipeline.agent.processes import EpisodeFailed, EpisodeLost, PolicyMistake, Processes
+from pipeline.agent.processes import Processes
+from pipeline.agent.session import EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.config.agent import AgentConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message, Observation, isolation
-from pipeline.agent.processes import EpisodeFailed, EpisodeLost, Processes
+from pipeline.agent.processes import Processes
+from pipeline.agent.session import EpisodeFailed, EpisodeLost
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import GOOD, PARENT, SECRET, config, depth, marked, outcome, wait_until_gone
 from tests.agent.test_processes import ROW, WORLDS, run
@@ -119,6 +120,19 @@ def test_nothing_outside_is_reached(code: Path, python: str, outside: dict[str, 
         said = told(apart(code, interpreter), *outside.values())
         assert not [(name, text) for name, text in zip(outside, said, strict=True) if text.startswith("done")]
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_process_serves_several_episodes(code: Path, python: str) -> None:
+    async def play(processes: Processes) -> list[bool]:
+        fresh = []
+        for _ in range(3):
+            session = await processes.open(ROW, 1, 30)
+            fresh.append(session.fresh)
+            await session.close(True)
+            await session.closing
+        return fresh
+
+    assert run(apart(code, python, episodes_per_process=2), play) == [True, False, True]
 
 
 def test_without_isolation_all_of_it_is_reached(code: Path, outside: dict[str, str]) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.agent import Message
 from pipeline.agent.load import load
-from pipeline.agent.processes import EpisodeFailed, Processes
+from pipeline.agent.processes import Processes
+from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, WORLDS, run
 
@@ -260,7 +261,7 @@ def test_a_run_without_descriptors_fails_the_episode(monkeypatch: Any) -> None:
     async def play(processes: Processes) -> None:
         await processes.start()
         with monkeypatch.context() as patched:
-            patched.setattr("pipeline.agent.processes.socket.socketpair", full)
+            patched.setattr("pipeline.agent.session.socket.socketpair", full)
             with pytest.raises(EpisodeFailed, match=r"no process could be started: .*Too many open files"):
                 await processes.open(ROW, 1, 10)
 

@@ -16,8 +16,9 @@ import pytest
 
 from pipeline.agent.load import load
 from pipeline.agent.mcp_client import LIMIT, Server
-from pipeline.agent.processes import EpisodeFailed, PolicyMistake, Processes
+from pipeline.agent.processes import Processes
 from pipeline.agent.remote import ServerFailed
+from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, marked, wait_until_gone
 from tests.agent.test_processes import ROW, run
@@ -62,6 +63,19 @@ def test_the_tools_of_a_command(tmp_path: Path, monkeypatch: Any) -> None:
         await asyncio.to_thread(wait_until_gone, str(tmp_path), 2)
 
     run(config(str(tmp_path)), play)
+    wait_until_gone(str(tmp_path))
+
+
+def test_a_used_process_has_a_server_for_each_episode(tmp_path: Path) -> None:
+    async def play(processes: Processes) -> None:
+        for fresh in (True, False):
+            session = await processes.open(ROW, 1, 30)
+            assert session.fresh is fresh
+            assert await session.call("add", {"fruits": ["fig"]}, 30) == "fig"
+            await session.close(True)
+            await session.closing
+
+    run(config(str(tmp_path), episodes_per_process=2), play)
     wait_until_gone(str(tmp_path))
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.agent import Observation
-from pipeline.agent.processes import EpisodeFailed, Processes
+from pipeline.agent.processes import Processes
+from pipeline.agent.replies import Returned
+from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_hostile import SECRET, wait_until_gone
 from tests.agent.test_load import refusal
@@ -16,14 +17,14 @@ from tests.agent.test_processes import ROW, run
 
 ENDS = "agent.command ended with"
 LINE = "; the last line on its standard error: "
-OUTCOMES: dict[str, Observation | str] = {
-    "no_line": Observation(done=True),
-    "unflushed": Observation(done=True, reward=2.0),
+OUTCOMES: dict[str, Returned | str] = {
+    "no_line": Returned(),
+    "unflushed": Returned(reward=2.0),
     "raised": f"{ENDS} exit code 1",
     "chained": f"{ENDS} exit code 1",
     "exit_number": f"{ENDS} exit code 3",
     "exit_text": f"{ENDS} exit code 1{LINE}no game",
-    "exit_nothing": Observation(done=True, reward=3.0),
+    "exit_nothing": Returned(reward=3.0),
     "exit_true": f"{ENDS} exit code 1",
     "interrupted": f"{ENDS} signal 2{LINE}KeyboardInterrupt",
     "left": f"{ENDS} exit code 4",
@@ -31,18 +32,18 @@ OUTCOMES: dict[str, Observation | str] = {
     "ended": f"{ENDS} signal 15",
     "own_hook": f"{ENDS} exit code 1{LINE}ValueError 2",
     "bad_pipe": f"{ENDS} exit code 1{LINE}BrokenPipeError: [Errno 32] Broken pipe",
-    "at_exit": Observation(done=True, reward=4.0),
-    "exit_raises": Observation(done=True, reward=5.0),
-    "in_thread": Observation(done=True, reward=6.0, parts={"main": True}),
-    "daemon": Observation(done=True, reward=7.0),
-    "open_file": Observation(done=True, reward=8.0),
-    "deleted": Observation(done=True, reward=9.0),
-    "loops": Observation(done=True, reward=11.0),
-    "child": Observation(done=True, reward=12.0),
-    "forked": Observation(done=True, reward=12.0),
-    "spawned": Observation(done=True, reward=12.0),
-    "outlived": Observation(done=True, reward=13.0),
-    "file_of_a_module": Observation(done=True, reward=14.0),
+    "at_exit": Returned(reward=4.0),
+    "exit_raises": Returned(reward=5.0),
+    "in_thread": Returned(reward=6.0, parts={"main": True}),
+    "daemon": Returned(reward=7.0),
+    "open_file": Returned(reward=8.0),
+    "deleted": Returned(reward=9.0),
+    "loops": Returned(reward=11.0),
+    "child": Returned(reward=12.0),
+    "forked": Returned(reward=12.0),
+    "spawned": Returned(reward=12.0),
+    "outlived": Returned(reward=13.0),
+    "file_of_a_module": Returned(reward=14.0),
     "spends": f"{ENDS} exit code 1{LINE}MemoryError",
 }
 """How each function of `commands.py` ends."""

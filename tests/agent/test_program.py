@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.agent import EpisodeOver, Observation, episode
+from pipeline.agent import EpisodeOver, episode
 from pipeline.agent.context import joined
 from pipeline.agent.conversation import Answer, Ask, Conversation
 from pipeline.agent.episode import Episode
 from pipeline.agent.forms import split
 from pipeline.agent.language import Language
 from pipeline.agent.messages import checked_messages, checked_tools
-from pipeline.agent.processes import EpisodeFailed
+from pipeline.agent.replies import Returned
+from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
 from pipeline.replay.checks import _last_answer
@@ -34,14 +35,14 @@ class ToyProgram:
     def __init__(self, drive: Drive) -> None:
         self._drive, self.closed = drive, 0
 
-    async def run(self, row: dict[str, Any], chat: Chat) -> Observation:
+    async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
         result = await self._drive(chat)
-        return result if isinstance(result, Observation) else Observation(done=True, reward=result)
+        return result if isinstance(result, Returned) else Returned(result)
 
     async def place(self) -> str:
         return " (toy.py, line 3)"
 
-    async def close(self) -> None:
+    async def close(self, well: bool = False) -> None:
         self.closed += 1
 
 
@@ -114,11 +115,11 @@ def test_what_an_assistant_says_next_continues_nothing() -> None:
 
 
 def test_the_last_answer_is_of_the_last_context_and_has_the_reward() -> None:
-    async def return_to_the_first(chat: Chat) -> Observation:
+    async def return_to_the_first(chat: Chat) -> Returned:
         first = await chat([user("a")])
         await chat([user("b")])
         await chat([user("a"), said(first), user("c")])
-        return Observation(done=True, reward=2.0, parts={"acc": 1})
+        return Returned(2.0, parts={"acc": 1})
 
     played = play(Policy("1", "2", "3"), return_to_the_first, max_contexts=2)
     assert [text(context.ids) for context in played.contexts] == ["2$", "1$<c>3$"]
@@ -128,6 +129,33 @@ def test_the_last_answer_is_of_the_last_context_and_has_the_reward() -> None:
     spans = [dict(zip(("kind", "tokens"), span, strict=False)) for each in played.contexts for span in each.spans]
     ids = joined(played.contexts, "stop", 0)[0].token_ids.tolist()
     assert text(_last_answer({"response_ids": ids, "spans": spans})) == "3$", "a replay compares it with the response"
+
+
+@pytest.mark.parametrize(("score", "last"), [(None, 4.0), (9.0, 6.5)])
+def test_answers_have_the_rewards_that_the_program_returns_in_the_order_of_its_questions(
+    score: float | None, last: float
+) -> None:
+    async def three(chat: Chat) -> Returned:
+        first = await chat([user("a")])
+        await chat([user("b")])
+        await chat([user("a"), said(first), user("c")])
+        return Returned(score, [0.5, 2.0, 4.0])
+
+    played = play(Policy("1", "2", "3"), three, max_contexts=2)
+    assert [text(context.ids) for context in played.contexts] == ["2$", "1$<c>3$"]
+    rewards = [[reward for kind, _, reward in context.spans if kind == ANSWER] for context in played.contexts]
+    assert (rewards, played.score) == ([[2.0], [0.5, last]], score or 6.5), "what they leave of a score is the last's"
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 1.0, 1.0]])
+def test_rewards_of_more_or_fewer_answers_are_an_error(rewards: list[float]) -> None:
+    async def drive(chat: Chat) -> Returned:
+        await count(chat)
+        return Returned(1.0, rewards)
+
+    played = play(Policy("12", "40"), drive, reward="function")
+    assert (played.ended, played.score) == ("error", 0.0)
+    assert f"the program returned {len(rewards)} `rewards`, and the episode has 2 answers" in str(played.error)
 
 
 def test_chats_at_once_have_numbers_of_their_own_and_contexts() -> None:

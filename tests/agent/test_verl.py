@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.agent import Message, Observation
 from pipeline.agent.load import load
-from pipeline.agent.processes import EpisodeFailed, PolicyMistake, Processes
+from pipeline.agent.processes import Processes
+from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
 
@@ -161,8 +162,13 @@ def test_tools_of_a_yaml_file_and_classes_and_functions(tmp_path: Path) -> None:
         assert [tool["function"]["name"] for tool in loaded.tools] == ["count", "old", "add", "take"]
         by = {"type": "integer", "description": "how far", "enum": [1, 2]}
         assert loaded.tools[0]["function"]["parameters"]["properties"] == {"by": by}
+        for fresh in (True, False):
+            session = await processes.open(row, 1, 30)
+            assert session.fresh is fresh
+            assert [await session.call("count", {"by": by}, 10) for by in (1, 2)] == ["15", "35"]
+            await session.close(True)
+            await session.closing
         session = await processes.open(row, 1, 30)
-        assert [await session.call("count", {"by": by}, 10) for by in (1, 2)] == ["15", "35"]
         assert await session.call("old", {}, 10) == "text of 0"
         assert await session.call("add", {"a": 1, "b": 2}, 10) == "3"
         assert await session.call("take", {"a": 1}, 10) == '{"left": -1}'
@@ -172,7 +178,8 @@ def test_tools_of_a_yaml_file_and_classes_and_functions(tmp_path: Path) -> None:
 
     file = f"{tmp_path}/counting.py"
     tools = [f"{tmp_path}/tools.yaml", f"{file}:Old", f"{tmp_path}/adding.py"]
-    run(AgentConfig(tools=tools, env_vars={"PYTHONPATH": str(tmp_path)}, python=sys.executable), play)
+    settings: Any = {"env_vars": {"PYTHONPATH": str(tmp_path)}, "python": sys.executable, "episodes_per_process": 2}
+    run(AgentConfig(tools=tools, **settings), play)
     assert (tmp_path / "released").read_text() == "35"
 
 

@@ -52,6 +52,10 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
     ("overrides", "words"),
     [
         (
+            "agent.command=[python,a.py] agent.episodes_per_process=2",
+            "agent.episodes_per_process=2 with agent.command=['python', 'a.py']: a command serves one episode",
+        ),
+        (
             "agent.command=[python,a.py] agent.hosts=2",
             "agent.command=['python', 'a.py'] with agent.hosts=2: it asks the policy at an address of the engine's own",
         ),
