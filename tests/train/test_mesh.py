@@ -146,12 +146,12 @@ def connected(rank: int, folder: str, names: Sequence[str]) -> Iterator[tuple[in
 
 
 def work(rank: int, folder: str, kinds: str, *names: str) -> None:
-    """An update of an actor, of a critic or of both on every mesh, and a second one where the mesh before has stopped;
-    the first mesh goes on from the last."""
+    """Two updates of an actor, of a critic or of both on every mesh, and the second one again where the mesh before had
+    made the first; the first mesh goes on from the last."""
     for number, name in connected(rank, folder, (*names, names[0])):
         if number < len(names):
             losses = LOSSES if name in CHOOSING and has_losses(kinds, names) else ()
-            begin(folder, kinds, name, losses, is_first=number == 0)
+            begin(folder, kinds, name, losses)
         if number > 0:
             config = settings(f"{folder}/model", MESHES[name][1])
             learners = [BUILD[kind](config, CPU, 100) for kind in kinds.split()]
@@ -164,8 +164,8 @@ def has_losses(kinds: str, names: Sequence[str]) -> bool:
     return kinds == "actor" and set(names) >= CHOOSING
 
 
-def begin(folder: str, kinds: str, name: str, losses: Iterable[str], is_first: bool) -> None:
-    """An update and a checkpoint; a second update on the first mesh; one with each of the losses."""
+def begin(folder: str, kinds: str, name: str, losses: Iterable[str]) -> None:
+    """Two updates with a checkpoint between them; one with each of the losses."""
     config = settings(f"{folder}/model", MESHES[name][1])
     learners = [BUILD[kind](config, CPU, 100) for kind in kinds.split()]
     mesh = learners[0].mesh
@@ -178,9 +178,8 @@ def begin(folder: str, kinds: str, name: str, losses: Iterable[str], is_first: b
     if "actor" in kinds:
         publishes(learners[0])
     write_checkpoint(learners, f"{folder}/checkpoint {name}")
-    if is_first:
-        for learner in learners:
-            save(learner, 1, f"{folder}/{learner.name} undisturbed.pt")
+    for learner in learners:
+        save(learner, 1, f"{folder}/{name} {learner.name} undisturbed.pt")
     for loss in losses:
         config.actor.policy_loss = batches.actor(loss_mode=loss).policy_loss
         save(build_actor(config, CPU, 100), 3, f"{folder}/{name} {loss}.pt")
@@ -241,12 +240,13 @@ def test_any_mesh_trains_as_one_process(
         return torch.load(tmp_path / f"{kind}.pt")
 
     for kind in kinds.split():
-        undisturbed = made(f"{kind} undisturbed")
+        first, second = made(f"one {kind}"), made(f"one {kind} undisturbed")
         # The first update is of the model that the reference is, too.
-        assert kind != "actor" or undisturbed["metrics"]["actor/kl_loss"] > 1e-4
+        assert kind != "actor" or second["metrics"]["actor/kl_loss"] > 1e-4
         for name in names:
-            same(undisturbed, made(f"{name} {kind} resumed"))
-            same(made(f"{names[0]} {kind}"), made(f"{name} {kind}"))
+            same(first, made(f"{name} {kind}"))
+            same(second, made(f"{name} {kind} undisturbed"))
+            same(second, made(f"{name} {kind} resumed"))
     for loss in LOSSES if has_losses(kinds, names) else ():
         one, several = (made(f"{name} {loss}") for name in sorted(CHOOSING))
         assert one["metrics"]["actor/cov_frac"] > 0.1
