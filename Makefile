@@ -72,8 +72,11 @@ $(WARM)/config.json: $(TINY)/config.json | $(STAMP)
 	@$(RUN) -m jobs.sft out=$(WARM) model.path=$(TINY) data.train_files=$(DATA)/sft_train.parquet \
 		data.val_files=$(DATA)/sft_test.parquet trainer.seed=$(SEED) $(SFT)
 
-test: $(STAMP) ## the tests, without the longest
-	@$(RUN) -m pytest
+test: $(STAMP) ## the tests, without the longest; unit tests run beside the others, and are shown at the end
+	@units=$$(mktemp); trap 'rm -f $$units' EXIT; failed=0; \
+	$(RUN) -m pytest -m 'unit and not long' >$$units 2>&1 & \
+	$(RUN) -m pytest -m 'not unit and not long' || failed=1; \
+	wait $$! || failed=1; cat $$units; exit $$failed
 
 chaos: $(WARM)/config.json ## kill processes of a run at random and check what it leaves (KILLS=20)
 	@$(RUN) -m tests.chaos --out runs/chaos-$(SEED) --seed $(SEED) --kills $(KILLS) --model $(WARM) \

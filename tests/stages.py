@@ -19,7 +19,10 @@ import numpy as np
 
 from pipeline.advantage.estimators import Estimate, register_adv_est
 from pipeline.agent.hosts import Hosts
+from pipeline.config.model import ModelConfig
 from pipeline.config.trainer import TrainerConfig
+from pipeline.models import tokenizer
+from pipeline.prompts import stage
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout import vllm
 from pipeline.rollout.policy_source import PolicySource
@@ -33,6 +36,21 @@ def answer(prompt: list[int], version: int, seed: int | None) -> list[int]:
     """What the engine says: it follows from the prompt, the policy's version and the seed, which is None if greedy."""
     draw = np.random.default_rng([abs(version), seed or 0, *prompt])
     return draw.integers(70, 300, draw.integers(1, 6)).tolist()
+
+
+def quick_tokenizer(model: ModelConfig) -> Any:
+    """What `load_tokenizer` gives for the tests' model, without the seconds of `AutoTokenizer`, which imports torch."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(model.path)
+
+
+class Prompts(stage.Prompts):
+    """The prompt stage with `quick_tokenizer`."""
+
+    def __init__(self, *args: Any) -> None:
+        with patch.object(stage, "load_tokenizer", quick_tokenizer):
+            super().__init__(*args)
 
 
 class Answers:
@@ -87,7 +105,8 @@ class StandIn(Rollout):
         modules: Any = {"vllm": SimpleNamespace(SamplingParams=SimpleNamespace), "vllm.sampling_params": kinds}
         sys.modules.update(modules)
         self._log = Path(trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
-        with patch.object(vllm, "build", lambda *args: self.answers()):
+        quick = patch.object(tokenizer, "load_tokenizer", quick_tokenizer)
+        with patch.object(vllm, "build", lambda *args: self.answers()), quick:
             super().__init__(data, model, rollout, agent, trainer, greedy, Logged(policy, self._write), hosts)
         self._write(event="start")
 

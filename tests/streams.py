@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pyarrow as pa
 import ray
@@ -27,7 +28,7 @@ from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.weights.load import Shard
-from tests.stages import CHUNK, CHUNKS, SAMPLES, StandIn
+from tests.stages import CHUNK, CHUNKS, SAMPLES, Prompts, StandIn
 
 E = TypeVar("E", bound=Event)
 RANKS = 2
@@ -72,7 +73,8 @@ class Run:
         sizes = config.rollout.chunk_prompts, config.data.train_batch_size, config.algorithm.max_staleness
         admission = Admission(*sizes, last)
         self.actor: Any = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=1000).remote(admission)
-        dataset = stream.build(self.config, self.schedule, self.actor, str(self.folder), rollout_stage=self.stage)
+        with patch.object(stream, "Prompts", Prompts):
+            dataset = stream.build(self.config, self.schedule, self.actor, str(self.folder), rollout_stage=self.stage)
         splits = dataset.streaming_split(RANKS, equal=True)
         self._coordinator = splits[0]._coord_actor
         client = StoreClient(self.actor)

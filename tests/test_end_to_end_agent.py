@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.rows import ANSWER, flat
 from pipeline.track.trajectories import read_trajectories
-from tests.runs import BATCH, SAMPLES, TWO, Run, replayed, starter, tiny_settings
+from tests.runs import BATCH, SAMPLES, Run, replayed, starter, tiny_settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -51,7 +51,7 @@ def start(
     more = ("data.max_response_length=60", "reward.max_error_rate=0.5", "trainer.max_log_prob_gap=1e-4")
     turns = ("algorithm.adv_estimator=turn_grpo", "algorithm.turn_gamma=0.5")
     begin = starter(settings)
-    return lambda name, *own: begin(name, *TWO, *agent, *more, *turns, "trainer.total_training_steps=2", *own)
+    return lambda name, *own: begin(name, *agent, *more, *turns, "trainer.total_training_steps=2", *own)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Whole PPO runs whose two train workers see the same rows, beside the session's run with rows for each of them."""
 
+from pathlib import Path
+
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from pipeline.track.trajectories import read_trajectories
@@ -12,11 +13,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.l
 
 ROUNDING = 1e-5
 """Absolute, for losses, whose terms cancel."""
+DIFFERENCE = 1e-2
+"""Of the movements of a tensor, relative to one of them; AdamW makes up to a whole step of a gradient near 0."""
 MESHES = {name: f"actor.parallel.{name}=2" for name in ("tensor", "sequence")}
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_run_is_the_same_on_any_mesh(training: Training, name: str) -> None:
+def test_a_run_is_the_same_on_any_mesh(training: Training, tiny_model: Path, name: str) -> None:
     alone, last = training.continued, training.last + 1
     run = starter(training.settings)(f"mesh-{name}", f"trainer.total_training_steps={last}", MESHES[name])
     for iteration in range(1, last + 1):
@@ -31,8 +34,10 @@ def test_a_run_is_the_same_on_any_mesh(training: Training, name: str) -> None:
             assert run.records[iteration]["training/rollout_log_probs_diff_max"] < 1e-4
         rows, same = (read_trajectories(str(side.folder), iteration) for side in (run, alone))
         assert rows["response_ids"].equals(same["response_ids"])
-    ours, theirs = (load_file(side.folder / "model" / "model.safetensors") for side in (run, alone))
-    assert ours.keys() == theirs.keys()
-    for key, weight in ours.items():
-        # A tenth of the largest step.
-        torch.testing.assert_close(weight, theirs[key], rtol=0, atol=1e-3, msg=key)
+    ours, theirs, before = (
+        load_file(folder / "model.safetensors") for folder in (run.folder / "model", alone.folder / "model", tiny_model)
+    )
+    assert ours.keys() == theirs.keys() == before.keys()
+    for key, start in before.items():
+        moved = (theirs[key] - start).norm()
+        assert moved > 0 and (ours[key] - theirs[key]).norm() / moved < DIFFERENCE, key

@@ -1,7 +1,7 @@
 """The stream on a real Ray, from parquet to the train workers' ends of it, with an instant stand-in for the engine.
 
-Every stage but the engine is the run's own, the trainer's side is played by the test. Three streams are run beside the
-one that is shared with other files.
+Every stage but the engine is the run's own, the trainer's side is played by the test. Most tests read the stream that
+is shared with other files.
 """
 
 import contextlib
@@ -12,15 +12,12 @@ from typing import Any
 
 import psutil
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import Config
 from pipeline.prompts.stage import LOOKAHEAD, Schedule
-from pipeline.store.events import PromptsMade, ValidationAnnounced, ValidationScored, VersionLoaded
-from pipeline.store.policy_store import PolicyStore
+from pipeline.store.events import ValidationAnnounced, ValidationScored, VersionLoaded
 from pipeline.track.trajectories import read_trajectories
-from tests.stages import Paged
 from tests.streams import (
     ANSWER_S,
     BATCH,
@@ -33,7 +30,6 @@ from tests.streams import (
     changed,
     closing,
     expected_prompts,
-    training_loader,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
@@ -132,57 +128,6 @@ def test_every_row_is_recorded_as_the_trainer_got_it(whole: Run) -> None:
 def test_one_engine_serves_the_whole_run(whole: Run) -> None:
     assert len(whole.events("start")) == 1
     assert [event.version for event in whole.told(VersionLoaded)] == list(range(WHOLE + 1))
-
-
-# The end of the data.
-
-
-def test_stream_ends_with_the_epochs_and_validates_the_last_version(
-    stream_config: Config, tmp_path: Path, prompt_files: Any
-) -> None:
-    """Footers promise five iterations; a quarter of the prompts is too long, so three come."""
-    table = pq.read_table(prompt_files.train).to_pylist()
-    for row in table[::4]:
-        row["prompt"][0]["content"] *= 9
-    long = tmp_path / "long.parquet"
-    pq.write_table(pa.Table.from_pylist(table, pq.read_schema(prompt_files.train)), long)
-    own = changed(stream_config, tmp_path)
-    own.data.train_files, own.data.filter_overlong_prompts = str(long), True
-    own.trainer.total_training_steps, own.trainer.total_epochs = None, 1
-
-    run = Run(own, Schedule(5, CHUNKS, CHUNK, True, False, -1), tmp_path)
-    with closing(run):
-        run.train(1, 3)
-        run.publish(3)
-        assert [feed.next(4) for feed in run.feeds] == [None, None]
-        assert run.store.call(PolicyStore.last_version) == 3
-        assert [event.version for event in run.told(ValidationAnnounced)] == [3]
-        assert sum(len(scored.prompts) for scored in run.told(ValidationScored)) == prompt_files.val_rows
-        counts = [event.metrics["prompts/filtered_overlong"] for event in run.told(PromptsMade)]
-        assert counts == sorted(counts) and 0 < counts[-1] <= 10
-        seen = [uid for iteration in (1, 2, 3) for uid in run.uids(iteration)]
-        assert len(set(seen)) == 3 * BATCH
-
-
-# Resumed, in pages of several iterations.
-
-
-def test_resumed_stream_goes_on_behind_the_checkpoint(stream_config: Config, tmp_path: Path) -> None:
-    own, base, last = changed(stream_config, tmp_path), 4, 9
-    loader = training_loader(own)
-    loader.iteration(1, BATCH * base)
-    start = loader.cursor
-    schedule = Paged(last, CHUNKS, CHUNK, True, True, 2)
-    assert schedule.pages == 6
-    run = Run(own, schedule, tmp_path, base, start)
-    with closing(run):
-        run.train(base + 1, last)
-        run.finish(last)
-        assert [run.uids(iteration) for iteration in range(base + 1, last + 1)] == expected_prompts(own, last)[base:]
-        for iteration, tables in run.iterations.items():
-            assert {v for table in tables for v in table["policy_version"].to_pylist()} == {iteration - 1}
-        # Version 4 was validated before the interruption.
-        assert [event.version for event in run.told(ValidationAnnounced)] == [6, 8, 9]
 
 
 # Processes that die.

@@ -1,4 +1,7 @@
-"""The stream on a real Ray while engines generate ahead of training, with an instant stand-in for the engine."""
+"""A stream on a real Ray, resumed and in pages of several iterations, whose engines generate ahead of training.
+
+The engine is an instant stand-in, the trainer's side is played by the test.
+"""
 
 import time
 from collections.abc import Iterator
@@ -8,16 +11,16 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import Config
-from pipeline.prompts.stage import Schedule
 from pipeline.store.events import ValidationAnnounced
 from pipeline.track.trajectories import read_trajectories
-from tests.streams import CHUNK, CHUNKS, Run, changed, closing
+from tests.stages import Paged
+from tests.streams import BATCH, CHUNK, CHUNKS, Run, changed, closing, expected_prompts, training_loader
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("stream_context")]
 
-ITERATIONS, TEST_FREQ, STALENESS = 9, 3, 2
+BASE, LAST, TEST_FREQ, STALENESS = 4, 10, 3, 2
 HOLD_S = 1.5
-VALIDATED = (0, 3, 6, 9)
+VALIDATED = (6, 9, 10)
 
 
 @pytest.fixture(scope="module")
@@ -25,24 +28,34 @@ def ahead(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("ahead")
     config = changed(stream_config, folder)
     config.algorithm.max_staleness = STALENESS
-    run = Run(config, Schedule(ITERATIONS, CHUNKS, CHUNK, True, True, TEST_FREQ, STALENESS), folder)
+    loader = training_loader(config)
+    loader.iteration(1, BATCH * BASE)
+    schedule = Paged(LAST, CHUNKS, CHUNK, True, True, TEST_FREQ, STALENESS)
+    assert schedule.pages == 6
+    run = Run(config, schedule, folder, BASE, loader.cursor)
     with closing(run):
-        run.train(1, 1)
-        # The trainer thinks about version 1 for a while after all that may happen before it.
+        run.train(BASE + 1, BASE + 1)
+        # The trainer thinks about the next version for a while after all that may happen before it.
         run.wait(lambda: sum(e["split"] == "train" for e in run.events("admitted")) >= (1 + STALENESS) * CHUNKS)
         time.sleep(HOLD_S)
-        run.held = {(event["split"], event["iteration"]) for event in run.events("admitted")}  # type: ignore[attr-defined]
-        run.train(2, ITERATIONS)
-        run.finish(ITERATIONS)
+        run.held = {"admitted": {(event["split"], event["iteration"]) for event in run.events("admitted")}}
+        run.train(BASE + 2, LAST)
+        run.finish(LAST)
         yield run
 
 
+def test_prompts_go_on_behind_the_checkpoint(ahead: Run) -> None:
+    seen = [ahead.uids(iteration) for iteration in range(BASE + 1, LAST + 1)]
+    assert seen == expected_prompts(ahead.config, LAST)[BASE:]
+
+
 def test_engines_go_ahead_as_far_as_they_may_and_no_further(ahead: Run) -> None:
-    held: Any = ahead.held  # type: ignore[attr-defined]
-    assert held == {("val", 0), *(("train", iteration) for iteration in range(1, 2 + STALENESS))}
+    first = range(BASE + 1, BASE + 2 + STALENESS)
+    # The version it began with was validated before the interruption.
+    assert ahead.held["admitted"] == {("train", iteration) for iteration in first}
     # What was generated meanwhile is that much older when it trains.
-    for iteration in range(1, 2 + STALENESS):
-        assert set(ahead.rows(iteration)["policy_version"].to_pylist()) == {0}
+    for iteration in first:
+        assert set(ahead.rows(iteration)["policy_version"].to_pylist()) == {BASE}
 
 
 def test_no_row_is_older_than_the_bound(ahead: Run) -> None:

@@ -1,7 +1,8 @@
 """The optional stages in a stream: baselines, reference, value and policy scores, each between its real neighbours.
 
 Two streams are run. One has every stage there is, on a cluster with hardly more CPUs than these hold, and an estimator
-that reads all they write; its trainer publishes other weights with every version. The other is that of ReMax.
+that reads all they write; its trainer publishes other weights with every version. The other is that of ReMax, and ends
+with the epochs.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
@@ -23,6 +25,8 @@ from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import ValueModel
 from pipeline.prompts.stage import Schedule
 from pipeline.rows import AGENT, BASELINE, POLICY, REFERENCE, REWARD_MODEL, SCHEMA, VALUE, flat
+from pipeline.store.events import PromptsMade, ValidationAnnounced, ValidationScored
+from pipeline.store.policy_store import PolicyStore
 from pipeline.track.trajectories import read_trajectories
 from pipeline.weights.load import Shard
 from pipeline.weights.publish import named, pack
@@ -104,14 +108,23 @@ def full(
 
 
 @pytest.fixture(scope="module")
-def remax(stream_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def remax(stream_config: Config, prompt_files: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Footers promise five iterations; a quarter of the prompts is too long, so three come."""
     folder = tmp_path_factory.mktemp("remax")
+    table = pq.read_table(prompt_files.train).to_pylist()
+    for row in table[::4]:
+        row["prompt"][0]["content"] *= 9
+    long = folder / "long.parquet"
+    pq.write_table(pa.Table.from_pylist(table, pq.read_schema(prompt_files.train)), long)
     config = changed(stream_config, folder)
     config.algorithm.adv_estimator = "remax"
-    run = Run(config, Schedule(ITERATIONS, CHUNKS, CHUNK, True, False, -1), folder)
+    config.data.train_files, config.data.filter_overlong_prompts = str(long), True
+    config.trainer.total_training_steps, config.trainer.total_epochs = None, 1
+    run = Run(config, Schedule(5, CHUNKS, CHUNK, True, False, -1), folder)
     with closing(run):
         run.train(1, ITERATIONS)
-        run.finish(ITERATIONS)
+        run.publish(ITERATIONS)
+        run.held = {"next": [feed.next(ITERATIONS + 1) for feed in run.feeds]}
         yield run
 
 
@@ -166,6 +179,17 @@ def test_remax_has_no_other_stage_than_it_reads(remax: Run) -> None:
         assert (OPTIONAL | ABSENT) & set(rows.column_names) == {"baseline"}
         for row in fine(remax, iteration).to_pylist():
             assert row["advantages"] == [row["score"] - row["baseline"]] * len(row["response_ids"])
+
+
+def test_the_stream_ends_with_the_epochs_and_validates_the_last_version(remax: Run, prompt_files: Any) -> None:
+    assert remax.held["next"] == [None, None]
+    assert remax.store.call(PolicyStore.last_version) == ITERATIONS
+    assert [event.version for event in remax.told(ValidationAnnounced)] == [ITERATIONS]
+    assert sum(len(scored.prompts) for scored in remax.told(ValidationScored)) == prompt_files.val_rows
+    counts = [event.metrics["prompts/filtered_overlong"] for event in remax.told(PromptsMade)]
+    assert counts == sorted(counts) and 0 < counts[-1] <= 10
+    seen = [uid for iteration in range(1, ITERATIONS + 1) for uid in remax.uids(iteration)]
+    assert len(set(seen)) == ITERATIONS * BATCH
 
 
 def test_ref_log_probs_are_those_of_the_model_before_training(full: Run, tiny_model: Path) -> None:

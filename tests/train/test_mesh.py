@@ -1,7 +1,7 @@
 """Tensor, expert and data parallelism: any mesh trains as one process does, and goes on where another has stopped."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,30 +43,34 @@ from tests.train.updates import (
     with_values,
 )
 
-ONE = {"one": (1, ParallelConfig())}
-"""Ranks, and `actor.parallel`."""
-MESHES = ONE | {
+MESHES = {
+    "one": (1, ParallelConfig()),
     "tensor 2": (2, ParallelConfig(tensor=2)),
     "data 2": (2, ParallelConfig()),
     "tensor 2 x data 2": (4, ParallelConfig(tensor=2)),
-}
-EXPERTS = ONE | {
     "expert 2": (2, ParallelConfig(tensor=2, expert=2)),
     "expert 2 x data 2": (4, ParallelConfig(tensor=2, expert=2)),
-}
-COPIES = ONE | {
     "copies 2 x shards 2": (4, ParallelConfig(replicate=2)),
     "copies 2 x tensor 2": (4, ParallelConfig(tensor=2, replicate=2)),
-}
-SEQUENCES = ONE | {
     "sequence 2": (2, ParallelConfig(sequence=2)),
     "sequence 2 x data 2": (4, ParallelConfig(sequence=2)),
     "sequence 4, more than key heads": (4, ParallelConfig(sequence=4)),
     "sequence 2 x tensor 2": (4, ParallelConfig(sequence=2, tensor=2)),
     "copies 2 x sequence 2": (4, ParallelConfig(sequence=2, replicate=2)),
 }
-ALL = {**MESHES, **EXPERTS, **COPIES, **SEQUENCES}
+"""Ranks, and `actor.parallel`."""
+DENSE = (
+    *("one", "tensor 2 x data 2", "copies 2 x shards 2", "copies 2 x tensor 2"),
+    *("sequence 2 x data 2", "sequence 4, more than key heads", "sequence 2 x tensor 2"),
+)
+PARTS = ("one", "tensor 2", "data 2", "sequence 2", "copies 2 x sequence 2")
+"""Meshes of which every dimension is in one of `DENSE` too."""
+BUILD = {"actor": build_actor, "critic": build_critic}
 VOCABULARY = 320
+LONGEST = 16
+"""Tokens of a row, with its prompt."""
+LOSSES, CHOOSING = ("clip_cov", "kl_cov"), {"one", "tensor 2 x data 2"}
+"""Losses that choose among the tokens of all ranks, and the meshes that try them."""
 CLIP = 0.3
 """Below every gradient's norm, so that clipping has an effect."""
 DEADLINE = timedelta(seconds=120)
@@ -97,8 +101,9 @@ def save_model(folder: Path, tie: bool = False, experts: bool = False, key_heads
 
 
 def settings(folder: str, parallel: ParallelConfig) -> Config:
-    # A small budget gives several micro-batches.
-    config = make_config(folder, ppo_max_token_len_per_gpu=16 // parallel.sequence, entropy_coeff=0.01)
+    # Small budgets give several micro-batches on every mesh.
+    tokens = max(LONGEST, 40 * parallel.tensor * parallel.sequence // dist.get_world_size())
+    config = make_config(folder, ppo_max_token_len_per_gpu=tokens // parallel.sequence, entropy_coeff=0.01)
     config.actor.parallel = parallel
     config.actor.grad_clip = config.critic.grad_clip = CLIP
     # The reference is a second model on the same mesh.
@@ -125,56 +130,64 @@ def step(learner: Learner, rows: pa.Table) -> list[Any]:
     return [part for part in ranks.all_gather(stats if learner.leads else None) if part is not None]
 
 
-def connected(rank: int, folder: str, names: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Numbers and names of the meshes that `rank` belongs to, each with its process group."""
+def connected(rank: int, folder: str, names: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Numbers and names of the meshes that `rank` belongs to; neighbours of as many ranks share a process group."""
     torch.set_num_threads(1)
+    counts = [MESHES[name][0] for name in names]
     for number, name in enumerate(names):
-        count = ALL[name][0]
-        if rank < count:
-            store = dist.FileStore(f"{folder}/store {number}", count)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=DEADLINE)
+        if rank < (count := counts[number]):
+            if not dist.is_initialized():
+                store = dist.FileStore(f"{folder}/store {number}", count)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=DEADLINE)
             yield number, name
-            dist.destroy_process_group()
+            if counts[number + 1 : number + 2] != [count]:
+                # Before, torch's caches of DTensors serve meshes that are equal by the groups of the first one.
+                dist.destroy_process_group()
 
 
-def work(rank: int, folder: str, losses: str, *names: str) -> None:
-    """Two updates of an actor and of a critic on every mesh, and a third where the mesh before has stopped; the first
-    one goes on from the last. One update with each of the `losses`."""
+def work(rank: int, folder: str, kinds: str, *names: str) -> None:
+    """Two updates of an actor, of a critic or of both on every mesh, and the second one again where the mesh before had
+    made the first; the first mesh goes on from the last."""
     for number, name in connected(rank, folder, (*names, names[0])):
         if number < len(names):
-            begin(folder, name, losses.split(), is_first=number == 0)
+            losses = LOSSES if name in CHOOSING and has_losses(kinds, names) else ()
+            begin(folder, kinds, name, losses)
         if number > 0:
-            config = settings(f"{folder}/model", ALL[name][1])
-            learners = [build_actor(config, CPU, 100), build_critic(config, CPU, 100)]
+            config = settings(f"{folder}/model", MESHES[name][1])
+            learners = [BUILD[kind](config, CPU, 100) for kind in kinds.split()]
             restore(learners, FixedKL(0.0), f"{folder}/none", f"{folder}/checkpoint {names[number - 1]}")
             for learner in learners:
-                save(learner, (2,), f"{folder}/{name} {learner.name} resumed.pt")
+                save(learner, 1, f"{folder}/{name} {learner.name} resumed.pt")
 
 
-def begin(folder: str, name: str, losses: list[str], is_first: bool) -> None:
-    """Two updates and a checkpoint; a third one on the first mesh; one update with each of the losses."""
-    config = settings(f"{folder}/model", ALL[name][1])
-    learners = [build_actor(config, CPU, 100), build_critic(config, CPU, 100)]
+def has_losses(kinds: str, names: Sequence[str]) -> bool:
+    return kinds == "actor" and set(names) >= CHOOSING
+
+
+def begin(folder: str, kinds: str, name: str, losses: Iterable[str]) -> None:
+    """Two updates with a checkpoint between them; one with each of the losses."""
+    config = settings(f"{folder}/model", MESHES[name][1])
+    learners = [BUILD[kind](config, CPU, 100) for kind in kinds.split()]
     mesh = learners[0].mesh
     for part in (mesh.data, mesh.tensor, mesh.sequence):
         groups = part.get_all_groups() if part else []
         waits = {group._get_backend(CPU).options._timeout for group in groups}
         assert waits <= {DEADLINE}, "the deadline of collectives is that of every group"
     for learner in learners:
-        save(learner, (0, 1), f"{folder}/{name} {learner.name}.pt")
-    publishes(learners[0])
+        save(learner, 0, f"{folder}/{name} {learner.name}.pt")
+    if "actor" in kinds:
+        publishes(learners[0])
     write_checkpoint(learners, f"{folder}/checkpoint {name}")
-    if is_first:
-        for learner in learners:
-            save(learner, (2,), f"{folder}/{learner.name} undisturbed.pt")
+    for learner in learners:
+        save(learner, 1, f"{folder}/{name} {learner.name} undisturbed.pt")
     for loss in losses:
         config.actor.policy_loss = batches.actor(loss_mode=loss).policy_loss
-        save(build_actor(config, CPU, 100), (3,), f"{folder}/{name} {loss}.pt")
+        save(build_actor(config, CPU, 100), 3, f"{folder}/{name} {loss}.pt")
 
 
-def save(learner: Learner, seeds: tuple[int, ...], path: str) -> None:
-    """Train on the rows of these seeds; metrics of the last update and the weights are written to `path`."""
-    shown = [reduce(step(learner, with_values(table(seed)))) for seed in seeds][-1]
+def save(learner: Learner, seed: int, path: str) -> None:
+    """Train on the rows of this seed; metrics and weights are written to `path`."""
+    shown = reduce(step(learner, with_values(table(seed))))
     state = full_state_dict(learner.module)
     if dist.get_rank() == 0:
         assert shown[f"{learner.name}/grad_norm"] > CLIP
@@ -187,7 +200,7 @@ def write_checkpoint(learners: list[Learner], folder: str) -> None:
     if dist.get_rank() == 0:
         steps = {learner.name: learner.scheduler.last_epoch for learner in learners}
         cursor = PromptCursor().to_json()
-        progress = {"version": 2, "cursor": cursor, "validated": False, "kl_coef": 0.0, "scheduler_steps": steps}
+        progress = {"version": 1, "cursor": cursor, "validated": False, "kl_coef": 0.0, "scheduler_steps": steps}
         Path(folder, PROGRESS).write_text(json.dumps(progress))
 
 
@@ -204,46 +217,42 @@ def publishes(learner: Learner) -> None:
         assert sum(len(bucket) for shard in shards for bucket in shard.buckets) == sum(t.nbytes for t in state.values())
 
 
-def run(folder: Path, names: list[str], *losses: str) -> None:
-    spawn(work, str(folder), " ".join(losses), *names, ranks=max(ALL[name][0] for name in names))
-    for kind in ("actor", "critic", *losses):
-        one = torch.load(folder / f"{names[0]} {kind}.pt")
-        assert kind not in losses or one["metrics"]["actor/cov_frac"] > 0.1
-        assert kind != "actor" or one["metrics"]["actor/kl_loss"] > 1e-4
-        for name in names[1:]:
-            same(one, torch.load(folder / f"{name} {kind}.pt"))
-    for kind in ("actor", "critic"):
-        undisturbed = torch.load(folder / f"{kind} undisturbed.pt")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "model", "names"),
+    [
+        pytest.param("actor", {}, DENSE, id="actor"),
+        pytest.param("critic", {}, ("one", "tensor 2 x data 2", "sequence 2 x data 2"), id="critic"),
+        pytest.param("actor critic", {"tie": True, "experts": True}, ("one", "expert 2 x data 2"), id="tied experts"),
+        pytest.param("critic", {}, DENSE, id="critic everywhere", marks=pytest.mark.long),
+        pytest.param("actor critic", {}, PARTS, id="parts", marks=pytest.mark.long),
+        pytest.param("actor", {"tie": True}, ("one", "tensor 2 x data 2"), id="tied", marks=pytest.mark.long),
+        pytest.param("actor critic", {"experts": True}, ("one", "expert 2"), id="experts", marks=pytest.mark.long),
+    ],
+)
+def test_any_mesh_trains_as_one_process(
+    tmp_path: Path, kinds: str, model: dict[str, bool], names: tuple[str, ...]
+) -> None:
+    save_model(tmp_path / "model", **model)
+    spawn(work, str(tmp_path), kinds, *names, ranks=max(MESHES[name][0] for name in names))
+
+    def made(kind: str) -> dict[str, Any]:
+        return torch.load(tmp_path / f"{kind}.pt")
+
+    for kind in kinds.split():
+        first, second = made(f"one {kind}"), made(f"one {kind} undisturbed")
+        # The first update is of the model that the reference is, too.
+        assert kind != "actor" or second["metrics"]["actor/kl_loss"] > 1e-4
         for name in names:
-            same(undisturbed, torch.load(folder / f"{name} {kind} resumed.pt"))
+            same(first, made(f"{name} {kind}"))
+            same(second, made(f"{name} {kind} undisturbed"))
+            same(second, made(f"{name} {kind} resumed"))
+    for loss in LOSSES if has_losses(kinds, names) else ():
+        one, several = (made(f"{name} {loss}") for name in sorted(CHOOSING))
+        assert one["metrics"]["actor/cov_frac"] > 0.1
+        same(one, several)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert_same_metrics(one["metrics"], other["metrics"])
     assert_same(one["state"], other["state"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tie", [False, True])
-def test_tensor_parallel_trains_as_one_process(tmp_path: Path, tie: bool) -> None:
-    save_model(tmp_path / "model", tie)
-    # These losses choose among the tokens of all ranks.
-    run(tmp_path, ["one", "tensor 2 x data 2"] if tie else list(MESHES), *([] if tie else ["clip_cov", "kl_cov"]))
-
-
-@pytest.mark.slow
-def test_experts_on_different_ranks_train_as_one_process(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", experts=True)
-    run(tmp_path, list(EXPERTS))
-
-
-@pytest.mark.slow
-def test_copies_of_shards_train_as_one_process(tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
-    run(tmp_path, list(COPIES))
-
-
-@pytest.mark.slow
-def test_sequence_parallel_trains_as_one_process(tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
-    run(tmp_path, list(SEQUENCES))

@@ -32,7 +32,7 @@ def of_whole_rows(config: Config) -> None:
     """A loss of the ratio of whole responses, over rows in several contexts, of which some share their prompt."""
     config.actor.policy_loss.loss_mode = "gspo"
     config.actor.loss_agg_mode = "seq-mean-token-mean"
-    config.actor.ppo_max_token_len_per_gpu *= 5
+    config.actor.ppo_max_token_len_per_gpu *= 2
     config.model.share_prompts = "always"
 
 
