@@ -1,9 +1,9 @@
-"""Ray Data's loop looks for finished tasks every 20 ms, not every 100 ms.
+"""Ray Data's loop looks for finished tasks every 5 to 50 ms, not every 100 ms.
 
 The loop calls `ray.wait` for all of its tasks with a timeout of a tenth of a second. In this stream some task always
 waits, for a policy version or for its turn, so every step of a chunk would cost that tenth. Each look takes about 1 ms
-of CPU, so that looking every 5 ms takes a fifth of a core from the engines and the trainer. Ray Data has no setting for
-the timeout, only the constant `WAIT_FOR_TASK_COMPLETION_TIMEOUT_S` of
+of CPU, which engines and trainer lack on a small machine: the timeout is short while blocks move from stage to stage,
+and grows while none does. Ray Data has no setting for it, only the constant `WAIT_FOR_TASK_COMPLETION_TIMEOUT_S` of
 ray/data/_internal/execution/streaming_executor_state.py (https://github.com/ray-project/ray, Ray 2.60). With another
 Ray, where it is missing, a warning is printed once and the stream runs at stock speed.
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from ray.data import DataContext
 
-TIMEOUT_S = 0.02
+SHORTEST_S, LONGEST_S, GROWTH = 0.005, 0.05, 1.25
 CONSTANT = "WAIT_FOR_TASK_COMPLETION_TIMEOUT_S"
 
 try:
@@ -30,12 +30,23 @@ except ImportError:
 class ShortWaits(ExecutionCallback):
     """Sets the timeout in the process that executes the stream."""
 
+    def __init__(self) -> None:
+        self._moved = 0
+        """Blocks that have left a stage, of all stages."""
+
     def before_execution_starts(self, executor: Any) -> None:
-        setattr(streaming_executor_state, CONSTANT, TIMEOUT_S)
+        setattr(streaming_executor_state, CONSTANT, SHORTEST_S)
+
+    def on_execution_step(self, executor: Any) -> None:
+        # Where Ray calls its stages otherwise, no block is seen to move, and the timeout is the longest.
+        stages = getattr(executor, "_topology", None) or ()
+        before, self._moved = self._moved, sum(stage.metrics.num_outputs_taken for stage in stages)
+        longer = min(GROWTH * getattr(streaming_executor_state, CONSTANT), LONGEST_S)
+        setattr(streaming_executor_state, CONSTANT, longer if self._moved == before else SHORTEST_S)
 
 
 def shorten_waits(context: DataContext) -> None:
-    """Have the streams of `context` look for finished tasks every `TIMEOUT_S` seconds."""
+    """Have the streams of `context` look for finished tasks more often."""
     callbacks = getattr(context, "custom_execution_callback_classes", None)
     if callbacks is None or not hasattr(streaming_executor_state, CONSTANT):
         print(f"this version of Ray Data has no {CONSTANT}: each iteration takes about 0.5 s longer", file=sys.stderr)
