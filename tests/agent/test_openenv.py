@@ -26,7 +26,7 @@ class Game:
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.room = 100
+        self.room, self._playing = 100, 0
         self._lock = threading.Lock()
         self._server = serve(self._play, "127.0.0.1", 0, ping_interval=None)
         self.port = self._server.socket.getsockname()[1]
@@ -38,8 +38,8 @@ class Game:
     def _play(self, connection: ServerConnection) -> None:
         assert connection.request is not None and connection.request.path == "/ws"
         with self._lock:
-            self.room -= 1
-            full = self.room < 0
+            self._playing += 1
+            full = self._playing > self.room
         try:
             if full:
                 said = {"type": "error", "data": {"message": "1 of 1 sessions", "code": "CAPACITY_REACHED"}}
@@ -54,7 +54,7 @@ class Game:
                 connection.send(answer if isinstance(answer, (str, bytes)) else json.dumps(answer))
         finally:
             with self._lock:
-                self.room += 1
+                self._playing -= 1
 
     def _answer(self, message: dict[str, Any], connection: ServerConnection) -> Any:
         if message["type"] == "state":
@@ -206,7 +206,7 @@ def test_a_server_that_is_full_is_asked_again_until_the_deadline(game: Game) -> 
         with pytest.raises(EpisodeFailed, match="failed in reset with CAPACITY_REACHED: 1 of 1 sessions"):
             await processes.open(ROW, 1, 2)
         assert 0.9 < time.monotonic() - began < 2
-        threading.Timer(0.3, lambda: setattr(game, "room", 1)).start()
+        threading.Timer(0.3, lambda: setattr(game, "room", 100)).start()
         assert (await processes.open(ROW, 1, 2)).opened == "Guess from 1."
 
     run(settings, play)
