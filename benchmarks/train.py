@@ -89,13 +89,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=600, help="seconds of an update")
     args = parser.parse_args(arguments)
     trl = None if args.trl is None else trl_env.make(args.trl)
-    table = Table("shape", "side", "CPU seconds of an update", "of packed", "of padded", "of slipstream", "peak MiB")
     for name in args.shapes:
         found = measure(name, args.repeats, args.threads, trl, args.timeout)
+        table = Table(name, "CPU seconds of an update", "of packed", "of padded", "of slipstream", "peak MiB")
         for side, (seconds, peak) in found.items():
             ratios = (f"{seconds / found[other][0]:.2f}" for other in ("packed", "padded", "slipstream"))
-            table.add_row(name, side, f"{seconds:.3f}", *ratios, f"{peak:.0f}")
-    Console().print(table)
+            table.add_row(side, f"{seconds:.3f}", *ratios, f"{peak:.0f}")
+        Console().print(table)
 
 
 if __name__ == "__main__":
