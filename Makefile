@@ -73,8 +73,9 @@ $(WARM)/config.json: $(TINY)/config.json | $(STAMP)
 		data.val_files=$(DATA)/sft_test.parquet trainer.seed=$(SEED) $(SFT)
 
 test: $(STAMP) ## the tests, without the longest; unit tests run beside the others, and are shown at the end
-	@units=$$(mktemp); trap 'rm -f $$units' EXIT; failed=0; \
+	@units=$$(mktemp); failed=0; \
 	$(RUN) -m pytest -m 'unit and not long' >$$units 2>&1 & \
+	trap 'kill $$! 2>/dev/null || true; rm -f $$units' EXIT; trap 'exit 130' INT; \
 	$(RUN) -m pytest -m 'not unit and not long' || failed=1; \
 	wait $$! || failed=1; cat $$units; exit $$failed
 
