@@ -8,8 +8,9 @@ queries, keys and values of each context, and runs under a plain causal mask:
 
 - Contexts of similar length attend in one call, padded on the right to the longest, where no token sees the padding.
   Many short ones would be a slow loop, and a long one beside short ones would waste work.
-- Where responses share a prompt that is longer than they are, only the responses ask, in a call with the mask of a
-  causal attention that begins behind the prompt.
+- Where responses share a prompt that is not very short, only the responses ask, with the mask of a causal attention
+  that begins behind the prompt. CPUs compute what a mask hides, so there long responses ask part by part, each part the
+  tokens up to its end.
 - On GPUs, in bfloat16 or float16, all contexts are one call of flash attention's kernel for rows of any length, if the
   kernel gives the same numbers there.
 
@@ -35,6 +36,8 @@ PACKED = "packed"
 """Name of this attention in `transformers`."""
 LONG_PROMPT = 16
 """Tokens of a shared prompt from which responses alone ask; below, fewer calls are faster."""
+MASKED_QUERIES = 256
+"""Most tokens that ask in a masked call on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,7 @@ class Block:
     queries: Tensor
     """[C * Q] int64, positions in the packed sequence; the padding is the context's last one."""
     keys: Tensor
-    """[C * K] int64; `queries` itself where the context asks as a whole."""
-    mask: Tensor | None
-    """[Q, K] bool, None for plain causal attention."""
+    """[C * K] int64; `queries` itself where the context asks as a whole, else the last Q of each K ask."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def layout(contexts: np.ndarray, total: int) -> Layout:
     prompts, prompt_counts, responses, counts = contexts.T
     shares = np.diff(prompts, prepend=-1) == 0
     lengths = prompt_counts + counts
-    silent = np.where(shares & (prompt_counts >= np.maximum(counts, LONG_PROMPT)), prompt_counts, 0)
+    silent = np.where(shares & (prompt_counts >= LONG_PROMPT), prompt_counts, 0)
     """Tokens at the beginning of each context that do not ask in its block."""
     asking = lengths - silent
 
@@ -117,8 +118,7 @@ def layout(contexts: np.ndarray, total: int) -> Layout:
         done += queries.size
         index = torch.from_numpy(keys.reshape(-1))
         asks = torch.from_numpy(queries.reshape(-1)) if skipped else index
-        mask = torch.ones(most, skipped + most, dtype=torch.bool).tril(skipped) if skipped else None
-        blocks.append(Block(len(members), asks, index, mask))
+        blocks.append(Block(len(members), asks, index))
     members = np.repeat(np.arange(len(lengths)), lengths)
     return Layout(
         blocks,
@@ -181,17 +181,31 @@ def _over_contexts(rows: tuple[Tensor, ...], packing: Layout, scaling: float | N
             part.index_select(0, where).unflatten(0, (block.contexts, -1)).transpose(1, 2)
             for part, where in zip(rows, (block.queries, block.keys, block.keys), strict=True)
         )  # [C, heads, L, D]
-        found = scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=block.mask,
-            is_causal=block.mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(found.transpose(1, 2).flatten(0, 1))
+        outputs.append(_causal(queries, keys, values, scaling).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.answers)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """[C, heads, Q, D] of queries [C, heads, Q, D], the last of the keys and values [C, key heads, K, D]."""
+    count, behind = query.shape[2], key.shape[2] - query.shape[2]
+    step = MASKED_QUERIES if behind and query.device.type == "cpu" else count
+    outputs = []
+    for start in range(0, count, step):
+        asking = query[:, :, start : start + step]
+        seen = behind + start + asking.shape[2]
+        mask = asking.new_ones(asking.shape[2], seen, dtype=torch.bool).tril(behind + start) if behind else None
+        outputs.append(
+            scaled_dot_product_attention(
+                asking,
+                key[:, :, :seen],
+                value[:, :, :seen],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(outputs, 2)
 
 
 def _varlen(rows: tuple[Tensor, ...], packing: Layout, scaling: float | None) -> Tensor:

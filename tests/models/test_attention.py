@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.models.attention import Layout, attend, layout
+from pipeline.models.attention import MASKED_QUERIES, Layout, attend, layout
 
 HEADS, KEY_HEADS, DIMS = 4, 2, 8
 LONG = 128
@@ -20,6 +20,7 @@ PACKS = [
     (LONG + 1, (2, 60)),
     (LONG, (1, 1)),
     (7, (30, 31, 29)),
+    (16, (4, MASKED_QUERIES + 1, 2 * MASKED_QUERIES + 30)),
 ]
 """Tokens of a prompt, and of the responses behind it."""
 
@@ -72,20 +73,36 @@ def test_blocks_hold_contexts_of_similar_length_and_responses_ask_alone_behind_l
         (block.contexts, len(block.queries) // block.contexts, len(block.keys) // block.contexts)
         for block in made.blocks
     ]
-    first = LONG + 9
+    long = MASKED_QUERIES
     assert blocks == [
-        (1, 2 * LONG + 5, 2 * LONG + 5),  # a response longer than its prompt asks with it
         (1, 240, 240),
-        (3, first, first),
+        (3, LONG + 9, LONG + 9),
         (3, 38, 38),
-        (4, 7, 7),
+        (4, 20, 20),
+        (1, 1, 1),
+        (1, 2 * long + 30, 2 * long + 46),
+        (1, long + 1, long + 17),
+        (1, LONG + 5, 2 * LONG + 5),
         (1, 90, LONG + 90),
         (1, 20, LONG + 20),
         (2, 3, LONG + 3),
         (1, 60, LONG + 61),
     ]
-    assert [block.mask is not None for block in made.blocks] == [False] * 5 + [True] * 4
     assert sum(len(block.keys) for block in made.blocks) < 1.1 * int((contexts[:, 1] + contexts[:, 3]).sum())
+
+
+def test_long_responses_ask_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def attention(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
+        asked.append((query.shape[2], key.shape[2]))
+        return query
+
+    monkeypatch.setattr("pipeline.models.attention.scaled_dot_product_attention", attention)
+    contexts, total = laid_out([(16, (1, 600))])
+    states = [torch.zeros(1, HEADS, total, DIMS) for _ in range(3)]
+    attend(None, *states, None, packing=layout(contexts, total))  # type: ignore[misc]
+    assert asked == [(17, 17), (256, 272), (256, 528), (88, 616)]
 
 
 def test_many_short_rows_are_few_calls() -> None:
@@ -108,7 +125,7 @@ def test_a_layout_moves_as_a_whole() -> None:
     assert isinstance(made, Layout)
     tensors = [made.answers, made.keys, made.query_ends, made.key_ends]
     for block in made.blocks:
-        tensors += [block.queries, block.keys, block.mask]
+        tensors += [block.queries, block.keys]
     assert {part.device.type for part in tensors if part is not None} == {"meta"}
 
 
