@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.weights import reload
 from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
 from pipeline.weights.checksum import crc
 from pipeline.weights.delta import BucketCache, Span
 from pipeline.weights.direct import RemoteBuffer, read
+from pipeline.weights.reload import Reload
 
 if TYPE_CHECKING:
     import torch
@@ -225,6 +225,7 @@ def register() -> None:
             super().__init__(*args, **kwargs)
             self._needed: set[str] = set()
             self._cache = BucketCache()
+            self._reload: Reload | None = None
             # Models without experts have the names of their checkpoints.
             config = self.model_config
             self._lm = skeleton(config.model, config.trust_remote_code) if config.is_moe else None
@@ -236,7 +237,8 @@ def register() -> None:
             if not self._needed:
                 # Tied parameters are one until an update fails half way.
                 self._needed.update(name for name, _ in self.model.named_parameters())
-            reload.begin(self.model, self.device.type)
+            self._reload = self._reload or Reload(self.model, self.device.type)
+            self._reload.begin()
 
         def receive_weights(self, update_info: Update) -> None:
             def take(refs: list[Any]) -> list[Any]:
@@ -250,7 +252,8 @@ def register() -> None:
                 raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")
 
         def finish_weight_update(self) -> None:
-            reload.finish(self.model, self.model_config, self.device.type)
+            assert self._reload is not None
+            self._reload.finish(self.model_config)
 
         def shutdown(self) -> None:
             pass

@@ -3,57 +3,94 @@
 vLLM's reload gives a layer fresh memory, loads it, lets it pack its weights for the kernels, and copies the result to
 where the old weights are. Embeddings and unquantised heads have nothing to change before that copy, and are a large
 part of a small model: they are loaded in place. On CPUs a head also has a copy of its weights that is packed for the
-GEMM; here each head gets it once, and embeddings that are no heads get none.
+GEMM, which takes as long as the rest of a small model: here each head gets it once, in another thread while the layers
+load, and embeddings that are no heads get none.
 """
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
-def begin(model: Any, device: str) -> None:
-    """Prepare a vLLM model for `load_weights` of all its weights. No request may be computed before `finish`."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+class Reload:
+    """Updates of a vLLM model, one after the other.
 
-    initialize_layerwise_reload(model)
-    for module in _embeddings(model):
-        info = get_layerwise_info(module)
-        _place_kernel_tensors(module, info)
-        info.reset()
-    if device == "cpu":
-        for module in model.modules():
-            method = getattr(module, "quant_method", None)
-            if isinstance(method, UnquantizedFusedMoEMethod):
-                # vLLM packs experts for the CPU's kernel when it makes that kernel, and no later ones.
-                method.moe_kernel = None
+    Args:
+        model: all its weights are replaced in each update.
+        device: "cpu" or that of a GPU.
+    """
+
+    def __init__(self, model: Any, device: str) -> None:
+        self._model, self._on_cpu = model, device == "cpu"
+        self._pool = ThreadPoolExecutor(1, "head")
+        self._packed: dict[Any, Future[None]] = {}
+        if self._on_cpu:
+            for head in self._heads():
+                self._pack_when_loaded(head)
+
+    def begin(self) -> None:
+        """Prepare the model for `load_weights` of all its weights. No request may be computed before `finish`."""
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+        self._packed.clear()
+        initialize_layerwise_reload(self._model)
+        for module in self._embeddings():
+            info = get_layerwise_info(module)
+            _place_kernel_tensors(module, info)
+            info.reset()
+        if self._on_cpu:
+            for module in self._model.modules():
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, UnquantizedFusedMoEMethod):
+                    # vLLM packs experts for the CPU's kernel when it makes that kernel, and no later ones.
+                    method.moe_kernel = None
+
+    def finish(self, model_config: Any) -> None:
+        """Make the model compute with the weights that `load_weights` has got."""
+        import torch
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self._model, model_config)
+        if not self._on_cpu:
+            return
+        heads = self._heads()
+        for module in self._embeddings():
+            if module in heads:
+                # Without this it goes on computing logits with the packed weights of the previous version.
+                (self._packed.get(module) or self._pool.submit(_pack, module)).result()
+            else:
+                module.cpu_linear = torch.nn.functional.linear
+
+    def _pack_when_loaded(self, head: Any) -> None:
+        load = head.weight.weight_loader
+
+        def load_and_pack(*args: Any, **options: Any) -> None:
+            load(*args, **options)
+            self._packed[head] = self._pool.submit(_pack, head)
+
+        head.weight.weight_loader = load_and_pack
+
+    def _heads(self) -> list[Any]:
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        embeddings = self._embeddings()
+        # A tied head is a module of its own with the embedding's tensor, or the embedding itself.
+        return [module for module in embeddings if isinstance(module, ParallelLMHead)] or embeddings
+
+    def _embeddings(self) -> list[Any]:
+        """Embeddings and heads whose kernel reads the weights as they are."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            UnquantizedEmbeddingMethod,
+            VocabParallelEmbedding,
+        )
+
+        return [
+            module
+            for module in self._model.modules()
+            if isinstance(module, VocabParallelEmbedding) and type(module.quant_method) is UnquantizedEmbeddingMethod
+        ]
 
 
-def finish(model: Any, model_config: Any, device: str) -> None:
-    """Make a model compute with the weights that `load_weights` has got."""
-    import torch
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    finalize_layerwise_reload(model, model_config)
-    if device != "cpu":
-        return
-    embeddings = _embeddings(model)
-    # A tied head is a module of its own with the embedding's tensor, or the embedding itself.
-    heads = [module for module in embeddings if isinstance(module, ParallelLMHead)] or embeddings
-    for module in embeddings:
-        if module in heads:
-            # Without this it goes on computing logits with the packed weights of the previous version.
-            module.quant_method.process_weights_after_loading(module)
-        else:
-            module.cpu_linear = torch.nn.functional.linear
-
-
-def _embeddings(model: Any) -> list[Any]:
-    """Embeddings and heads whose kernel reads the weights as they are."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding) and type(module.quant_method) is UnquantizedEmbeddingMethod
-    ]
+def _pack(head: Any) -> None:
+    head.quant_method.process_weights_after_loading(head)
