@@ -64,10 +64,11 @@ def prepare(args: argparse.Namespace) -> None:
             # A group without a pair is None, which `write` counts.
             kept, without = parquet.write(folder / f"{split}.parquet", SCHEMA, _rows(files, split, args))
             if not kept:
+                gap = f" by at least --min-gap {args.min_gap:g}" if args.min_gap else ""
                 raise ValueError(
                     f"{args.inputs[0]}: none of {without:,} groups of answers gives a pair for {split}.parquet: a pair "
-                    "needs two answers to one prompt with different scores (rollout.n or rollout.val_kwargs.n above 1, "
-                    "a temperature above 0)"
+                    f"needs two answers to one prompt whose scores differ{gap} (rollout.n or rollout.val_kwargs.n "
+                    "above 1, a temperature above 0)"
                 )
             print(f"{args.out / split}.parquet: {kept:,} pairs; {without:,} groups of answers gave none")
 

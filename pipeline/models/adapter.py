@@ -5,6 +5,7 @@ peft's `PeftModel.from_pretrained` and vLLM's `LoRARequest` read them.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ PREFIX, NAME = "base_model.model.", "default"
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
+    "lora_bias": (False,),
     "use_rslora": (False,),
     "use_dora": (False,),
     "rank_pattern": ({},),
@@ -29,6 +31,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": ([],),
 }
 """Entries of `adapter_config.json` with which an adapter is W + alpha / r * B A and nothing more; null is as good."""
+CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
+"""How `init_lora_weights` begins where it took a part out of W, which peft does again when it loads the adapter."""
 
 
 def peft_name(name: str) -> str:
@@ -97,6 +101,12 @@ def problems(
             f"model.lora.target_modules: {', '.join(lost)} matches no linear layer inside of {key}={base}; it has "
             f"{', '.join(last)}, and its head cannot have an adapter"
         )
+    sides = [side for name in config.chosen(list(matrices)) for side in matrices[name]]
+    if sides and config.rank > max(sides):
+        yield (
+            f"model.lora.rank={config.rank} is more than the {max(sides)} rows or columns of any linear layer of "
+            f"{key}={base}; choose a small one, such as 16"
+        )
     if config.path:
         yield from _adapter_problems(config, matrices, base)
 
@@ -112,9 +122,17 @@ def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]
     except ValueError as error:
         yield f"{key}: {SETTINGS} is not valid JSON: {error}"
         return
+    if not isinstance(settings, dict) or not {"r", "lora_alpha"} <= settings.keys():
+        yield f"{key}: {SETTINGS} has no r and lora_alpha; give the folder of an adapter that peft has saved"
+        return
     for name, values in PLAIN.items():
         if settings.get(name) not in (None, *values):
             yield f"{key} is of a kind that is not trained here: its {name} is {settings[name]}"
+    if str(settings.get("init_lora_weights")).lower().startswith(CHANGES_BASE):
+        yield (
+            f"{key} belongs to a base whose weights it changed at its start (init_lora_weights is "
+            f"{settings['init_lora_weights']}); merge it with peft, or convert it to plain LoRA as peft documents"
+        )
     for name, entry, ours in (("rank", "r", config.rank), ("alpha", "lora_alpha", config.alpha)):
         theirs = settings.get(entry)
         if theirs != ours:
@@ -122,6 +140,9 @@ def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]
     if not matrices:
         return
     shapes = tensor_shapes(folder / WEIGHTS)
+    if whole := sorted(module_name(name) for name in shapes if ".lora_" not in name):
+        yield f"{key} holds more than low-rank matrices: {whole[0]}; only linear layers inside are adapted here"
+        return
     for name, shape in sorted(shapes.items()):
         module = module_name(name)
         side = 0 if ".lora_B." in name else 1
@@ -132,6 +153,15 @@ def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]
             )
             yield f"{key} is an adapter of another base: model.path={base} {has}; name the model it was trained on"
             return
+    layers, chosen = {module_name(name) for name in shapes}, set(config.chosen(list(matrices)))
+    if chosen and layers != chosen:
+        last = sorted({name.rpartition(".")[2] for name in layers})
+        same = set(replace(config, target_modules=last).chosen(list(matrices))) == layers
+        remedy = f"[{','.join(last)}]" if same else "a list of its layers"
+        yield (
+            f"{key} has {len(layers)} layers and model.lora.target_modules={config.target_modules} chooses "
+            f"{len(chosen)}, {min(layers ^ chosen)} on one side alone; set it to {remedy}"
+        )
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:

@@ -103,7 +103,10 @@ def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[T
 
     generator = torch.Generator().manual_seed(0)
     hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
-    with patch.object(decoder, "forward", return_value=MoeModelOutputWithPast(last_hidden_state=hidden)):
+    states: Any = MoeModelOutputWithPast(last_hidden_state=hidden)
+    # GPT-2 and its relatives pass it on, and fail without it.
+    states.cross_attentions = None
+    with patch.object(decoder, "forward", return_value=states):
         return hidden, lm(input_ids=torch.full((1, 4), token, device=hidden.device)).logits.float()
 
 

@@ -28,6 +28,12 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ROUTED = ".experts."
 """Part of the names of weights of experts that only some tokens pass through."""
 
+ROUTER = re.compile(r"(?<!\.router)\.gate\.weight$")
+"""Names of matrices that choose experts and, like experts, are no linear layers in `transformers`."""
+
+OTHER_CLASSES = ("Classification", "MaskedLM", "QuestionAnswering", "PreTraining")
+"""Ends of the names of classes in `config.json` that are no causal language models."""
+
 LM_HEAD = "lm_head."
 """How the head's tensors begin, which a critic does without."""
 
@@ -123,8 +129,10 @@ def read_model(path: str | Path | None) -> ModelFiles | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'} is not an object of settings; give the folder of a complete model")
     stamps = ((file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(folder.glob("*.safetensors")))
-    return replace(_measured(tuple(stamps)), config=config | config.get("text_config", {}))
+    return replace(_measured(tuple(stamps)), config=config | (config.get("text_config") or {}))
 
 
 @functools.lru_cache(maxsize=64)
@@ -143,8 +151,18 @@ def _measured(files: tuple[tuple[Path, int, int], ...]) -> ModelFiles:
             name.removesuffix(".weight"): (shape[0], shape[1])
             for name, shape in shapes.items()
             if len(shape) == 2 and name.endswith(".weight") and not TABLES.search(name)
+            if ROUTED not in name and not ROUTER.search(name)
         },
     )
+
+
+def not_causal(model: ModelFiles) -> str | None:
+    """What a model is instead of a causal language model, by its `config.json`; None where nothing there says so."""
+    named = model.config.get("architectures")
+    classes = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    if classes and all(name.endswith(OTHER_CLASSES) for name in classes):
+        return f"a {classes[0]}"
+    return "a model with an encoder" if model.config.get("is_encoder_decoder") is True else None
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -175,6 +193,8 @@ def problems(config: Config) -> Iterator[str]:
             continue
         if towers := [part for part in TOWERS if model.config.get(part)]:
             yield f"{key}={path} has {towers[0]} in its config.json; only models of text can be trained"
+        if key in ("model.path", "scoring.reference.path") and (other := not_causal(model)):
+            yield f"{key}={path} is {other} by its config.json; give a causal language model"
         sizes[key] = model.config.get("vocab_size")
         longest = model.config.get("max_position_embeddings")
         if longest is not None and prompt + response > longest and key != "reward.model.path":
@@ -182,10 +202,10 @@ def problems(config: Config) -> Iterator[str]:
                 f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response} "
                 f"tokens, more than the {longest} of the model {key}={path} (max_position_embeddings); shorten one"
             )
-    own, other = sizes.get("model.path"), sizes.get("scoring.reference.path")
-    if own is not None and other is not None and own != other:
+    own, theirs = sizes.get("model.path"), sizes.get("scoring.reference.path")
+    if own is not None and theirs is not None and own != theirs:
         yield (
-            f"scoring.reference.path={used['scoring.reference.path']} has a vocabulary of {other} tokens and "
+            f"scoring.reference.path={used['scoring.reference.path']} has a vocabulary of {theirs} tokens and "
             f"model.path={config.model.path} one of {own}, so their log-probs of a token cannot be compared"
         )
     tokenizer = Path(config.model.tokenizer_path or config.model.path)

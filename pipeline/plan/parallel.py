@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
-from pipeline.derived import shards_reference, uses_critic
+from pipeline.derived import shards_reference, uses_critic, uses_engines
 from pipeline.errors import short_reason
 from pipeline.models.architecture import why_whole
 from pipeline.plan.models import ModelFiles, read_model
@@ -37,6 +37,7 @@ def problems(config: Config) -> Iterator[str]:
             f"model.lora.rank={config.model.lora.rank} with actor.parallel.tensor={parallel.tensor}: adapters are not "
             "divided by tensor parallelism; set actor.parallel.tensor=1, which shards the base with FSDP"
         )
+    yield from _engines(config)
     divided = {
         "model.path": config.model.path,
         "critic.path": config.critic.path if uses_critic(config) else None,
@@ -47,6 +48,22 @@ def problems(config: Config) -> Iterator[str]:
         with contextlib.suppress(ValueError):
             if path and (model := read_model(model_folder(path, key))):
                 yield from _model(config, key, path, model)
+
+
+def _engines(config: Config) -> Iterator[str]:
+    """A sentence if engines cannot divide the heads of the model among their GPUs."""
+    parts, path = config.rollout.tensor_parallel_size, config.model.path
+    if parts < 2 or not path or not uses_engines(config):
+        return
+    with contextlib.suppress(ValueError):
+        if model := read_model(model_folder(path, "model.path")):
+            queries, keys = (model.size(name) for name in HEADS[:2])
+            # Where there are more GPUs than heads of keys, each of these is on several.
+            if queries % parts or (keys % parts and parts % keys):
+                yield (
+                    f"rollout.tensor_parallel_size={parts} does not divide num_attention_heads={queries} and "
+                    f"num_key_value_heads={keys} of model.path={path}; choose a divisor"
+                )
 
 
 def _model(config: Config, key: str, path: str, model: ModelFiles) -> Iterator[str]:
@@ -82,14 +99,6 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
     sequence, ranks = parallel.sequence, parallel.ranks_with_same_rows
     if sequence == 1:
         return
-    name = "num_attention_heads"
-    heads = model.config.get(name)
-    # Heads that tensor parallelism does not divide are reported there.
-    if isinstance(heads, int) and heads % parallel.tensor == 0 and heads % ranks:
-        size = f"actor.parallel.sequence={sequence}"
-        if parallel.tensor > 1:
-            size = f"actor.parallel.tensor x actor.parallel.sequence = {parallel.tensor} x {sequence} = {ranks}"
-        yield f"{size} does not divide {name}={heads} of {key}={path}; choose a divisor"
     # Takes seconds, so only runs that ask for sequence parallelism wait for it.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -101,7 +110,16 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
     except Exception as error:  # noqa: BLE001 (each class has errors of its own)
         yield f"transformers cannot read config.json of {key}={path}: {short_reason(error)}; give a complete model"
         return
-    if reason := why_whole(made.get_text_config()):
+    # Families have names of their own for it, and defaults.
+    name, text = "num_attention_heads", made.get_text_config()
+    heads = getattr(text, name, None)
+    # Heads that tensor parallelism does not divide are reported there.
+    if isinstance(heads, int) and heads % parallel.tensor == 0 and heads % ranks:
+        size = f"actor.parallel.sequence={sequence}"
+        if parallel.tensor > 1:
+            size = f"actor.parallel.tensor x actor.parallel.sequence = {parallel.tensor} x {sequence} = {ranks}"
+        yield f"{size} does not divide {name}={heads} of {key}={path}; choose a divisor"
+    if reason := why_whole(text):
         yield (
             f"actor.parallel.sequence={sequence} divides packed rows, which {key}={path} cannot take: {reason}; set it "
             "to 1"

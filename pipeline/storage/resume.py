@@ -26,6 +26,7 @@ _SECTIONS = {
     "data": "val_files val_max_samples max_bad_rows",
     "rollout": "num_engines min_engines max_engines sleep chunks_in_flight num_cpus num_gpus tensor_parallel_size "
     "num_threads gpu_memory_utilization cpu_kvcache_space_gb max_num_seqs max_num_batched_tokens enforce_eager",
+    "actor": "parallel.",
     "agent": "hosts min_hosts host_cpus",
     "reward": "num_cpus max_error_rate timeout_s max_processes worker_memory_mb rate_limit.",
     **dict.fromkeys(

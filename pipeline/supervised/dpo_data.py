@@ -47,6 +47,20 @@ class DPOEncoder(Encoder[DPODataConfig]):
     """Turns pairs into rows of `SCHEMA`."""
 
     schema = SCHEMA
+    whole_conversation = "where the column holds the whole conversation, set data.prompt_key=null"
+    """What to do about an answer that begins with another message than the assistant's."""
+
+    @classmethod
+    def find_row_groups(cls, paths: Any, key: str, data: DPODataConfig) -> list[RowGroup]:
+        """As `Encoder.find_row_groups`; also reads all rows, and refuses one without a prompt or an answer."""
+        groups = super().find_row_groups(paths, key, data)
+        encoder = cls(None, data)
+        columns = [name for name in encoder.columns() if name]
+        for group in groups:
+            for part, batch in group.file.read([Slice(group.number, 0, group.rows)], columns):
+                for number, row in enumerate(batch.to_pylist(), part.start):
+                    encoder.row(row | {PARTNER_CELL: None}, f"{key}: {group.file.place(part.row_group, number)}")
+        return groups
 
     @staticmethod
     def check(schema: pa.Schema, where: str, data: DPODataConfig) -> None:
@@ -59,14 +73,11 @@ class DPOEncoder(Encoder[DPODataConfig]):
         return rows.append_column(ROW, pa.array(np.arange(group.first, group.first + len(rows))))
 
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
-        data = self.data
         encoded: list[dict[str, Any]] = []
         texts: list[str] = []
         learnt: list[list[tuple[str, bool]]] = []  # per row and segment: its side, and whether it is learnt
         for row, place in zip(rows.to_pylist(), places, strict=True):
-            margin = row[data.margin_key] if data.margin_key else 0.0
-            check_margin(margin, f"{place}, column {data.margin_key!r}")
-            prompt, answers = self.answers(row, place)
+            margin, prompt, answers = self.row(row, place)
             opening = self.render(prompt, True, place)
             texts.append(opening)
             learnt.append([])
@@ -79,6 +90,12 @@ class DPOEncoder(Encoder[DPODataConfig]):
         for line, sides, place in zip(encoded, learnt, places, strict=True):
             line |= self._fitted(next(tokens), [(*side, next(tokens)) for side in sides], place)
         return pa.Table.from_pylist(encoded, schema=self.schema)
+
+    def row(self, row: dict[str, Any], place: str) -> tuple[float, Messages, dict[str, Messages]]:
+        """The margin of a row, its prompt, and its answers by side; raises ValueError as `answers`."""
+        margin = row[self.data.margin_key] if self.data.margin_key else 0.0
+        check_margin(margin, f"{place}, column {self.data.margin_key!r}")
+        return margin, *self.answers(row, place)
 
     def answers(self, row: dict[str, Any], place: str) -> tuple[Messages, dict[str, Messages]]:
         """The prompt of a row and its answers by side.
@@ -95,7 +112,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
             )
         if self.data.prompt_key in row:
             return self._prompt(row, place), {
-                side: _behind_prompt(answer, f"{place}, column {keys[side]!r}") for side, answer in sides.items()
+                side: self._behind_prompt(answer, f"{place}, column {keys[side]!r}") for side, answer in sides.items()
             }
         chosen, rejected = sides[CHOSEN], sides[REJECTED]
         same = 0
@@ -113,7 +130,16 @@ class DPOEncoder(Encoder[DPODataConfig]):
 
     def _prompt(self, row: dict[str, Any], place: str) -> Messages:
         key = str(self.data.prompt_key)
-        return cell_messages(row[key], "user", f"{place}, column {key!r}")
+        place = f"{place}, column {key!r}"
+        if row[key] is None or row[key] in ("", []):
+            raise ValueError(f"{place}: there is no prompt; remove the row, or give one.")
+        return cell_messages(row[key], "user", place)
+
+    def _behind_prompt(self, answer: Messages, place: str) -> Messages:
+        first = answer[0]["role"]
+        if first != "assistant":
+            raise ValueError(f"{place}: the answer begins with a message of role {first!r}; {self.whole_conversation}.")
+        return answer
 
     def _segments(self, prompt: Messages, opening: str, answer: Messages, place: str) -> Segments:
         """The text of an answer behind the `opening`, the rendered prompt."""
@@ -163,6 +189,7 @@ class KTOEncoder(DPOEncoder):
     """Turns pairs, or single answers with labels, into rows of `KTO_SCHEMA`."""
 
     schema = KTO_SCHEMA
+    whole_conversation = "move the messages before the answer into the column of the prompt"
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: DPODataConfig) -> list[RowGroup]:
@@ -226,7 +253,7 @@ class KTOEncoder(DPOEncoder):
             if label not in (0, 1):
                 raise ValueError(f"{place}, column {data.label_key!r}: {label!r} is neither true nor false.")
             where = f"{place}, column {data.completion_key!r}"
-            answer = _behind_prompt(answer_messages(row[data.completion_key], where), where)
+            answer = self._behind_prompt(answer_messages(row[data.completion_key], where), where)
             prompt, answers = self._prompt(row, place), {CHOSEN if label else REJECTED: answer}
         else:
             prompt, answers = super().answers(row, place)
@@ -250,16 +277,6 @@ def answer_messages(value: Any, place: str) -> Messages:
     if not last["content"] and not last.get("tool_calls"):
         raise ValueError(f"{place}: the assistant's answer is empty; remove the row, or give one.")
     return messages
-
-
-def _behind_prompt(answer: Messages, place: str) -> Messages:
-    first = answer[0]["role"]
-    if first != "assistant":
-        raise ValueError(
-            f"{place}: the answer begins with a message of role {first!r}; where the column holds the whole "
-            "conversation, set data.prompt_key=null."
-        )
-    return answer
 
 
 def _next_other(prompts: list[Any]) -> list[int | None]:

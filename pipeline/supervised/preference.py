@@ -36,7 +36,8 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
         has_prompt = data.prompt_key in schema.names
         for setting in ("chosen_key", "rejected_key", "prompt_key", "margin_key"):
             key = getattr(data, setting)
-            if not key or (setting == "prompt_key" and not has_prompt):
+            optional = setting in ("prompt_key", "margin_key")
+            if (optional and not key) or (setting == "prompt_key" and not has_prompt):
                 continue
             if key not in schema.names:
                 raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")

@@ -77,6 +77,11 @@ def test_jobs_dpo_reads_what_is_written(tmp_path: Path) -> None:
     ("groups", "options", "sentence"),
     [
         ([answers("a", [1.0, 1.0])], [], "none of 1 groups of answers gives a pair for train.parquet"),
+        (
+            [answers("a", [0.0, 1.0])],
+            ["--min-gap", "2"],
+            "to one prompt whose scores differ by at least --min-gap 2 (roll",
+        ),
         ([[{"uid": "a", "prompt": "[]"}]], [], "f.parquet has no column 'data_source', but uid, prompt"),
         ([answers("a", [0.0, 1.0], messages="[]")], [], "f.parquet holds episodes of several turns"),
         ([answers("a", [0.0, 1.0])], ["--per-prompt", "0"], "--per-prompt 0 must be at least 1"),

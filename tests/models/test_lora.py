@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline.config import Config
@@ -243,9 +244,28 @@ def test_finds_unfitting_adapters_by_their_files(tiny_model: Path, tmp_path: Pat
     assert "an adapter of another base: model.path=BASE has" in found(other)
     assert "holds no adapter_config.json" in found(path=str(tmp_path))
     assert "query matches no linear layer inside of model.path=BASE" in found(target_modules=["query"])
+    assert "model.lora.rank=1000 is more than the" in found(rank=1000)
+    layers = "[down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj]"
+    fewer = found(target_modules=["q_proj"])
+    assert "has 14 layers and model.lora.target_modules=['q_proj'] chooses 2, model.layers.0.mlp.down_proj" in fewer
+    assert fewer.endswith(f"on one side alone; set it to {layers}")
+    deeper = {name.replace("layers.1.", "layers.2."): shape for name, shape in matrices.items()} | matrices
+    assert "chooses 21" in found(deeper) and found(deeper).endswith("set it to a list of its layers")
     settings = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
-    assert "its use_dora is True" in found()
+    for entry, value, wanted in (
+        ("use_dora", True, "its use_dora is True"),
+        ("lora_bias", True, "its lora_bias is True"),
+        ("init_lora_weights", "pissa_niter_4", "changed at its start (init_lora_weights is pissa_niter_4); merge it"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(settings | {entry: value}))
+        assert wanted in found()
+    for nothing in ("[1]", "{}"):
+        (folder / "adapter_config.json").write_text(nothing)
+        assert "adapter_config.json has no r and lora_alpha; give the folder of an adapter" in found()
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    whole = load_file(folder / "adapter_model.safetensors") | {"base_model.model.lm_head.weight": torch.zeros(2, 2)}
+    save_file(whole, folder / "adapter_model.safetensors")
+    assert "holds more than low-rank matrices: lm_head.weight;" in found()
 
 
 def test_a_reward_model_trains_its_head_beside_the_adapter(tiny_model: Path, tmp_path: Path) -> None:

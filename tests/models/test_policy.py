@@ -10,6 +10,8 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     Qwen2Config,
@@ -34,11 +36,14 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
+GPT2 |= {"eos_token_id": 2, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 FAMILIES = {
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)),
     "gemma2-softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=0.5)),
     "cohere-scale": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25)),
+    "gpt2-tied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "granite-scaling": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)),
 }
 

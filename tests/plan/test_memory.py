@@ -78,6 +78,32 @@ def test_sizes_of_the_decoder_are_read_from_text_config(tmp_path):
     assert memory.train_logits > 0 and memory.engine_kv_needed > 0
 
 
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ([1], "config.json is not an object of settings; give the folder of a complete model"),
+        ({"text_config": None, "architectures": ["Qwen3ForCausalLM"]}, None),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "is a Qwen3ForSequenceClassification by its config.js"),
+        ({"architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM by its config.json; give a causal language mod"),
+        ({"is_encoder_decoder": True}, "is a model with an encoder by its config.json; give a causal language model"),
+    ],
+)
+def test_models_that_generate_nothing_are_refused(tmp_path, config, sentence):
+    write_model(tmp_path, {"a": [1]})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if sentence is None:
+        assert small(f"model.path={tmp_path}").memory
+        return
+    with pytest.raises(ConfigError) as refused:
+        small(f"model.path={tmp_path}")
+    assert sentence in str(refused.value)
+
+
+def test_a_critic_may_be_a_model_for_classification(tmp_path):
+    write_model(tmp_path, {"a": [1]}, architectures=["Qwen3ForSequenceClassification"])
+    assert small("model.path=owner/model", *PPO, f"critic.path={tmp_path}")
+
+
 @pytest.mark.parametrize("tower", ["vision_config", "audio_config"])
 def test_models_that_read_more_than_text_are_refused(tmp_path, tower):
     write_model(tmp_path, {"a": [100, 10]}, **{tower: {"hidden_size": 8}})
@@ -319,13 +345,16 @@ def test_experts(tmp_path):
     experts = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": [6, 16] for n in range(4)}
     shared = {"model.layers.0.mlp.shared_experts.up_proj.weight": [6, 16], "model.embed_tokens.weight": [100, 16]}
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-    write_model(tmp_path, experts | shared, **SIZES | more)
+    router = {"model.layers.0.mlp.gate.weight": [4, 16]}
+    write_model(tmp_path, experts | shared | router, **SIZES | more)
     model = read_model(tmp_path)
-    assert model and (model.routed, model.active, model.tables) == (4 * 96, 3 * 96, 1600)
+    assert model and (model.routed, model.active, model.tables) == (4 * 96, 3 * 96 + 64, 1600)
     assert model.intermediate == 2 * 6
     found = estimate(small(f"model.path={tmp_path}", *LENGTHS).config, Models(model, model, model, None))
     tokens = 16384 * (4 * (6 * 16 + 4 * (32 + 16 + 12) + 2 * 2 * 16) + 8 * 16)
     assert found.train_activations == 3 * tokens
+    # `transformers` computes with experts, and with what chooses them, without linear layers.
+    assert list(model.matrices) == ["model.layers.0.mlp.shared_experts.up_proj"]
 
 
 @pytest.mark.parametrize("experts", [0, 16])

@@ -65,6 +65,28 @@ def test_what_cannot_be_divided(tmp_path: Path, model: dict, workers: int, mesh:
         assert part.format(path=tmp_path) in sentence
 
 
+def test_families_with_names_of_their_own_have_heads_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 12, "n_embd": 48}))
+    keys = [f"model.path={tmp_path}", "trainer.num_workers=8"]
+    assert list(problems(load_config([*keys, "actor.parallel.sequence=4"]))) == []
+    [found] = problems(load_config([*keys, "actor.parallel.sequence=8"]))
+    assert found.startswith("actor.parallel.sequence=8 does not divide num_attention_heads=12 of model.path=")
+
+
+@pytest.mark.parametrize(("parts", "divides"), [(1, True), (2, True), (3, False), (4, False), (6, True), (12, False)])
+def test_engines_divide_heads(tmp_path: Path, parts: int, divides: bool) -> None:
+    """6 heads of queries and 2 of keys: with 6 GPUs each of the latter is on three, with 3 neither two nor one of them
+    has whole ones."""
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    keys = [f"model.path={tmp_path}", "rollout.num_gpus=1", f"rollout.tensor_parallel_size={parts}"]
+    found = list(problems(load_config(keys)))
+    assert (found == []) == divides
+    assert divides or found == [
+        f"rollout.tensor_parallel_size={parts} does not divide num_attention_heads=6 and num_key_value_heads=2 of "
+        f"model.path={tmp_path}; choose a divisor"
+    ]
+
+
 def test_adapters_are_not_divided(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     keys = [f"model.path={tmp_path}", "model.lora.rank=4", "trainer.num_workers=2"]

@@ -59,6 +59,11 @@ def test_settings_that_change_numbers_may_not(run, change):
         check_run_folder(run, load_config(["rollout.n=4", change]))
 
 
+def test_another_mesh_continues(run):
+    mesh = ["trainer.num_workers=4", "actor.parallel.replicate=2", "actor.parallel.tensor=2"]
+    assert check_run_folder(run, load_config(["rollout.n=4", *mesh]))
+
+
 def test_never_refuses_any_run(run):
     with pytest.raises(ConfigError, match="trainer.resume=never"):
         check_run_folder(run, load_config(["rollout.n=4"]), resume="never")

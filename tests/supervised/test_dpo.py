@@ -107,6 +107,47 @@ def test_bad_pairs_are_refused_with_their_place(tokenizer: Any, row: dict[str, A
         encode(tokenizer, rows, margin_key="margin" if "margin" in row else None)
 
 
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"chosen": None}, "column 'chosen': there is no answer; remove the row"),
+        ({"rejected": ""}, "column 'rejected': there is no answer; remove the row"),
+        ({"rejected": "7 = 3 + 4"}, "the columns 'chosen' and 'rejected' are equal"),
+        ({"prompt": ""}, "column 'prompt': there is no prompt; remove the row"),
+        ({"prompt": None}, "column 'prompt': there is no prompt; remove the row"),
+        ({"margin": None}, "column 'margin': the margin is None, not a finite number"),
+    ],
+)
+def test_bad_pairs_are_found_before_anything_starts(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+    rows = [{"prompt": f"{number}", "chosen": "7 = 3 + 4", "rejected": "3", "margin": 1.0} for number in range(9)]
+    rows[7] |= row
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet", row_group_size=4)
+    data = DPODataConfig(margin_key="margin")
+    for encoder in (DPOEncoder, KTOEncoder):
+        with pytest.raises(ValueError, match=rf"data.val_files: .*f.parquet, row 7 \(row group 1\).* {sentence}"):
+            encoder.find_row_groups(str(tmp_path), "data.val_files", data)
+
+
+def test_a_column_needs_a_name(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"], "chosen": ["x"], "rejected": ["y"]}), tmp_path / "f.parquet")
+    with pytest.raises(ValueError, match="has no column '', but prompt, chosen, rejected; name it with data.chosen_ke"):
+        DPOEncoder.find_row_groups(str(tmp_path), "data.train_files", DPODataConfig(chosen_key=""))
+
+
+@pytest.mark.parametrize("label", [2, None])
+def test_bad_labels_are_found_before_anything_starts(tmp_path: Path, label: int | None) -> None:
+    rows = {"prompt": ["a", "b", "c"], "completion": ["x", "y", "z"], "label": [0, 1, label]}
+    pq.write_table(pa.table(rows), tmp_path / "f.parquet")
+    with pytest.raises(ValueError, match=f"f.parquet, row 2 .*column 'label': {label} is neither true nor false"):
+        KTOEncoder.find_row_groups(str(tmp_path), "data.train_files", DPODataConfig())
+
+
+def test_an_answer_that_begins_with_the_user_is_told_what_helps(tokenizer: Any) -> None:
+    row = {"prompt": PROMPT, "completion": [*PROMPT, *said("a")], "label": True}
+    with pytest.raises(ValueError, match="role 'user'; move the messages before the answer into the column of the pro"):
+        encode(tokenizer, [row], kto=True)
+
+
 def test_long_rows_are_refused_cut_or_left_out(tokenizer: Any) -> None:
     rows = [pair("1 2 3 4 5 6 7 8 9", "1"), pair("1", "2")]
     full = encode(tokenizer, rows)
