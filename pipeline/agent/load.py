@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pipeline.agent.mcp_client import Server
 
 MAX_ERROR = 1000  # characters
+_TOOL = re.compile(r"[\w./-]{1,128}", re.ASCII)
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -205,6 +207,13 @@ def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
         ) from None
     code.environment = lambda: made(**kwargs)
     code.closes = made.close is not Environment.close
+    for name in dir(made):
+        value = inspect.getattr_static(made, name)
+        if isinstance(value, (staticmethod, classmethod)) and any(map(_has_mark, (value, value.__func__))):
+            raise ValueError(
+                f"agent.environment is {spec}, of which {name} is marked with @tool and is a {type(value).__name__}; "
+                "make it a method, def NAME(self, ...)"
+            )
     for _, method in inspect.getmembers(made, _is_marked):
         tool = _tool("agent.environment", method, True)
         if tool.name in code.tools:
@@ -295,7 +304,11 @@ def _tool_of_verl(key: str, made: Any, config: dict[str, Any], schema: dict[str,
 
 
 def _is_marked(value: Any) -> bool:
-    return inspect.isfunction(value) and hasattr(value, "__tool__")
+    return inspect.isfunction(value) and _has_mark(value)
+
+
+def _has_mark(value: Any) -> bool:
+    return hasattr(value, "__tool__")
 
 
 def _tool(key: str, function: Any, method: bool = False) -> Tool:
@@ -307,8 +320,16 @@ def _tool(key: str, function: Any, method: bool = False) -> Tool:
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     marks = getattr(function, "__tool__", {})
-    schema["function"]["name"] = marks.get("name", function.__name__)
-    return Tool(schema, function, marks.get("timeout_s"), method=method)
+    name, timeout_s = marks.get("name", function.__name__), marks.get("timeout_s")
+    if not isinstance(name, str) or not _TOOL.fullmatch(name):
+        raise ValueError(
+            f"{key}: @tool(name={name!r:.200}) of {function.__name__}: expected letters, digits and _ . / -"
+        )
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and 0 < timeout_s < math.inf):
+        raise ValueError(f"{key}: @tool(timeout_s={timeout_s!r:.200}) of {function.__name__}: expected seconds above 0")
+    schema["function"]["name"] = name
+    return Tool(schema, function, timeout_s, method=method)
 
 
 def _named(code: Code, key: str, spec: str) -> Any:

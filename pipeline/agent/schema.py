@@ -100,8 +100,11 @@ def _type(hint: Any) -> dict[str, Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
-    if hint in _NAMES:
+    if isinstance(hint, type) and hint in _NAMES:
         return {"type": _NAMES[hint]}
+    if origin in (list, dict) and not arguments:
+        # `typing.List`, which Python's own `list` is not equal to.
+        return {"type": _NAMES[origin]}
     if origin is typing.Literal:
         kinds = {_NAMES.get(type(value)) for value in arguments}
         if len(kinds) != 1 or kinds == {None}:
