@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import re
 import shutil
@@ -25,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 from pipeline.agent import Environment, verl
 from pipeline.agent.preload import is_alone, prepare, write_out
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
-from pipeline.agent.schema import schema_of
+from pipeline.agent.schema import mark_of, schema_of
 
 if TYPE_CHECKING:
     from pipeline.agent.mcp_client import Server
 
 MAX_ERROR = 1000  # characters
-_TOOL = re.compile(r"[\w./-]{1,128}", re.ASCII)
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -209,7 +207,8 @@ def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
     code.closes = made.close is not Environment.close
     for name in dir(made):
         value = inspect.getattr_static(made, name)
-        if isinstance(value, (staticmethod, classmethod)) and any(map(_has_mark, (value, value.__func__))):
+        kinds = (staticmethod, classmethod)
+        if isinstance(value, kinds) and (hasattr(value, "__tool__") or hasattr(value.__func__, "__tool__")):
             raise ValueError(
                 f"agent.environment is {spec}, of which {name} is marked with @tool and is a {type(value).__name__}; "
                 "make it a method, def NAME(self, ...)"
@@ -304,11 +303,7 @@ def _tool_of_verl(key: str, made: Any, config: dict[str, Any], schema: dict[str,
 
 
 def _is_marked(value: Any) -> bool:
-    return inspect.isfunction(value) and _has_mark(value)
-
-
-def _has_mark(value: Any) -> bool:
-    return hasattr(value, "__tool__")
+    return inspect.isfunction(value) and hasattr(value, "__tool__")
 
 
 def _tool(key: str, function: Any, method: bool = False) -> Tool:
@@ -317,17 +312,9 @@ def _tool(key: str, function: Any, method: bool = False) -> Tool:
     try:
         # A bound method has the parameters that the model gives.
         schema = schema_of(MethodType(function, key) if method else function)
+        name, timeout_s = mark_of(function)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    marks = getattr(function, "__tool__", {})
-    name, timeout_s = marks.get("name", function.__name__), marks.get("timeout_s")
-    if not isinstance(name, str) or not _TOOL.fullmatch(name):
-        raise ValueError(
-            f"{key}: @tool(name={name!r:.200}) of {function.__name__}: expected letters, digits and _ . / -"
-        )
-    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (number and 0 < timeout_s < math.inf):
-        raise ValueError(f"{key}: @tool(timeout_s={timeout_s!r:.200}) of {function.__name__}: expected seconds above 0")
     schema["function"]["name"] = name
     return Tool(schema, function, timeout_s, method=method)
 

@@ -35,6 +35,7 @@ from pipeline.agent.frames import encode, read
 from pipeline.agent.load import Code
 
 FLOAT32_MAX = 3.4028234663852886e38
+MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 """Signal that asks a process where it is, when its deadline is over."""
 
@@ -331,6 +332,12 @@ def _parts(parts: Any, name: str) -> dict[str, Any]:
             )
         if isinstance(value, int) and abs(value) > FLOAT32_MAX:
             raise ValueError(f"{name} returned parts with {key}={_shown(value)}; expected a number of float32")
+    try:
+        size = len(encode(parts))
+    except ValueError as error:
+        raise ValueError(f"{name} returned {error}") from None
+    if size > MAX_PARTS:
+        raise ValueError(f"{name} returned parts of {size:,} bytes as JSON; at most {MAX_PARTS:,} fit")
     return parts
 
 

@@ -31,6 +31,7 @@ _UNIONS = (
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(\([^)]*\))?\s*:\s*(.*)$")
 _MAX_DEPTH = 32
+_TOOL = re.compile(r"[\w./-]{1,128}", re.ASCII)
 
 
 def schema_of(function: Callable) -> dict[str, Any]:
@@ -70,6 +71,22 @@ def schema_of(function: Callable) -> dict[str, Any]:
     if required:
         parameters["required"] = required
     return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
+
+
+def mark_of(function: Callable) -> tuple[str, float | None]:
+    """Name and `timeout_s` of a function that may be marked with `@tool`.
+
+    Raises:
+        ValueError: the mark has another one than a tool may have.
+    """
+    marks = getattr(function, "__tool__", {})
+    name, timeout_s = marks.get("name", function.__name__), marks.get("timeout_s")
+    if not isinstance(name, str) or not _TOOL.fullmatch(name):
+        raise ValueError(f"@tool(name={name!r:.200}) of {function.__name__}: write letters, digits, _ . / -")
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and 0 < timeout_s < math.inf):
+        raise ValueError(f"@tool(timeout_s={timeout_s!r:.200}) of {function.__name__}: expected seconds above 0")
+    return name, timeout_s
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -123,6 +123,16 @@ class Hostile(Environment):
     def large(self):
         return Observation("", reward=1e39)
 
+    def long_parts(self):
+        return Observation("", parts={"x": "y" * 1_000_000})
+
+    def bad_list(self):
+        class Bad:
+            def tolist(self):
+                raise Boom
+
+        return Observation("", parts={"x": [Bad()]})
+
     def text_acc(self):
         return Observation("", parts={"acc": "good"})
 

@@ -40,6 +40,8 @@ FAILURES = {
     "nothing": r"^ValueError: Hostile.step returned None; expected an Observation or a text$",
     "nan": r"^ValueError: \w+.step returned a reward of nan; expected a finite number$",
     "large": r"^ValueError: \w+.step returned a reward of 1e\+39; expected a float32, at most 3.403e\+38$",
+    "long_parts": r"^ValueError: \w+.step returned parts of 1,000,012 bytes as JSON; at most 100,000 fit$",
+    "bad_list": r"^Boom \(hostile.py, line \d+\)$",
     "text_acc": r"^ValueError: \w+.step returned parts with acc='good'; expected a number, which validation counts$",
     "large_part": r"^ValueError: \w+.step returned parts with x=10{190,200}\.\.\.; expected a number of float32$",
     "text_reward": r"^ValueError: Hostile.step returned a reward of '1.0'; expected a number or None$",

@@ -99,8 +99,8 @@ TOOL = (
         ("timeout_s=-1", "@tool(timeout_s=-1) of calc: expected seconds above 0"),
         ("timeout_s='2'", "@tool(timeout_s='2') of calc: expected seconds above 0"),
         ("timeout_s=float('nan')", "@tool(timeout_s=nan) of calc: expected seconds above 0"),
-        ("name='<|im_start|>'", "@tool(name='<|im_start|>') of calc: expected letters, digits and _ . / -"),
-        ("name=5", "@tool(name=5) of calc: expected letters, digits and _ . / -"),
+        ("name='<|im_start|>'", "@tool(name='<|im_start|>') of calc: write letters, digits, _ . / -"),
+        ("name=5", "@tool(name=5) of calc: write letters, digits, _ . / -"),
     ],
 )
 def test_a_mark_that_a_tool_cannot_have(tmp_path: Path, mark: str, words: str, monkeypatch: Any) -> None:
