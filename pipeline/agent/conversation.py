@@ -26,6 +26,10 @@ Ask = Callable[[list[int], int, int], Awaitable[Generation]]
 
 LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
 """Marks of a message that is cut; the short one where the other one would take more than half of what is allowed."""
+TOKEN = 128
+"""Characters of the longest tokens of known vocabularies, which are runs of spaces. A text of more for each token that
+is allowed does not fit, and is not encoded as a whole: 16 MiB would take half a minute, in which the engine's other
+episodes stand still, and gigabytes of memory."""
 
 
 @dataclass
@@ -93,16 +97,22 @@ class Conversation:
                 f"agent.max_contexts={most}; repeat those of the chat before with its answer as it was, and end with "
                 "something new"
             )
-        try:
-            ids = language.bridge.prompt(messages, language.tools or None)
-        except ValueError as error:
-            raise EpisodeFailed(str(error)) from error
-        if len(ids) > language.max_prompt_length:
+        many = len(messages) > language.max_prompt_length
+        length = f"{len(messages):,} messages" if many else f"{_characters(messages):,} characters"
+        fits = _may_fit(messages, language.max_prompt_length)
+        ids: list[int] = []
+        if fits:
+            try:
+                ids = language.bridge.prompt(messages, language.tools or None)
+            except ValueError as error:
+                raise EpisodeFailed(str(error)) from error
+            length, fits = f"{len(ids)} tokens", len(ids) <= language.max_prompt_length
+        if not fits:
             if self.contexts:
                 # It depends on what the policy wrote.
                 self._end("length")
             raise EpisodeFailed(
-                f"the prompt with its tools and the environment's first messages has {len(ids)} tokens, more than "
+                f"the prompt with its tools and the environment's first messages has {length}, more than "
                 f"data.max_prompt_length={language.max_prompt_length}"
             )
         return self._new(ids, recorded(messages), language, [_content(message) for message in messages])
@@ -159,8 +169,17 @@ class Conversation:
         """
         language, bridge = context.language, context.language.bridge
         heard = [*context.heard, *(_content(message) for message in messages)]
-        messages = [self._cut(message) for message in messages]
+        # A new sequence may leave out what takes room in this one.
+        keeps = self.config.history == "keep"
+        room = self._room(context) if keeps else language.max_prompt_length + self._longest
+        if len(messages) > room:
+            return None
+        uncut, messages = messages, [self.cut(message) for message in messages]
+        self.cut_observations += sum(message is not one for message, one in zip(messages, uncut, strict=True))
         whole = [*context.messages, *messages]
+        if not _may_fit(messages, room):
+            context.messages, context.heard = whole, heard
+            return None
         try:
             ids = bridge.after(context.answer, messages, context.calls)
             if self.config.history == "template":
@@ -253,24 +272,34 @@ class Conversation:
                 found = context
         return found
 
-    def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
+    def cut(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message of at most `agent.max_observation_tokens`, cut in the middle."""
         text, most = message["content"], self.config.max_observation_tokens
         bridge = self._language.bridge
         # A token is at least one byte, so most texts need not be encoded to be counted.
         if len(text.encode()) <= most:
             return message
-        ids = bridge.content_ids(text)
-        if len(ids) <= most:
+        half = most * TOKEN // 2
+        long = len(text) > 2 * half
+        ids = bridge.content_ids(text[:half] + text[-half:] if long else text)
+        if len(ids) <= most and not long:
             return message
-        self.cut_observations += 1
-        mark = LEFT_OUT
+        mark = LEFT_OUT.replace("{}", "more than {}") if long else LEFT_OUT
         if 2 * len(bridge.content_ids(mark.format(len(ids)))) > most:
             mark = LEFT_OUT_SHORT
-        kept = most - len(bridge.content_ids(mark.format(len(ids))))
+        kept = min(len(ids), most - len(bridge.content_ids(mark.format(len(ids)))))
         mark = mark.format(len(ids) - kept)
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         return message | {"content": bridge.text(head) + mark + bridge.text(tail)}
+
+
+def _characters(messages: list[dict[str, Any]]) -> int:
+    return sum(len(message.get("content") or "") for message in messages)
+
+
+def _may_fit(messages: list[dict[str, Any]], tokens: int) -> bool:
+    """Whether it is worth encoding messages where so many tokens fit; each message takes at least one."""
+    return len(messages) <= tokens and _characters(messages) <= tokens * TOKEN
 
 
 def _to_calls(context: Context, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -39,9 +39,11 @@ async def drive(conversation: Conversation, program: Program, row: dict[str, Any
     try:
         returned = await program.run(row, conversation.chat)
         if returned.reward is None and returned.rewards is None and config.scored_by != "function":
+            how = "the program returned no reward; return a number,"
+            if config.command:
+                how = "the last line that agent.command printed is no object with a reward; print"
             raise EpisodeFailed(
-                "the program returned no reward; return a number, {'reward': number} or {'rewards': [one for each "
-                "answer]}, or set agent.reward=function"
+                how + ' {"reward": number} or {"rewards": [one for each answer]}, or set agent.reward=function'
             )
     except EpisodeOver as over:
         if not conversation.over:

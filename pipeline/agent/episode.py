@@ -153,7 +153,7 @@ async def _turns(
         following = None if ended else conversation.observe(context, reply.messages)
         if following is None:
             # People read what came last; the policy does not.
-            episode.messages = context.messages + (reply.messages if ended else [])
+            episode.messages = context.messages + ([conversation.cut(m) for m in reply.messages] if ended else [])
             return ended or "length"
         context = following
         episode.messages = context.messages

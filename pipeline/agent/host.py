@@ -139,6 +139,7 @@ class Zygote:
         self._given = given
         self._episodes: dict[int, int] = {}  # process id: number of the episode
         self._numbers: dict[int, int] = {}  # the other way round
+        process, refused = os.getpid(), ""
         try:
             if settings["isolation"] != "none":
                 from pipeline.agent import isolation
@@ -146,7 +147,12 @@ class Zygote:
                 isolation.enter(settings)
             self._code = load.load(**settings["code"])
         except ValueError as error:
-            self._send({"refused": str(error)})
+            refused = str(error)
+        if os.getpid() != process:
+            # A fork that the user's files did not end.
+            os._exit(0)
+        if refused:
+            self._send({"refused": refused})
             os._exit(0)
         self._alone = preload.is_alone()
         self._own = set(children())  # what the user's files started as they were imported

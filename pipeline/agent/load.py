@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.agent import Environment, verl
 from pipeline.agent.preload import is_alone, prepare, write_out
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
-from pipeline.agent.schema import schema_of
+from pipeline.agent.schema import mark_of, schema_of
 
 if TYPE_CHECKING:
     from pipeline.agent.mcp_client import Server
@@ -205,6 +205,14 @@ def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
         ) from None
     code.environment = lambda: made(**kwargs)
     code.closes = made.close is not Environment.close
+    for name in dir(made):
+        value = inspect.getattr_static(made, name)
+        kinds = (staticmethod, classmethod)
+        if isinstance(value, kinds) and (hasattr(value, "__tool__") or hasattr(value.__func__, "__tool__")):
+            raise ValueError(
+                f"agent.environment is {spec}, of which {name} is marked with @tool and is a {type(value).__name__}; "
+                "make it a method, def NAME(self, ...)"
+            )
     for _, method in inspect.getmembers(made, _is_marked):
         tool = _tool("agent.environment", method, True)
         if tool.name in code.tools:
@@ -304,11 +312,11 @@ def _tool(key: str, function: Any, method: bool = False) -> Tool:
     try:
         # A bound method has the parameters that the model gives.
         schema = schema_of(MethodType(function, key) if method else function)
+        name, timeout_s = mark_of(function)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    marks = getattr(function, "__tool__", {})
-    schema["function"]["name"] = marks.get("name", function.__name__)
-    return Tool(schema, function, marks.get("timeout_s"), method=method)
+    schema["function"]["name"] = name
+    return Tool(schema, function, timeout_s, method=method)
 
 
 def _named(code: Code, key: str, spec: str) -> Any:

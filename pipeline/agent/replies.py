@@ -34,6 +34,8 @@ from pipeline.agent import Call, Environment, Message, Observation, ToolError, c
 from pipeline.agent.frames import encode, read
 from pipeline.agent.load import Code
 
+FLOAT32_MAX = 3.4028234663852886e38
+MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 """Signal that asks a process where it is, when its deadline is over."""
 
@@ -62,6 +64,8 @@ class Replies:
         self._awaited: Any = None  # its coroutine, where it is `async def`
         self._server = ""  # the server that is being connected
         self._whole = True  # whether no part of a frame has been read
+        self._exit_code = 0  # of a fork that the user's code did not end
+        self._process = os.getpid()
         self._first = _alive()  # threads and children that were there before the first episode
         signal.signal(LATE, self._late)
 
@@ -76,6 +80,9 @@ class Replies:
                 continue
             self._busy = request["id"]
             answer = self._answer(request)
+            if os.getpid() != self._process:
+                # A fork that the user's code did not end. The episode is its parent's, and so is the connection.
+                os._exit(self._exit_code)
             self._busy = None
             self._connection.sendall(answer)
 
@@ -100,6 +107,7 @@ class Replies:
             return encode({"id": number, key: str(error) if key == "mistake" else self._code.words(error)})
         # The user's code may raise anything, `SystemExit` included; its row carries the error, which is counted.
         except BaseException as error:  # noqa: BLE001
+            self._exit_code = _exit_code(error)
             if request["do"] == "run" and chats.passed_over(error):
                 return encode({"id": number, "over": str(error)})
             return encode({"id": number, "error": self._code.words(error)})
@@ -172,8 +180,11 @@ class Replies:
         result = self._value(tool.function(*first, **request["arguments"]))
         if isinstance(result, str):
             return {"text": result}
-        # Read back as the text of its JSON, without the header of the frame.
-        return {"text": encode(result)[4:].decode()}
+        try:
+            # Read back as the text of its JSON, without the header of the frame.
+            return {"text": encode(result)[4:].decode()}
+        except ValueError as error:
+            raise ValueError(f"{self._name(request)} returned {error}") from None
 
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         number, program = request["id"], self._code.program
@@ -222,13 +233,21 @@ class Replies:
     def _is_free(self) -> bool:
         """Whether nothing of the episode goes on: no thread, no child, no task of the event loop and no timer."""
         tasks = self._loop is not None and asyncio.all_tasks(self._loop)
-        timer = signal.getitimer(signal.ITIMER_REAL)[0]
+        timer = any(
+            signal.getitimer(kind)[0] for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+        )
         deadline = time.monotonic() + preload.THREAD_S
         while not _alive() <= self._first:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
         return self._whole and not tasks and not timer
+
+
+def _exit_code(error: BaseException) -> int:
+    """What a process ends with that does not catch an exception."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    return 0 if code is None else code & 255 if isinstance(code, int) else 1
 
 
 def children() -> list[int]:
@@ -297,12 +316,28 @@ def _reward(reward: Any, name: str, place: str = "") -> float | None:
         raise ValueError(f"{name} returned a reward of {_shown(reward)}{place}; expected a number or None") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} returned a reward of {number}{place}; expected a finite number")
+    if abs(number) > FLOAT32_MAX:
+        raise ValueError(f"{name} returned a reward of {number}{place}; expected a float32, at most {FLOAT32_MAX:.4g}")
     return number
 
 
 def _parts(parts: Any, name: str) -> dict[str, Any]:
     if not isinstance(parts, dict) or not all(isinstance(key, str) for key in parts):
         raise ValueError(f"{name} returned parts of {_shown(parts)}; expected a dict of numbers by name")
+    for key, value in parts.items():
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if key == "acc" and not isinstance(value, (int, float, type(None))):
+            raise ValueError(
+                f"{name} returned parts with acc={_shown(value)}; expected a number, which validation counts"
+            )
+        if isinstance(value, int) and abs(value) > FLOAT32_MAX:
+            raise ValueError(f"{name} returned parts with {key}={_shown(value)}; expected a number of float32")
+    try:
+        size = len(encode(parts))
+    except ValueError as error:
+        raise ValueError(f"{name} returned {error}") from None
+    if size > MAX_PARTS:
+        raise ValueError(f"{name} returned parts of {size:,} bytes as JSON; at most {MAX_PARTS:,} fit")
     return parts
 
 

@@ -31,6 +31,7 @@ _UNIONS = (
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(\([^)]*\))?\s*:\s*(.*)$")
 _MAX_DEPTH = 32
+_TOOL = re.compile(r"[\w./-]{1,128}", re.ASCII)
 
 
 def schema_of(function: Callable) -> dict[str, Any]:
@@ -72,6 +73,22 @@ def schema_of(function: Callable) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
 
 
+def mark_of(function: Callable) -> tuple[str, float | None]:
+    """Name and `timeout_s` of a function that may be marked with `@tool`.
+
+    Raises:
+        ValueError: the mark has another one than a tool may have.
+    """
+    marks = getattr(function, "__tool__", {})
+    name, timeout_s = marks.get("name", function.__name__), marks.get("timeout_s")
+    if not isinstance(name, str) or not _TOOL.fullmatch(name):
+        raise ValueError(f"@tool(name={name!r:.200}) of {function.__name__}: write letters, digits, _ . / -")
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and 0 < timeout_s < math.inf):
+        raise ValueError(f"@tool(timeout_s={timeout_s!r:.200}) of {function.__name__}: expected seconds above 0")
+    return name, timeout_s
+
+
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
     """The part before the first section, and the descriptions in the section `Args`, each on one line."""
     head: list[str] = []
@@ -100,8 +117,11 @@ def _type(hint: Any) -> dict[str, Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
-    if hint in _NAMES:
+    if isinstance(hint, type) and hint in _NAMES:
         return {"type": _NAMES[hint]}
+    if origin in (list, dict) and not arguments:
+        # `typing.List`, which Python's own `list` is not equal to.
+        return {"type": _NAMES[origin]}
     if origin is typing.Literal:
         kinds = {_NAMES.get(type(value)) for value in arguments}
         if len(kinds) != 1 or kinds == {None}:

@@ -74,9 +74,20 @@ def _names(agent: AgentConfig) -> Iterator[str]:
             )
         elif tool in agent.tools[:number]:
             yield f"agent.tools[{number}]={tool} is given twice; leave one of them out"
-    for variable in agent.env_vars:
+    for variable, value in agent.env_vars.items():
         if not _VARIABLE.fullmatch(variable):
             yield f"agent.env_vars: {variable!r} is not the name of an environment variable"
+        if not _is_word(value):
+            yield f"agent.env_vars.{variable}={value!r} is no text that an environment variable can hold"
+    for key, words in (("command", agent.command), ("preload", agent.preload)):
+        for number, word in enumerate(words):
+            if not _is_word(word):
+                yield f"agent.{key}[{number}]={word!r} is no text that a command can hold; write it in quotes"
+
+
+def _is_word(value: object) -> bool:
+    """Whether a process can be given this text. OmegaConf lets lists through where texts are declared."""
+    return isinstance(value, str) and "\0" not in value
 
 
 def _rewards(config: Config) -> dict[str, object]:

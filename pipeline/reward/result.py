@@ -31,7 +31,10 @@ def answer_from(result: Any, place: str = "") -> Answer:
     try:
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         score = _score(parts)
-        text = json.dumps(_part(parts))
+        made = _part(parts)
+        if not isinstance(made.get("acc"), int | float | None):
+            raise ValueError(f"acc, which validation counts, must be a number, not a {type(made['acc']).__name__}")
+        text = json.dumps(made)
         if len(text) > MAX_PARTS:
             raise ValueError(f"the parts of the reward are {len(text):,} characters as JSON; at most {MAX_PARTS:,} fit")
         return score, text, None

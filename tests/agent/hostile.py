@@ -86,6 +86,19 @@ class Hostile(Environment):
             os.waitpid(process, 0)
         return Observation("well", reward=0.5)
 
+    def fork_on(self):
+        """The child goes on as its parent does, if more slowly."""
+        if os.fork() == 0:
+            time.sleep(0.1)
+            return Observation("child", reward=1.0)
+        os.wait()
+        return Observation("well", reward=0.5)
+
+    def fork_and_leave(self):
+        if (process := os.fork()) == 0:
+            sys.exit(7)
+        return Observation("well", reward=0.5 if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7 else 0)
+
     def print(self):
         for _ in range(1024):
             sys.stdout.write("x" * (1 << 20))
@@ -107,6 +120,25 @@ class Hostile(Environment):
     def nan(self):
         return Observation("", reward=float("nan"))
 
+    def large(self):
+        return Observation("", reward=1e39)
+
+    def long_parts(self):
+        return Observation("", parts={"x": "y" * 1_000_000})
+
+    def bad_list(self):
+        class Bad:
+            def tolist(self):
+                raise Boom
+
+        return Observation("", parts={"x": [Bad()]})
+
+    def text_acc(self):
+        return Observation("", parts={"acc": "good"})
+
+    def large_part(self):
+        return Observation("", parts={"x": 10**400})
+
     def text_reward(self):
         return Observation("", reward="1.0")
 
@@ -123,7 +155,7 @@ class Hostile(Environment):
         return Observation("", parts={"acc": float("inf")})
 
     def object_parts(self):
-        return Observation("", parts={"acc": object()})
+        return Observation("", parts={"x": object()})
 
     def deep(self):
         value = {}
@@ -172,6 +204,14 @@ class Served(Hostile):
 
     def alarm(self):
         signal.alarm(1000)
+        return "sets a timer"
+
+    def virtual_alarm(self):
+        signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
+        return "sets a timer"
+
+    def profiling_alarm(self):
+        signal.setitimer(signal.ITIMER_PROF, 1000)
         return "sets a timer"
 
     def running(self):

@@ -355,7 +355,7 @@ def test_a_command_rewards_each_answer() -> None:
 
 
 def test_a_command_that_prints_nothing_is_scored_by_the_function() -> None:
-    assert "returned no reward" in str(command(TWICE + "print(5)", Policy("12", "40")).error)
+    assert "printed is no object with a reward; print" in str(command(TWICE + "print(5)", Policy("12", "40")).error)
     played = command(TWICE, Policy("12", "40"), reward="function")
     assert (played.error, played.ended, played.turns) == (None, "done", 2)
 

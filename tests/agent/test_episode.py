@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.agent import Call, Message, Observation, episode
 from pipeline.agent.context import joined
-from pipeline.agent.conversation import Ask, Language
+from pipeline.agent.conversation import TOKEN, Ask, Language
 from pipeline.agent.episode import Episode
 from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.agent.world import World
@@ -21,6 +21,7 @@ from pipeline.rows import ANSWER, OBSERVATION
 
 END = 0
 """The token that ends an answer."""
+MESSAGE = {"role": "user", "content": ""}
 ROW = {"prompt": [{"role": "user", "content": "go"}], "data_source": "toy", "ground_truth": 1, "extra_info": {}}
 
 
@@ -192,6 +193,37 @@ def test_a_long_observation_is_cut_in_the_middle_and_says_so() -> None:
     assert len(shown) == 70 and "[... 465 tokens are left out ...]" in shown
     assert shown.count("x") == 500 - 465
     assert played.numbers["cut_observations"] == 1
+
+
+def test_texts_that_cannot_fit_are_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take half a minute for the longest, in which all other episodes of the engine stand still."""
+    encoded: list[int] = []
+
+    def content_ids(bridge: ToyBridge, text: str) -> list[int]:
+        encoded.append(len(text))
+        return list(text.encode())
+
+    monkeypatch.setattr(ToyBridge, "content_ids", content_ids)
+    long = Observation("a" * 5_000_000 + "b" * 5_000_000)
+    last = Observation("c" * 10_000_000, done=True)
+    played = play(Policy("1", "2"), ToySession([long, last]), max_observation_tokens=100)
+    assert max(encoded) == 100 * TOKEN
+    shown, mark = played.messages[2]["content"], "\n[... more than 12747 tokens are left out ...]\n"
+    assert shown == "a" * 27 + mark + "b" * 26 and len(shown) == 100
+    assert len(played.messages[-1]["content"]) == 100, "people read it, too"
+    assert (played.ended, played.error, played.numbers["cut_observations"]) == ("done", None, 1)
+
+    few = TOKEN * 20
+    for opened, words in (("x" * few, f"{few + 2:,} characters"), ([MESSAGE] * 20, "21 messages")):
+        with monkeypatch.context() as patched:
+            patched.setattr(ToyBridge, "prompt", None)
+            failed = play(Policy(), ToySession(opened=opened))
+        assert f"{words}, more than data.max_prompt_length=20" in str(failed.error)
+
+
+def test_more_messages_than_tokens_that_are_left_end_the_episode() -> None:
+    played = play(Policy("1"), ToySession([Observation([MESSAGE] * 100_000, reward=1.0)]), longest=50)
+    assert (played.ended, played.score, len(played.messages)) == ("length", 1.0, 2)
 
 
 @pytest.mark.parametrize("most", [8, 9, 30, 60])

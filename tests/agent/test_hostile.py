@@ -39,6 +39,11 @@ FAILURES = {
     "spend": r"^MemoryError \(hostile.py, line \d+\)$",
     "nothing": r"^ValueError: Hostile.step returned None; expected an Observation or a text$",
     "nan": r"^ValueError: \w+.step returned a reward of nan; expected a finite number$",
+    "large": r"^ValueError: \w+.step returned a reward of 1e\+39; expected a float32, at most 3.403e\+38$",
+    "long_parts": r"^ValueError: \w+.step returned parts of 1,000,012 bytes as JSON; at most 100,000 fit$",
+    "bad_list": r"^Boom \(hostile.py, line \d+\)$",
+    "text_acc": r"^ValueError: \w+.step returned parts with acc='good'; expected a number, which validation counts$",
+    "large_part": r"^ValueError: \w+.step returned parts with x=10{190,200}\.\.\.; expected a number of float32$",
     "text_reward": r"^ValueError: Hostile.step returned a reward of '1.0'; expected a number or None$",
     "content": r"^ValueError: Hostile.step returned a content of b'bytes'; expected a text, a list of messages",
     "message": r"^ValueError: Hostile.step returned the message {'role': 'user', 'content': 'x', 'name': 'y'}; ",
@@ -93,7 +98,8 @@ async def outcome(processes: Processes, what: str, timeout_s: float = 2) -> Obse
 def test_exactly_the_episodes_that_fail_fail_and_nothing_is_left(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = descriptors()
-    kinds = [*FAILURES, "good", "daemons", "print", "surrogates", "thread"]
+    well = ["good", "daemons", "print", "thread", "fork_on", "fork_and_leave"]
+    kinds = [*FAILURES, *well, "surrogates"]
 
     async def play(processes: Processes) -> list[Observation | str]:
         await processes.start()
@@ -108,7 +114,7 @@ def test_exactly_the_episodes_that_fail_fail_and_nothing_is_left(tmp_path: Path,
         with pytest.raises(ValueError, match=words):
             raise ValueError(f"{of[kind]}")
     assert of["surrogates"] == Observation("a?b", reward=0.5)
-    assert [of["daemons"], of["print"], of["thread"]] == [GOOD] * 3
+    assert [of[kind] for kind in well] == [GOOD] * len(well)
     wait_until_gone(str(tmp_path))
     assert descriptors() == before
     assert os.listdir(tmp_path) == []

@@ -87,6 +87,53 @@ def test_a_file_that_fails_as_it_is_imported(tmp_path: Path, text: str, words: s
         raise ValueError(refusal(AgentConfig(environment=f"{tmp_path}/game.py:Game")))
 
 
+TOOL = (
+    "from pipeline.agent import Environment, tool\n{}def calc({}x: int) -> int:\n{}    'Twice x.'\n{}    return 2 * x\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ("timeout_s=0", "@tool(timeout_s=0) of calc: expected seconds above 0"),
+        ("timeout_s=-1", "@tool(timeout_s=-1) of calc: expected seconds above 0"),
+        ("timeout_s='2'", "@tool(timeout_s='2') of calc: expected seconds above 0"),
+        ("timeout_s=float('nan')", "@tool(timeout_s=nan) of calc: expected seconds above 0"),
+        ("name='<|im_start|>'", "@tool(name='<|im_start|>') of calc: write letters, digits, _ . / -"),
+        ("name=5", "@tool(name=5) of calc: write letters, digits, _ . / -"),
+    ],
+)
+def test_a_mark_that_a_tool_cannot_have(tmp_path: Path, mark: str, words: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tools.py").write_text(TOOL.format(f"@tool({mark})\n", "", "", ""))
+    with pytest.raises(ValueError) as refused:
+        load(None, {}, [f"{tmp_path}/tools.py"])
+    assert str(refused.value) == f"agent.tools[0]: {words}"
+
+
+@pytest.mark.parametrize("kind", ["staticmethod", "classmethod"])
+@pytest.mark.parametrize("marks", ["    @tool\n    @{}\n    ", "    @{}\n    @tool\n    "])
+def test_a_tool_of_an_environment_is_a_method(tmp_path: Path, kind: str, marks: str, monkeypatch: Any) -> None:
+    """It would be no tool, or one whose first argument is the environment."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = TOOL.format("class Game(Environment):\n" + marks.format(kind), "", "    ", "    ")
+    (tmp_path / "game.py").write_text(text)
+    with pytest.raises(ValueError, match=f"of which calc is marked with @tool and is a {kind}; make it a method"):
+        load(f"{tmp_path}/game.py:Game", {}, [])
+
+
+def test_a_file_that_forks_as_it_is_imported_and_goes_on(tmp_path: Path) -> None:
+    """The child would start processes of episodes that its parent does not know."""
+    text = f"import os, time\nparent = os.fork()\ntime.sleep(0.2 * bool(parent))\n{TOOL.format('', '', '', '')}"
+    game = "class Game(Environment):\n    def open(self, row, seed):\n        return str(parent != 0)\n"
+    (tmp_path / "game.py").write_text(text + game)
+
+    async def play(processes: Processes) -> list[Any]:
+        return [(await processes.open(ROW, 1, 30)).opened for _ in range(10)]
+
+    assert run(AgentConfig(environment=f"{tmp_path}/game.py:Game"), play) == ["True"] * 10
+
+
 def test_a_file_that_hangs_as_it_is_imported(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("pipeline.agent.zygote.START_S", 0.5)
     (tmp_path / "game.py").write_text("import time\ntime.sleep(1000)")

@@ -1,6 +1,6 @@
 """Schemas of tools, and what the model reads about arguments that do not fit."""
 
-from typing import Any, Literal, Optional, Union
+from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035
 
 import pytest
 
@@ -62,6 +62,16 @@ def test_a_tool_without_parameters_and_one_with_a_union_of_lists() -> None:
     }
     lists = {"type": "array", "items": {"type": "integer"}}
     assert schema_of(total)["function"]["parameters"]["properties"]["values"] == {"anyOf": [lists, {"type": "string"}]}
+
+
+def test_lists_and_objects_of_anything() -> None:
+    def look(a: list, b: List, c: dict, d: Dict, e: list[List], f: Literal[[1]]) -> str:  # type: ignore # noqa: UP006
+        """Look."""
+        return ""
+
+    anything, objects = {"type": "array"}, {"type": "object"}
+    expected = [anything, anything, objects, objects, {"type": "array", "items": anything}, {**anything, "enum": [[1]]}]
+    assert list(schema_of(look)["function"]["parameters"]["properties"].values()) == expected
 
 
 def no_docstring(x: int) -> str:

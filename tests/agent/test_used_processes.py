@@ -17,7 +17,7 @@ from tests.agent.test_hostile import FAILURES, GOOD, config, wait_until_gone
 from tests.agent.test_processes import ROW, run
 
 FAULTS = ("boom", "exit", "crash", "loop", "close_all", "write", "nan")
-LEAVES = ("daemons", "running", "task", "alarm", "badly")
+LEAVES = ("daemons", "running", "task", "alarm", "virtual_alarm", "profiling_alarm", "badly")
 
 
 async def episode(processes: Processes, *steps: str, well: bool = True, truth: str = "x") -> tuple[list[str], str]:

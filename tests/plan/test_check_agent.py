@@ -142,6 +142,13 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
             "with agent.named.a.tools=['my_tools:",
         ),
         (f"agent.named.a.{GAME[6:]} agent.named.a.episode_timeout_s=1900", "not above agent.named.a.episode_timeout_s"),
+        ("agent.env_vars.A=[1]", "agent.env_vars.A=[1] is no text that an environment variable can hold"),
+        ('agent.env_vars.A="a\\x00"', "agent.env_vars.A='a\\x00' is no text that an environment variable can hold"),
+        ("agent.command=[python,a.py,[b]]", "agent.command[2]=['b'] is no text that a command can hold; write it in"),
+        (
+            "agent.command=[python,a.py] agent.preload=[[b]]",
+            "agent.preload[0]=['b'] is no text that a command can hold",
+        ),
         ("agent.named.a:b.late=score", "agent.named: 'a:b' is not the name of an agent"),
         (f"{GAME} agent.named.b.environment=a:B {SCORE}", "custom_reward_function.path=score.py does nothing"),
     ],

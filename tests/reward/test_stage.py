@@ -67,6 +67,7 @@ def test_what_a_custom_function_may_return(tmp_path: Path) -> None:
         ("[1.0]", 0.0, "ValueError: the score must be a number, not a list"),
         ("{'acc': 1}", 0.0, "ValueError: the reward function returned a dict without the key 'score' (keys: ['acc'])"),
         ("{'score': 1, 'part': object()}", 0.0, "ValueError: a part of the reward is a object"),
+        ("{'score': 1, 'acc': 'good'}", 0.0, "ValueError: acc, which validation counts, must be a number, not a str"),
         ("{'score': 1, 'part': float('nan')}", 0.0, "ValueError: a part of the reward is nan"),
         ("{'score': 1, 'part': 10 ** 400}", 0.0, "OverflowError: "),
         ("{'score': 1, ('a', 1): 2}", 1.0, None),
