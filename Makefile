@@ -92,7 +92,7 @@ test-fast: $(STAMP) ## unit tests: no Ray, no engine
 lint: $(STAMP) ## ruff and mypy
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
-	@$(RUN) -m mypy pipeline
+	@$(RUN) -m mypy pipeline jobs benchmarks
 
 format: $(STAMP) ## let ruff format and fix the code
 	@$(RUN) -m ruff check --fix .

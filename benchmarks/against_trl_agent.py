@@ -21,11 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks import rollout, trl_env
 from benchmarks.against_trl import environment
-from benchmarks.agent import Clocks
+from benchmarks.agent import below, own
 from jobs import tiny
 from jobs.prepare import __main__ as prepare
 from pipeline import rows
@@ -117,9 +115,9 @@ async def measure(python: Path, config: Config, args: argparse.Namespace) -> dic
 
     async def ours() -> dict[str, Any]:
         policy.version += 1
-        clocks, begun = Clocks.read(stage), time.perf_counter()
+        cpu, begun = sum(own(stage)) + below(), time.perf_counter()
         tables = await asyncio.gather(*(stage(chunk) for chunk in chunks))
-        seconds, cpu_s = time.perf_counter() - begun, sum(np.subtract(Clocks.read(stage), clocks))
+        seconds, cpu_s = time.perf_counter() - begun, sum(own(stage)) + below() - cpu
         tokens = [len(rows.flat(table, name)[0]) for table in tables for name in ("prompt_ids", "response_ids")]
         sampled = sum(int(rows.flat(table, "response_mask")[0].sum()) for table in tables)
         return {"seconds": seconds, "cpu_s": cpu_s, "tokens": sum(tokens), "sampled": sampled}
@@ -152,20 +150,20 @@ def report(found: dict[str, list[dict[str, Any]]], episodes: int) -> None:
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    own.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of all that is made")
-    own.add_argument(
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of all that is made")
+    parser.add_argument(
         "--trl-python", type=Path, metavar="PATH", help="Python of an environment with TRL; else it is made"
     )
-    own.add_argument("--prompts", type=int, default=64)
-    own.add_argument("--samples", type=int, default=8)
-    own.add_argument("--turns", type=int, default=6)
-    own.add_argument("--turn-tokens", type=int, default=8)
-    own.add_argument("--cores", type=int, default=2, help="threads of TRL (default: %(default)s)")
-    own.add_argument("--generation", choices=["generate", "continuous"], default="generate", help="of TRL")
-    own.add_argument("--repeats", type=int, default=4)
-    own.add_argument("settings", nargs="*", metavar="key=value", help="further settings of ours; write -- before them")
-    args = own.parse_args()
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--turn-tokens", type=int, default=8)
+    parser.add_argument("--cores", type=int, default=2, help="threads of TRL (default: %(default)s)")
+    parser.add_argument("--generation", choices=["generate", "continuous"], default="generate", help="of TRL")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="more settings of ours; write -- before them")
+    args = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":
         # OpenMP reads it when the process starts; the stream sets it for its engines.
         os.execve(sys.executable, sys.orig_argv, os.environ | {"OMP_NUM_THREADS": "1"})

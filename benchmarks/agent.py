@@ -200,7 +200,8 @@ async def measure(config: Config, args: argparse.Namespace) -> dict[str, list[Me
             clocks, begun = own(episodes), time.perf_counter()
             tokens = await play()
             seconds = time.perf_counter() - begun
-            spent = Clocks(*np.subtract(own(episodes), clocks), below() - before)
+            engine, outside = np.subtract(own(episodes), clocks)
+            spent = Clocks(engine, outside, below() - before)
             if repeat:  # everything starts in the first one
                 each = 1e3 / (config.data.train_batch_size * config.rollout.n * turns)
                 found[name].append(
@@ -234,12 +235,14 @@ def settings(model: str, data: str, folder: str, args: argparse.Namespace) -> Co
 def report(found: dict[str, list[Measured]]) -> None:
     """Print medians, and ratios to the other modes of the same repeat."""
     for name, repeats in found.items():
-        rate, cpu_rate = ([each[number] for each in repeats] for number in range(2))
+        rate, cpu_rate = [each.rate for each in repeats], [each.cpu_rate for each in repeats]
         engine, outside, environments = np.median([each.cpu_ms for each in repeats], axis=0)
         print(f"{name:9}{statistics.median(rate):7.0f} tokens per second, CPU ms per turn: ", end="")
         print(f"engine {engine:.2f}, outside {outside:.2f}, environments {environments:.2f}", end="")
         if name != "turns":
-            idle, steps = (statistics.median(each[number] for each in repeats) for number in (-2, -1))
+            idle, steps = (
+                statistics.median(values) for values in zip(*((each.idle, each.steps) for each in repeats), strict=True)
+            )
             print(f"; {steps:.0f} steps, engine idle {idle:.0%}", end="")
         print()
         for other in AGAINST[name]:

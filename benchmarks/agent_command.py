@@ -86,7 +86,8 @@ async def play(processes: Processes, episodes: int) -> tuple[float, float]:
         await ended.wait()
 
     playing = asyncio.gather(*(one(number) for number in range(episodes)))
-    await asyncio.wait([playing, asyncio.ensure_future(server.all.wait())], return_when=asyncio.FIRST_COMPLETED)
+    waits: list[asyncio.Future[Any]] = [playing, asyncio.ensure_future(server.all.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     memory = below()[1] - memory
     server.measured.set()
     await playing

@@ -76,7 +76,7 @@ class Case:
         loss = (log_probs * self.given).sum()
         if entropy == "trained" and entropies is not None:
             loss = loss + (entropies * self.given).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._wait()
         seconds = clock() - began
         assert hidden.grad is not None and weight.grad is not None

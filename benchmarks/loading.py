@@ -16,6 +16,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,8 @@ def measure(rank: int, way: str, folder: str, ranks: int, store: str) -> None:
     seconds = time.perf_counter() - began
     peaks = [resident("VmHWM") - before]
     with torch.no_grad():
-        for parameter in policy.parameters():
+        weights: Any = policy.parameters()
+        for parameter in weights:
             parameter.to_local().add_(0)
     peaks.append(resident("VmHWM") - before)
     ids = torch.arange(8)[None]

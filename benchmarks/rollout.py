@@ -235,6 +235,7 @@ def in_ray(config: Config, repeats: int, run_dir: str) -> dict[str, list[float]]
 
 def weights(config: Config, put: Any) -> Shard:
     """The model's weights as one rank would publish them."""
+    assert config.model.path is not None
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="float32")
     return pack(named(model), 0, torch_dtype(config.rollout.dtype, "rollout.dtype"), 2**29, put)
 

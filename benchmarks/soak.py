@@ -80,8 +80,8 @@ def growths(samples: Sequence[Sample], chunks_per_iteration: int) -> list[Growth
 
     def of(name: str, unit: str, value: Callable[[Sample], float]) -> Growth:
         values = [(sample.chunks / chunks_per_iteration, value(sample)) for sample in half]
-        ends = [statistics.median(v for _, v in part) for part in (values[: len(values) // 4 + 1], values[-3:])]
-        return Growth(name, unit, *ends, per_1000=1000 * slope(values))
+        first, last = (statistics.median(v for _, v in part) for part in (values[: len(values) // 4 + 1], values[-3:]))
+        return Growth(name, unit, first, last, 1000 * slope(values))
 
     return [
         of("object store", "MiB", lambda sample: sample.object_store),

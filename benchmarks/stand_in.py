@@ -131,7 +131,7 @@ class StandInTrainer:
         self.actor: Any = ray.remote(PolicyStore).options(num_cpus=0, max_concurrency=10_000).remote(admission)
         begun = time.perf_counter()
         dataset = build(config, self.schedule, self.actor, run_dir, rollout_stage=rollout)
-        splits = dataset.streaming_split(ranks, equal=True)
+        splits: list[Any] = list(dataset.streaming_split(ranks, equal=True))
         self.build_s = time.perf_counter() - begun
         self.store = StoreClient(self.actor, StoreClient(self.actor).ask(PolicyStore.current_attempt))
         self.store.call(PolicyStore.register_trainer, TrainerState(0, PromptCursor(), False), len(shards))

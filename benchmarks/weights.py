@@ -149,7 +149,7 @@ def engine_side(
 ) -> tuple[dict[str, Times], str]:
     """Times of get, load and the whole path in the first engine, and a sentence on the memory of all."""
     actor = ray.remote(Receiver).options(num_cpus=1, runtime_env={"env_vars": engine_env(config)})
-    receivers = [actor.remote(config) for _ in range(engines)]
+    receivers: list[Any] = [actor.remote(config) for _ in range(engines)]
     first = receivers[0]
     times = {name: ray.get(getattr(first, name).remote(shard, repeats), timeout=WAIT_S * 3) for name in ("get", "load")}
     times["path"] = in_turns(repeats, lambda: ray.get(first.take.remote(publish()), timeout=WAIT_S), size(shard))

@@ -12,6 +12,7 @@ pairs from the recorded answers of a run. `--help` lists all settings.
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 from jobs.supervised import Job
 from pipeline.config import ConfigError
@@ -27,7 +28,7 @@ class DPOJob(Job[DPOConfig]):
     def run(self, config: DPOConfig) -> dict[str, float]:
         """See `Job.run`."""
         try:
-            loop = loop_of(config.loss.type)
+            loop: Any = loop_of(config.loss.type)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return Job.run(replace(self, loop=loop), config)

@@ -193,7 +193,7 @@ class Job(Generic[C]):
             scaling_config=ScalingConfig(
                 num_workers=trainer.num_workers, use_gpu=trainer.use_gpu, resources_per_worker=resources
             ),
-            datasets=streams,
+            datasets=dict(streams),
             # Without an order blocks come as they are finished, and the run could not be repeated.
             dataset_config=DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
             run_config=RunConfig(

@@ -63,7 +63,8 @@ def record(options: Options) -> Figures:
     dtype = "bfloat16" if cuda else "float32"
     given = runs.base(options, path, runs.prompts(options), name)
     config = load_config([*given, *sizes(), f"rollout.dtype={dtype}"])
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype(dtype, "dtype")).to(options.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype(dtype, "dtype")).eval()
+    model.to(options.device)
     tokenizer = AutoTokenizer.from_pretrained(path)
     train, _ = loaders(config.data, config.model, row_limits(config), config.trainer.seed)
     stage: Any = SimpleNamespace(_greedy=False, name="transformers")

@@ -19,7 +19,8 @@ def plain(options: Options) -> Figures:
     if options.device == "cuda":
         torch.cuda.set_device(0)
     folder = model_folder(options.shape, options.work, options.device)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model.to(device)
     if options.shape != "tiny":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -124,7 +125,7 @@ def attention(options: Options) -> Figures:
         heads = [
             torch.randn(total, shape.heads, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
         ]
-        return timed(lambda q, k, v: varlen_attn(q, k, v, ends, ends, length, length, is_causal=True), heads)
+        return timed(lambda q, k, v: varlen_attn(q, k, v, ends, ends, length, length, window_size=(-1, 0)), heads)
 
     return {
         "rows": count,

@@ -284,7 +284,7 @@ def tests(options: Options) -> Figures:
     return found | {"device": place, "broken": broken[:40]}
 
 
-CASES = {
+CASES: dict[str, Any] = {
     "imports": imports,
     "matmul": matmul,
     "same_numbers": same_numbers,

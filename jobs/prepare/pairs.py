@@ -77,7 +77,8 @@ def _rows(files: list[Path], split: str, args: argparse.Namespace) -> Iterator[d
     """The pairs of one split, and None for each of its groups without one."""
     for group in itertools.chain.from_iterable(map(_groups, files)):
         if _held_out(group[0]["prompt"], args.test_share) == (split == "test"):
-            yield from list(_pairs(group, args.per_prompt, args.min_gap)) or [None]
+            pairs = list(_pairs(group, args.per_prompt, args.min_gap))
+            yield from pairs or (None,)
 
 
 def _files(inputs: list[Path]) -> Iterator[Path]:
