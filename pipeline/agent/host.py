@@ -145,6 +145,7 @@ class Zygote:
                 from pipeline.agent import isolation
 
                 isolation.enter(settings)
+                process = os.getpid()  # it is process 1 now
             self._code = load.load(**settings["code"])
         except ValueError as error:
             refused = str(error)

@@ -42,6 +42,7 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     file.write_text(f'#!/bin/sh\nexec {" ".join([*drop, sys.executable])} "$@"\n')
     file.chmod(0o755)
     if why := refusal(AgentConfig(tools=[WORLDS], isolation="auto", python=str(file))):
+        assert "this machine cannot isolate environments" in why, why
         pytest.skip(why)
     return str(file)
 
