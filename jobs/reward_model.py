@@ -14,7 +14,7 @@ from pipeline.config.supervised import PreferenceConfig
 from pipeline.supervised.preference import MEASURED, PreferenceLoop
 
 SHOWN = (*MEASURED, "val_loss", "val_accuracy", "val_margin")
-JOB = Job("reward_model", __doc__ or "", PreferenceConfig, PreferenceLoop, SHOWN, rows_per_pass=2)
+JOB = Job("reward_model", __doc__ or "", PreferenceConfig, PreferenceLoop, SHOWN, rows_per_pass=2, causal=False)
 check, run, main = JOB.check, JOB.run, JOB.main
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pipeline.config.supervised import SupervisedConfig
 from pipeline.models import adapter
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
-from pipeline.plan.models import read_model
+from pipeline.plan.models import not_causal, read_model
 from pipeline.run import cluster
 from pipeline.supervised.data import RowGroup, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
@@ -72,6 +72,9 @@ class Job(Generic[C]):
 
     rows_per_pass: int = 1
     """Conversations of `data.max_length` tokens that one forward pass must hold."""
+
+    causal: bool = True
+    """Whether the model must be a causal language model."""
 
     def main(self, argv: list[str] | None = None) -> int:
         """Run the command; the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
@@ -128,6 +131,8 @@ class Job(Generic[C]):
         problems += [f"{sentence}." for sentence in sentences(config, offload)]
         base = read_model(path)
         problems += adapter.problems(lora, base.matrices if base else {}, path)
+        if self.causal and base and (other := not_causal(base)):
+            problems.append(f"model.path={path} is {other} by its config.json; give a causal language model.")
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")
         elif Path(config.out).exists() and not (Path(config.out) / "config.json").exists() and os.listdir(config.out):

@@ -41,7 +41,11 @@ def test_command_line_refusals(tmp_path: Path, tiny_model: Path, capsys: pytest.
     start = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", f"data.train_files={files}"]
     single = tmp_path / "kto.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["x", "y"], "label": [True, True]}), single)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
     cases = {
+        "is a BertForMaskedLM by its config.json; give a causal": [f"model.path={other}", "data.train_batch_size=2"],
         "did you mean loss.beta?": ["loss.betta=1"],
         "loss.type 'dpo' is unknown. Did you mean": ["loss.type=dpo"],
         "a.parquet has no column 'better', but prompt, chosen, rejected; name it": ["data.chosen_key=better"],
