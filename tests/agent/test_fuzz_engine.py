@@ -14,7 +14,7 @@ from tests.rollout.test_vllm import Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
 
-EPISODES = int(os.environ.get("SLIPSTREAM_FUZZ_EPISODES", "1344"))
+EPISODES = int(os.environ.get("SLIPSTREAM_FUZZ_EPISODES", "3584"))
 SEED = int(os.environ.get("SLIPSTREAM_FUZZ_SEED", "0"))
 
 
