@@ -34,6 +34,7 @@ from pipeline.agent import Call, Environment, Message, Observation, ToolError, c
 from pipeline.agent.frames import encode, read
 from pipeline.agent.load import Code
 
+# The bounds of `pipeline/reward/result.py`, which these processes do not have.
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2

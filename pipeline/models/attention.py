@@ -49,6 +49,8 @@ class Block:
     """[C * Q] int64, positions in the packed sequence; the padding is the context's last one."""
     keys: Tensor
     """[C * K] int64; `queries` itself where the context asks as a whole, else the last Q of each K ask."""
+    mask: Tensor | None
+    """[Q, K] bool, None for plain causal attention."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def layout(contexts: np.ndarray, total: int) -> Layout:
         done += queries.size
         index = torch.from_numpy(keys.reshape(-1))
         asks = torch.from_numpy(queries.reshape(-1)) if skipped else index
-        blocks.append(Block(len(members), asks, index))
+        mask = torch.ones(most, skipped + most, dtype=torch.bool).tril(skipped) if skipped else None
+        blocks.append(Block(len(members), asks, index, mask))
     members = np.repeat(np.arange(len(lengths)), lengths)
     return Layout(
         blocks,
@@ -181,25 +184,23 @@ def _over_contexts(rows: tuple[Tensor, ...], packing: Layout, scaling: float | N
             part.index_select(0, where).unflatten(0, (block.contexts, -1)).transpose(1, 2)
             for part, where in zip(rows, (block.queries, block.keys, block.keys), strict=True)
         )  # [C, heads, L, D]
-        outputs.append(_causal(queries, keys, values, scaling).transpose(1, 2).flatten(0, 1))
+        outputs.append(_causal(queries, keys, values, block.mask, scaling).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.answers)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """[C, heads, Q, D] of queries [C, heads, Q, D], the last of the keys and values [C, key heads, K, D]."""
     count, behind = query.shape[2], key.shape[2] - query.shape[2]
-    step = MASKED_QUERIES if behind and query.device.type == "cpu" else count
+    step = MASKED_QUERIES if mask is not None and query.device.type == "cpu" else count
     outputs = []
     for start in range(0, count, step):
-        asking = query[:, :, start : start + step]
-        seen = behind + start + asking.shape[2]
-        mask = asking.new_ones(asking.shape[2], seen, dtype=torch.bool).tril(behind + start) if behind else None
+        end = min(start + step, count)
         outputs.append(
             scaled_dot_product_attention(
-                asking,
-                key[:, :, :seen],
-                value[:, :, :seen],
-                attn_mask=mask,
+                query[:, :, start:end],
+                key[:, :, : behind + end],
+                value[:, :, : behind + end],
+                attn_mask=None if mask is None else mask[start:end, : behind + end],
                 is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],

@@ -88,6 +88,7 @@ def test_blocks_hold_contexts_of_similar_length_and_responses_ask_alone_behind_l
         (2, 3, LONG + 3),
         (1, 60, LONG + 61),
     ]
+    assert [block.mask is not None for block in made.blocks] == [False] * 5 + [True] * 7
     assert sum(len(block.keys) for block in made.blocks) < 1.1 * int((contexts[:, 1] + contexts[:, 3]).sum())
 
 
@@ -125,7 +126,7 @@ def test_a_layout_moves_as_a_whole() -> None:
     assert isinstance(made, Layout)
     tensors = [made.answers, made.keys, made.query_ends, made.key_ends]
     for block in made.blocks:
-        tensors += [block.queries, block.keys]
+        tensors += [block.queries, block.keys, block.mask]
     assert {part.device.type for part in tensors if part is not None} == {"meta"}
 
 
