@@ -63,6 +63,7 @@ def forks_in_c():
     pid = ctypes.CDLL(None).fork()
     return 0.5 + _ended(pid) if pid else 99.0
 def prints():
+    sys.stdout = open(1, "w", closefd=False)  # with a buffer
     print("0.2", end="")
     reads, writes = os.pipe()
     pid = os.fork()
@@ -126,8 +127,8 @@ async def compute_score(solution_str, **row):
     if solution_str == "raises" and os.fork() == 0: raise ValueError("in the child")
     if solution_str == "returns" and os.fork() == 0: return 99.0
     if solution_str == "waits" and os.fork() == 0:
-        await asyncio.sleep(0.1)
-        return 99.0
+        await asyncio.sleep(0)
+        with open(log, "a") as file: file.write("served\\n")
     for _ in range(20): await asyncio.sleep(0.01)
     with open(log, "a") as file: file.write(solution_str + "\\n")
     return 0.5
@@ -144,7 +145,7 @@ def test_forks_of_async_functions_serve_no_row(tmp_path: Path) -> None:
         assert (scores(result), errors(result)) == ([0.5] * len(responses), [None] * len(responses))
     pool.close()
     written = log.read_text().split()
-    assert [written.count(kind) for kind in kinds] == [10, 4, 8, 8, 8]
+    assert [written.count(kind) for kind in [*kinds, "served"]] == [10, 4, 8, 8, 8, 0]
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "raise ValueError('in the child')"])
@@ -206,19 +207,27 @@ def test_a_sent_answer_is_a_score_with_parts_and_an_error() -> None:
             sent_answer(sent)
 
 
-def test_a_daemon_holds_up_neither_its_row_nor_the_pool(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "start",
+    [
+        'daemon = subprocess.Popen(["sleep", "60"], start_new_session=True, close_fds=False).pid',
+        "daemon = os.fork()\n        if daemon == 0: (os.setsid(), time.sleep(60))",
+    ],
+)
+def test_a_daemon_holds_up_neither_its_row_nor_the_pool(tmp_path: Path, start: str) -> None:
     """It has left the worker's group, so nothing ends it with the worker."""
-    source = """
-import os, subprocess, sys
+    file = tmp_path / "daemon"
+    source = f"""
+import os, subprocess, time
 def compute_score(solution_str, **row):
     if solution_str != "fine":
-        daemon = subprocess.Popen(["sleep", "60"], start_new_session=True, close_fds=False)
-        open(FILE, "w").write(str(daemon.pid))
+        {start}
+        open({str(file)!r}, "w").write(str(daemon))
+        time.sleep(0.2)
         os._exit(3)
     return 0.5
 """
-    file = tmp_path / "daemon"
-    reward = Reward(custom(tmp_path, source.replace("FILE", repr(str(file))), timeout_s=60.0))
+    reward = Reward(custom(tmp_path, source, timeout_s=60.0))
     reward(table(["fine"]))
     begun = time.monotonic()
     result = reward(table(["daemon", "fine"]))
@@ -226,5 +235,5 @@ def compute_score(solution_str, **row):
     assert errors(result) == ["WorkerError: the process of the reward function ended with exit code 3", None]
     daemon = int(file.read_text())
     held = [str(link.readlink()) for link in Path(f"/proc/{daemon}/fd").iterdir()]
-    assert held and not any(name.startswith("socket:") for name in held)
     os.kill(daemon, signal.SIGKILL)
+    assert held and not any(name.startswith("socket:") for name in held)
