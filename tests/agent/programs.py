@@ -73,15 +73,17 @@ async def leave_some(row, chat):
 
 
 async def fork(row, chat):
-    """The children ask, go back to the event loop, return, raise and leave."""
+    """The children ask, go back to the event loop, return and leave."""
     await chat([{"role": "user", "content": "1"}])
-    for child in (_asks(chat), asyncio.sleep(0), _returns(), _raises()):
+    codes = []
+    for child in (_asks(chat), asyncio.sleep(0), _returns(), _leaves()):
         process = os.fork()
         if process == 0:
             await child
-            return 99.0
+            sys.exit(9)
         child.close()
-        os.waitpid(process, 0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    assert codes == [9, 0, 9, 3]
     program = subprocess.Popen(["sleep", "60"], close_fds=False).pid
     await chat([{"role": "user", "content": "2"}])
     return 1.0 - (str(chat.__self__._connection.fileno()) in os.listdir(f"/proc/{program}/fd"))
@@ -96,7 +98,7 @@ async def _returns():
     return None
 
 
-async def _raises():
+async def _leaves():
     sys.exit(3)
 
 
