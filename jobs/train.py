@@ -253,10 +253,10 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
         for name, text in [*(("note", note) for note in continued), ("run folder", str(run_dir)), *preview]:
-            table.add_row(name, escape(text))
+            table.add_row(name, text)
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
-        Console().print(table)
+        Console(markup=False).print(table)
         if on_this_machine:
             _say_whether_it_fits(resolved)
         return 0
