@@ -138,8 +138,11 @@ def stop(state: Path) -> bool:
 
 
 def read(state: Path) -> Head | None:
-    """The head of a state file; None without a file."""
-    return Head(**json.loads(state.read_text())) if state.is_file() else None
+    """The head of a state file; None without a file. Raises ClusterError for a file with something else."""
+    try:
+        return Head(**json.loads(state.read_text())) if state.is_file() else None
+    except (ValueError, TypeError) as error:
+        raise ClusterError(f"{state} is no record of a head; give another --state") from error
 
 
 def environment(cpus: int) -> dict[str, str]:

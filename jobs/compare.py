@@ -9,6 +9,9 @@ from pipeline.config.paths import local_path
 from pipeline.track.compare import draw, read_runs, table
 from pipeline.track.plot import save
 
+PNG = b"\x89PNG\r\n\x1a\n"
+"""First bytes of a PNG file."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 drawn, 2 bad arguments or runs, 1 the picture cannot be written)."""
@@ -22,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     def run() -> int:
         if options.out.suffix.lower() != ".png":
             raise ValueError(f"--out {options.out} is not the name of a PNG file; let it end in .png")
+        if options.out.exists() and not (options.out.is_file() and options.out.read_bytes()[:8] == PNG):
+            raise ValueError(f"--out {options.out} exists and is no PNG file; choose another name or remove it")
         labels = None if options.labels is None else [label.strip() for label in options.labels.split(",")]
         runs = read_runs(options.runs, labels)
         print("validation (iteration)")

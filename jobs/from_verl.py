@@ -49,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = new_parser("from_verl", "Convert a verl launch script into an experiment.", EPILOG)
     parser.add_argument("sources", nargs="+", metavar="SCRIPT_OR_OVERRIDES", help="bash scripts and key=value of verl")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the experiment here: DIR/experiment/NAME.yaml")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the experiment to this new file: DIR/experiment/NAME.yaml"
+    )
     parser.add_argument("--name", help="name of the run (trainer.experiment_name); default: verl's")
     parser.add_argument(
         "--run",
@@ -58,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(arguments)
     try:
+        if options.out and os.path.lexists(options.out):
+            raise OSError(f"--out {options.out} is there already; choose another file or remove it")
         settings = read(options.sources, options.run)
         conversion = convert(settings.settings, options.name)
         conversion.cannot += settings.cannot

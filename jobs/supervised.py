@@ -17,6 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
+from pipeline.config.paths import check_out
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models import adapter
@@ -135,8 +136,11 @@ class Job(Generic[C]):
             problems.append(f"model.path={path} is {other} by its config.json; give a causal language model.")
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")
-        elif Path(config.out).exists() and not (Path(config.out) / "config.json").exists() and os.listdir(config.out):
-            problems.append(f"out={config.out} exists and holds no model; choose another folder or remove it.")
+        else:
+            try:
+                check_out(Path(config.out), (path, config.model.tokenizer_path, lora.path))
+            except ValueError as error:
+                problems.append(f"out: {error}.")
         if trainer.num_workers > 0 and data.train_batch_size % trainer.num_workers:
             problems.append(
                 f"data.train_batch_size={data.train_batch_size} does not divide among trainer.num_workers="

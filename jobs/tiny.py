@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
-from pipeline.config.paths import local_path
+from pipeline.config.paths import check_out, local_path
 from pipeline.supervised.conversations import checked_messages, checked_tools
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention, which has the fewest
@@ -175,8 +175,7 @@ def build_model(
 
 def make(args: argparse.Namespace) -> str:
     """Write model and tokenizer; returns their sizes in words."""
-    if (args.out / "config.json").exists():
-        raise ValueError(f"--out {args.out} already holds a model; choose another folder or remove it")
+    check_out(args.out)
     heads = args.heads or max(1, args.hidden // 32)
     corpus = texts(args.data, args.rows) if args.data else countdown_texts(args.rows, args.seed)
     tokenizer = build_tokenizer(corpus, args.vocab, args.digits)
@@ -193,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m jobs.tiny", description="Make a tiny language model and its tokenizer.")
     add = parser.add_argument
     data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"
-    out_help = "folder for model and tokenizer; must not hold a model"
+    out_help = "folder for model and tokenizer; new or empty"
     add("--out", type=local_path, required=True, metavar="DIR", help=out_help)
     add("--data", nargs="+", default=[], metavar="FILE", help=data_help)
     add("--rows", type=int, default=4096, metavar="N", help="rows read of each file (default: %(default)s)")

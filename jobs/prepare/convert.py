@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from jobs.prepare import parquet, saved
 from jobs.prepare.hub import placed_rows
@@ -99,7 +98,7 @@ def _copy(files: list[Path], target: Path) -> int:
     try:
         for file in files:
             with pa.OSFile(str(file)) as handle, pa.ipc.open_stream(handle) as stream:
-                writer = writer or pq.ParquetWriter(target, stream.schema, compression="zstd")
+                writer = writer or parquet.writer(target, stream.schema)
                 for batch in stream:
                     writer.write_batch(batch)
                     count += len(batch)

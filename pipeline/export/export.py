@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from pipeline.config import Config
 from pipeline.config.model import LoraConfig, ModelConfig
-from pipeline.config.paths import named_folder
+from pipeline.config.paths import check_out, named_folder
 from pipeline.config.rollout import SamplingConfig
 from pipeline.export.card import card
 from pipeline.export.choose import Checkpoint
@@ -33,6 +33,7 @@ from pipeline.models import adapter
 from pipeline.models.checkpoint_reader import CheckpointReader, load_checkpoint
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.policy import Policy, load_policy
+from pipeline.models.save import take_place
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import load_value_model
@@ -63,12 +64,12 @@ def export(
         ValueError: the checkpoint, the base model or `out` cannot be used.
         OSError: the folder cannot be written.
     """
-    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty; choose another folder or remove it")
     # A bar for a second's writing would stand between the lines that the commands print.
     disable_progress_bar()
     config = checkpoint.config()
     model = _base_model(config, checkpoint.run_dir, base, critic)
+    if not replace:
+        check_out(out, (model.path, model.tokenizer_path, str(checkpoint.path)))
     tokenizer = load_tokenizer(model, needs_chat_template=False)
     lora, as_type = config.model.lora, torch_dtype(dtype, "--dtype") if dtype else None
     state = read_weights(checkpoint.path, "critic" if critic else "actor", None if lora.rank else as_type)
@@ -87,7 +88,7 @@ def export(
         named = {Policy.hf_name(name): tensor for name, tensor in state.items()}
         lm.generation_config = _generation_config(model, config.rollout.val_kwargs)
     weights = _saved_weights(lm, named, checkpoint.path)
-    with _written_whole(out) as partial:
+    with _written_whole(out, replace) as partial:
         lm.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         if not critic:
@@ -96,8 +97,8 @@ def export(
 
 
 @contextlib.contextmanager
-def _written_whole(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` that takes its place when the block is done, and is removed if it fails."""
+def _written_whole(out: Path, replace: bool = False) -> Iterator[Path]:
+    """A new folder beside `out`: it takes that place when the block is done (`take_place`), and goes if it fails."""
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)
@@ -105,9 +106,7 @@ def _written_whole(out: Path) -> Iterator[Path]:
         for file in partial.iterdir():
             # safetensors makes files that only their owner can read, but other users may serve the model.
             file.chmod(0o644)
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
+        take_place(partial, out, replace)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
 from pipeline.models.mesh import Mesh, make_mesh
-from pipeline.models.save import WeightFiles, gathered_blocks
+from pipeline.models.save import WeightFiles, gathered_blocks, take_place
 from pipeline.models.slices import adopt, take_slices
 
 if TYPE_CHECKING:
@@ -164,11 +164,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for block in gathered_blocks(model, keep) for name, tensor in block.items()}
 
 
-def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_hf(
+    model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None, replace: bool = False
+) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
     Rank 0 holds one block of the model and one file at a time. It writes beside `folder` and renames, so an interrupted
-    save never looks like a model. An older `folder` is replaced. Weights are saved as `dtype`, or as they are for None.
+    save never looks like a model. `folder` is new or empty, or with `replace` an older save. Weights are saved as
+    `dtype`, or as they are for None.
 
     A model with adapters is saved merged, in the base's type for None, and the adapter beside it in the folder
     `adapter`.
@@ -203,11 +206,7 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torc
             if adapter is not None:
                 lora.save(model, adapter, partial / "adapter")
             tokenizer.save_pretrained(partial)
-            old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
-            if folder.exists():
-                folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
+            take_place(partial, folder, replace)
     except OSError as problem:
         error = problem
     failure = [str(error) if error else None]

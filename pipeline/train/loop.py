@@ -147,7 +147,7 @@ class Loop:
             self._save(stopping)
         self.saver.wait()
         dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
-        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model", dtype)
+        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model", dtype, replace=True)
         end = TrainingEnded(self.version, stopping)
         if self.rank == 0:
             ModelSettings.of(self.config, self.version).save(Path(self.run_dir) / "model")

@@ -54,12 +54,16 @@ def test_command_line_refusals(tmp_path: Path, tiny_model: Path, capsys: pytest.
         "holds 4 rows, less than one data.train_batch_size=8": ["data.train_batch_size=8"],
         "column 'label' marks every answer as good": [f"data.train_files={single}", "loss.type=kto"],
         "model.path": ["data.train_batch_size=2", "model.path=./missing"],
+        f"out: {other} is not empty; choose another folder or remove it.": [f"out={other}"],
+        f"out: {tiny_model} is {tiny_model}, the model that is read": [f"out={tiny_model}"],
+        f"lies in {tiny_model}, the model that is read": [f"out={tiny_model}/tuned"],
     }
     for sentence, options in cases.items():
         assert job.main([*start, *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("python -m jobs.dpo: ") and sentence in error.replace(f"{Path.cwd()}/", ""), error
     assert not (tmp_path / "out").exists()
+    assert [path.name for path in other.iterdir()] == ["config.json"]
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

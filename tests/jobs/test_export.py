@@ -312,7 +312,10 @@ def test_refused_folders(own: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is neither a run's folder nor a checkpoint's" in refused(capsys, tmp_path, *out)
     checkpoint = own / "checkpoints" / "iteration_000003"
     assert "is one checkpoint" in refused(capsys, checkpoint, *out, "--iteration", "3")
-    assert "is not empty" in refused(capsys, own, "--out", own)
+    assert f"{own} holds" in refused(capsys, own, "--out", own)
+    assert f"lies in {checkpoint}, the model that is read" in refused(capsys, own, "--out", checkpoint / "mine")
+    (tmp_path / "full" / "notes").mkdir(parents=True)
+    assert "is not empty; choose another folder or remove it" in refused(capsys, own, "--out", tmp_path / "full")
     (tmp_path / "file").write_text("")
     assert "Not a directory" in refused(capsys, own, "--out", tmp_path / "file" / "mine", code=1)
     (own / "metrics.jsonl").write_text(json.dumps({"iteration": 1, ACC: 0.5}) + "\n")

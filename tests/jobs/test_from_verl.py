@@ -125,6 +125,7 @@ def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     def run(script: str, *arguments: str) -> Converted:
         (tmp_path / "run.sh").write_text(script)
         out = tmp_path / "experiment" / "mine.yaml"
+        out.unlink(missing_ok=True)
         code = main([str(tmp_path / "run.sh"), *arguments, "--out", str(out)])
         printed = capsys.readouterr()
         assert printed.out == ""
@@ -313,7 +314,10 @@ def test_overrides_alone_are_printed(capsys: pytest.CaptureFixture[str], tmp_pat
     assert (body["algorithm"]["adv_estimator"], body["rollout"]["n"]) == ("grpo", 4)
     assert "not a key of verl that is known here: trainer.nothing=1" in printed.err
     assert "data.train_files is not set" in printed.err and "model.path is not set" in printed.err
-    assert main(["trainer.total_epochs=2", "--out", str(tmp_path / "deep" / "mine.yaml")]) == 0
+    command = ["trainer.total_epochs=2", "--out", str(tmp_path / "deep" / "mine.yaml")]
+    assert main(command) == 0
+    (tmp_path / "deep" / "mine.yaml").write_text("edited")
+    assert main(command) == 2 and (tmp_path / "deep" / "mine.yaml").read_text() == "edited"
     assert "move it into a folder DIR/experiment" in capsys.readouterr().err
 
 

@@ -241,3 +241,21 @@ def test_files_of_all_endings_are_found_in_a_folder(tmp_path: Path) -> None:
         content = (json.dumps(ROWS) if ".json" in ending and not ending.startswith(".jsonl") else LINES).encode()
         file.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
     assert len(prepared(tmp_path / "out", tmp_path / "in")) == len(convert.ENDINGS)
+
+
+def test_files_of_others_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own files are; and if one of several may not be replaced, none is."""
+    for name, row in (("a", {"x": 1}), ("b", {"x": 2})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    out, inputs = tmp_path / "out", (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert prepared(out, *inputs) == prepared(out, *inputs) == {"a": [{"x": 1}], "b": [{"x": 2}]}
+    for content in (None, "no parquet"):
+        if content is None:
+            pq.write_table(pa.table({"mine": [1]}), out / "b.parquet")
+        else:
+            (out / "b.parquet").write_text(content)
+        (tmp_path / "a.jsonl").write_text('{"x": 3}')
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert main(["json", "--input", *map(str, inputs), "--out", str(out)]) == 2
+        assert "b.parquet is there and was not written by this command" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
