@@ -145,12 +145,12 @@ def test_prompt_key(write, prompt_row):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": "plain text"}, r"column 'prompt' \(data\.prompt_key\) is of type string where chat messages"),
+        ({"prompt": 1}, r"column 'prompt' \(data\.prompt_key\) is of type int64 where chat messages"),
         ({"prompt": ["plain text"]}, r"where chat messages"),
         ({"prompt": [{"role": "user", "text": "x"}]}, r"where chat messages"),
         ({"prompt": [{"role": "user", "content": 3}]}, r"content: int64.* where chat messages"),
         ({"data_source": 3}, r"'data_source' is of type int64"),
-        ({"reward_model": "42"}, r"'reward_model' is of type string"),
+        ({"reward_model": 42}, r"'reward_model' is of type int64"),
         ({"reward_model": {"ground_truths": "42"}}, r"\(the nearest is 'ground_truths'\)"),
     ],
 )
