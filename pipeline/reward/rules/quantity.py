@@ -49,6 +49,11 @@ def without_exponents(text: str) -> str:
     return _EXPONENT.sub(r"\1", text)
 
 
+def changes(word: str) -> bool:
+    """Whether a word behind a number can be no part of a unit: the word of a number or of an operation."""
+    return word in _LETTERS or word.casefold() in SCALES | PARTS | NUMBERS | OPERATIONS
+
+
 def goes_on(behind: str) -> bool:
     """Whether the text right behind a number makes another number of it: `k`, ` million`, ` and a half`, `^2`.
 
