@@ -241,7 +241,8 @@ class _Comparison:
         ratios: list[Any] = []
         for values in self._points(symbols):
             a, b = (_evaluated(equation.lhs - equation.rhs, values) for equation in (right, given))
-            if a is None and b is None:
+            real, real_given = a is not None and not a[1], b is not None and not b[1]
+            if not real and not real_given:
                 continue
             if a is None or b is None or a[1] or b[1] or not a[0] or not b[0]:
                 return False
@@ -253,17 +254,18 @@ class _Comparison:
         return False
 
     def _points(self, symbols: Any) -> Iterator[dict[Any, Any]]:
-        """Values for the symbols, at most `TRIES` times, of both signs."""
+        """Values for the symbols, `TRIES` times."""
         from sympy import Float
 
         names = sorted(symbols, key=str)
         for number in range(TRIES):
             point = {}
-            for name in names:
+            for place, name in enumerate(names):
                 drawn = hashlib.sha256(self._seed + f"{number} {name}".encode()).digest()
-                share = int.from_bytes(drawn[:16]) / Float(2**128, FINE)
-                size = Float("0.2", FINE) + share * (Float("2.8", FINE) if number % 4 < 2 else 10**6)
-                point[name] = size if drawn[16] % 2 else -size
+                share = int.from_bytes(drawn) / Float(2**256, FINE)
+                size = Float("0.2", FINE) + share * (Float("2.8", FINE) if number % 4 in (0, 3) else 10**6)
+                # Four points have all four pairs of signs of two letters.
+                point[name] = -size if number >> place % 2 & 1 else size
             yield point
 
 
