@@ -93,9 +93,10 @@ def _equal(right: str, given: str) -> bool:
 
 def _rounding(decimal: math_text.Number | None) -> Fraction:
     """The error that a decimal of `PLACES` places or more may have for a number that is none."""
-    if decimal is None or (decimal.places or 0) < PLACES or abs(decimal.value) < math_text.SMALL:
+    places = 0 if decimal is None else decimal.places or 0
+    if decimal is None or places < PLACES or abs(decimal.value) < math_text.SMALL:
         return Fraction(0)
-    return Fraction(1, 2 * 10**decimal.places)
+    return Fraction(1, 2 * 10**places)
 
 
 def _equal_lists(brackets: str, right: list[str], given_brackets: str, given: list[str]) -> bool:

@@ -104,7 +104,7 @@ def test_ground_truth_is_text_or_a_number(truth: str | int | float, text: str) -
     assert compute_score(f"#### {text}1", truth)["score"] == 0.0
 
 
-UNUSABLE = [
+UNUSABLE: list[Any] = [
     None,
     "",
     "x",

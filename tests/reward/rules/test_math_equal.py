@@ -180,8 +180,12 @@ def test_too_few_points_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_equal, "_evaluated", lambda expression, values: None)
     assert not equal("x+1", "1+x+x-x")
     seen: list[object] = []
-    one = Float(1)
-    monkeypatch.setattr(math_equal, "_evaluated", lambda expression, values: seen.append(values) or (one, one))
+
+    def one(expression: object, values: object) -> tuple[Float, Float]:
+        seen.append(values)
+        return Float(1), Float(1)
+
+    monkeypatch.setattr(math_equal, "_evaluated", one)
     assert equal("x+1", "1+x+x-x") and len(seen) == 2 * math_equal.POINTS
 
 
