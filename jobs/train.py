@@ -155,6 +155,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
             environment and the tools cannot.
     """
     from pipeline.derived import reward_parts, uses_agent
+    from pipeline.prompts.assertions import check_assertions
     from pipeline.prompts.encode import to_table
     from pipeline.prompts.parquet import data_sources
     from pipeline.prompts.stage import loaders
@@ -164,6 +165,8 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     limits = row_limits(config)
     training, validation = loaders(config.data, config.model, limits, config.trainer.seed)
     parts, rewarded = reward_parts(config), (config.reward, config.agent)
+    both = [loader for loader in (training, validation) if loader is not None]
+    set_aside = check_assertions(both, limits["train"].truths, config.data.max_bad_rows)
     first: list[pa.Table] = []
     scores: dict[str, float | None] = {}
     for loader, read in ((training, parts), (validation, [])):
@@ -178,7 +181,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
             check_sources({row["agent_name"]: [row["data_source"]]}, *rewarded)
         first = [to_table(generated)]
         scores = dry_call(first, config.reward, parts, config.agent) | scores
-    lines, tokenizer = [], training.encoder.chat.tokenizer
+    lines, tokenizer = [("rows", set_aside)] if set_aside else [], training.encoder.chat.tokenizer
     if uses_agent(config):
         from pipeline.rollout.dry import dry_episodes
 

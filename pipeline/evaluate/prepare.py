@@ -17,6 +17,7 @@ from pipeline.evaluate.summary import Summary
 from pipeline.plan.placement import check_resources
 from pipeline.plan.plan import Plan
 from pipeline.plan.table import stage_resources
+from pipeline.prompts.assertions import check_assertions
 from pipeline.prompts.parquet import data_sources
 from pipeline.prompts.stage import loaders
 from pipeline.reward.dry import check_sources, dry_call
@@ -47,6 +48,8 @@ class Evaluation:
     """The iteration of its run that the model has reached; 0 without a run."""
     prompts: int
     """Rows of the prompt files, with those that will be left out as too long or unusable."""
+    set_aside: str
+    """What `check_assertions` found."""
     description: dict[str, Any]
     summary: Summary = field(repr=False)
     """Of the responses that are there already."""
@@ -82,6 +85,7 @@ def prepare(
     limits = row_limits(config)["val"]
     sources = data_sources(loader.files, config.data.max_bad_rows > 0, limits.check_agent)
     check_sources(sources, config.reward, config.agent)
+    set_aside = check_assertions([loader], limits.truths, config.data.max_bad_rows)
     prompts = list(itertools.islice(loader.epoch(1), CHECKED_PROMPTS))
     dry_call(prompts, config.reward, agent=config.agent)
     if uses_agent(config):
@@ -108,6 +112,7 @@ def prepare(
         run_dir=(run_dir or folder.path).absolute(),
         iteration=iteration,
         prompts=loader.epoch_rows,
+        set_aside=set_aside,
         description=description,
         summary=summary,
         tokens_per_s=folder.result().get("tokens_per_s"),
@@ -125,6 +130,8 @@ def render(evaluation: Evaluation) -> Table:
     table.add_row("model", f"{config.model.path}{reached}")
     table.add_row("prompts", f"{evaluation.prompts:,} of {', '.join(evaluation.description['prompt_files'])}")
     sampled = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+    if evaluation.set_aside:
+        table.add_row("rows", evaluation.set_aside)
     how = sampled if sampling.temperature else "greedy"
     table.add_row("responses", f"{sampling.n} to each prompt, {how}, at most {config.data.max_response_length} tokens")
     table.add_row("k", ", ".join(map(str, evaluation.summary.ks)))
