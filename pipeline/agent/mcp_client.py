@@ -36,13 +36,12 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
 from pipeline.agent import ToolError
-from pipeline.agent.frames import MAX_FRAME
+from pipeline.agent.frames import MAX_FRAME, MAX_TOOLS
 from pipeline.agent.remote import ServerFailed, cause, without_login
+from pipeline.agent.schema import NAME
 
 LIMIT = MAX_FRAME
-MAX_TOOLS = 256
 END_S = 1.0  # seconds in which a server must end by itself when its input is closed
-_NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
 _MAX_LINE = 500  # bytes of the last line on standard error
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -98,7 +97,7 @@ class Server:
                 return tools
 
     def _schema(self, tool: mcp_types.Tool) -> dict[str, Any]:
-        if not _NAME.fullmatch(tool.name):
+        if not NAME.fullmatch(tool.name):
             raise ServerFailed(f"{self.name} has a tool named {tool.name!r:.200}; expected letters, digits and _ . / -")
         parameters = {"type": "object", "properties": {}, **tool.input_schema}
         try:
