@@ -326,7 +326,7 @@ SAID = '{"content": [{"type": "text", "text": "7"}]}'
         ('json.dumps({**answer, "result": 5}) + "\\n"', "sent a message that cannot be read: {"),
         ('json.dumps({"id": answer["id"], "result": {}}) + "\\n"', "sent a message that cannot be read: {"),
         ('json.dumps([answer]) + "\\n"', "sent a message that cannot be read: ["),
-        ("b'{\"jsonrpc\": \"\\xff\"}\\n'", "sent a message that cannot be read: {"),
+        ('b\'{"jsonrpc": "\\xff"}\\n\'', "sent a message that cannot be read: {"),
         ('json.dumps(answer)[:-1] + \', "result": \' + "[" * 100000 + "\\n"', "sent a message that cannot be read: {"),
         (f'json.dumps({{**answer, "id": 999, "result": {SAID}}}) + "\\n"', "of the id 999"),
         (f'json.dumps({{**answer, "id": 0, "result": {SAID}}}) + "\\n"', "answered a request that was not made"),
