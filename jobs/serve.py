@@ -79,8 +79,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer where a request does not say (default: "
         "the run's data.max_response_length)")  # fmt: skip
     add("--tool-parser", metavar="NAME", help="what reads calls of tools: auto finds it by the model's chat template, "
-        "NAME is one of vLLM's parsers, and with none requests with tools are refused (default: the run's agent.parser, "
-        "none without episodes)")  # fmt: skip
+        "NAME is a parser of vLLM's, and with none requests with tools are refused (default: the run's agent.parser; "
+        "without episodes none)")  # fmt: skip
     add("--engine", type=engine_argument, action="append", metavar="KEY=VALUE", help="an argument of vLLM, such as "
         "max_model_len=4096, dtype=bfloat16 or gpu_memory_utilization=0.8; may be repeated")  # fmt: skip
     return parser.parse_args(arguments, namespace=Options())

@@ -259,5 +259,5 @@ def _shown(value: Any) -> str:
         text = f"the text {value[:80]!r}" if isinstance(value, str) else repr(value)
     except (ValueError, RecursionError):
         # Python writes no integers of thousands of digits.
-        text = f"a {type(value).__name__} that is too large to be shown"
+        text = "too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
