@@ -26,6 +26,7 @@ examples:
   python -m jobs.serve runs/NAME --best val-core/countdown/acc/mean@1 --port 8001
   python -m jobs.serve models/mine --num-gpus 1 --max-replicas 4
   python -m jobs.serve Qwen/Qwen2.5-0.5B-Instruct --num-gpus 1 --engine max_model_len=4096
+  python -m jobs.serve models/mine --tool-parser auto            requests may have tools
   MLFLOW_TRACKING_URI=... python -m jobs.serve models:/countdown@champion
   SERVE_KEY=secret python -m jobs.serve runs/NAME --host 0.0.0.0 --api-key-env SERVE_KEY
   RAY_ADDRESS=auto python -m jobs.serve /shared/runs/NAME --num-gpus 1 --detach
@@ -77,6 +78,9 @@ def parse(arguments: list[str] | None = None) -> Options:
     add = parser.add_argument_group("engine").add_argument
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer where a request does not say (default: "
         "the run's data.max_response_length)")  # fmt: skip
+    add("--tool-parser", metavar="NAME", help="what reads calls of tools: auto finds it by the model's chat template, "
+        "NAME is a parser of vLLM's, and with none requests with tools are refused (default: the run's agent.parser; "
+        "without episodes none)")  # fmt: skip
     add("--engine", type=engine_argument, action="append", metavar="KEY=VALUE", help="an argument of vLLM, such as "
         "max_model_len=4096, dtype=bfloat16 or gpu_memory_utilization=0.8; may be repeated")  # fmt: skip
     return parser.parse_args(arguments, namespace=Options())
@@ -109,8 +113,9 @@ def main(arguments: list[str] | None = None) -> int:
                 raise ValueError("--detach leaves the server in a cluster; set RAY_ADDRESS, such as RAY_ADDRESS=auto")
             check_port(options.host, options.port)
         from pipeline.export.served_model import find
+        from pipeline.export.tools import with_parser
 
-        model = find(options.model, options.iteration, options.best, options.lowest)
+        model = with_parser(find(options.model, options.iteration, options.best, options.lowest), options.tool_parser)
         for note in model.notes:
             print(note)
         if key is None and options.host not in LOOPBACK:

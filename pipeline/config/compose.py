@@ -98,6 +98,8 @@ def load(
             composed = compose(config_name, arguments)
         merged = OmegaConf.merge(_structured(schema), composed)
         config = OmegaConf.to_object(merged)
+    except RecursionError as error:
+        raise ConfigError("the settings hold a value whose lists or dicts are nested too deeply") from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_sentence(error, str(error), schema, folders, overrides)) from error
     _restore_tuples(config)
@@ -126,9 +128,10 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[st
     for text in overrides:
         try:
             override = parser.parse_override(text)
-        except HydraException as error:
+        # Of integers of thousands of digits, Python says what is wrong by a ValueError.
+        except (HydraException, RecursionError, ValueError) as error:
             raise ConfigError(
-                f"the argument {text!r} cannot be read as key=value ({str(error).splitlines()[0]}); "
+                f"the argument {text!r:.200} cannot be read as key=value ({str(error).splitlines()[0]:.200}); "
                 "put values with special characters in quotes: 'key=\"value\"'"
             ) from error
         key = override.key_or_group
@@ -270,6 +273,8 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     try:
         content = OmegaConf.load(path)
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
+    except RecursionError as error:
+        raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error
     except (OmegaConfBaseException, YAMLError) as error:
         # As Hydra names the file.
         message = f"In '{path.stem}': {error}"

@@ -38,6 +38,8 @@ class ServeOptions:
     """Ray CPUs of a replica, per GPU where it has several."""
     num_gpus: float | None = None
     max_tokens: int | None = None
+    tool_parser: str | None = None
+    """vLLM's parser of the model's calls, `auto` or `none`."""
     engine: list[tuple[str, Any]] = field(default_factory=list)
     """Arguments of vLLM's engine and server, which replace those of the run."""
 
@@ -89,7 +91,7 @@ def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]
     _, gpus = options.resources(model)
     if gpus > 1:
         arguments["tensor_parallel_size"] = int(gpus)
-    arguments |= chosen
+    arguments |= model.calls | chosen
     if not gpus:
         # vLLM rewinds the random generator of a request whose prompt takes two steps, which generators on CPUs refuse.
         # So one step has to hold any prompt.
@@ -113,9 +115,15 @@ def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None 
     low, high = options.replicas()
     cpus, gpus = options.resources(model)
     arguments = engine_kwargs(model, options)
+    middleware = list(arguments.get("middleware", []))
+    if not arguments.get("tool_call_parser"):
+        middleware.append("pipeline.export.tools.RefuseTools")
     if api_key:
-        middleware = [*arguments.get("middleware", []), "pipeline.export.api_key.RequireKey"]
-        arguments |= {"api_key": [api_key], "middleware": middleware}
+        # The last one is asked first.
+        middleware.append("pipeline.export.api_key.RequireKey")
+        arguments["api_key"] = [api_key]
+    if middleware:
+        arguments["middleware"] = middleware
     env = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     bundle = {"CPU": cpus}
     if gpus:

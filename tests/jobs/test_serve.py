@@ -105,7 +105,11 @@ def test_the_key_and_the_cache_reach_the_replicas(
     model = replace(of_a_run, path=str(tiny_model))
     config = llm_config(model, parse(["x", "--num-gpus", "0", "--engine", "middleware=[a.b]"]), KEY)
     assert config.engine_kwargs["api_key"] == [KEY]
-    assert config.engine_kwargs["middleware"] == ["a.b", "pipeline.export.api_key.RequireKey"]
+    assert config.engine_kwargs["middleware"] == [
+        "a.b",
+        "pipeline.export.tools.RefuseTools",
+        "pipeline.export.api_key.RequireKey",
+    ]
     assert config.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == space
 
 
