@@ -118,6 +118,7 @@ class RunMonitor:
         training: threading.Thread,
         deadlines: DeadlineConfig,
         clock: Callable[[], float] = time.monotonic,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> tuple[bool, str | None]:
         """Handle events until training has ended.
 
@@ -126,6 +127,7 @@ class RunMonitor:
             training: the thread in which Ray Train runs.
             deadlines: how long the store (`store`) and the train workers (`train_start`) may be away.
             clock: seconds that pass.
+            lost: says why the run must end here, if so.
 
         Returns:
             whether Ctrl-C was pressed, and why training cannot go on, where it has not ended.
@@ -136,6 +138,8 @@ class RunMonitor:
         idle_since = clock()
         while True:
             try:
+                if (problem := lost()) is not None:
+                    return interrupted, problem
                 alive = training.is_alive()
                 try:
                     last, events = client.ask(PolicyStore.read_events, read, 1.0)
