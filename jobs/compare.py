@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         labels = None if options.labels is None else [label.strip() for label in options.labels.split(",")]
         runs = read_runs(options.runs, labels)
         print("validation (iteration)")
-        Console().print(table(runs))
+        Console(markup=False).print(table(runs))
         try:
             save(draw(runs), options.out)
         except OSError as error:

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
         from pipeline.evaluate.prepare import render
 
-        Console().print(render(evaluation))
+        Console(markup=False).print(render(evaluation))
         return 0
 
     return exit_code(run)

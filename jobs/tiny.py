@@ -31,7 +31,7 @@ from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
 from pipeline.config.paths import check_out, local_path
-from pipeline.supervised.conversations import checked_messages, checked_tools
+from pipeline.conversations import read_messages, read_tools
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention, which has the fewest
 MIN_VOCAB = 256 + 3
@@ -81,11 +81,11 @@ def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
                 for messages, tools in ((row[column], row.get("tools")) for row in some for column in columns):
                     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
                         raise ValueError(f"{file} holds no chat messages {{role, content}}, but {messages!r:.80}")
-                    schemas = checked_tools(tools, f"{file}, column 'tools'")
+                    schemas = read_tools(tools, f"{file}, column 'tools'")
                     if schemas is None:
                         yield from (message["content"] for message in messages if message.get("content"))
                         continue
-                    checked = checked_messages(messages, str(file))
+                    checked = read_messages(messages, str(file))
                     text = str(template.apply_chat_template(checked, tools=list(schemas), tokenize=False))
                     yield from filter(None, re.split(f"{re.escape(START)}|{re.escape(END)}", text))
         except (OSError, pa.ArrowInvalid) as error:

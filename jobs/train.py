@@ -251,6 +251,7 @@ def _train(
     from pipeline.plan.table import render
     from pipeline.replay import checks as replay
     from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
+    from pipeline.train.schedule import jumps
 
     count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
     resume = check_run_folder(run_dir, config, config.trainer.resume)
@@ -262,16 +263,17 @@ def _train(
     else:
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
+    continued = list(jumps(begin.progress, resolved.schedules)) if begin and resolved.iterations else []
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = not os.environ.get("RAY_ADDRESS")
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
-        for name, text in [("run folder", str(run_dir)), *preview]:
-            table.add_row(name, escape(text))
+        for name, text in [*(("note", note) for note in continued), ("run folder", str(run_dir)), *preview]:
+            table.add_row(name, text)
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
-        Console().print(table)
+        Console(markup=False).print(table)
         if on_this_machine:
             _say_whether_it_fits(resolved)
         return 0
@@ -283,7 +285,7 @@ def _train(
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
-    for note in replay.notes(config):
+    for note in (*resolved.notes, *continued):
         print(f"note: {note}")
 
     import ray

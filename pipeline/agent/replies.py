@@ -67,6 +67,9 @@ class Replies:
         self._whole = True  # whether no part of a frame has been read
         self._exit_code = 0  # of a fork that the user's code did not end
         self._process = os.getpid()
+        # No other process speaks for this one: neither a fork nor a program that the user's code starts.
+        connection.set_inheritable(False)
+        os.register_at_fork(after_in_child=connection.close)
         self._first = _alive()  # threads and children that were there before the first episode
         signal.signal(LATE, self._late)
 
@@ -132,6 +135,8 @@ class Replies:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
+            # A fork that goes back to the event loop would take what comes for this process.
+            os.register_at_fork(after_in_child=partial(self._loop.call_soon, os._exit, 0))
 
         async def awaited() -> Any:
             return await result

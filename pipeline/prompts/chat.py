@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data import DataConfig
+from pipeline.conversations import Messages, read_messages
 from pipeline.errors import short_reason
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class ChatTokenizer:
         """
         if not conversations:
             return []
-        messages = [self._messages(conversation) for conversation in conversations]
+        messages = [self.read(conversation) for conversation in conversations]
         try:
             texts: Any = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs
@@ -95,23 +96,6 @@ class ChatTokenizer:
             "data.max_prompt_length, or choose data.filter_overlong_prompts=true or data.truncation=left|right|middle"
         )
 
-    def _messages(self, conversation: Any) -> list[dict[str, Any]]:
-        if not isinstance(conversation, list) or not conversation:
-            what = "an empty list" if conversation == [] else f"of type {type(conversation).__name__}"
-            what = "null" if conversation is None else what
-            raise ValueError(
-                f"{self._column}: the prompt is {what} where at least one message {{role, content}} is needed"
-            )
-        messages = []
-        for number, message in enumerate(conversation):
-            if not isinstance(message, dict):
-                raise ValueError(f"{self._column}: message {number} is {message!r:.80}, not {{role, content}}")
-            for name in ("role", "content"):
-                if not isinstance(message.get(name), str):
-                    raise ValueError(
-                        f"{self._column}: `{name}` of message {number} is {message.get(name)!r:.80} where text is "
-                        "needed"
-                    )
-            # A parquet struct has every field in every row; templates ask whether a field is there.
-            messages.append({name: field for name, field in message.items() if field is not None})
-        return messages
+    def read(self, conversation: Any) -> Messages:
+        """What a row holds as messages. Raises ValueError where it holds none."""
+        return read_messages(conversation, self._column)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from pipeline.cells import parsed
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.parquet import Place
 from pipeline.prompts.quarantine import Quarantine
@@ -16,8 +17,6 @@ from pipeline.sampling import RowLimits
 
 MEDIA = ("images", "videos", "audios")
 """Columns of verl's format that hold what a text model cannot read."""
-PLACEHOLDERS = ("<image>", "<video>", "<audio>")
-"""Marks in a prompt that stand for an entry of those columns."""
 COLUMNS = pa.schema([field for field in PROMPT if field.name not in ("split", "chunk", "iteration")])
 """What depends on the prompt alone; `stamp` adds the other columns."""
 
@@ -63,7 +62,7 @@ class Encoder:
         rows = []
         for number, prompt in enumerate(prompts):
             try:
-                check_text_only(prompt.values, self.prompt_key)
+                check_text_only(prompt.values)
                 ids = together[number] if together is not None else self.chat.encode([messages[number]])[0]
                 row = self._row(prompt, ids)
             except ValueError as error:
@@ -82,7 +81,7 @@ class Encoder:
             "offset": prompt.offset,
             "prompt_index": prompt.prompt_index,
             "data_source": data_source(values),
-            "prompt": to_json(values[self.prompt_key], self.prompt_key),
+            "prompt": to_json(self.chat.read(values[self.prompt_key]), self.prompt_key),
             "ground_truth": to_json(_ground_truth(values), "reward_model.ground_truth"),
             "extra_info": to_json({} if extra_info is None else extra_info, "extra_info"),
             "agent_name": values.get("agent_name"),
@@ -98,21 +97,25 @@ class Encoder:
         return row | {"prompt_ids": fitted}
 
 
-def check_text_only(values: dict[str, Any], prompt_key: str) -> None:
+def structured(values: dict[str, Any], prompt_key: str) -> dict[str, Any]:
+    """A row whose columns that must hold a list or an object do so, also if they came as JSON text.
+
+    Raises:
+        ValueError: one of them is another text.
+    """
+    columns = [name for name in (prompt_key, "reward_model", "extra_info") if name in values]
+    return values | {name: parsed(values[name], f"column {name!r}") for name in columns}
+
+
+def check_text_only(values: dict[str, Any]) -> None:
     """Refuse a row, as read, with images, videos or sound: training on them is not supported.
 
     Raises:
-        ValueError: a media column has content, or the prompt holds a placeholder such as `<image>`.
+        ValueError: a media column has content.
     """
     for name in MEDIA:
         if values.get(name) is not None and len(values[name]) > 0:
             raise ValueError(f"the column `{name}` has content, and only text can be trained; leave the row out")
-    messages = values.get(prompt_key)
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        for placeholder in PLACEHOLDERS:
-            if isinstance(content, str) and placeholder in content:
-                raise ValueError(f"`{prompt_key}` holds {placeholder}, and only text can be trained; leave the row out")
 
 
 def data_source(values: dict[str, Any]) -> str:
@@ -128,7 +131,8 @@ def _ground_truth(values: dict[str, Any]) -> Any:
     if "reward_model" not in values:
         raise ValueError('it has no `reward_model`; write {"ground_truth": the answer} there')
     reward_model = values["reward_model"]
-    if reward_model is None:
+    # A struct without its only field has null there.
+    if not reward_model and reward_model in (None, {}):
         return None
     if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
         raise ValueError(

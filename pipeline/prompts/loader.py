@@ -15,8 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.cells import plain, without_nulls
 from pipeline.config.data import DataConfig
-from pipeline.prompts.encode import MEDIA, Encoder, Prompt, data_source, to_table
+from pipeline.prompts.encode import MEDIA, Encoder, Prompt, data_source, structured, to_table
 from pipeline.prompts.feedback import outcomes
 from pipeline.prompts.generator import Generator
 from pipeline.prompts.parquet import Place, PromptFile, nearest
@@ -145,7 +146,15 @@ class PromptLoader:
                 raise ValueError(f"{name} returned {len(given)} rows where at most {count - len(rows)} were asked for")
             prompts = []
             for i, row in enumerate(given, made):
-                prompts.append(Prompt(f"g{number}-{i}", self._epoch, -1, Place("data.generator", number, i), -1, row))
+                place = Place("data.generator", number, i)
+                try:
+                    values = structured(row, self.data.prompt_key)
+                except ValueError as error:
+                    self.encoder.quarantine.add(place, row, error)
+                    continue
+                # Rows that pandas read have the nulls of Arrow.
+                values[self.data.prompt_key] = without_nulls(plain(values.get(self.data.prompt_key)))
+                prompts.append(Prompt(f"g{number}-{i}", self._epoch, -1, place, -1, values))
             rows += self.encoder(prompts)
             made += len(given)
             if self.files or not given or len(rows) == count:
@@ -249,7 +258,7 @@ class PromptLoader:
             passed += 1
             values = None
             try:
-                values = row.values()
+                values = structured(row.values(), self.data.prompt_key)
                 source = data_source(values)
             except ValueError as error:
                 self.encoder.quarantine.add(row.place, values, error)

@@ -6,6 +6,7 @@
 import difflib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
+from pipeline.cells import is_text, may_be_object
+from pipeline.conversations import may_be_messages
 from pipeline.errors import short_reason
 
 READ_BYTES = 4 << 20
@@ -60,11 +63,15 @@ class PromptFile:
     """Path inside `filesystem`."""
     row_groups: tuple[int, ...]
     """Rows of each row group."""
-    columns: tuple[str, ...]
+    schema: pa.Schema
 
     @property
     def rows(self) -> int:
         return sum(self.row_groups)
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.schema.names)
 
     def place(self, row_group: int, row: int) -> Place:
         """The place of row `row` of a row group."""
@@ -74,13 +81,13 @@ class PromptFile:
         """Rows of the slices in file order, in batches of at most `READ_ROWS` rows, each with its slice.
 
         Reading a slice also decodes the rows before it in its row group. Of `columns` (`name` or `name.field`), those
-        that the file lacks are left out.
+        that the file lacks are left out, and a column without fields is read whole.
 
         Raises:
             OSError: the file is missing or damaged, or is not the one that was opened at the start.
         """
         row_group = min(slices).row_group
-        wanted_columns = [name for name in columns if name.partition(".")[0] in self.columns]
+        wanted_columns = [found for name in columns if (found := self._found(name)) is not None]
         try:
             with self._opened() as reader:
                 for row_group, wanted in itertools.groupby(sorted(slices), key=lambda s: s.row_group):
@@ -108,6 +115,13 @@ class PromptFile:
         whole = [Slice(number, 0, rows) for number, rows in enumerate(self.row_groups)]
         for part, batch in self.read(whole, ["data_source", "agent_name"]):
             yield part, pa.Table.from_batches([batch])
+
+    def _found(self, name: str) -> str | None:
+        """What a column, or a field of one, is called in the file; None if it is not there."""
+        column = name if name in self.columns else name.partition(".")[0]
+        if column not in self.columns:
+            return None
+        return name if isinstance(self.schema.field(column).type, pa.StructType) else column
 
     @contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
@@ -144,8 +158,14 @@ def open_parquet(
         ) from error
     if not sum(row_groups):
         raise ValueError(f"{key}: {name} has no rows; write some into it, or leave it out")
+    twice = sorted(column for column, count in Counter(schema.names).items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"{key}: {name} has several columns named {twice[0]!r}, and none is to be preferred; rename or remove all "
+            "of them but one"
+        )
     check(schema, f"{key}: {name}")
-    return PromptFile(name, key, filesystem, path, row_groups, tuple(schema.names))
+    return PromptFile(name, key, filesystem, path, row_groups, schema)
 
 
 def data_sources(
@@ -207,28 +227,20 @@ def check_prompts(schema: pa.Schema, where: str, prompt_key: str = "prompt") -> 
                 f"Its columns are {', '.join(schema.names) or 'none'}."
             )
     prompt, source = schema.field(prompt_key).type, schema.field("data_source").type
-    message = prompt.value_type if hasattr(prompt, "value_type") and not pa.types.is_dictionary(prompt) else None
-    fields = {field.name: field.type for field in message} if message and pa.types.is_struct(message) else {}
-    if not _is_text(fields.get("role")) or not _is_text(fields.get("content")):
+    if not may_be_messages(prompt):
         raise ValueError(
             f"{where}: column {prompt_key!r} (data.prompt_key) is of type {prompt} where chat messages are needed: a "
             'list of structs {role, content} of text, as in [{"role": "user", "content": "..."}]. Wrap plain text like '
             "this."
         )
-    if not _is_text(source):
+    if not is_text(source):
         raise ValueError(
             f"{where}: column 'data_source' is of type {source} where text is needed; write it as a string"
         )
     reward_model = schema.field("reward_model").type
     names = [field.name for field in reward_model] if pa.types.is_struct(reward_model) else []
-    if "ground_truth" not in names:
+    if "ground_truth" not in names and not may_be_object(reward_model):
         raise ValueError(
             f"{where}: column 'reward_model' is of type {reward_model} where a struct with the field `ground_truth` "
             f"is needed{nearest('ground_truth', names)}; write the answer there"
         )
-
-
-def _is_text(kind: pa.DataType | None) -> bool:
-    if kind is not None and pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return kind in (pa.string(), pa.large_string(), pa.string_view())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from pipeline.cells import values
 from pipeline.prompts.parquet import Place, PromptFile, Slice
 
 
@@ -53,7 +54,7 @@ class Row(NamedTuple):
 
     def values(self) -> dict[str, Any]:
         """The row as read. Raises ValueError where it cannot be decoded."""
-        return self.encoded.to_pylist()[0]
+        return next(values(self.encoded))
 
 
 def units(files: list[PromptFile], window_rows: int, limit: int) -> list[Unit]:

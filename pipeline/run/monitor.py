@@ -33,6 +33,7 @@ from pipeline.store.events import (
     VersionLoaded,
 )
 from pipeline.store.policy_store import PolicyStore
+from pipeline.track.metrics import without_metric
 from pipeline.track.validation import validation_metrics
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 
 SAMPLES_EVERY = 10
 """Iterations from one table of training samples to the next."""
+LEFT_OUT = ("reward/parts_left_out", "agent/tools_left_out")
+"""Metrics that count names without a metric of their own."""
+ROWS_FOR_NAMES = 64
+"""Rows that such names are looked up in."""
 
 
 @dataclass
@@ -108,6 +113,7 @@ class RunMonitor:
         self._logged = self._trained = -1
         self._attempts = 0
         self._reason: str | None = None
+        self._names_told = False
         self.training = False
         """Whether the train workers have begun, and have not failed since."""
         self.ended: TrainingEnded | None = None
@@ -250,6 +256,10 @@ class RunMonitor:
         if self._log_samples and iteration % SAMPLES_EVERY == 0:
             self._tracker.samples(iteration, self._samples("train", iteration, self._log_samples))
         self._tracker.traces("train", iteration, self._log_traces)
+        if not self._names_told and any(record.get(name) for name in LEFT_OUT):
+            self._names_told = True
+            names = without_metric(self._samples("train", iteration, ROWS_FOR_NAMES))
+            self._tracker.notice(f"without a metric of their own, and only in trajectories/: {names}")
 
     def _scored(self, event: ValidationScored) -> None:
         version = event.version

@@ -16,10 +16,10 @@ import ray.data
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SupervisedDataConfig
+from pipeline.conversations import Messages
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.prompts.files import resolve
 from pipeline.prompts.parquet import PromptFile, Slice
-from pipeline.supervised.conversations import Messages
 
 SLICE_ROWS = 2048
 
@@ -97,7 +97,7 @@ class Encoder(ABC, Generic[D]):
         """The text of `messages`, followed by the opening of the assistant's next turn if `generate`.
 
         Args:
-            messages: as from `checked_messages`.
+            messages: as from `read_messages`.
             generate: whether the assistant's turn is opened.
             place: beginning of the error.
             more: arguments of the template, before those of the settings.

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from pipeline.cells import values
 from pipeline.config.preference import DPODataConfig
+from pipeline.conversations import Messages, may_be_messages
 from pipeline.models.batch import TokenBatch, ranges
 from pipeline.prompts.parquet import Slice
 from pipeline.rows import INTS, flat
-from pipeline.supervised.conversations import Messages, is_list
 from pipeline.supervised.data import Encoder, RowGroup
 from pipeline.supervised.preference import PreferenceEncoder, cell_messages, check_margin
 
@@ -58,8 +59,9 @@ class DPOEncoder(Encoder[DPODataConfig]):
         columns = [name for name in encoder.columns() if name]
         for group in groups:
             for part, batch in group.file.read([Slice(group.number, 0, group.rows)], columns):
-                for number, row in enumerate(batch.to_pylist(), part.start):
-                    encoder.row(row | {PARTNER_CELL: None}, f"{key}: {group.file.place(part.row_group, number)}")
+                places = [f"{key}: {group.file.place(part.row_group, row)}" for row in range(part.start, part.stop)]
+                for row, place in zip(values(batch, places), places, strict=True):
+                    encoder.row(row | {PARTNER_CELL: None}, place)
         return groups
 
     @staticmethod
@@ -76,7 +78,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         encoded: list[dict[str, Any]] = []
         texts: list[str] = []
         learnt: list[list[tuple[str, bool]]] = []  # per row and segment: its side, and whether it is learnt
-        for row, place in zip(rows.to_pylist(), places, strict=True):
+        for row, place in zip(values(rows, places), places, strict=True):
             margin, prompt, answers = self.row(row, place)
             opening = self.render(prompt, True, place)
             texts.append(opening)
@@ -232,7 +234,7 @@ class KTOEncoder(DPOEncoder):
             )
         for key in (data.prompt_key, data.completion_key):
             kind = schema.field(key).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_list(kind)):
+            if not may_be_messages(kind):
                 raise ValueError(
                     f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} or text is needed."
                 )

@@ -6,6 +6,7 @@ reward model gets it in a run.
 """
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from pipeline.cells import from_json, values
 from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
+from pipeline.conversations import Messages, may_be_messages, read_messages
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.rows import INTS
-from pipeline.supervised.conversations import Messages, checked_messages, is_list
 from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import Settings, SupervisedLoop
 
@@ -33,39 +35,32 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
     @staticmethod
     def check(schema: pa.Schema, where: str, data: PreferenceDataConfig) -> None:
         names = ", ".join(schema.names)
-        has_prompt = data.prompt_key in schema.names
         for setting in ("chosen_key", "rejected_key", "prompt_key", "margin_key"):
             key = getattr(data, setting)
             optional = setting in ("prompt_key", "margin_key")
-            if (optional and not key) or (setting == "prompt_key" and not has_prompt):
+            if (optional and not key) or (setting == "prompt_key" and key not in schema.names):
                 continue
             if key not in schema.names:
                 raise ValueError(f"{where} has no column {key!r}, but {names}; name it with data.{setting}.")
             kind = schema.field(key).type
-            is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
             if setting == "margin_key":
                 needed = None if pa.types.is_integer(kind) or pa.types.is_floating(kind) else "numbers are"
             else:
-                needed = None if is_text or is_list(kind) else "a list of {role, content} or text is"
+                needed = None if may_be_messages(kind) else "a list of {role, content} or text is"
             if needed:
                 raise ValueError(f"{where} has a column {key!r} of type {kind} where {needed} needed.")
-            if is_text and not has_prompt:
-                raise ValueError(
-                    f"{where} has a column {key!r} of text and none for the prompt, but {names}; name it with "
-                    "data.prompt_key, or give whole conversations as lists of {role, content}."
-                )
 
     def columns(self) -> list[str | None]:
         return [self.data.prompt_key, self.data.chosen_key, self.data.rejected_key, self.data.margin_key]
 
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
-        data = self.data
+        data, cells = self.data, list(values(rows, places))
         prompts: list[Messages | None] = [None] * len(rows)
-        if data.prompt_key in rows.column_names:
-            cells = zip(rows[data.prompt_key].to_pylist(), places, strict=True)
-            prompts = [cell_messages(value, "user", f"{place}, column {data.prompt_key!r}") for value, place in cells]
-        chosen = self._side(rows, data.chosen_key, prompts, places)
-        rejected = self._side(rows, data.rejected_key, prompts, places)
+        if (key := data.prompt_key) is not None and key in rows.column_names:
+            pairs = zip(cells, places, strict=True)
+            prompts = [cell_messages(row[key], "user", f"{place}, column {key!r}") for row, place in pairs]
+        chosen = self._side(cells, data.chosen_key, prompts, places)
+        rejected = self._side(cells, data.rejected_key, prompts, places)
         margins = rows[data.margin_key].to_pylist() if data.margin_key else [0.0] * len(rows)
         for row, (margin, place) in enumerate(zip(margins, places, strict=True)):
             check_margin(margin, f"{place}, column {data.margin_key!r}")
@@ -73,13 +68,15 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
                 chosen[row], rejected[row] = [], []
         return pa.table([chosen, rejected, pa.array(margins, pa.float32())], schema=SCHEMA)
 
-    def _side(self, rows: pa.Table, key: str, prompts: list[Messages | None], places: list[str]) -> list[list[int]]:
+    def _side(
+        self, rows: list[dict[str, Any]], key: str, prompts: list[Messages | None], places: list[str]
+    ) -> list[list[int]]:
         """Tokens of one side of each pair."""
         limit = self.data.max_length
         places = [f"{place}, column {key!r}" for place in places]
         texts = []
-        for value, prompt, place in zip(rows[key].to_pylist(), prompts, places, strict=True):
-            messages = cell_messages(value, "assistant", place)
+        for row, prompt, place in zip(rows, prompts, places, strict=True):
+            messages = cell_messages(row[key], "assistant", place)
             first = messages[0]["role"]
             last = messages[-1]["role"]
             if last != "assistant":
@@ -114,10 +111,16 @@ def check_margin(margin: float | None, place: str) -> None:
 
 
 def cell_messages(value: Any, role: str, place: str) -> Messages:
-    """A cell as messages; text is one message of `role`."""
+    """A cell as messages; text is one message of `role`, unless it is the JSON of messages."""
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return checked_messages(value, place)
+        found: Any = None
+        with suppress(ValueError):
+            found = from_json(value)
+        is_list = isinstance(found, list) and bool(found)
+        if not is_list or not all(isinstance(message, dict) and "role" in message for message in found):
+            return [{"role": role, "content": value}]
+        value = found
+    return read_messages(value, place)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from torch import Tensor
 
+from pipeline.cells import values
 from pipeline.config.supervised import SFTConfig, SFTDataConfig
+from pipeline.conversations import may_be_messages, read_messages, read_tools
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.policy import Policy, load_policy
 from pipeline.rows import INTS
-from pipeline.supervised.conversations import checked_messages, checked_tools, is_list
 from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import SupervisedLoop
 
@@ -37,7 +38,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
                 "data.messages_key."
             )
         kind = schema.field(key).type
-        if not is_list(kind):
+        if not may_be_messages(kind):
             raise ValueError(
                 f"{where} has a column {key!r} of type {kind} where a list of {{role, content}} is needed."
             )
@@ -55,7 +56,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         data = self.data
         limit = data.max_length
         encoded = []
-        for row, place in zip(rows.to_pylist(), places, strict=True):
+        for row, place in zip(values(rows, places), places, strict=True):
             segments = self.segments(row, place)
             place = f"{place}, column {data.messages_key!r}"
             ids: list[int] = []
@@ -76,7 +77,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         """What a row adds to the arguments of the chat template."""
         arguments: dict[str, Any] = {}
         key = self.data.tools_key
-        tools = checked_tools(row.get(key), f"{place}, column {key!r}")
+        tools = read_tools(row.get(key), f"{place}, column {key!r}")
         if tools is not None:
             arguments["tools"] = tools
         key = self.data.enable_thinking_key
@@ -95,7 +96,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         """
         arguments = self._template_arguments(row, place)
         place = f"{place}, column {self.data.messages_key!r}"
-        messages = checked_messages(row[self.data.messages_key], place)
+        messages = read_messages(row[self.data.messages_key], place)
         learnt = [take_learnt(message, f"{place}: message {number}") for number, message in enumerate(messages)]
         segments: list[tuple[str, bool]] = []
         done = ""

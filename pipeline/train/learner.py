@@ -61,7 +61,8 @@ class Learner(ABC):
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
-        self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
+        self.schedule_steps = iterations * shape.steps
+        self.scheduler = build_scheduler(self.optimizer, config.optim, self.schedule_steps)
 
     @property
     def shares_prompts(self) -> bool:

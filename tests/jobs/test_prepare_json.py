@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jobs.prepare import convert, parquet
 from jobs.prepare.__main__ import main
 from jobs.prepare.types import JSON, joined, type_of
+from pipeline.cells import values
 from pipeline.prompts.files import resolve
 
 ROWS: list[dict[str, Any]] = [
@@ -33,14 +34,7 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 def prepared(folder: Path, *inputs: Path) -> dict[str, list[dict[str, Any]]]:
     """The rows of the files that the command makes, by their names."""
     assert main(["json", "--input", *map(str, inputs), "--out", str(folder)]) == 0
-    return {file.stem: rows_of(file) for file in sorted(folder.glob("*.parquet"))}
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    table = pq.read_table(file)
-    texts = [field.name for field in table.schema if field.type == JSON]
-    rows = table.to_pylist()
-    return [row | {name: json.loads(row[name]) for name in texts if row[name] is not None} for row in rows]
+    return {file.stem: list(values(pq.read_table(file))) for file in sorted(folder.glob("*.parquet"))}
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], shards: int = 1) -> Path:

@@ -40,13 +40,13 @@ def test_fields_that_are_null_are_not_there_for_the_template(tokenizer):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (None, "the prompt is null"),
-        ([], "the prompt is an empty list"),
-        ("text", "the prompt is of type str"),
+        (None, "None is not a list of messages"),
+        ([], r"\[\] is not a list of messages"),
+        ("text", r"not JSON \(.*\): text; a list or an object is needed"),
         (["text"], "message 0 is 'text'"),
-        ([*user("x"), {"role": "user", "content": None}], "`content` of message 1 is None"),
-        ([{"role": None, "content": "x"}], "`role` of message 0 is None"),
-        ([{"content": "x"}], "`role` of message 0 is None"),
+        ([*user("x"), {"role": "user", "content": None}], "message 1 has no content"),
+        ([{"role": None, "content": "x"}], "message 0 has no role"),
+        ([{"content": "x"}], "message 0 has no role"),
         ([{"role": "alien", "content": "x"}], "the model's chat template fails on this prompt: .*no aliens"),
     ],
 )

@@ -29,7 +29,7 @@ def prompts(*rows):
 
 
 BAD = [
-    ({"prompt": None}, "the prompt is null"),
+    ({"prompt": None}, "None is not a list of messages"),
     ({"prompt": [{"role": "alien", "content": "x"}]}, "the model's chat template fails"),
     ({"prompt": [{"role": "user", "content": "x" * 99}]}, "tokens long, more than data.max_prompt_length=40"),
     ({"data_source": None}, "`data_source` is null; every row needs one"),
@@ -38,7 +38,7 @@ BAD = [
     ({"reward_model": {"style": "rule"}}, "where an object with `ground_truth` is needed"),
     ({"extra_info": {"image": b"x"}}, "column 'extra_info' cannot be written as JSON"),
     ({"images": [{"bytes": b"x"}]}, "column `images` has content, and only text can be trained"),
-    ({"prompt": [{"role": "user", "content": "<image>Which?"}]}, "`prompt` holds <image>, and only text"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "has a part of type 'image'; only text"),
 ]
 
 

@@ -196,11 +196,13 @@ def test_a_template_that_changes_earlier_messages_is_refused(
     ("change", "sentence"),
     [
         ({"tools": "{not json"}, "column 'tools': not JSON"),
-        ({"tools": "3"}, "is not a list of tool schemas"),
-        ({"tools": ['"x"']}, "is not a list of tool schemas"),
+        ({"tools": "3"}, "3 is not a list or an object"),
+        ({"tools": ['"x"']}, '"x" is not a list or an object'),
+        ({"tools": [3]}, "is not a list of tool schemas"),
         ({0: {"loss_mask": 1}}, "message 0 has loss_mask 1 but is of role 'system'"),
         ({2: {"loss_mask": 2}}, "message 2 has loss_mask 2, which must be 0 or 1"),
-        ({2: {"tool_calls": "calc"}}, "message 2 has tool_calls that are not a list"),
+        ({2: {"tool_calls": "calc"}}, "message 2, tool_calls: not JSON"),
+        ({2: {"tool_calls": ["calc"]}}, "message 2 has tool_calls that are not a list"),
         ({2: {"tool_calls": [{"function": {"arguments": "{}"}}]}}, "message 2 has a tool call without the name"),
         (
             {2: {"tool_calls": [call("calc") | {"function": {"name": "calc", "arguments": "[1]"}}]}},

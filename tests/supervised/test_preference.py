@@ -126,7 +126,6 @@ def test_a_missing_prompt_and_a_failing_template_are_named(tokenizer: Any, monke
         ({"prompt": [ASK], "chosen": [GOOD]}, "has no column 'rejected', but prompt, chosen; .* data.rejected_key"),
         ({"prompt": [ASK], "chosen": [1], "rejected": [GOOD]}, "has a column 'chosen' of type int64 where a list"),
         ({"prompt": [1], "chosen": [GOOD], "rejected": [GOOD]}, "has a column 'prompt' of type int64 where a list"),
-        ({"chosen": ["a"], "rejected": ["b"]}, "has a column 'chosen' of text and none for the prompt, but chosen"),
         ({"chosen": [GOOD], "rejected": [GOOD]}, "has no column 'by', .* data.margin_key"),
         ({"chosen": [GOOD], "rejected": [GOOD], "by": ["1"]}, "has a column 'by' of type string where numbers"),
     ],

@@ -82,7 +82,7 @@ def test_bad_conversations_name_the_row(tokenizer: Any, bad: Any, sentence: str)
 
 @pytest.mark.parametrize(
     ("column", "sentence"),
-    [({"text": ["x"]}, "has no column 'messages', but text"), ({"messages": ["x"]}, "of type string where a list")],
+    [({"text": ["x"]}, "has no column 'messages', but text"), ({"messages": [1]}, "of type int64 where a list")],
 )
 def test_files_without_conversations_are_refused(tmp_path: Path, column: dict[str, Any], sentence: str) -> None:
     pq.write_table(pa.table(column), tmp_path / "a.parquet")

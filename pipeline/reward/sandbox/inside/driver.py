@@ -25,6 +25,9 @@ def main(kind: str, packages: list[str], requests: int = REQUESTS, replies: int 
     # The `site` module, which is not loaded, would define these.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     sys.argv = [PROGRAM]
+    if kind != "script":
+        # A fork that the program does not end fails, and answers nothing.
+        os.register_at_fork(after_in_child=lambda: os.close(replies))
     with open(PROGRAM, encoding="utf-8", errors="surrogateescape") as file:
         source = file.read()
     if kind == "call":

@@ -1,0 +1,145 @@
+"""Cells of Arrow columns as Python values.
+
+1. A struct has every field in every row, null in rows that lack it. Null fields are left out, at any depth: Arrow
+   cannot tell them from nulls that were written.
+2. A map is a dict. Its nulls were written, and stay.
+3. A cell of the type `arrow.json`, alone or within others, is the value that its text stands for. Its nulls, its whole
+   numbers and the order of its keys stay.
+4. Text is text. `parsed` reads the cells of columns that must hold a list or an object.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+Read = Callable[[Any], Any]
+
+
+def values(rows: pa.Table | pa.RecordBatch, places: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The rows, each with all of its columns.
+
+    Args:
+        rows: from a file.
+        places: beginning of the error for each row.
+
+    Raises:
+        ValueError: a cell cannot be read; the sentence names its column.
+    """
+    readers = {field.name: reader(field.type) for field in rows.schema}
+    for number in range(len(rows)):
+        row, place = {}, f"{places[number]}, " if places else ""
+        for name, read in readers.items():
+            try:
+                row[name] = read(rows[name][number].as_py())
+            # Dates and times have more values in Arrow than in Python.
+            except (ValueError, OverflowError, NotImplementedError) as error:
+                raise ValueError(f"{place}column {name!r} cannot be read: {error}") from error
+        yield row
+
+
+def reader(kind: pa.DataType) -> Read:
+    """Turns what Arrow gives for a cell of this type into its value."""
+    if isinstance(kind, pa.JsonType):
+        return from_json
+    if isinstance(kind, pa.DictionaryType | pa.RunEndEncodedType):
+        return reader(kind.value_type)
+    if isinstance(kind, pa.MapType):
+        return functools.partial(_map, reader(kind.key_type), reader(kind.item_type))
+    if isinstance(kind, pa.StructType):
+        return functools.partial(_struct, {field.name: reader(field.type) for field in kind})
+    if is_list(kind):
+        inner = reader(kind.value_type)
+        return _same if inner is _same else functools.partial(_list, inner)
+    return _same
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether cells of a type are lists."""
+    lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
+    return isinstance(kind, lists)
+
+
+def is_text(kind: pa.DataType | None) -> bool:
+    """Whether cells of a type are text."""
+    if isinstance(kind, pa.DictionaryType):
+        kind = kind.value_type
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def may_be_object(kind: pa.DataType | None) -> bool:
+    """Whether cells of a type may hold any object: JSON, text that is JSON, or a map."""
+    return is_text(kind) or isinstance(kind, pa.JsonType | pa.MapType)
+
+
+def from_json(text: str | None) -> Any:
+    """The value that a text stands for; None for None. Raises ValueError if it is not JSON."""
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error}): {text:.200}") from error
+
+
+def parsed(value: Any, place: str) -> Any:
+    """The list or object in a cell that must hold one; text stands for what it is as JSON, blank text for None.
+
+    Raises:
+        ValueError: it is a text that is neither; the sentence begins with `place`.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        found = from_json(value)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}; a list or an object is needed, or its JSON") from error
+    if found is not None and not isinstance(found, list | dict):
+        raise ValueError(f"{place}: {value:.200} is not a list or an object")
+    return found
+
+
+def plain(value: Any) -> Any:
+    """`value` with lists instead of the arrays of NumPy, which pandas makes, and instead of tuples, at any depth."""
+    if isinstance(value, dict):
+        return {name: plain(field) for name, field in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the fields of its objects that are None, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _list(read: Read, value: list[Any] | None) -> list[Any] | None:
+    return None if value is None else [read(entry) for entry in value]
+
+
+def _struct(readers: dict[str, Read], value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return {name: readers[name](field) for name, field in value.items() if field is not None}
+
+
+def _map(key: Read, item: Read, value: list[tuple[Any, Any]] | None) -> dict[Any, Any] | None:
+    if value is None:
+        return None
+    pairs = [(key(name), item(field)) for name, field in value]
+    try:
+        found = dict(pairs)
+    except TypeError as error:
+        raise ValueError(f"a map has a key that is no text: {error}") from error
+    if len(found) < len(pairs):
+        raise ValueError("a map has one key twice")
+    return found

@@ -1,0 +1,128 @@
+"""Conversations as chat templates take them, from what rows, programs and generators hold.
+
+1. Contents are texts. Arguments of calls are objects, and calls have OpenAI's form.
+2. Templates test whether a field is there, so a message and a call have no field that is None. Nulls within arguments
+   and schemas stay; those that Arrow adds are gone before (`cells.py`).
+"""
+
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.cells import from_json, is_list, is_text, may_be_object, parsed, plain
+
+Messages = list[dict[str, Any]]
+
+
+def may_be_messages(kind: pa.DataType) -> bool:
+    """Whether cells of a type may hold a conversation."""
+    if not is_list(kind):
+        return is_text(kind) or isinstance(kind, pa.JsonType)
+    message = kind.value_type
+    if not isinstance(message, pa.StructType):
+        return may_be_object(message) and not is_text(message)
+    fields = {field.name: field.type for field in message}
+    role, content = fields.get("role"), fields.get("content")
+    if role is None or content is None or not (is_text(role) or isinstance(role, pa.JsonType)):
+        return False
+    return is_text(content) or isinstance(content, pa.JsonType) or is_list(content) or pa.types.is_null(content)
+
+
+def read_messages(value: Any, place: str) -> Messages:
+    """A cell, or what a program gives, as messages.
+
+    Args:
+        value: a list of messages, or its JSON.
+        place: beginning of the error.
+
+    Raises:
+        ValueError: it is something else, or a message cannot be read.
+    """
+    found = plain(parsed(value, place))
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{place}: {found!r:.200} is not a list of messages {{role, content}}")
+    return [_message(message, f"{place}: message {number}") for number, message in enumerate(found)]
+
+
+def _message(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is {value!r:.80} where {{role, content}} is needed")
+    message = {name: field for name, field in value.items() if field is not None}
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"{place} has no role that is text: {message!r:.200}; write {{role, content}}")
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = read_calls(calls, place)
+    if "content" not in message and not calls:
+        raise ValueError(f"{place} has no content: {message!r:.200}")
+    return message | {"content": read_content(message.get("content"), place)}
+
+
+def read_content(content: Any, place: str) -> str:
+    """A content as text: a text, None, or parts that are texts. Raises ValueError if it is something else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    wanted = f"{place}: `content` must be a text, or parts {{type: text, text: ...}}"
+    if not isinstance(content, list):
+        raise ValueError(f"{wanted}, and is {content!r:.80}")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"of type {kind!r:.40}" if kind not in (None, "text") else f"{part!r:.80}"
+            raise ValueError(f"{wanted}, and has a part {what}; only text can be read, so leave it out")
+    return "".join(part["text"] for part in content)
+
+
+def read_calls(calls: Any, place: str) -> Messages:
+    """Tool calls in OpenAI's form. Raises ValueError if one cannot be read."""
+    calls = parsed(calls, f"{place}, tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{place} has tool_calls that are not a list of {{function}}: {calls!r:.200}")
+    return [_call(call, place) for call in calls]
+
+
+def _call(value: dict[str, Any], place: str) -> dict[str, Any]:
+    call = {name: field for name, field in value.items() if field is not None}
+    function = call.pop("function", None)
+    if function is None:
+        # Some files have the function's fields in the call itself.
+        function = {name: call.pop(name) for name in ("name", "arguments") if name in call}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{place} has a tool call without the name of a function: {value!r:.200}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = from_json(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise ValueError(f"{place}, arguments of {function['name']}: {error}") from error
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"{place} has arguments of {function['name']} that are no object: {function['arguments']!r:.200}"
+        )
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def read_tools(value: Any, place: str) -> Messages | None:
+    """A cell as tool schemas: a list of objects, which may be JSON text as the list may; None if it is empty.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    tools = plain(parsed(value, place))
+    if not tools:
+        return None
+    schemas = [parsed(tool, place) for tool in tools] if isinstance(tools, list) else []
+    if not schemas or not all(isinstance(tool, dict) for tool in schemas):
+        raise ValueError(f"{place}: {value!r:.200} is not a list of tool schemas")
+    return [_schema(tool, place) for tool in schemas]
+
+
+def _schema(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    """A schema whose parameters are an object; files whose tools differ have them as JSON text."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("parameters"), str):
+        return tool
+    read = {**function, "parameters": parsed(function["parameters"], f"{place}, parameters of a tool")}
+    return {**tool, "function": read} if "function" in tool else read
