@@ -28,6 +28,7 @@ from pipeline.store.events import (
     IterationTrained,
     PromptsMade,
     TrainingEnded,
+    Trouble,
     ValidationAnnounced,
     ValidationScored,
     VersionLoaded,
@@ -215,6 +216,8 @@ class RunMonitor:
                     self._tracker.keep(version, self._records[version])
             case CheckpointSaved(version, rank, ranks):
                 self._keeper.saved(version, rank, ranks)
+            case Trouble(text):
+                self._tracker.notice(text)
             case TrainingEnded():
                 self.ended = event
                 # A run that was stopped does not validate its last version.

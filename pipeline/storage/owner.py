@@ -208,7 +208,7 @@ class Lock:
 
 def of_run(run_dir: Path, trainer: "TrainerConfig") -> list[Lock]:
     """The locks of a run: in its folder, and in the storage of its checkpoints, if that is elsewhere."""
-    folders = {}
+    folders: dict[tuple[bool, str], str] = {}
     for place in (str(run_dir), root(trainer, run_dir)):
         filesystem, path = filesystem_of(place)
         local = isinstance(filesystem, pafs.LocalFileSystem)
