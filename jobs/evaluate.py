@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from jobs.train import name_from_root
 from pipeline.config import load_config, to_flat
 from pipeline.config.paths import local_path
 from pipeline.run.versions import check_versions
+from pipeline.storage.owner import of_folder, owned
 
 if TYPE_CHECKING:
     from pipeline.evaluate.prepare import Evaluation
@@ -58,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
         check_versions()
         evaluation = _prepared(options)
         if not options.dry_run:
-            return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
+            with owned([of_folder(evaluation.folder.path)], partial(print, flush=True)):
+                return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
         from pipeline.evaluate.prepare import render
 
         Console(markup=False).print(render(evaluation))

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +26,7 @@ from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
 from pipeline.run import cluster
+from pipeline.storage.owner import of_folder, owned
 from pipeline.supervised.data import RowGroup, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
 from pipeline.train import ranks
@@ -164,9 +166,16 @@ class Job(Generic[C]):
             TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError: the run failed.
         """
         self.check(config)
-        data, trainer = config.data, config.trainer
         out = Path(config.out or "").resolve()
         config.out = str(out)
+        with owned([of_folder(out)], partial(print, flush=True)):
+            # Another command may have filled it a moment ago.
+            check_out(out)
+            return self._run(config, out)
+
+    def _run(self, config: C, out: Path) -> dict[str, float]:
+        """Train, and save into the folder `out`, which this process owns; returns the last metrics."""
+        data, trainer = config.data, config.trainer
         config.model.path = cluster.absolute(config.model.path)
         config.model.tokenizer_path = cluster.absolute(config.model.tokenizer_path)
         config.model.lora.path = cluster.absolute(config.model.lora.path)

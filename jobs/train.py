@@ -6,6 +6,8 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,8 +225,28 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     are those of `--gpus`.
 
     Raises:
-        ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
+        ValueError, OSError, ImportError: the settings or the input cannot be used, or the run's folder is in use;
+            nothing has been started.
     """
+    from pipeline.plan.plan import plan
+    from pipeline.replay import checks as replay
+    from pipeline.storage.owner import of_run, owned
+    from pipeline.storage.resume import check_writable
+
+    plan(config)
+    name_from_root(config)
+    run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
+    replay.check_folder(config, run_dir)
+    check_cluster(run_dir)
+    check_writable(run_dir)
+    with owned([] if dry_run else of_run(run_dir, config.trainer), partial(print, flush=True)) as lost:
+        return _train(config, run_dir, dry_run, command, gpus, lost)
+
+
+def _train(
+    config: Config, run_dir: Path, dry_run: bool, command: list[str], gpus: str | None, lost: Callable[[], str | None]
+) -> int:
+    """What `train` does with the run's folder, whose loss to another process `lost` tells."""
     from pipeline.derived import uses_engines
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
@@ -235,11 +257,6 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     from pipeline.train.schedule import jumps
 
     count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
-    plan(config)
-    name_from_root(config)
-    run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
-    replay.check_folder(config, run_dir)
-    check_cluster(run_dir)
     resume = check_run_folder(run_dir, config, config.trainer.resume)
     begin = starting_point(run_dir, config)
     # Everything below reads files; nothing has been started yet.
@@ -295,7 +312,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     status, places, error = "failed", {}, None
     try:
         with sigterm_as_ctrl_c():
-            outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None)
+            outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None, lost)
         status, error = outcome.status, outcome.error
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = shown(run_dir / "model")

@@ -46,7 +46,7 @@ def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
 
     Args:
         out: a new or empty folder.
-        sources: folders of the models that are read, and their names on the Hub.
+        sources: folders that are read, and names of models on the Hub.
 
     Raises:
         ValueError: `out` is not empty, or is one of the `sources`, or lies in or around one, links followed.
@@ -56,7 +56,7 @@ def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
         read = local_path(source).resolve()
         if read.exists() and (place == read or read in place.parents or place in read.parents):
             relation = "is" if place == read else "lies in" if read in place.parents else "holds"
-            raise ValueError(f"{out} {relation} {source}, the model that is read; choose another folder")
+            raise ValueError(f"{out} {relation} {source}, which is read; choose another folder")
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty; choose another folder or remove it")
 

@@ -37,6 +37,7 @@ from pipeline.models.save import take_place
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import load_value_model
+from pipeline.storage.checkpoints import FOLDER
 
 
 def export(
@@ -69,7 +70,10 @@ def export(
     config = checkpoint.config()
     model = _base_model(config, checkpoint.run_dir, base, critic)
     if not replace:
-        check_out(out, (model.path, model.tokenizer_path, str(checkpoint.path)))
+        # Checkpoints are deleted with all that is in their folders.
+        inside = checkpoint.path.parent.name == FOLDER
+        checkpoints = checkpoint.path.parent if inside else checkpoint.path
+        check_out(out, (model.path, model.tokenizer_path, str(checkpoints)))
     tokenizer = load_tokenizer(model, needs_chat_template=False)
     lora, as_type = config.model.lora, torch_dtype(dtype, "--dtype") if dtype else None
     state = read_weights(checkpoint.path, "critic" if critic else "actor", None if lora.rank else as_type)

@@ -155,6 +155,10 @@ def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
+class NotSaved(RuntimeError):
+    """A model could not be saved; every rank raises this."""
+
+
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers, unsharded, in CPU memory on rank 0; an empty dict on others. A collective.
 
@@ -176,14 +180,14 @@ def save_hf(
     A model with adapters is saved merged, in the base's type for None, and the adapter beside it in the folder
     `adapter`.
 
-    Raises RuntimeError, on every rank, if rank 0 could not write.
+    Raises NotSaved, on every rank, if rank 0 could not write.
     """
     folder = Path(folder)
     adapter = lora.adapter_state(model) if lora.is_adapted(model) else None
     if adapter is not None:
         dtype = dtype or model.lm.dtype  # merged weights are float32
     rank = dist.get_rank() if dist.is_initialized() else 0
-    error: OSError | None = None
+    error: Exception | None = None
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
     files = WeightFiles(model.lm, partial)
     try:
@@ -207,14 +211,15 @@ def save_hf(
                 lora.save(model, adapter, partial / "adapter")
             tokenizer.save_pretrained(partial)
             take_place(partial, folder, replace)
-    except OSError as problem:
+    # The other ranks wait for word; libraries raise errors of many kinds for a full disk.
+    except Exception as problem:  # noqa: BLE001
         error = problem
     failure = [str(error) if error else None]
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RuntimeError(f"the model could not be saved in {folder}: {failure[0]}") from error
+        raise NotSaved(f"the model could not be saved in {folder}: {failure[0]}") from error
 
 
 def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None) -> None:

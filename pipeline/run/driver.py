@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,14 @@ def start_ray(config: Config) -> bool:
     return cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
 
 
-def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint: str | None = None) -> Outcome:
+def run(
+    config: Config,
+    plan: Plan,
+    tracker: Tracker,
+    run_dir: Path,
+    checkpoint: str | None = None,
+    lost: Callable[[], str | None] = lambda: None,
+) -> Outcome:
     """Train as `config` says; Ray is running and everything has been checked.
 
     Args:
@@ -66,6 +74,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         tracker: takes the metrics; the caller starts and finishes it.
         run_dir: the run's folder.
         checkpoint: folder or URL of the checkpoint to begin with; None begins with the model.
+        lost: says why this process may not write into the run's folder any more, if so.
     """
     assert plan.iterations is not None
     trainer, deadlines = config.trainer, config.trainer.deadlines
@@ -167,7 +176,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         lambda split, iteration, count: read_trajectories(str(run_dir), iteration, split).slice(0, count).to_pylist(),
     )
     try:
-        interrupted, problem = monitor.watch(store, thread, deadlines)
+        interrupted, problem = monitor.watch(store, thread, deadlines, lost=lost)
     finally:
         over.set()
         hosts.end()

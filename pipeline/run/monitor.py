@@ -28,6 +28,7 @@ from pipeline.store.events import (
     IterationTrained,
     PromptsMade,
     TrainingEnded,
+    Trouble,
     ValidationAnnounced,
     ValidationScored,
     VersionLoaded,
@@ -124,6 +125,7 @@ class RunMonitor:
         training: threading.Thread,
         deadlines: DeadlineConfig,
         clock: Callable[[], float] = time.monotonic,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> tuple[bool, str | None]:
         """Handle events until training has ended.
 
@@ -132,6 +134,7 @@ class RunMonitor:
             training: the thread in which Ray Train runs.
             deadlines: how long the store (`store`) and the train workers (`train_start`) may be away.
             clock: seconds that pass.
+            lost: says why the run must end here, if so.
 
         Returns:
             whether Ctrl-C was pressed, and why training cannot go on, where it has not ended.
@@ -142,6 +145,8 @@ class RunMonitor:
         idle_since = clock()
         while True:
             try:
+                if (problem := lost()) is not None:
+                    return interrupted, problem
                 alive = training.is_alive()
                 try:
                     last, events = client.ask(PolicyStore.read_events, read, 1.0)
@@ -211,6 +216,8 @@ class RunMonitor:
                     self._tracker.keep(version, self._records[version])
             case CheckpointSaved(version, rank, ranks):
                 self._keeper.saved(version, rank, ranks)
+            case Trouble(text):
+                self._tracker.notice(text)
             case TrainingEnded():
                 self.ended = event
                 # A run that was stopped does not validate its last version.

@@ -82,13 +82,13 @@ def test_a_model_goes_into_a_new_or_empty_folder_alone(home: Path, tmp_path: Pat
     (tmp_path / "link").symlink_to(home / "model")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for out, said in (
-        ("home/model", "home/model is ~/model, the model that is read; choose another folder"),
-        ("folder/../home/model", "is ~/model, the model"),
-        ("link", "is ~/model, the model"),
-        ("link/new", "lies in ~/model, the model"),
-        ("home", "holds ~/model, the model"),
-        (".", "holds ~/model, the model"),
-        ("home/..", "holds ~/model, the model"),
+        ("home/model", "home/model is ~/model, which is read; choose another folder"),
+        ("folder/../home/model", "is ~/model, which is read"),
+        ("link", "is ~/model, which is read"),
+        ("link/new", "lies in ~/model, which is read"),
+        ("home", "holds ~/model, which is read"),
+        (".", "holds ~/model, which is read"),
+        ("home/..", "holds ~/model, which is read"),
         ("file", "file is not empty; choose another folder or remove it"),
         ("dangling", "dangling is not empty"),
     ):

@@ -313,7 +313,7 @@ def test_refused_folders(own: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     checkpoint = own / "checkpoints" / "iteration_000003"
     assert "is one checkpoint" in refused(capsys, checkpoint, *out, "--iteration", "3")
     assert f"{own} holds" in refused(capsys, own, "--out", own)
-    assert f"lies in {checkpoint}, the model that is read" in refused(capsys, own, "--out", checkpoint / "mine")
+    assert f"lies in {checkpoint.parent}, which is read" in refused(capsys, own, "--out", checkpoint / "mine")
     (tmp_path / "full" / "notes").mkdir(parents=True)
     assert "is not empty; choose another folder or remove it" in refused(capsys, own, "--out", tmp_path / "full")
     (tmp_path / "file").write_text("")

@@ -74,7 +74,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store
     monkeypatch.setattr(monitor, "PAUSE_S", 0.0)
     monkeypatch.setattr(monitor.ray, "available_resources", lambda: {"CPU": 1.0, "memory": 5.0})
 
-    def start(*steps: Any, seen: Seen | None = None, **deadlines: float) -> tuple[Any, Seen, Store]:
+    def start(
+        *steps: Any, seen: Seen | None = None, lost: Any = lambda: None, **deadlines: float
+    ) -> tuple[Any, Seen, Store]:
         seen, training, clock = seen or Seen(), Training(), itertools.count(1.0)
 
         def end() -> tuple[int, list[Any]]:
@@ -86,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store
         watched = monitor.RunMonitor(seen, None, None, 1, 0, 0, None)  # type: ignore[arg-type]
         watched.training = seen.training
         monkeypatch.setattr(watched, "handle", seen.handle)
-        outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock))
+        outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock), lost)
         return outcome, seen, store
 
     return start
@@ -171,3 +173,9 @@ def test_train_workers_that_never_begin_end_the_run(run: Any) -> None:
         "the train workers have not begun for 50 s (trainer.deadlines.train_start): they wait for nodes, or load "
         "models and a checkpoint; free in the cluster are 1 CPU"
     )
+
+
+def test_a_run_whose_folder_belongs_to_another_process_ends(run: Any) -> None:
+    reasons = iter([None, None, "taken"])
+    outcome, seen, _ = run(messages(1, 1), messages(2, 2), messages(3, 3), "end", lost=lambda: next(reasons))
+    assert outcome == (False, "taken") and seen.events == [1, 2]
