@@ -58,6 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
         check_versions()
         evaluation = _prepared(options)
         if not options.dry_run:
+            for note in evaluation.notes:
+                print(f"note: {note}")
             return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
         from pipeline.evaluate.prepare import render
 

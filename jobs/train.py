@@ -148,7 +148,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
 
     Returns:
         the number of training prompts, None where it is not known; and lines for `--dry-run` as (name, text): the first
-        prompt as the model reads it, and the reward of a made-up response to it.
+        prompt as the model reads it, and the reward of a made-up response to it; also notes on what nothing reads.
 
     Raises:
         ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used, the reward cannot, or the
@@ -178,7 +178,9 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
             check_sources({row["agent_name"]: [row["data_source"]]}, *rewarded)
         first = [to_table(generated)]
         scores = dry_call(first, config.reward, parts, config.agent) | scores
-    lines, tokenizer = [], training.encoder.chat.tokenizer
+    notes = [note for loader in (training, validation) if loader is not None for note in loader.notes()]
+    lines = [("note", note) for note in dict.fromkeys(notes)]
+    tokenizer = training.encoder.chat.tokenizer
     if uses_agent(config):
         from pipeline.rollout.dry import dry_episodes
 
@@ -266,7 +268,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
-    for note in replay.notes(config):
+    for note in (*replay.notes(config), *(text for name, text in preview if name == "note")):
         print(f"note: {note}")
 
     import ray

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.config import Config
@@ -48,6 +49,8 @@ class Evaluation:
     prompts: int
     """Rows of the prompt files, with those that will be left out as too long or unusable."""
     description: dict[str, Any]
+    notes: list[str]
+    """Sentences on what nothing reads of the prompt files."""
     summary: Summary = field(repr=False)
     """Of the responses that are there already."""
     tokens_per_s: float | None = None
@@ -109,6 +112,7 @@ def prepare(
         iteration=iteration,
         prompts=loader.epoch_rows,
         description=description,
+        notes=list(loader.notes()),
         summary=summary,
         tokens_per_s=folder.result().get("tokens_per_s"),
     )
@@ -137,5 +141,7 @@ def render(evaluation: Evaluation) -> Table:
     for stage in evaluation.plan.stages:
         table.add_row(stage.name, stage_resources(stage))
     table.add_row("in all", f"{evaluation.plan.cpus:g} CPUs, {evaluation.plan.gpus:g} GPUs", end_section=True)
+    for note in evaluation.notes:
+        table.add_row("note", escape(note))
     table.add_row("result", shown(evaluation.folder.path))
     return table

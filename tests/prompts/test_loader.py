@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.prompts.encode import COLUMNS, MEDIA, stamp, to_table
-from pipeline.prompts.parquet import PromptFile
+from pipeline.prompts.encode import COLUMNS, stamp, to_table
+from pipeline.prompts.parquet import MEDIA, PromptFile
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.rows import PROMPT
 from pipeline.store.cursor import PromptCursor
@@ -202,7 +202,7 @@ def test_only_needed_columns_are_read(write, prompt_row, loader_of, monkeypatch)
         PromptFile, "read", lambda self, slices, columns: asked.append(columns) or original(self, slices, columns)
     )
     loader_of(write([{**prompt_row(0), "embedding": [0.0] * 1000}])).iteration(1, 1)
-    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info", "agent_name", *MEDIA]]
+    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info", "agent_name", *sorted(MEDIA)]]
 
 
 @pytest.mark.parametrize("damage", ["missing", "bytes", "other"])
