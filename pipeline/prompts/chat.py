@@ -57,8 +57,6 @@ class ChatTokenizer:
             return []
         messages = [self.read(conversation) for conversation in conversations]
         texts = self._render(messages, True)
-        for conversation, text in zip(messages, texts, strict=True):
-            self.omissions.check(conversation, text, lambda one: self._render([one], False)[0], self._column)
         encoded = self.tokenizer(
             texts,
             # The template writes the special tokens itself.
@@ -69,6 +67,8 @@ class ChatTokenizer:
         tokens: list[list[int]] = encoded["input_ids"]
         if not all(tokens):
             raise ValueError(f"{self._column}: the chat template makes an empty prompt of it; give the message content")
+        for conversation, text in zip(messages, texts, strict=True):
+            self.omissions.check(conversation, text, lambda one: self._render([one], False)[0], self._column)
         return tokens
 
     def fit(self, ids: list[int]) -> list[int] | None:

@@ -173,3 +173,13 @@ def test_other_formats_are_refused_with_the_command_that_converts_them(tmp_path,
     (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match=rf"{name} is not parquet; convert it once: .* json --input"):
         resolve(str(tmp_path / name), KEY)
+
+
+def test_two_columns_of_one_name_are_refused(write, prompt_row):
+    table = pa.Table.from_pylist([prompt_row(0)])
+    path = write(table.append_column("prompt", table["prompt"]), "twice.parquet")
+    for check in (check_prompts, lambda schema, where: None):
+        with pytest.raises(
+            ValueError, match=r"data\.train_files: .*twice\.parquet has several columns named 'prompt'.*one"
+        ):
+            resolve(path, KEY, check)
