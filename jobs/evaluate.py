@@ -61,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
         evaluation = _prepared(options)
         if not options.dry_run:
             with owned([of_folder(evaluation.folder.path)], partial(print, flush=True)):
+                for note in evaluation.notes:
+                    print(f"note: {note}")
                 return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
         from pipeline.evaluate.prepare import render
 

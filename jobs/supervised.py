@@ -23,11 +23,12 @@ from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models import adapter
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.omissions import check_arguments
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
 from pipeline.run import cluster
 from pipeline.storage.owner import of_folder, owned
-from pipeline.supervised.data import RowGroup, train_dataset
+from pipeline.supervised.data import RowGroup, notes, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
 from pipeline.train import ranks
 
@@ -185,7 +186,10 @@ class Job(Generic[C]):
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
         steps, epochs = plan(config, train_groups)
-        load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model)
+        check_arguments(tokenizer, data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs")
+        for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
+            print(f"{self.name}: note: {note}", flush=True)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)
 

@@ -150,7 +150,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
 
     Returns:
         the number of training prompts, None where it is not known; and lines for `--dry-run` as (name, text): the first
-        prompt as the model reads it, and the reward of a made-up response to it.
+        prompt as the model reads it, and the reward of a made-up response to it; also notes on what nothing reads.
 
     Raises:
         ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used, the reward cannot, or the
@@ -183,7 +183,9 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
             check_sources({row["agent_name"]: [row["data_source"]]}, *rewarded)
         first = [to_table(generated)]
         scores = dry_call(first, config.reward, parts, config.agent) | scores
-    lines, tokenizer = [("rows", set_aside)] if set_aside else [], training.encoder.chat.tokenizer
+    notes = [set_aside, *(note for loader in both for note in loader.notes())]
+    lines = [("note", note) for note in dict.fromkeys(notes) if note]
+    tokenizer = training.encoder.chat.tokenizer
     if uses_agent(config):
         from pipeline.rollout.dry import dry_episodes
 
@@ -266,13 +268,14 @@ def _train(
     else:
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
-    continued = list(jumps(begin.progress, resolved.schedules)) if begin and resolved.iterations else []
+    if begin and resolved.iterations:
+        preview += [("note", note) for note in jumps(begin.progress, resolved.schedules)]
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = not os.environ.get("RAY_ADDRESS")
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
-        for name, text in [*(("note", note) for note in continued), ("run folder", str(run_dir)), *preview]:
+        for name, text in [("run folder", str(run_dir)), *preview]:
             table.add_row(name, text)
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
@@ -288,7 +291,7 @@ def _train(
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
-    for note in (*resolved.notes, *continued):
+    for note in (*resolved.notes, *(text for name, text in preview if name == "note")):
         print(f"note: {note}")
 
     import ray

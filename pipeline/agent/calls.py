@@ -19,6 +19,7 @@ from pipeline.agent.forms import call_id
 from pipeline.agent.frames import depth, loads
 from pipeline.agent.template import QUESTION
 from pipeline.errors import short_reason
+from pipeline.omissions import remedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,8 +107,7 @@ class Reader:
         written = reader._decode(probes[0][0], skip=False).strip()
         raise ValueError(
             f"agent.parser={parser}: the parser must read {written!r:.200}, a call as the model's chat template writes "
-            f"it, and {what}. {which}. Set agent.parser to one that does, or put another chat_template.jinja into the "
-            "model's folder"
+            f"it, and {what}. {which}. Set agent.parser to one that does, or {remedy('writes calls otherwise')}"
         )
 
     def read(self, ids: Sequence[int], truncated: bool) -> tuple[Message, str | None]:

@@ -4,8 +4,9 @@ from typing import Any
 
 from pipeline.agent.calls import MAX_DEPTH
 from pipeline.agent.forms import tool_call
-from pipeline.agent.frames import MAX_MESSAGES, MAX_TOOLS, depth, loads
+from pipeline.agent.frames import MAX_MESSAGES, MAX_TOOLS, depth
 from pipeline.agent.schema import NAME
+from pipeline.conversations import read_calls, read_content
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NOTES = ("reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call", "id")
@@ -37,7 +38,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     if role not in ROLES:
         raise ValueError(f"{place} has the role {role!r:.40}; expected one of {', '.join(ROLES)}")
     known = {"role", "content", "name"}
-    checked = {"role": role, "content": _text(message.get("content"), place)}
+    checked = {"role": role, "content": read_content(message.get("content"), place)}
     if role == "assistant":
         known |= {"tool_calls", *NOTES}
         if message.get("tool_calls"):
@@ -59,39 +60,15 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     return checked
 
 
-def _text(content: Any, place: str) -> str:
-    """A content: a text, None, or parts that are texts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    wanted = f"{place}.content must be a text, or parts {{type: text, text: ...}}; the policy reads text alone"
-    if not isinstance(content, list):
-        raise ValueError(wanted)
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(wanted)
-    return "".join(part["text"] for part in content)
-
-
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if depth(calls) > MAX_DEPTH:
+        raise ValueError(f"{place}.tool_calls must be of few levels, at most {MAX_DEPTH}")
     checked = []
-    for number, call in enumerate(calls if isinstance(calls, list) else [None]):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(
-                f"{place}.tool_calls[{number}] must be {{id, type: function, function: {{name, arguments}}}}"
-            )
-        arguments = function.get("arguments") or {}
-        try:
-            arguments = loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict) or depth(arguments) > MAX_DEPTH:
-            raise ValueError(
-                f"{place}.tool_calls[{number}].function.arguments must be an object, or its JSON, of few levels"
-            )
-        checked.append(tool_call(str(call.get("id") or "")[:MAX_KEY], function["name"], arguments))
+    for call in read_calls(calls, place):
+        function = call["function"]
+        if depth(function["arguments"]) > MAX_DEPTH:
+            raise ValueError(f"{place}: the arguments of {function['name']} must be of few levels, at most {MAX_DEPTH}")
+        checked.append(tool_call(str(call.get("id") or "")[:MAX_KEY], function["name"], function["arguments"]))
     return checked
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.config import Config
@@ -51,6 +52,8 @@ class Evaluation:
     set_aside: str
     """What `check_assertions` found."""
     description: dict[str, Any]
+    notes: list[str]
+    """Sentences on what nothing reads of the prompt files."""
     summary: Summary = field(repr=False)
     """Of the responses that are there already."""
     tokens_per_s: float | None = None
@@ -114,6 +117,7 @@ def prepare(
         prompts=loader.epoch_rows,
         set_aside=set_aside,
         description=description,
+        notes=list(loader.notes()),
         summary=summary,
         tokens_per_s=folder.result().get("tokens_per_s"),
     )
@@ -144,5 +148,7 @@ def render(evaluation: Evaluation) -> Table:
     for stage in evaluation.plan.stages:
         table.add_row(stage.name, stage_resources(stage))
     table.add_row("in all", f"{evaluation.plan.cpus:g} CPUs, {evaluation.plan.gpus:g} GPUs", end_section=True)
+    for note in evaluation.notes:
+        table.add_row("note", escape(note))
     table.add_row("result", shown(evaluation.folder.path))
     return table
