@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
 from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.models.repeatable import own_randomness
 from pipeline.models.save import WeightFiles, gathered_blocks
 from pipeline.models.slices import adopt, take_slices
 
@@ -220,8 +221,9 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torc
 
 def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None) -> None:
     """The model's config, its generation config and its own code, without weights."""
-    lm.save_pretrained(folder, state_dict={})
-    if dtype is not None:
-        config = copy.deepcopy(lm.config)
-        config.dtype = dtype
-        config.save_pretrained(folder)
+    with own_randomness(lm):
+        lm.save_pretrained(folder, state_dict={})
+        if dtype is not None:
+            config = copy.deepcopy(lm.config)
+            config.dtype = dtype
+            config.save_pretrained(folder)
