@@ -20,6 +20,7 @@ from pipeline.config.bounds import sentences, violations
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models import adapter
+from pipeline.models.ends import find_ends
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
@@ -172,7 +173,11 @@ class Job(Generic[C]):
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
         steps, epochs = plan(config, train_groups)
-        load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model)
+        if self.causal:
+            ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
+            taught = "" if ends.learnt else "; the chat template writes none behind a last answer, so none is learnt"
+            print(f"{self.name}: {ends.line}{taught}", flush=True)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)
 

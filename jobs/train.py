@@ -223,6 +223,8 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
     """
     from pipeline.derived import uses_engines
+    from pipeline.models.ends import find_ends
+    from pipeline.models.tokenizer import load_tokenizer
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
@@ -245,12 +247,14 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     else:
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
+    tokenizer = load_tokenizer(config.model, needs_chat_template=False)
+    ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = not os.environ.get("RAY_ADDRESS")
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
-        for name, text in [("run folder", str(run_dir)), *preview]:
+        for name, text in [("run folder", str(run_dir)), ("ends", ends.line), *preview]:
             table.add_row(name, escape(text))
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
@@ -266,6 +270,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
+    print(ends.line)
     for note in replay.notes(config):
         print(f"note: {note}")
 

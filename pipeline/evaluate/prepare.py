@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.config import Config
@@ -14,6 +15,7 @@ from pipeline.evaluate.folder import Folder, described, digest
 from pipeline.evaluate.settings import checked, chosen_ks, in_flight
 from pipeline.evaluate.stream import Pages
 from pipeline.evaluate.summary import Summary
+from pipeline.models.ends import find_ends
 from pipeline.plan.placement import check_resources
 from pipeline.plan.plan import Plan
 from pipeline.plan.table import stage_resources
@@ -48,6 +50,8 @@ class Evaluation:
     prompts: int
     """Rows of the prompt files, with those that will be left out as too long or unusable."""
     description: dict[str, Any]
+    ends: str
+    """Where responses end."""
     summary: Summary = field(repr=False)
     """Of the responses that are there already."""
     tokens_per_s: float | None = None
@@ -109,6 +113,7 @@ def prepare(
         iteration=iteration,
         prompts=loader.epoch_rows,
         description=description,
+        ends=find_ends(config.model, loader.encoder.chat.tokenizer, config.data.apply_chat_template_kwargs).line,
         summary=summary,
         tokens_per_s=folder.result().get("tokens_per_s"),
     )
@@ -127,6 +132,7 @@ def render(evaluation: Evaluation) -> Table:
     sampled = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
     how = sampled if sampling.temperature else "greedy"
     table.add_row("responses", f"{sampling.n} to each prompt, {how}, at most {config.data.max_response_length} tokens")
+    table.add_row("ends", escape(evaluation.ends))
     table.add_row("k", ", ".join(map(str, evaluation.summary.ks)))
     table.add_row(
         "chunks",

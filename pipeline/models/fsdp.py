@@ -12,7 +12,7 @@ import math
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
+from pipeline.models.ends import as_list, as_stored
 from pipeline.models.mesh import Mesh, make_mesh
 from pipeline.models.repeatable import own_randomness
 from pipeline.models.save import WeightFiles, gathered_blocks
@@ -165,7 +166,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for block in gathered_blocks(model, keep) for name, tensor in block.items()}
 
 
-def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_hf(
+    model: "Pretrained",
+    tokenizer: Any,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    ends: Sequence[int] = (),
+) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
     Rank 0 holds one block of the model and one file at a time. It writes beside `folder` and renames, so an interrupted
@@ -173,6 +180,9 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torc
 
     A model with adapters is saved merged, in the base's type for None, and the adapter beside it in the folder
     `adapter`.
+
+    Its `generation_config.json` names `ends` (`ends.py`), the tokens after which generation stops; none leave it as it
+    is.
 
     Raises RuntimeError, on every rank, if rank 0 could not write.
     """
@@ -199,7 +209,7 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torc
     try:
         if rank == 0 and error is None:
             # It clears what it takes for weights of an older save, so it comes before them.
-            _save_settings(model.lm, partial, dtype)
+            _save_settings(model.lm, partial, dtype, ends)
             files.finish()
             if adapter is not None:
                 lora.save(model, adapter, partial / "adapter")
@@ -219,8 +229,10 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torc
         raise RuntimeError(f"the model could not be saved in {folder}: {failure[0]}") from error
 
 
-def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None) -> None:
+def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None, ends: Sequence[int]) -> None:
     """The model's config, its generation config and its own code, without weights."""
+    if ends and set(ends) != set(as_list(lm.generation_config.eos_token_id)):
+        lm.generation_config.eos_token_id = as_stored(ends)
     with own_randomness(lm):
         lm.save_pretrained(folder, state_dict={})
         if dtype is not None:

@@ -24,6 +24,7 @@ from pipeline.config import save_yaml
 from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
 from pipeline.models.batch import TrainBatch
+from pipeline.models.ends import find_ends
 from pipeline.models.fsdp import save_hf, torch_dtype
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
@@ -147,7 +148,9 @@ class Loop:
             self._save(stopping)
         self.saver.wait()
         dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
-        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model", dtype)
+        tokenizer = load_tokenizer(self.config.model, needs_chat_template=False)
+        ends = find_ends(self.config.model, tokenizer, self.config.data.apply_chat_template_kwargs)
+        save_hf(self.actor.module, tokenizer, f"{self.run_dir}/model", dtype, ends.ids)
         end = TrainingEnded(self.version, stopping)
         if self.rank == 0:
             ModelSettings.of(self.config, self.version).save(Path(self.run_dir) / "model")
