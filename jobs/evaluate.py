@@ -149,6 +149,7 @@ def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str,
     quiet = "console" not in evaluation.config.trainer.logger
     printed = Console(highlight=False, soft_wrap=True, quiet=quiet)
     console = RunConsole(evaluation.name, evaluation.pages.chunks, printed, unit="chunk")
+    printed.print(evaluation.ends, markup=False)
     started = start_ray(evaluation.config)
     try:
         if os.environ.get("RAY_ADDRESS"):

@@ -79,8 +79,11 @@ def run(options: argparse.Namespace) -> None:
     # Torch and transformers take seconds to import, after all that can be refused without them.
     from pipeline.export.export import export
 
-    export(checkpoint, options.out, options.dtype, critic=options.critic, base=options.base, alone=options.adapter)
+    choice = {"critic": options.critic, "base": options.base, "alone": options.adapter}
+    ends = export(checkpoint, options.out, options.dtype, **choice)
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.run_dir}")
+    if ends:
+        print(f"{options.out}: {ends.line}")
     if options.register:
         version, tracker = register(checkpoint, options.out, options.register, options.alias)
         alias = f", alias {options.alias}" if options.alias else ""

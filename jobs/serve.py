@@ -7,8 +7,10 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -147,8 +149,36 @@ def check_port(host: str, port: int) -> None:
         raise ValueError(f"cannot listen on {host}:{port} ({why}); choose another --port or --host") from error
 
 
+def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
+    """A line that says where answers end. If the model's own files lack an end, the engine gets them from `folder`."""
+    from pipeline.export.serve import find_model_ends, write_generation_config
+
+    try:
+        ends = find_model_ends(model, options)
+    except ValueError as error:
+        return f"where answers end is known to the replicas alone: {error}"
+    if not ends.missing or "generation_config" in dict(options.engine):
+        return ends.line
+    if os.environ.get("RAY_ADDRESS"):
+        # A replica may run, and be started again, where the folder is not.
+        return (
+            f'{ends.line}; write "eos_token_id": {list(ends.ids)} into the generation_config.json of the model, which '
+            "lacks some of them, so that answers stop there"
+        )
+    write_generation_config(model, ends, folder)
+    options.engine = [*options.engine, ("generation_config", str(folder))]
+    return ends.line
+
+
 def run(model: "ServedModel", options: Options, key: str | None) -> int:
     """Start the server, print when it is ready, and serve until Ctrl-C; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-serve-") as folder:
+        print(f"{options.name or model.name}: {stop_at_ends(model, options, Path(folder))}", flush=True)
+        return serve_until_stopped(model, options, key)
+
+
+def serve_until_stopped(model: "ServedModel", options: Options, key: str | None) -> int:
+    """See `run`."""
     import ray
     from ray import serve
 

@@ -22,6 +22,7 @@ from pipeline.config.paths import check_out
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models import adapter
+from pipeline.models.ends import find_ends
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.omissions import check_arguments
 from pipeline.plan import check_offload
@@ -190,6 +191,10 @@ class Job(Generic[C]):
         check_arguments(tokenizer, data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs")
         for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
             print(f"{self.name}: note: {note}", flush=True)
+        if self.causal:
+            ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
+            taught = "" if ends.learnt else "; the chat template writes none behind a last answer, so none is learnt"
+            print(f"{self.name}: {ends.line}{taught}", flush=True)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)
 

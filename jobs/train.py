@@ -250,6 +250,8 @@ def _train(
 ) -> int:
     """What `train` does with the run's folder, whose loss to another process `lost` tells."""
     from pipeline.derived import uses_engines
+    from pipeline.models.ends import find_ends
+    from pipeline.models.tokenizer import load_tokenizer
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
@@ -268,6 +270,8 @@ def _train(
     else:
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
+    tokenizer = load_tokenizer(config.model, needs_chat_template=False)
+    ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
     if begin and resolved.iterations:
         preview += [("note", note) for note in jumps(begin.progress, resolved.schedules)]
     # The nodes of a cluster are known once the run has joined it.
@@ -275,7 +279,7 @@ def _train(
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
-        for name, text in [("run folder", str(run_dir)), *preview]:
+        for name, text in [("run folder", str(run_dir)), ("ends", ends.line), *preview]:
             table.add_row(name, text)
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
@@ -291,6 +295,7 @@ def _train(
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
+    print(ends.line)
     for note in (*resolved.notes, *(text for name, text in preview if name == "note")):
         print(f"note: {note}")
 

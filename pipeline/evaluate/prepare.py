@@ -15,6 +15,7 @@ from pipeline.evaluate.folder import Folder, described, digest
 from pipeline.evaluate.settings import checked, chosen_ks, in_flight
 from pipeline.evaluate.stream import Pages
 from pipeline.evaluate.summary import Summary
+from pipeline.models.ends import find_ends
 from pipeline.plan.placement import check_resources
 from pipeline.plan.plan import Plan
 from pipeline.plan.table import stage_resources
@@ -52,6 +53,8 @@ class Evaluation:
     set_aside: str
     """What `check_assertions` found."""
     description: dict[str, Any]
+    ends: str
+    """Where responses end."""
     notes: list[str]
     """Sentences on what nothing reads of the prompt files."""
     summary: Summary = field(repr=False)
@@ -117,6 +120,7 @@ def prepare(
         prompts=loader.epoch_rows,
         set_aside=set_aside,
         description=description,
+        ends=find_ends(config.model, loader.encoder.chat.tokenizer, config.data.apply_chat_template_kwargs).line,
         notes=list(loader.notes()),
         summary=summary,
         tokens_per_s=folder.result().get("tokens_per_s"),
@@ -138,6 +142,7 @@ def render(evaluation: Evaluation) -> Table:
         table.add_row("rows", evaluation.set_aside)
     how = sampled if sampling.temperature else "greedy"
     table.add_row("responses", f"{sampling.n} to each prompt, {how}, at most {config.data.max_response_length} tokens")
+    table.add_row("ends", evaluation.ends)
     table.add_row("k", ", ".join(map(str, evaluation.summary.ks)))
     table.add_row(
         "chunks",
