@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from jobs.command import add_settings, complain, exit_code, new_parser
+from jobs.entry import command
 from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, ConfigError, load_config, to_flat
-from pipeline.run.submitted import check_cluster
+from pipeline.run.submitted import check_cluster, joined
 from pipeline.run.versions import check_versions
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ CHECKED_PROMPTS = 256
 """Prompts of each split that are made before anything starts; the others are checked as they are read."""
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     parser = new_parser("train", "Train a language model by reinforcement learning.", EPILOG)
@@ -246,7 +248,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
     # The nodes of a cluster are known once the run has joined it.
-    on_this_machine = not os.environ.get("RAY_ADDRESS")
+    on_this_machine = joined() is None
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
@@ -272,7 +274,6 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     import ray
 
     from pipeline.run.driver import run, start_ray
-    from pipeline.run.signals import sigterm_as_ctrl_c
     from pipeline.track.loggers import TrackedRun, shown
     from pipeline.track.tracker import Tracker
 
@@ -283,14 +284,13 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     tracked = TrackedRun(run_dir, to_flat(config), trainer.project_name, trainer.experiment_name, resume)
     tracker = Tracker(tracked, resolved.iterations, trainer.logger)
     started = start_ray(config)
-    if os.environ.get("RAY_ADDRESS"):
+    if joined():
         nodes = [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
         check_resources(resolved.stages, None, nodes)
     tracker.start()
     status, places, error = "failed", {}, None
     try:
-        with sigterm_as_ctrl_c():
-            outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None)
+        outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None)
         status, error = outcome.status, outcome.error
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = shown(run_dir / "model")

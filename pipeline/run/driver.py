@@ -2,8 +2,8 @@
 
     check all that can be checked ─► Ray ─► policy store ─► TorchTrainer (train loop + stream) ─► RunMonitor ─► summary
 
-Training runs in a thread; the main thread reads the run's events and Ctrl-C. The first Ctrl-C lets the current
-iteration end, saves and stops; the second one ends the run at once.
+Training runs in a thread; the main thread reads the run's events and the signals that stop it. The first one lets the
+current iteration end, saves and stops; the second one ends the run at once.
 """
 
 import itertools
@@ -183,5 +183,5 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     if failure:
         return Outcome("failed", sentence(failure[0]))
     if monitor.ended is None:
-        return Outcome("interrupted" if interrupted else "failed", "the train workers ended without a word")
+        return Outcome("interrupted") if interrupted else Outcome("failed", "the train workers ended without a word")
     return Outcome("interrupted" if monitor.ended.stopped else "finished")

@@ -110,6 +110,8 @@ class RunMonitor:
         self._reason: str | None = None
         self.training = False
         """Whether the train workers have begun, and have not failed since."""
+        self.begun = False
+        """Whether rows have been generated or trained, which a stop waits for."""
         self.ended: TrainingEnded | None = None
 
     def watch(
@@ -173,6 +175,9 @@ class RunMonitor:
                 if interrupted:
                     raise
                 interrupted = True
+                if not self.begun:
+                    self._tracker.notice("stopped before the first iteration of this start, so nothing is lost")
+                    return interrupted, None
                 self._tracker.notice("stopping after this iteration; Ctrl-C again ends the run at once")
 
     def handle(self, event: Event) -> None:
@@ -187,6 +192,7 @@ class RunMonitor:
             case PromptsMade(iteration, metrics):
                 self._prompts[iteration] = self._prompts.get(iteration, {}) | metrics
             case VersionLoaded(version):
+                self.begun = True
                 # It generates the next iteration, or a later one where the trainer has the rows of that already.
                 self._loads[max(version, self._trained) + 1].add(event)
                 # What the last version generates is its validation.
@@ -233,6 +239,7 @@ class RunMonitor:
         self._reason, self.training = None, True
 
     def _iteration(self, event: IterationTrained) -> None:
+        self.begun = True
         iteration = self._trained = event.iteration
         record = self._prompts.pop(iteration, {})
         if iteration in self._loads:
