@@ -273,6 +273,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
 
     import ray
 
+    from pipeline.run.begin import leave
     from pipeline.run.driver import run, start_ray
     from pipeline.track.loggers import TrackedRun, shown
     from pipeline.track.tracker import Tracker
@@ -288,10 +289,10 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         nodes = [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
         check_resources(resolved.stages, None, nodes)
     tracker.start()
-    status, places, error = "failed", {}, None
+    status, places, error, ray_gone = "failed", {}, None, False
     try:
         outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None)
-        status, error = outcome.status, outcome.error
+        status, error, ray_gone = outcome.status, outcome.error, outcome.ray_gone
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = shown(run_dir / "model")
     except KeyboardInterrupt:
@@ -299,10 +300,12 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     finally:
         places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)
         tracker.finish(status, places)
-        if started:
+        if started and not ray_gone:
             ray.shutdown()
     if error:
         complain(error)
+    if ray_gone:
+        leave(1)
     return {"finished": 0, "interrupted": 130}.get(status, 1)
 
 

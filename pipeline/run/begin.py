@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray._private import services
@@ -19,6 +19,8 @@ from pipeline.run import apart
 
 REACH_S, JOIN_S, START_S = 10.0, 45.0, 150.0
 """Longest waits for a head that takes connections, for joining its cluster, and for a Ray on this machine."""
+LOOK_S, GONE_S = 1.0, 10.0
+"""Seconds between two looks at Ray's processes, and those that a command has to end by itself after they are gone."""
 SOCKET = 107
 """Bytes of a socket's path, by Linux."""
 ALONE = "unset RAY_ADDRESS to start a Ray on this machine"
@@ -69,6 +71,7 @@ def start_here(options: dict[str, Any]) -> None:
         try:
             with apart.apart(), _deadline(START_S, late):
                 ray.init(**options)
+            threading.Thread(target=watch, name="watch over Ray", daemon=True).start()
             return
         except (ValueError, ImportError):
             apart.end()
@@ -79,6 +82,31 @@ def start_here(options: dict[str, Any]) -> None:
             if last:
                 raise NotStarted(f"Ray did not start: {_line(error)}; {_where()}") from error
             print(f"Ray did not start ({_line(error)}); trying once more", file=sys.stderr)
+
+
+def watch() -> None:
+    """End the process with a sentence if the Ray of this machine is gone; Ray itself would abort after a minute."""
+    while ray.is_initialized():
+        if apart.dead() is not None:
+            time.sleep(GONE_S)
+            if ray.is_initialized() and (program := apart.dead()):
+                _leave(gone(program))
+        time.sleep(LOOK_S)
+
+
+def gone(program: str) -> str:
+    """The sentence for a Ray whose process `program` has ended."""
+    return (
+        f"Ray is gone: its {program} has ended, by a signal to all processes of the job (TERM to a control group) or "
+        "for lack of memory"
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without Ray's exit handlers, which would wait for a Ray that is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def check_folder() -> None:
@@ -146,17 +174,18 @@ def _reach(place: str | None) -> None:
 def _deadline(seconds: float, late: str) -> Iterator[None]:
     """End the process with a sentence if the block takes too long: a wait in Ray's C++ cannot be ended otherwise."""
 
-    def leave() -> None:
-        print(f"error: {late}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, leave)
+    timer = threading.Timer(seconds, _leave, [late])
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def _leave(why: str) -> NoReturn:
+    print(f"error: {why}", file=sys.stderr)
+    leave(1)
 
 
 def _line(error: BaseException) -> str:

@@ -26,7 +26,8 @@ from pipeline.config import Config, save_yaml
 from pipeline.derived import uses_engines, uses_filter
 from pipeline.plan.plan import Plan
 from pipeline.prompts.stage import Schedule
-from pipeline.run import cluster
+from pipeline.run import apart, cluster
+from pipeline.run.begin import gone
 from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.run.faults import Restarts, sentence
 from pipeline.run.monitor import RunMonitor
@@ -49,12 +50,25 @@ class Outcome:
 
     status: str
     error: str | None = None
+    ray_gone: bool = False
+    """Whether Ray has ended before the run."""
 
 
 def start_ray(config: Config) -> bool:
     """Join or start Ray; False where this process was using Ray already."""
     trainer = config.trainer
     return cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
+
+
+def what_remains(place: str) -> str:
+    """What a run that broke off can go on with; its checkpoints are in the folder or URL `place`."""
+    try:
+        saved = checkpoints.newest(place)
+    except (OSError, ValueError) as error:
+        return f"Which checkpoint remains cannot be read ({error}); the same command continues from the newest one"
+    if saved is None:
+        return "There is no checkpoint; the same command begins again"
+    return f"The newest checkpoint is {saved.place}; the same command continues from it"
 
 
 def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint: str | None = None) -> Outcome:
@@ -168,9 +182,17 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     )
     try:
         interrupted, problem = monitor.watch(store, thread, deadlines)
+    except ray.exceptions.RayError:
+        if apart.dead() is None:
+            raise
     finally:
         over.set()
-        hosts.end()
+        if (program := apart.dead()) is None:
+            hosts.end()
+    if program is not None:
+        apart.end()
+        keeper.close()
+        return Outcome("failed", f"{gone(program)}. {what_remains(place)}", ray_gone=True)
     if problem:
         # What is left of the run ends when it calls the store.
         ray.kill(store)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from pipeline.config.trainer import DeadlineConfig
+from pipeline.run import apart
+from pipeline.run.begin import gone
 from pipeline.run.watchdog import Watchdog
 from pipeline.stats import reduce
 from pipeline.store.client import PAUSE_S, StoreClient, store_lost
@@ -130,7 +132,7 @@ class RunMonitor:
             clock: seconds that pass.
 
         Returns:
-            whether Ctrl-C was pressed, and why training cannot go on, where it has not ended.
+            whether a signal asked to stop, and why training cannot go on, if it has not ended.
         """
         client, watchdog = StoreClient(store), Watchdog(clock)
         read, interrupted = 0, False
@@ -138,6 +140,8 @@ class RunMonitor:
         idle_since = clock()
         while True:
             try:
+                if (program := apart.dead()) is not None:
+                    return interrupted, gone(program)
                 alive = training.is_alive()
                 try:
                     last, events = client.ask(PolicyStore.read_events, read, 1.0)

@@ -166,3 +166,29 @@ def test_a_start_that_hangs_is_ended() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: Ray has not started for 0 s;")
+
+
+WATCHED = """
+import sys, time, ray
+from pipeline.run import apart, begin
+begin.LOOK_S, begin.GONE_S = 0.05, 0.2
+ends = time.monotonic() + 1
+ray.is_initialized = lambda: True
+if sys.argv[1] == "gone":
+    apart.dead = lambda: "gcs_server" if time.monotonic() > ends else None
+if sys.argv[1] == "shut down":
+    # As `ray.shutdown` ends its processes.
+    apart.dead = lambda: "raylet"
+    ray.is_initialized = lambda: time.monotonic() < ends - 0.9
+ray.init = lambda **options: None
+begin.start_here({})
+print("working", flush=True)
+time.sleep(3)
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("gone", 1), ("shut down", 0), ("alive", 0)])
+def test_a_ray_that_is_gone_ends_a_command_that_waits_for_it(way: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", WATCHED, way], capture_output=True, text=True, timeout=100)
+    assert done.returncode == code and done.stdout == "working\n"
+    assert ("error: Ray is gone: its gcs_server has ended" in done.stderr) == (way == "gone"), done.stderr

@@ -182,3 +182,11 @@ def test_train_workers_that_never_begin_end_the_run(run: Any) -> None:
         "the train workers have not begun for 50 s (trainer.deadlines.train_start): they wait for nodes, or load "
         "models and a checkpoint; free in the cluster are 1 CPU"
     )
+
+
+def test_a_ray_that_is_gone_ends_the_watch_at_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = iter([None, None, "gcs_server"])
+    monkeypatch.setattr(monitor.apart, "dead", lambda: next(ended))
+    (interrupted, problem), seen, _ = run(messages(1, 1), (1, []), (1, []))
+    assert not interrupted and seen.events == [1]
+    assert problem.startswith("Ray is gone: its gcs_server has ended, by a signal to all processes of the job")
