@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from jobs.entry import command
 from pipeline.config import Config
 from pipeline.config.bounds import bounds_of
 from pipeline.config.schema import Key, keys
@@ -136,6 +137,7 @@ def _row(same: tuple[Key, ...]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Write the page, or with `--check` say whether it is up to date; returns the exit code."""
     parser = argparse.ArgumentParser(

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jobs.command import add_settings, complain, exit_code, new_parser
+from jobs.entry import command
 from jobs.train import name_from_root
 from pipeline.config import load_config, to_flat
 from pipeline.config.paths import local_path
+from pipeline.run.submitted import joined
 from pipeline.run.versions import check_versions
 from pipeline.storage.owner import of_folder, owned
 
@@ -41,6 +43,7 @@ the same command continues an evaluation that was interrupted.
 """
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     about = "Score a model on prompt files through the stages of training: pass@k and maj@k per data source."
@@ -152,7 +155,7 @@ def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str,
     printed.print(evaluation.ends, markup=False)
     started = start_ray(evaluation.config)
     try:
-        if os.environ.get("RAY_ADDRESS"):
+        if joined():
             nodes = [Node(node["Resources"]) for node in ray.nodes() if node["Alive"]]
             check_resources(evaluation.plan.stages, None, nodes)
         begin()

@@ -6,6 +6,7 @@ import os
 import sys
 
 from jobs.command import exit_code, new_parser
+from jobs.entry import command
 from pipeline.config.paths import local_path
 
 EPILOG = """\
@@ -50,6 +51,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     add("--lowest", action="store_true", help="with --best: the one with the lowest")
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 written, 2 bad arguments or input, 130 interrupted, 1 failed)."""
     options = parse(arguments)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from jobs.command import exit_code, new_parser
+from jobs.entry import command
 from jobs.export import add_choice
 from pipeline.export.serve import ServeOptions
+from pipeline.run.submitted import joined
 
 if TYPE_CHECKING:
     from pipeline.export.served_model import ServedModel
@@ -99,6 +101,7 @@ def engine_argument(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"the value in {text!r} cannot be read as YAML; put it in quotes") from error
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 stopped or detached, 2 bad arguments or input, 130 interrupted before it
     was ready, 1 failed."""
@@ -110,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def start() -> int:
         key = api_key(options.api_key_env)
-        if not os.environ.get("RAY_ADDRESS"):
+        if not joined():
             if options.detach:
                 raise ValueError("--detach leaves the server in a cluster; set RAY_ADDRESS, such as RAY_ADDRESS=auto")
             check_port(options.host, options.port)
@@ -184,7 +187,6 @@ def serve_until_stopped(model: "ServedModel", options: Options, key: str | None)
 
     from pipeline.export.serve import application, llm_config, wait_until_running
     from pipeline.run import cluster
-    from pipeline.run.signals import sigterm_as_ctrl_c
 
     config = llm_config(model, options, key)
     # Serve sets up its log as it is imported.
@@ -195,22 +197,21 @@ def serve_until_stopped(model: "ServedModel", options: Options, key: str | None)
     started = cluster.start(max(os.cpu_count() or 1, round(needed + 0.5)), None, {})
     deployed = False
     try:
-        with sigterm_as_ctrl_c():
-            serve.start(http_options={"host": options.host, "port": options.port})
-            deployed = True
-            target = serve.RunTarget(application(config), name=name, route_prefix="/")
-            print(f"{name}: starting {model.path}", flush=True)
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-            wait_until_running(name, options.start_timeout)
-            print(ready(name, options, ray.nodes()), flush=True)
-            if options.detach:
-                deployed = False
-                return 0
-            with contextlib.suppress(KeyboardInterrupt):
-                while name in serve.status().applications:
-                    time.sleep(WATCH_S)
-                raise RuntimeError(f"{name} is not served any more: the application was deleted")
-            print(f"{name}: stopping", flush=True)
+        serve.start(http_options={"host": options.host, "port": options.port})
+        deployed = True
+        target = serve.RunTarget(application(config), name=name, route_prefix="/")
+        print(f"{name}: starting {model.path}", flush=True)
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        wait_until_running(name, options.start_timeout)
+        print(ready(name, options, ray.nodes()), flush=True)
+        if options.detach:
+            deployed = False
+            return 0
+        with contextlib.suppress(KeyboardInterrupt):
+            while name in serve.status().applications:
+                time.sleep(WATCH_S)
+            raise RuntimeError(f"{name} is not served any more: the application was deleted")
+        print(f"{name}: stopping", flush=True)
         return 0
     finally:
         if started:

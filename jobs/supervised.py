@@ -16,11 +16,13 @@ import ray.train
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.paths import check_out
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
+from pipeline.errors import NotStarted
 from pipeline.models import adapter
 from pipeline.models.ends import find_ends
 from pipeline.models.tokenizer import load_tokenizer
@@ -81,6 +83,7 @@ class Job(Generic[C]):
     causal: bool = True
     """Whether the model must be a causal language model."""
 
+    @command
     def main(self, argv: list[str] | None = None) -> int:
         """Run the command; the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
         argv = sys.argv[1:] if argv is None else argv
@@ -94,6 +97,9 @@ class Job(Generic[C]):
         except ValueError as error:
             print(f"{command}: {error}", file=sys.stderr)
             return 2
+        except NotStarted as error:
+            print(f"{command}: {error}", file=sys.stderr)
+            return 1
         except (TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
             from pipeline.run.driver import sentence
 

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from jobs.command import add_settings, complain, exit_code, new_parser
+from jobs.entry import command
 from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, ConfigError, load_config, to_flat
-from pipeline.run.submitted import check_cluster
+from pipeline.run.submitted import check_cluster, joined
 from pipeline.run.versions import check_versions
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ CHECKED_PROMPTS = 256
 """Prompts of each split that are made before anything starts; the others are checked as they are read."""
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     parser = new_parser("train", "Train a language model by reinforcement learning.", EPILOG)
@@ -275,7 +277,7 @@ def _train(
     if begin and resolved.iterations:
         preview += [("note", note) for note in jumps(begin.progress, resolved.schedules)]
     # The nodes of a cluster are known once the run has joined it.
-    on_this_machine = not os.environ.get("RAY_ADDRESS")
+    on_this_machine = joined() is None
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
@@ -301,8 +303,8 @@ def _train(
 
     import ray
 
+    from pipeline.run.begin import leave
     from pipeline.run.driver import run, start_ray
-    from pipeline.run.signals import sigterm_as_ctrl_c
     from pipeline.track.loggers import TrackedRun, shown
     from pipeline.track.tracker import Tracker
 
@@ -313,15 +315,14 @@ def _train(
     tracked = TrackedRun(run_dir, to_flat(config), trainer.project_name, trainer.experiment_name, resume)
     tracker = Tracker(tracked, resolved.iterations, trainer.logger)
     started = start_ray(config)
-    if os.environ.get("RAY_ADDRESS"):
+    if joined():
         nodes = [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
         check_resources(resolved.stages, None, nodes)
     tracker.start()
-    status, places, error = "failed", {}, None
+    status, places, error, ray_gone = "failed", {}, None, False
     try:
-        with sigterm_as_ctrl_c():
-            outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None, lost)
-        status, error = outcome.status, outcome.error
+        outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None, lost)
+        status, error, ray_gone = outcome.status, outcome.error, outcome.ray_gone
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = shown(run_dir / "model")
     except KeyboardInterrupt:
@@ -329,10 +330,12 @@ def _train(
     finally:
         places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)
         tracker.finish(status, places)
-        if started:
+        if started and not ray_gone:
             ray.shutdown()
     if error:
         complain(error)
+    if ray_gone:
+        leave(1)
     return {"finished": 0, "interrupted": 130}.get(status, 1)
 
 

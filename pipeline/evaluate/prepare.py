@@ -24,6 +24,7 @@ from pipeline.prompts.parquet import data_sources
 from pipeline.prompts.stage import loaders
 from pipeline.reward.dry import check_sources, dry_call
 from pipeline.rollout.dry import dry_episodes
+from pipeline.run.submitted import joined
 from pipeline.sampling import row_limits
 from pipeline.track.loggers import shown
 
@@ -96,7 +97,7 @@ def prepare(
     dry_call(prompts, config.reward, agent=config.agent)
     if uses_agent(config):
         dry_episodes(config, loader.encoder.chat.tokenizer, prompts, calls=False)
-    if not os.environ.get("RAY_ADDRESS"):
+    if not joined():
         check_resources(plan.stages, config.trainer.ray_num_cpus)
 
     description = described(config, [file.name for file in loader.files])
