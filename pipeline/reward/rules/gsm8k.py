@@ -107,7 +107,7 @@ def compute_score(
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, but must be one of {', '.join(METHODS)}")
-    truth = _read(ground_truth)
+    truth = read_truth(ground_truth)
     strict = strict_answer(solution_str)
     answer = last_number(solution_str) if strict is None and method == "flexible" else strict
     if answer is None:
@@ -118,7 +118,12 @@ def compute_score(
     return {"score": float(correct), "acc": int(correct), "format": int(strict is not None), "pred": pred[:MAX_PRED]}
 
 
-def _read(ground_truth: Any) -> str:
+def read_truth(ground_truth: Any) -> str:
+    """The canonical form of a ground truth.
+
+    Raises:
+        ValueError: it is no number.
+    """
     number = None
     if isinstance(ground_truth, str):
         match = _TRUTH.fullmatch(ground_truth)
