@@ -3,8 +3,8 @@
     python -m jobs.prepare gsm8k --input FOLDER --out data/gsm8k
     python -m benchmarks.labels data/gsm8k/train.parquet data/gsm8k/test.parquet
 
-Files are parquet in verl's format. Each row gives right answers (its own solution, if there is an `extra_info.answer`,
-and its ground truth written in several ways) and wrong ones (other numbers, the truths of other rows, and its truth with
+Files are parquet in verl's format. Each row gives right answers (its own solution, if `extra_info.answer` has one, and
+its ground truth in several ways of writing) and wrong ones (other numbers, the truths of other rows, and its truth with
 something behind it that changes it). The exit code is 1 if there is a wrong label.
 """
 
