@@ -153,7 +153,7 @@ class RewardWorker:
     def _read(self) -> dict[str, Any]:
         """The next message. A function may have written to the connection, so it need not be one of `program.py`."""
         body = self.connection.recv_bytes()
-        with suppress(ValueError, TypeError, LookupError, RecursionError):
+        with suppress(ValueError, TypeError, LookupError, OverflowError, RecursionError):
             message = json.loads(body)
             if not self.loading:
                 call = self.calls.get(message["id"])

@@ -191,7 +191,8 @@ def test_an_answer_to_another_call_or_a_second_one_changes_nothing(forging: Rewa
         '{"refused": "all of it"}', '{"asynchronous": ["x"]}', "7", "[]", "{}", "None", '{"id": 1}', 'b"\\xff{"',
         '{"id": [], "answers": []}', '{"id": 1, "answers": []}', '{"id": 1, "answers": [[0.5, "{}"]]}',
         '{"id": 1, "answers": [["a", "{}", None]]}', '{"id": 1, "answers": [[0.5, "x", None]]}',
-        '{"id": 1, "answers": [[0.5, "{}", 7]]}', '{"id": 1, "answers": [[1e999, "{}", None]]}', 'b"[" * 100000',
+        '{"id": 1, "answers": [[0.5, "{}", 7]]}', '{"id": 1, "answers": [[1e999, "{}", None]]}',
+        '{"id": 1, "answers": [[10 ** 400, "{}", None]]}', 'b"[" * 100000',
     ],
 )  # fmt: skip
 def test_what_is_no_answer_is_an_error_of_its_row(forging: RewardConfig, message: str) -> None:

@@ -7,6 +7,7 @@ from pipeline.reward.rules import quantity
 MAX_LENGTH = 2000  # characters of a box
 MAX_BOXES = 20  # boxes looked at, from the last one back
 
+_MINUS = re.compile(r"(?<![\w)\]}\u2212-])[-\u2212]\Z")
 _COMMAND = re.compile(r"\\(?:boxed|fbox)\s{0,10}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"[^\s{}$\\]{1,100}")
@@ -16,10 +17,16 @@ def last_boxed(text: str) -> str | None:
     r"""Content of the last box (`\boxed{...}`, `\fbox{...}` or `\boxed 5`) that is closed, or None where there is none.
 
     A box of more than `MAX_LENGTH` characters is passed over; at most `MAX_BOXES` are tried. Of boxes inside each other
-    the outermost counts, and is not equal to anything unless it holds nothing but the inner one.
+    the outermost counts, and is not equal to anything unless it holds nothing but the inner one. A minus right before
+    the box is the answer's sign, and what goes on as another number behind it (`\\boxed{42} million`) is part of it.
     """
     found = _last(text)
-    return None if found is None else found[1]
+    if found is None:
+        return None
+    start, content, end = found
+    if content[:1].isdecimal() and _MINUS.search(text[max(0, start - 2) : start]):
+        content = f"-{content}"
+    return content + _going_on(content, text, end)
 
 
 def unboxed(text: str) -> str:
@@ -56,12 +63,18 @@ def _content(text: str, start: int) -> tuple[str, int] | None:
         bare = _BARE.match(text, opening)
         if bare is None:
             return None
-        behind = text[bare.end() :][: quantity.LONGEST].partition("\n")[0]
-        more = behind if bare[0][-1:].isdecimal() and quantity.goes_on(behind) else ""
-        return bare[0].rstrip(".,;") + more, bare.end()
+        return bare[0].rstrip(".,;"), bare.end()
     depth = 0
     for brace in _BRACE.finditer(text, opening, opening + MAX_LENGTH + 2):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0 and brace[0] == "}":
             return text[opening + 1 : brace.start()].strip(), brace.end()
     return None
+
+
+def _going_on(content: str, text: str, end: int) -> str:
+    """What stands behind the box of a number and makes another number of it; mostly nothing."""
+    behind = text[end : end + quantity.LONGEST].partition("\n")[0].lstrip("$")
+    # Without a blank may follow any word, as nothing runs together.
+    parted = f" {behind}" if behind[:1].isalpha() else behind
+    return behind if content[-1:].isdecimal() and quantity.goes_on(parted) else ""

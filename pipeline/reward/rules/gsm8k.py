@@ -36,8 +36,10 @@ _SIGNED = (
 _STRICT = re.compile(rf"(?s:.*)####{_BLANKS}{_SIGNED}")
 _LAST = re.compile(rf"(?s:.*)(?<![{_DIGIT}.,])({_RUN})")
 _JOINED = re.compile(
-    r"(?:\d[ ]?/[ ]?|\^[{(]?|\d[ ]?\*\*[ ]?|\d[eE][-+]?|\d[A-Za-z_']{1,2}|\d\}\{|(?:\u221a|sqrt)[ ]?[({]?|(\d\s))\Z"
+    r"(?:\d[ ]?/[ ]?|\^[{(]?|\d[ ]?\*\*[ ]?|\d[eE][-+]?|\d[A-Za-z_']{1,2}|\d\}\{|(?:\u221a|sqrt)[ ]?[({]?|(\d\s)"
+    r"|\d,?\s(?i:or|vs\.?|versus)\s\$?|(?i:between)\s\$?[\d.,]{1,20}\sand\s\$?)\Z"
 )
+_BEFORE = 40  # characters before a number that are looked at
 _SIGN = re.compile(
     r"(?:(?<![\w)\]}%\u2212\u2013-])[-\u2212\u2013]|=\s?[-\u2212\u2013]\s?|\b(?i:minus|negative)\s)\\?\$?\Z"
 )
@@ -84,7 +86,7 @@ def last_number(solution_str: str) -> tuple[str, bool] | None:
     if match is None:
         return None
     start, digits = match.start(1), match[1]
-    before, behind = text[max(0, start - 12) : start], text[match.end() :][: quantity.LONGEST]
+    before, behind = text[max(0, start - _BEFORE) : start], text[match.end() :][: quantity.LONGEST]
     joined = _JOINED.search(before)
     if joined is not None and (joined[1] is None or len(digits) == 3):
         return joined[0] + digits, False
@@ -107,7 +109,7 @@ def compute_score(
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, but must be one of {', '.join(METHODS)}")
-    truth = _read(ground_truth)
+    truth = read_truth(ground_truth)
     strict = strict_answer(solution_str)
     answer = last_number(solution_str) if strict is None and method == "flexible" else strict
     if answer is None:
@@ -118,7 +120,12 @@ def compute_score(
     return {"score": float(correct), "acc": int(correct), "format": int(strict is not None), "pred": pred[:MAX_PRED]}
 
 
-def _read(ground_truth: Any) -> str:
+def read_truth(ground_truth: Any) -> str:
+    """The canonical form of a ground truth.
+
+    Raises:
+        ValueError: it is no number.
+    """
     number = None
     if isinstance(ground_truth, str):
         match = _TRUTH.fullmatch(ground_truth)

@@ -10,6 +10,7 @@ SMALL = 0.001  # below it, six places are not enough to tell numbers apart
 
 _UNICODE = str.maketrans(
     {
+        "\u2019": "'", "\u2032": "'",
         "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": "/", "\u03c0": r"\pi ",
         "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u2229": r"\cap ",
         "\u00b2": "^2", "\u00b3": "^3", "\u00b0": "", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
@@ -22,6 +23,7 @@ _GONE = re.compile(
     r"(?<!\\)\\[!,;:> ]|~|\\(?:left|right|displaystyle|textstyle|limits|bigl|bigr|big|Big|quad|qquad)(?![a-zA-Z])"
     r"|\^\{?\\circ\}?|\\degree(?![a-zA-Z])|\\?[$%]|(?<=\d)\s?percent(?![a-zA-Z])"
 )
+_PRIME = re.compile(r"\^\s?(?:\{\s?\\prime\s?\}|\\prime(?![a-zA-Z]))")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|\{([^{}]{1,99})\}\s*(\d)|(\d)\s*\{([^{}]{1,99})\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d)")
@@ -66,6 +68,7 @@ def tidy(answer: str) -> str:
     Blanks stay only between two things that would run together.
     """
     text = _GONE.sub(" ", _THOUSANDS.sub(_digits, answer.translate(_UNICODE))).replace("{,}", ",").strip()
+    text = _PRIME.sub("'", text)
     unit = _UNIT.search(text)
     if unit is not None and not _TEXT.search(text[: unit.start()]) and not _TEXT.fullmatch(text):
         text = text[: unit.start()] + ("" if _is_unit(unit[1]) else f" {unit[1]}")

@@ -25,7 +25,7 @@ OPERATIONS = CHANGES | _words(
     "or v vs versus plus minus over divided multiplied raised doubled tripled halved mod modulo"
 )
 """Words right behind a number that go on with a formula."""
-_LETTERS = _words("k K M B mil mn bn mln bln pi x y z n e i")
+_LETTERS = _words("k K M B mil mn bn mln bln pi x y z n")
 """Abbreviations of scales, and letters that stand for numbers."""
 _JOINING = _words("and a an one")
 _GLUED = _words(

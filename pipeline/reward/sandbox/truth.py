@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,8 +112,14 @@ def same_text(printed: str, expected: str) -> bool:
     return True
 
 
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+
+
 def _close_words(got: str, wanted: str) -> bool:
     if len(got) > 40 or len(wanted) > 40 or not any(sign in wanted + got for sign in ".eE"):
+        return False
+    # `float` also reads `1_0.0`, digits of other scripts, and words.
+    if not _DECIMAL.fullmatch(got) or not _DECIMAL.fullmatch(wanted):
         return False
     try:
         if any(sign in wanted for sign in ".eE"):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.reward.rules.boxed import MAX_BOXES, MAX_LENGTH, last_boxed
+from pipeline.reward.rules.boxed import MAX_BOXES, MAX_LENGTH, last_boxed, unboxed
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,22 @@ def test_a_box_keeps_its_balanced_content(content: str) -> None:
 def test_only_so_many_boxes_are_tried() -> None:
     assert last_boxed(r"\boxed{1}" + r"\boxed{" * (MAX_BOXES - 1)) == "1"
     assert last_boxed(r"\boxed{1}" + r"\boxed{" * MAX_BOXES) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{\boxed{5}}", "5"), (r"\boxed{6\boxed{5}}", r"6\boxed{5}"), (r"\boxed{6} \boxed{5}", "5"),
+        (r"\boxed{\boxed{\boxed{5}}}", "5"), (r"\boxed{6 \boxed{\boxed{5}}}", r"6 \boxed{\boxed{5}}"),
+        (r"-\boxed{5}", "-5"), (r"3-\boxed{5}", "5"), (r"\boxed{5} million", "5 million"), (r"\boxed{5} apples", "5"),
+        (r"-\boxed{x}", "x"), (r"\boxed{x} million", "x"), (r"\boxed 5 million", "5 million"),
+    ],
+)  # fmt: skip
+def test_boxes_inside_each_other_and_what_stands_beside_a_number(text: str, content: str) -> None:
+    assert last_boxed(text) == content
+
+
+def test_a_box_is_opened_where_it_stands() -> None:
+    assert unboxed(r"$x = -\boxed{5} + 1$") == "$x = -5 + 1$"
+    assert unboxed(r"\boxed{6} or \boxed 5.") == r"\boxed{6} or 5"
+    assert unboxed(r"\boxed{5") == r"\boxed{5"

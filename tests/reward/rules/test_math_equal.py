@@ -61,6 +61,7 @@ EQUAL = [
     (r"\lfloor x\rfloor+1", r"1+\lfloor x\rfloor"),
     # derivatives
     ("f'(x)=2x", "2x"), ("2x", "f'(x)=2x"), ("f'(x)=2x", r"f'(x) = 2\cdot x"), ("f'(2)=3", "3"), ("y'=2x", "y' = 2x"),
+    ("f'(x)=2x", r"f^{\prime}(x)=2x"), ("f'(x)=2x", "f\u2019(x)=2x"), (r"y^\prime=2x", "y'=2x"),
     # units in text
     (r"5\text{ million}", "5 million"), (r"5\text{ m/s}", "5"), ("12", r"12\text{ cm}^3"), ("3", r"3\text{ p.m.}"),
     ("12", r"12\text{ square feet}"), (r"12\text{ ft}^2", r"12\mbox{ square feet}"),
@@ -103,7 +104,7 @@ DIFFERENT = [
     ("A", "A'"),
     # derivatives
     ("f(x)", "f'(x)"), ("f(x)", "f(x)'"), ("x", "x'"), ("x^2+1", "x'^2+1"), ("f(x)=2x", "f'(x)=2x"),
-    ("f'(x)=2x", "f''(x)=2x"), ("f'(x)=2x", "3x"), ("f'(2)=3", "f'(3)=3"),
+    ("f'(x)=2x", "f''(x)=2x"), ("f'(x)=2x", "3x"), ("f(x)", r"f^{\prime}(x)"), ("x", "x\u2032"), ("f'(2)=3", "f'(3)=3"),
     # near, but not equal
     ("5", "4.9999996+0"), ("5", "4.9999999999+0"), ("5", f"4.{'9' * 26}+0"), ("5", "5+10^{-30}"),
     ("5", "5+10^{-900}"), ("5", r"5\cdot 1.0000000001"), ("5", r"\sqrt{25.0000000000000000001}"),

@@ -20,8 +20,12 @@ BOXED = [
     (r"\boxed 5 million", "5", 0), (r"\boxed 5 apples", "5", 1), (r"\boxed{5 million}", "5", 0),
     (r"\boxed{5, 6}", "5", 0), (r"\boxed{5 or 6}", "5", 0), (r"\boxed{\text{A}\text{B}}", "A", 0),
     (r"\boxed{0,005}", "5", 0), (r"\boxed{4.9999996+0}", "5", 0), (r"\boxed{f'(x)}", "f(x)", 0),
-    ("\\boxed{\uff15}", "5", 0), (LONG + r"\boxed{5}" + LONG, "5", 1), (r"\boxed{" + LONG + "}", "5", 0),
-    (r"\boxed{5" + "}" * 100_000, "5", 1),
+    (r"\boxed{5} million", "5", 0), (r"$\boxed{5}$ thousand", "5", 0), (r"\boxed{5}^2", "5", 0),
+    (r"\boxed{5}k", "5", 0), (r"\boxed{5} and a half", "5", 0), (r"-\boxed{5}", "5", 0), (r"$-\boxed{5}$", "-5", 1),
+    (r"x=-\boxed{5}", "-5", 1), (r"8-\boxed{5}", "5", 1), (r"- \boxed{5}", "5", 1), (r"\boxed{5} apples.", "5", 1),
+    (r"$\boxed{5}$, i.e. few", "5", 1), (r"\boxed{5}. Million", "5", 1), (r"\boxed{5} i.e. few", "5", 1),
+    ("\\boxed{5}\nk", "5", 1), (r"\boxed{5}\%", "5", 1), ("\\boxed{\uff15}", "5", 0),
+    (LONG + r"\boxed{5}" + LONG, "5", 1), (r"\boxed{" + LONG + "}", "5", 0), (r"\boxed{5" + "}" * 100_000, "5", 1),
 ]  # fmt: skip
 
 

@@ -85,6 +85,13 @@ def test_a_ground_truth_that_is_none_is_named(truth: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("printed", "expected", "same"),
     [
+        ("1_0.0", "10.0", False),
+        ("1_0.0", "10", False),
+        ("\uff11.0", "1.0", False),
+        ("1.0", "1_0.0e-1", False),
+        ("+1.0", "1.0", True),
+        ("1.", "1.0", True),
+        ("Infinity", "1e999", False),
         ("1\n2\n", "1\n2", True),
         ("1  2", "1 2", True),
         ("1\n\n2", "1\n2", False),
