@@ -22,8 +22,6 @@ from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.operations import BINARY, COMPARISONS, CONSTANTS, ERRORS, FUNCTIONS, UNARY
 from pipeline.reward.sandbox.runner import MAX_REASON
 
-MOST = 1 << 20  # bytes that the answers to a piece may have, besides so many for each character of the piece
-GROWTH = 32
 MATH = "math"
 
 # A class of the program, whose objects have methods of their own.
@@ -51,8 +49,6 @@ class Assertions:
     """What the program has to do, each as `inside/driver.py` reads it."""
     claims: tuple[tuple[Value, str], ...]
     """What must be true, each with its message."""
-    most: int
-    """Bytes that the program's answers may have."""
 
     def failure(self, answers: Answers) -> str:
         """Why the program fails, in a few words; "" if all claims hold."""
@@ -89,8 +85,7 @@ def read(source: str) -> Assertions:
         raise Refused("text without an assert")
     if not reader.calls:
         raise Refused("an assert that calls nothing of the program")
-    most = MOST + GROWTH * len(source)
-    return Assertions(tuple(reader.calls), tuple(reader.claims), most)
+    return Assertions(tuple(reader.calls), tuple(reader.claims))
 
 
 class _Reader:
