@@ -188,15 +188,14 @@ def f(x):
 }
 TESTS: dict[str, Any] = {
     "assert": ["assert f(40) == 41", "assert abs(f(40) - 41) < 1e-6", "assert 41 in [f(40), 42]"],
-    "contains": [
-        "assert 41 in f(40)",
-        "assert f(40)[41] is True",
-        "assert 41 <= f(40) < 42",
-        "assert {41} == set(f(40))",
+    "contents": [
+        *("assert 41 in f(40)", "assert f(40)[41] is True", "assert 41 <= f(40) < 42", "assert {41} == set(f(40))"),
+        *("assert f(40)[-2:] == '41'", "assert '41' in f(40)", "assert str(f(40)) == '41'"),
     ],
-    "text": ["assert f(40)[-2:] == '41'", "assert '41' in f(40)", "assert str(f(40)) == '41'"],
-    "check": ["def check(candidate):\n  assert candidate(40) == 41\n  assert not candidate(40) != 41\ncheck(f)"],
-    "nested": ["assert f(f(39)) == 41", "assert f(x=f(40)) in (41, 42)", "assert len(f([f(40), f(40)])) == 41"],
+    "nested": [
+        *("assert f(f(39)) == 41", "assert f(x=f(40)) in (41, 42)", "assert len(f([f(40), f(40)])) == 41"),
+        "def check(candidate):\n  assert candidate(40) == 41\n  assert not candidate(40) != 41\ncheck(f)",
+    ],
     "call": {"inputs": ["40"], "outputs": ["41"], "fn_name": "f"},
     "script": {"inputs": ["40"], "outputs": ["41"]},
 }

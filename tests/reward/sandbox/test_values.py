@@ -1,4 +1,4 @@
-"""Plain data through the pipe between a program and its judge."""
+"""Plain data that leaves the process of a program."""
 
 import collections
 import io
