@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jobs.train import main, name_from_root
@@ -109,6 +111,29 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     for part in (f"{tmp_path}/runs/mine", ends, "first prompt", "reward of a made-up response"):
         assert part in printed.out
     assert "suggested" not in printed.out and "time of an iteration" not in printed.out
+
+
+def test_asserts_that_cannot_be_judged_are_counted(
+    refused: Refused,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind the prompts that are made at the start as well."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("jobs.train.CHECKED_PROMPTS", 8)
+    truths = [["assert f(1) == 2"]] * 40 + [["assert isinstance(f(1), int)"]] * 2 + [["assert f(lambda: 1) == 2"]]
+    message = [{"role": "user", "content": "Write f."}]
+    rows = [{"data_source": "taco", "prompt": message, "reward_model": {"ground_truth": truth}} for truth in truths]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "code.parquet")
+    settings = [f"data.train_files={tmp_path / 'code.parquet'}", "data.val_files=null", "trainer.test_freq=-1"]
+    counted = "3 of 43 rows' assertions cannot be judged: `isinstance` (2), a lambda (1)"
+    refused(*settings, parts=(counted, "code.parquet, row 40", "data.max_bad_rows=3"))
+    settings += ["data.max_bad_rows=3", "reward.sandbox.isolation=none"]
+    assert main([*arguments, *settings, "--dry-run"]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"rows {counted}; they are set aside (data.max_bad_rows=3)" in printed
 
 
 GAME = """

@@ -42,8 +42,8 @@ class Refused(ValueError):
 
 
 def shown(node: ast.AST) -> str:
-    """A node as text of bounded length."""
-    text = ast.unparse(node)
+    """A node as a line of bounded length."""
+    text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 

@@ -22,9 +22,8 @@ from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.operations import BINARY, COMPARISONS, CONSTANTS, ERRORS, FUNCTIONS, UNARY
 from pipeline.reward.sandbox.runner import MAX_REASON
 
-MOST = 1 << 20  # bytes that the answers to a piece may have, besides so many for each character of the piece
-GROWTH = 32
 MATH = "math"
+SOLUTION = "Solution"  # the class of LeetCode's programs, whose methods are functions
 
 # A class of the program, whose objects have methods of their own.
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]*")
@@ -51,8 +50,6 @@ class Assertions:
     """What the program has to do, each as `inside/driver.py` reads it."""
     claims: tuple[tuple[Value, str], ...]
     """What must be true, each with its message."""
-    most: int
-    """Bytes that the program's answers may have."""
 
     def failure(self, answers: Answers) -> str:
         """Why the program fails, in a few words; "" if all claims hold."""
@@ -89,8 +86,7 @@ def read(source: str) -> Assertions:
         raise Refused("text without an assert")
     if not reader.calls:
         raise Refused("an assert that calls nothing of the program")
-    most = MOST + GROWTH * len(source)
-    return Assertions(tuple(reader.calls), tuple(reader.claims), most)
+    return Assertions(tuple(reader.calls), tuple(reader.claims))
 
 
 class _Reader:
@@ -156,11 +152,16 @@ class _Reader:
 
     def truth(self, node: ast.expr) -> Value:
         """An expression of which only its truth counts."""
-        if isinstance(node, ast.Call) and self.is_call(node):
-            given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            if any(self.is_call(inner) for argument in given for inner in ast.walk(argument)):
-                raise Refused("a function of the program that decides on results of the program", node)
-        return self.value(node)
+        value = self.value(node)
+        match node:
+            case ast.Tuple([_, *_]) | ast.List([_, *_]) | ast.Set() | ast.Dict([_, *_]):
+                raise Refused("a list or tuple whose truth is asked, which always holds", node)
+            case ast.Call(function, given, named) if self.is_call(node):
+                given = [*given, *(keyword.value for keyword in named)]
+                asked = isinstance(function, ast.Attribute) and _name(function.value) != SOLUTION and given
+                if asked or any(self.is_call(inner) for argument in given for inner in ast.walk(argument)):
+                    raise Refused("a function of the program that decides on results of the program", node)
+        return value
 
     def value(self, node: ast.expr) -> Value:
         if (literal := _literal(node)) is not None:
@@ -326,7 +327,7 @@ class _Reader:
                     raise Refused(f"`{name}`")
                 return name
             case ast.Attribute(ast.Call(ast.Name(kind)) as made, method):
-                own = _CLASS.fullmatch(kind) and (kind == "Solution" or not any(hasattr(t, method) for t in _PLAIN))
+                own = _CLASS.fullmatch(kind) and (kind == SOLUTION or not any(hasattr(t, method) for t in _PLAIN))
                 if not own or not self.is_call(made) or method.startswith("_"):
                     raise Refused(f"a method of a result (`.{method}`)", node)
                 return [self.call(self.target(made.func), made), method]  # type: ignore[arg-type]
@@ -368,6 +369,11 @@ def _literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
         return None
+
+
+def _name(node: ast.expr) -> str:
+    """The name of what a call calls."""
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _has(node: ast.AST, kind: type[ast.AST]) -> bool:

@@ -14,9 +14,11 @@ from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.runner import LIMITS, Outcome
 
 TOLERANCE = 1e-6  # of numbers with a decimal point, relative above 1
-# A result is read only up to its expected size: as JSON, one that is right is at most so many times as long.
+# Answers are read only up to the size of right ones: a packed result is at most so many times as long as JSON or Python
+# has it. Results that asserts calculate with may be longer; the asserts of a row share what is read of them.
 MAX_GROWTH = 32
 MIN_RESULT = 4096  # bytes
+MAX_CALCULATED = 4 << 20  # bytes
 WHERE = "reward_model.ground_truth of a code row"
 
 
@@ -27,6 +29,8 @@ class Test:
     job: dict[str, Any]
     expected: Any
     """The output or result, or the `Assertions`."""
+    most: int = 0
+    """Bytes of the answers to calls that are read."""
 
     def failure(self, outcome: Outcome) -> str:
         """Why the outcome is wrong, in a few words; "" if it is right."""
@@ -36,10 +40,9 @@ class Test:
         if outcome.ended in LIMITS and outcome.ended != "time":
             return outcome.failure
         if isinstance(self.expected, Assertions):
-            return self.expected.failure(Answers(outcome, self.expected.most))
+            return self.expected.failure(Answers(outcome, self.most))
         try:
-            value = Answers(outcome, MIN_RESULT + MAX_GROWTH * len(json.dumps(self.expected)))[0]
-            wanted = self.expected
+            value, wanted = Answers(outcome, self.most)[0], self.expected
             # Some data sets wrap a single result in a list.
             wrapped = isinstance(wanted, list) and len(wanted) == 1 and _same_value(value, wanted[0])
             return "" if wrapped or _same_value(value, wanted) else "wrong answer"
@@ -68,7 +71,7 @@ def read(ground_truth: Any) -> list[Test]:
         except ValueError:
             data = [data]
     if isinstance(data, list):
-        return [_assert(source, f"[{i}]") for i, source in enumerate(_several(data, "it"))]
+        return _asserts(_several(data, "it"), "")
     if not isinstance(data, dict):
         raise ValueError(f"{WHERE} must hold inputs and outputs, or asserts, not be a {type(data).__name__}")
     asserts = data.get("assert_case") or []
@@ -77,7 +80,7 @@ def read(ground_truth: Any) -> list[Test]:
         raise ValueError(f"{WHERE}: assert_case must be a list of pieces of Python, not a {type(asserts).__name__}")
     asserts = [source for source in asserts if not (isinstance(source, str) and not source.strip())]
     if asserts:
-        return [_assert(source, f"assert_case[{i}]") for i, source in enumerate(asserts)]
+        return _asserts(asserts, "assert_case")
     inputs, outputs = _several(data.get("inputs"), "inputs"), _several(data.get("outputs"), "outputs")
     if len(inputs) != len(outputs):
         raise ValueError(f"{WHERE} has {len(inputs)} inputs but {len(outputs)} outputs; each input needs its output")
@@ -91,7 +94,9 @@ def read(ground_truth: Any) -> list[Test]:
             tests.append(Test(script, _text(wanted, f"outputs[{i}]")))
         else:
             call = json.dumps([name, _arguments(given, f"inputs[{i}]"), ["d"]])
-            tests.append(Test({"kind": "calls", "stdin": "", "calls": [call]}, _result(wanted)))
+            result = _result(wanted)
+            most = MIN_RESULT + MAX_GROWTH * len(json.dumps(result))
+            tests.append(Test({"kind": "calls", "stdin": "", "calls": [call]}, result, most))
     return tests
 
 
@@ -156,17 +161,21 @@ def _several(data: Any, key: str) -> list[Any]:
     return data
 
 
-def _assert(source: Any, key: str) -> Test:
-    if not isinstance(source, str):
-        raise ValueError(f"{WHERE}: {key} must be Python with an assert, not {str(source)[:100]!r}")
-    try:
-        assertions = grammar.read(source)
-    except Refused as error:
-        raise ValueError(
-            f"{WHERE}: {key} cannot be judged: {error}. Write calls of the program's functions with literals, compared "
-            "with values (docs/sandbox.md), or leave the row out"
-        ) from error
-    return Test({"kind": "calls", "stdin": "", "calls": list(assertions.calls)}, assertions)
+def _asserts(sources: list[Any], key: str) -> list[Test]:
+    tests = []
+    for i, source in enumerate(sources):
+        if not isinstance(source, str):
+            raise ValueError(f"{WHERE}: {key}[{i}] must be Python with an assert, not {str(source)[:100]!r}")
+        try:
+            assertions = grammar.read(source)
+        except Refused as error:
+            raise ValueError(
+                f"{WHERE}: {key}[{i}] cannot be judged: {error}. Write calls of the program's functions with literals, "
+                "compared with values (docs/sandbox.md), or leave the row out"
+            ) from error
+        most = MAX_CALCULATED // len(sources) + MAX_GROWTH * len(source)
+        tests.append(Test({"kind": "calls", "stdin": "", "calls": list(assertions.calls)}, assertions, most))
+    return tests
 
 
 def _text(data: Any, key: str) -> str:

@@ -72,7 +72,7 @@ for action in (
     lambda: os.listdir("/sys"),
     lambda: open("/new", "w"),
     lambda: open("/usr/new", "w"),
-    lambda: open("/sandbox/inside/judge.py", "a"),
+    lambda: open("/sandbox/inside/driver.py", "a"),
     lambda: open(os.__file__, "a"),
     lambda: os.chmod(os.__file__, 0o777),
     lambda: os.mkdir("/dev/new"),

@@ -86,14 +86,16 @@ def test_what_a_program_does_wrong_is_a_score(server: tuple[Server, SandboxConfi
     assert score("x", ECHO, config)["reason"] == "test 1: output limit exceeded"
 
 
-def test_functions_are_judged_beside_the_program(server: tuple[Server, SandboxConfig]) -> None:
-    _, config = server
+def test_functions_are_called_there_and_judged_here(server: tuple[Server, SandboxConfig]) -> None:
+    state, config = server
     asserts = ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]
     result = score("def add(a, b): return a + b", asserts, config)
     assert (result["passed"], result["reason"]) == (1, "test 2: assertion failed")
     calls = {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}
     assert score("def add(a, b): return a + b", calls, config)["score"] == 1.0
-    for forgery in ("import os; os._exit(0)", "def add(*x): print('passed'); exit(0)"):
+    assert not any("== 4" in request["code"] for request in state.requests)
+    yes = "class Yes(int):\n  __eq__ = __contains__ = lambda *given: True\ndef add(*x): return Yes()"
+    for forgery in (yes, "import os; os._exit(0)", "def add(*x): print('passed'); exit(0)"):
         assert score(forgery, asserts, config)["score"] == 0.0
 
 

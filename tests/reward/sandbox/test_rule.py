@@ -93,6 +93,51 @@ def test_tests_after_the_last_outcome_have_failed(monkeypatch: pytest.MonkeyPatc
     assert result["reason"] == "test 2: time limit of all tests exceeded"
 
 
+CALLS = [
+    "assert Solution().twoSum([1, 2], 9) == [1, 9]",
+    "def check(candidate):\n  assert candidate(nums=[2], target=3) == [0, 3]\ncheck(Solution().twoSum)",
+    "assert area([Point(1, 2), Point(x=3, y=4)]) == 14 and area([]) == 0",
+    "assert double(double(3)) == 12 and double(x=[1]) == [1, 1]",
+    "assert double('a' * 100_000) == 'a' * 200_000",
+    "assert double(3) == 6 or endless()",
+    "assert double(3) == 6 or leave()",
+    "assert math.isclose(third(1), 0.333333, abs_tol=1e-5)",
+]
+PROGRAM = """
+import os
+class Point:
+    def __init__(self, x, y): self.x, self.y = x, y
+class Solution:
+    def twoSum(self, nums, target): return [nums.index(2), target]
+def area(points): return sum(point.x * point.y for point in points)
+def double(x): return x + x
+def third(x): return x / 3
+def endless():
+    while True: pass
+def leave(): os._exit(0)
+if __name__ == "__main__": raise ValueError
+"""
+
+
+def test_asserts_are_passed_by_a_right_program(config: SandboxConfig) -> None:
+    result = score(PROGRAM, CALLS, replace(config, timeout_s=3.0))
+    assert (result["passed"], result["reason"]) == (len(CALLS), "")
+    result = score(PROGRAM.replace("x + x", "x * 3"), CALLS, replace(config, timeout_s=3.0))
+    assert (result["passed"], result["acc"]) == (4, 0) and result["reason"] == "test 4: assertion failed"
+
+
+@pytest.mark.parametrize("program", ["def f(", "raise ValueError", "import os; os._exit(0)", "import sys; sys.exit(0)"])
+def test_a_program_that_does_not_load_passes_no_assert(program: str, config: SandboxConfig) -> None:
+    result = score(program, ["assert f(1) != 2", "assert not f(1)"], config)
+    assert result["score"] == 0.0 and result["reason"]
+
+
+def test_an_assert_that_cannot_be_judged_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "run_tests", None)
+    with pytest.raises(ValueError, match="cannot be judged: `isinstance`"):
+        score("def f(x): return x", ["assert f(1) == 1", "assert isinstance(f(1), int)"], SandboxConfig())
+
+
 RESULTS: dict[str, tuple[str, Any, float]] = {
     "a large list": ("list(range(100_000))", list(range(100_000)), 1.0),
     "a dict of lists": ("{i: [i] * 100 for i in range(500)}", {str(i): [i] * 100 for i in range(500)}, 1.0),
@@ -106,6 +151,8 @@ RESULTS: dict[str, tuple[str, Any, float]] = {
     "half a character": ("'\\ud800'", 3, 0.0),
     "half a character in an error": ("int('\\ud800')", 3, 0.0),
     "no data": ("object()", 3, 0.0),
+    "a subclass": ("type('Yes', (int,), {'__eq__': lambda *given: True, '__hash__': int.__hash__})()", 3, 0.0),
+    "one hash": ("{n * (2 ** 61 - 1) for n in range(1, 1000)}", 3, 0.0),
     "digits by hand": ("__import__('os').write(4, b'{\"value\": ' + b'1' * 500_000 + b'}')", 3, 0.0),
     "depth by hand": ("__import__('os').write(4, b'[' * 100_000)", 3, 0.0),
 }

@@ -9,7 +9,7 @@ import pytest
 from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.runner import Outcome
-from pipeline.reward.sandbox.truth import read, same_text
+from pipeline.reward.sandbox.truth import MAX_CALCULATED, read, same_text
 
 STDIN = {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "2\n"]}
 
@@ -49,6 +49,11 @@ def test_what_is_expected_is_in_no_job() -> None:
         {"inputs": ["1"], "outputs": ["canary"]},
     ):
         assert not any(word in json.dumps([test.job for test in read(truth)]) for word in ("canary", "3.125"))
+
+
+def test_all_asserts_of_a_row_share_what_is_read() -> None:
+    for count in (1, 3, 100):
+        assert sum(test.most for test in read(["assert f(1)"] * count)) <= MAX_CALCULATED + count * 1000
 
 
 def test_one_assert_that_cannot_be_judged_refuses_the_row() -> None:

@@ -1,10 +1,11 @@
-"""Plain data through the pipe between a program and its judge."""
+"""Plain data that leaves the process of a program."""
 
 import collections
 import io
 import json
 import math
 import os
+import time
 from typing import Any
 
 import numpy
@@ -52,6 +53,38 @@ def test_awkward_values_become_plain_ones() -> None:
     ):
         assert through(value) == plain and (type(through(value)) is type(plain) or isinstance(plain, dict))
     assert math.isnan(through(float("nan"))) and through(Liar(3)) != 4
+
+
+def test_what_is_not_plain_is_refused_by_its_type() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    cases = ((object(), "object"), ({}.keys(), "dict_keys"), (iter([]), "list_iterator"), (range(3), "range"))
+    for value, kind in cases:
+        with pytest.raises(values.NotPlain, match=f"of the type {kind}, which"):
+            values.pack([value])
+    with pytest.raises(values.NotPlain, match="more than 200 deep"):
+        values.pack(endless)
+    with pytest.raises(values.NotPlain, match="more than 200 deep"):
+        values.unpack(json.loads('["l", ' * 201 + "1" + "]" * 201))
+    assert through(values.unpack(json.loads('["l", ' * 200 + "1" + "]" * 200)))
+
+
+def test_results_of_earlier_calls_are_read_where_they_are_known() -> None:
+    kept = object()
+    assert values.unpack(["l", ["r", 3]], {3: kept}) == [kept]
+    for results in (None, {}):
+        with pytest.raises((ValueError, KeyError)):
+            values.unpack(["r", 3], results)
+
+
+def test_keys_of_one_hash_are_few() -> None:
+    alike = [number * (2**61 - 1) for number in range(1, 1000)]
+    start = time.process_time()
+    for packed in (["s", *map(values.pack, alike)], ["d", *([values.pack(key), 1] for key in alike)]):
+        with pytest.raises(ValueError, match="keys with one hash"):
+            values.unpack(packed)
+    assert time.process_time() - start < 0.5
+    assert values.distinct([1, True, 1.0, -1, -2] * 100) == [1, -1, -2]
 
 
 @settings(deadline=None, max_examples=25)
