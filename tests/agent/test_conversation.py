@@ -107,13 +107,7 @@ def test_texts_that_do_not_fit_are_not_encoded_as_a_whole(monkeypatch: pytest.Mo
     for messages in (
         [{"role": "user", "content": "ab " * 40_000}],
         [{"role": "user", "content": "12 " * 100, "name": "x"}] * 900,
-        [
-            {
-                "role": "user",
-                "content": "x",
-                "tool_calls": [{"function": {"name": "f", "arguments": {"a": "b " * 60_000}}}],
-            }
-        ],
+        [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {"a": long}}}]}],
         [{"role": "user", "content": "x"}] * 4000,
     ):
         with pytest.raises(EpisodeFailed, match="more than data.max_prompt_length=1000"):
