@@ -165,7 +165,7 @@ def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
         if name not in arguments:
             return f"the argument {name} of {function['name']} is missing"
     for name, value in arguments.items():
-        problem = _problem(known.get(name, {}), value, _MAX_DEPTH)
+        problem = _problem(known.get(name, parameters.get("additionalProperties")), value, _MAX_DEPTH)
         if not problem and _is_large(value):
             problem = f"must have numbers of at most {sys.float_info.max_10_exp} digits, but is {_shown(value)}"
         if problem:
@@ -177,7 +177,7 @@ def whole(schema: Any, value: Any) -> Any:
     """Arguments that fit a schema, with integers where it says so: a model may write 3.0, which is one in JSON."""
     if not isinstance(schema, dict):
         return value
-    if isinstance(value, float) and schema.get("type") == "integer":
+    if isinstance(value, float) and schema.get("type") == "integer" and value.is_integer():
         return int(value)
     if isinstance(value, list):
         return [whole(schema.get("items"), item) for item in value]

@@ -17,9 +17,11 @@ import pyarrow as pa
 
 from pipeline import rows
 from pipeline.agent import Call
+from pipeline.agent.frames import MAX_REASON
 from pipeline.config import Config
 from pipeline.rollout.vllm import seed_of
 from tests.agent.families import FAMILIES, TOOLS, tokenizer
+from tests.agent.hostile_values import LITERALS
 from tests.agent.oracle import CALLS, ENDS, Asked, Oracle, Wrong, per_token
 from tests.rollout.test_vllm import CALL_S, Place
 
@@ -129,6 +131,7 @@ class FuzzPlace(Place):
         """Weights that write calls, broken calls and short texts, and end most of them."""
         import torch
 
+        self.hostile()
         bridge = self.rollout._episodes._agents["both"]._language.bridge
         lm, dice = self.policy.lm, random.Random(0)
         marks = [[bridge.tokens.ids[end] for end in ends.split()[:1]] for ends in ENDS[self.name]]
@@ -171,6 +174,27 @@ class FuzzPlace(Place):
             optimizer.step()
             schedule.step()
         return {key: value.clone() for key, value in self.policy.state_dict().items()}
+
+    def hostile(self) -> None:
+        """Have every tenth answer read as a hostile call, whose tokens stay those that were sampled.
+
+        Weights that are fitted in seconds do not write numbers of 309 digits.
+        """
+        if self.name not in PARSED:
+            return
+        dice = random.Random(f"{self.name}/hostile")
+        for agent in ("both", "shown", "masks", "calls"):
+            reader = self.rollout._episodes._agents[agent]._language.reader
+
+            def hostile(raw: str, ids: Any, parse: Any = reader._parse) -> Any:
+                if dice.random() > 0.1:
+                    return parse(raw, ids)
+                self.oracle.seen["hostile values"] += 1
+                literal = dice.choice(LITERALS)
+                name, argument = dice.choice([("calc", "digits"), ("calc", "expression"), ("get", "keys")])
+                return "", "", [(name, f'{{"expression": "1", "{argument}": {literal}}}')]
+
+            reader._parse = hostile
 
     def move(self, kind: str) -> int:
         """Publish a new version: `random` or `fitted` weights, with a little noise."""
@@ -238,7 +262,7 @@ class FuzzPlace(Place):
         where = f"{self.name} {row['agent_name']} {row['uid']} sample {row['sample']}: "
         self.oracle.seen[f"ended {row['ended']}"] += 1
         error = row["env_error"]
-        if error is not None and "ValueError: it fails" not in error:
+        if error is not None and ("ValueError: it fails" not in error or len(error) > MAX_REASON):
             return [where + error]
         try:
             self.oracle.check(row, asked)

@@ -6,11 +6,12 @@ import ctypes
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 
-from pipeline.agent import Environment, Observation, ToolError
+from pipeline.agent import Environment, Observation, ToolError, frames
 
 
 class Boom(Exception):
@@ -165,6 +166,36 @@ class Hostile(Environment):
 
     def long(self):
         return Observation("x" * 100_000_000)
+
+    def many(self):
+        return Observation([{"role": "user", "content": ""}] * 300_000)
+
+    def long_messages(self):
+        return Observation([{"role": "user", "content": "x" * 100_000}] * 100)
+
+    def forge(self, **fields):
+        """A frame in the place of the next one."""
+        frame = frames.encode({"id": 1, **fields})
+        for descriptor in range(3, 20):
+            with contextlib.suppress(OSError):
+                socket.socket(fileno=os.dup(descriptor)).sendall(frame)
+
+    def forge_late(self):
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+        time.sleep(1.2)
+        self.forge(late="x" * 4_000_000)
+        time.sleep(1000)
+
+    def forge_error(self):
+        self.forge(error="x" * 4_000_000)
+        return "x"
+
+    def forge_deep(self):
+        value = 1
+        for _ in range(150):
+            value = [value]
+        self.forge(content=value)
+        return "x"
 
     def surrogates(self):
         return Observation("a\ud800b", reward=0.5)

@@ -71,7 +71,7 @@ class Talk(Environment):
     def step(self, message):
         kind = random.random()
         if kind < 0.02:
-            raise ValueError("it fails")
+            raise ValueError("it fails" + random.choice(["", "x" * 5_000_000]))
         content = anything()
         if self.several and kind < 0.2:
             content = [{"role": "user", "content": content}, {"role": "user", "content": anything()}]
@@ -82,7 +82,7 @@ class Talk(Environment):
 def calc(expression: str, digits: int = 0) -> str:
     """The value of an expression."""
     if random.random() < 0.2:
-        raise ToolError(anything())
+        raise ToolError(anything() * random.choice([1, 1, 1, 100_000]))
     return anything()
 
 

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from pipeline.agent import Call
 from pipeline.agent.bridge import Bridge
 from pipeline.agent.calls import Reader, why
+from pipeline.agent.schema import mistake
 from tests.agent.families import CALC, FAMILIES, TOOLS, tokenizer
+from tests.agent.hostile_values import LITERALS
+from tests.agent.hostile_values import call as hostile
 
 pytestmark = [pytest.mark.slow]
 
@@ -82,6 +85,11 @@ def test_without_tools_nothing_of_vllm_is_needed() -> None:
         (call("calc", "[1]"), "arguments of calc are of type list, not an object"),
         (call("calc", "NaN"), "NaN is no JSON"),
         (call("calc", '{"digits": Infinity}'), "Infinity is no JSON"),
+        (
+            call("calc", '{"digits": 1e999}'),
+            "arguments of calc are not valid JSON: (1e999 is more|Infinity is no JSON)",
+        ),
+        (call("calc", '{"digits": ' + "9" * 5000 + "}"), "cannot be read|no tool call can be read|not valid JSON"),
         (call("", "{}"), "call 1 has no name"),
         (call("calc", '{"expression": "\\ud800"}'), "lone surrogate"),
         (call("calc", '{"a": ' + "[" * 80 + "]" * 80 + "}"), "nested more than 64 levels"),
@@ -143,9 +151,33 @@ GARBAGE = st.lists(
         st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "calc", "arguments": {}}', "{", "}", "[", "]", '"']),
         st.sampled_from(["<think>", "</think>", "<|im_end|>", "<|im_start|>", "\\", ",", ":", '"name"', "null", "\n"]),
         st.text(max_size=5),
+        st.sampled_from([hostile(literal) for literal in LITERALS if len(literal) < 500]),
     ),
     max_size=12,
 ).map("".join)
+
+
+@pytest.mark.parametrize("name", ["chatml", "headers", "instruct", "unclosed"])
+def test_hostile_values_in_calls_are_at_worst_mistakes(name: str) -> None:
+    """They stand where the model's own template writes an argument."""
+    made = reader(name)
+    ids, (said,) = made._probes()[0]
+    text = made._decode(ids, skip=False)
+    written = json.dumps(said.arguments["expression"], ensure_ascii=False)
+    written = written if written in text else said.arguments["expression"]
+    assert written in text
+    for literal in (literal for literal in LITERALS if len(literal) < 6000):
+        answer = text.replace(written, literal).encode("utf-8", "replace").decode()
+        began = time.perf_counter()
+        message, problem = made.read(ids_of(made, answer), truncated=False)
+        assert time.perf_counter() - began < 2, literal[:40]
+        assert problem is None or len(problem) < 1000
+        json.dumps([each.arguments for each in message.calls], ensure_ascii=False, allow_nan=False).encode()
+        for each in message.calls:
+            told = mistake(
+                {"function": {"name": each.name, "parameters": {"additionalProperties": True}}}, each.arguments
+            )
+            assert told is None or "numbers of at most" in told or "nested" in told
 
 
 @settings(max_examples=300, deadline=None)

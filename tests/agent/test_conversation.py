@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from pipeline.agent.calls import Reader
 from pipeline.agent.context import joined
 from pipeline.agent.conversation import Conversation
 from pipeline.agent.language import Language
+from pipeline.agent.session import EpisodeFailed
 from pipeline.agent.world import World
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
@@ -88,3 +90,41 @@ def test_a_chat_that_goes_on_has_the_tokens_that_were_sampled(history: str) -> N
     between = made.bridge.after(sampled, [UP])
     assert context.ids == sampled + between + sampled
     assert policy.asked[1] == context.prompt_ids + sampled + between
+
+
+def test_texts_that_do_not_fit_are_not_encoded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = language("chatml")
+    encoded = list[int]()
+    ordinary = type(made.bridge.tokens).ordinary
+
+    def watched(self: Any, text: str) -> list[int]:
+        encoded.append(len(text))
+        return ordinary(self, text)
+
+    monkeypatch.setattr(type(made.bridge.tokens), "ordinary", watched)
+    monkeypatch.setattr(made.bridge, "prompt", lambda *_: pytest.fail("it is encoded as a whole"))
+    conversation, long = Conversation(made, Sampler([1]), 1000), "b " * 60_000
+    for messages in (
+        [{"role": "user", "content": "ab " * 40_000}],
+        [{"role": "user", "content": "12 " * 100, "name": "x"}] * 900,
+        [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {"a": long}}}]}],
+        [{"role": "user", "content": "x"}] * 4000,
+    ):
+        with pytest.raises(EpisodeFailed, match="more than data.max_prompt_length=1000"):
+            conversation.begin(messages)
+    assert sum(encoded) < 100_000
+
+
+def test_observations_of_many_messages_are_not_encoded() -> None:
+    made = language("chatml", max_observation_tokens=1024)
+
+    async def play() -> Any:
+        conversation = Conversation(made, Sampler([*ambiguous("chatml")]), 500)
+        context = conversation.begin(ROW["prompt"])
+        await conversation.answer(context)
+        began = time.perf_counter()
+        following = conversation.observe(context, [{"role": "user", "content": "12 " * 300}] * 400)
+        return following, time.perf_counter() - began
+
+    following, seconds = asyncio.run(play())
+    assert following is None and seconds < 2

@@ -42,5 +42,5 @@ def test_rows_are_exactly_what_the_engine_was_asked_and_sampled(name: str, tmp_p
     ]
     wanted += ["cached"] if prefix_cache else []
     wanted += ["tool"] if FAMILIES[name].tool else []
-    wanted += ["with calls", "masked"] if name in PARSED else []
+    wanted += ["with calls", "masked", "hostile values"] if name in PARSED else []
     assert not [what for what in wanted if not seen[what]], seen

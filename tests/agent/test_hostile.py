@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from pipeline.agent import Message, Observation
+from pipeline.agent.frames import MAX_REASON, MAX_TEXT
 from pipeline.agent.processes import Processes
-from pipeline.agent.session import EpisodeFailed, EpisodeLost
+from pipeline.agent.session import EpisodeFailed, EpisodeLost, PolicyMistake
 from pipeline.config.agent import AgentConfig
 from tests.agent.test_processes import ROW, run
 
@@ -256,3 +258,106 @@ def test_ctrl_c_of_the_terminal_does_not_reach_environments(tmp_path: Path) -> N
     process.wait()
     process.stdout.close()
     wait_until_gone(str(tmp_path))
+
+
+TOOLS = str(Path(__file__).parent / "hostile_tools.py")
+SAID = {
+    "long": r"^begin(?s:.)*\[\.\.\. 18,951,432 characters are left out \.\.\.\]\n(?s:.)*end$",
+    "long list": r'^\["xxx(?s:.)* characters are left out (?s:.)*"\]$',
+}
+MISTAKES = {
+    "long mistake": r"^begin(?s:.)* characters are left out (?s:.)*end$",
+    "half a character": r"^\?$",
+    "mute": "^$",
+    "leaving": "^$",
+    "odd": "^$",
+}
+ERRORS = {
+    "syntax": r"^SyntaxError: xxx(?s:.)* characters are left out ",
+    "odd syntax": r"^SyntaxError: ",
+    "long error": r"^ValueError: xxx(?s:.)* characters are left out (?s:.)* \(hostile_tools.py, line \d+\)$",
+    "long name": r"^NNN(?s:.)* characters are left out ",
+    "long type": r"^ValueError: tool say returned no JSON(?s:.)* characters are left out ",
+    "over": r"^EpisodeOver: xxx(?s:.)* characters are left out ",
+}
+
+
+def test_what_a_tool_says_is_cut_wherever_it_goes() -> None:
+    async def say(processes: Processes, kind: str) -> tuple[str, str, float]:
+        session = await processes.open(ROW, 1, 60)
+        began = time.monotonic()
+        try:
+            return "said", await session.call("say", {"kind": kind}, 60), time.monotonic() - began
+        except PolicyMistake as mistake:
+            return "mistake", str(mistake), time.monotonic() - began
+        except EpisodeFailed as failed:
+            return "error", str(failed), time.monotonic() - began
+        finally:
+            await session.close()
+
+    async def play(processes: Processes) -> None:
+        for how, kinds, most in (("said", SAID, MAX_TEXT), ("mistake", MISTAKES, MAX_TEXT), ("error", ERRORS, 1100)):
+            for kind, words in kinds.items():
+                came, text, seconds = await say(processes, kind)
+                assert came == how and len(text) <= most and re.search(words, text), (kind, came, text[:200])
+                assert seconds < 5, kind
+
+    run(AgentConfig(tools=[TOOLS]), play)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"count": 10**309}, "the argument count of numbers must have numbers of at most 308 digits"),
+        ({"count": 3, "ratio": -(10**400)}, "the argument ratio of numbers must have numbers of at most 308 digits"),
+        ({"count": 1e300}, ""),
+        ({"count": 3.0}, ""),
+        ({"count": 10**300, "ratio": 10**300}, ""),
+        ({"count": float("inf")}, "must be an integer, but is inf"),
+        ({"count": True}, "must be an integer, but is True"),
+        ({"self": 1}, "numbers has no argument the text 'self'"),
+        ({"x" * 100_000: 1}, r"numbers has no argument the text 'xxx[x']*\.\.\.;"),
+    ],
+)
+def test_numbers_that_a_policy_writes_are_at_worst_mistakes(arguments: dict[str, Any], words: str) -> None:
+    async def play(processes: Processes) -> None:
+        session = await processes.open(ROW, 1, 30)
+        if words:
+            with pytest.raises(PolicyMistake, match=words) as mistake:
+                await session.call("numbers", arguments, 30)
+            assert len(str(mistake.value)) < 400
+        assert float(await session.call("numbers", {"count": 3} if words else arguments, 30)) >= 0
+        await session.close()
+
+    run(AgentConfig(tools=[TOOLS]), play)
+
+
+def test_a_long_observation_is_cut_and_many_messages_are_refused() -> None:
+    async def play(processes: Processes) -> None:
+        await processes.start()
+        long = await outcome(processes, "long", 30)
+        assert isinstance(long, Observation) and isinstance(long.content, str)
+        assert len(long.content) <= MAX_TEXT and " characters are left out " in long.content
+        assert await outcome(processes, "many", 30) == (
+            "ValueError: Hostile.step returned 300,000 messages; at most 4,096 are read"
+        )
+        messages = await outcome(processes, "long_messages", 30)
+        assert isinstance(messages, Observation) and isinstance(messages.content, list)
+        assert sum(len(message["content"]) for message in messages.content) <= MAX_TEXT
+
+    run(config("x"), play)
+
+
+def test_forged_frames_put_no_more_into_an_error_than_others() -> None:
+    """Code of an environment may write to the connection what it likes."""
+
+    async def play(processes: Processes) -> None:
+        await processes.start()
+        late, error = await outcome(processes, "forge_late", 1), await outcome(processes, "forge_error", 30)
+        assert isinstance(late, str) and late.startswith("TimeoutError: no answer from step after 1 s")
+        assert isinstance(error, str) and error.startswith("xxx") and " characters are left out " in error
+        assert len(late) < 400 and len(error) <= MAX_REASON
+        deep = await outcome(processes, "forge_deep", 30)
+        assert deep == "ValueError: between the run and step stands JSON of more than 100 levels"
+
+    run(config("x"), play)

@@ -200,11 +200,9 @@ LARGE = [10**309, -(10**309), 10**5000, [10**309], {"a": [10**400]}]
 def test_integers_that_no_float_holds_are_mistakes(value: Any) -> None:
     for schema in ({}, {"type": "integer"}, {"type": "number"}, {"type": "array"}, {"anyOf": [{"type": "integer"}]}):
         told = mistake({"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}, {"x": value})
-        assert told is not None and "x of f must" in told and len(told) < 300
-    assert (
-        mistake({"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}, {"x": 10**300})
-        is None
-    )
+        assert told is not None and "the argument x of f" in told and len(told) < 300
+    fits = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+    assert mistake(fits, {"x": 10**300}) is None
 
 
 def test_whole_numbers_come_as_integers() -> None:
@@ -216,7 +214,7 @@ def test_whole_numbers_come_as_integers() -> None:
     assert [type(value) for value in made["x"][0].values()] == [int, float, float] and type(made["y"]) is float
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(properties=st.dictionaries(st.sampled_from(NAMES), SCHEMAS, max_size=3), others=SCHEMAS, data=st.data())
 def test_no_arguments_raise(properties: dict[str, Any], others: Any, data: st.DataObject) -> None:
     parameters = {"type": "object", "properties": properties, "additionalProperties": others}

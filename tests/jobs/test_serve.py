@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from openai import AuthenticationError, OpenAI
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -30,6 +30,7 @@ from pipeline.config import Config
 from pipeline.export.api_key import RequireKey
 from pipeline.export.serve import engine_kwargs, llm_config
 from pipeline.export.served_model import ServedModel, find
+from pipeline.export.tools import RefuseTools, with_parser
 from pipeline.models.settings import FILE, ModelSettings, load_settings
 from pipeline.track.trajectories import read_trajectories
 from tests.runs import TWO, Run, starter, tiny_settings
@@ -175,6 +176,77 @@ def test_every_route_but_health_asks_for_the_key(method: str, path: str, headers
     assert TestClient(app).request(method, path, headers=headers).status_code == status
     app.state.args.api_key = None
     assert path == "/health" or TestClient(app).request(method, path, headers=headers).status_code == 401
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"messages": [], "tools": [TOOL]}, 400),
+        ({"messages": [], "tools": [TOOL], "tool_choice": "required", "stream": True}, 400),
+        ({"messages": [], "tools": [TOOL], "tool_choice": "none"}, 200),
+        ({"messages": [], "tools": []}, 200),
+        ({"messages": [{"role": "user", "content": "tools"}]}, 200),
+        (b'{"tools": [', 200),
+        (b'"tools"' + b"[" * 100_000, 200),
+        (b"", 200),
+    ],
+)
+def test_without_a_parser_requests_with_tools_are_refused_in_words(body: Any, status: int) -> None:
+    app = FastAPI()
+    app.add_middleware(RefuseTools)
+
+    @app.post("/{path:path}")
+    async def read(request: Request) -> int:
+        return len(await request.body())
+
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        answer = TestClient(app).post(path, content=content)
+        assert answer.status_code == status
+        if status == 200:
+            assert answer.json() == len(content), "the server gets the whole request"
+        else:
+            words = answer.json()["error"]["message"]
+            assert "--tool-parser auto" in words and "enable-auto-tool-choice" not in words
+
+
+def test_a_policy_that_was_trained_with_tools_names_its_parser(config: Config) -> None:
+    assert ModelSettings.of(config, 7).tool_parser == "none"
+    config.agent.tools = ["tools.py"]
+    config.agent.parser, config.agent.reasoning_parser = "hermes", "qwen3"
+    settings = ModelSettings.of(config, 7)
+    assert (settings.tool_parser, settings.reasoning_parser) == ("hermes", "qwen3")
+    config.agent.tools, config.agent.named = [], {"calc": {"command": ["x"], "parser": "auto"}}
+    assert ModelSettings.of(config, 7).tool_parser == "auto"
+
+
+@pytest.mark.slow
+def test_the_parser_is_that_of_the_chat_template(tiny_model: Path, config: Config, tmp_path: Path) -> None:
+    config.agent.tools = ["tools.py"]
+    settings = ModelSettings.of(config, 7)
+    made = with_parser(ServedModel(str(tiny_model), "tiny", settings, config), None)
+    assert made.calls == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    assert "tool parser hermes" in made.notes[-1]
+    assert kwargs(made)["tool_call_parser"] == "hermes"
+    arguments = llm_config(made, parse(["x", "--num-gpus", "0"])).engine_kwargs
+    assert arguments["enable_auto_tool_choice"] is True and "middleware" not in arguments
+    # The option goes before the run.
+    assert with_parser(ServedModel(str(tiny_model), "tiny", settings, config), "none").calls == {}
+    with pytest.raises(ValueError, match="--tool-parser qwen3_coder: .* Set --tool-parser to one that does"):
+        with_parser(ServedModel(str(tiny_model), "tiny", None), "qwen3_coder")
+    plain = tmp_path / "plain"
+    shutil.copytree(tiny_model, plain)
+    (plain / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(ValueError, match="--tool-parser auto: .*leaves out the tool calls"):
+        with_parser(ServedModel(str(plain), "plain", None), "auto")
+    made = with_parser(ServedModel(str(plain), "plain", settings, config), None)
+    assert made.calls == {} and "requests with tools are refused, because" in made.notes[-1]
 
 
 def test_settings_of_an_exported_model(config: Config, tmp_path: Path) -> None:
