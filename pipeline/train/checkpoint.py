@@ -182,7 +182,11 @@ class Saver:
         storage = ray.train.get_context().get_storage()
 
         def copy() -> Checkpoint:
-            persisted = storage.persist_current_checkpoint(checkpoint, name)
+            try:
+                persisted = storage.persist_current_checkpoint(checkpoint, name)
+            except OSError:
+                self._withdraw(checkpoint, name)
+                raise
             with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}"):
                 pass
             return persisted
@@ -200,6 +204,13 @@ class Saver:
         self._copied(self._version)
         self._idle.set()
         return persisted
+
+    def _withdraw(self, checkpoint: Checkpoint, name: str) -> None:
+        """Delete this rank's files of a copy that failed: they would take the room of the run's records."""
+        filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{name}")
+        for file in Path(checkpoint.path).iterdir():
+            with contextlib.suppress(OSError):
+                filesystem.delete_file(f"{path}/{file.name}")
 
     def _clear(self, version: int) -> None:
         filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{folder_name(version)}")
