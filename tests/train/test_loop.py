@@ -221,7 +221,7 @@ def test_a_checkpoint_that_cannot_be_stored_ends_the_run_with_its_model(
     folder = weights.parent
     assert str(folder).startswith(str(tmp_path / "runs" / "a" / "model" if in_run else tmp_path / "tmp" / "a-model-"))
     assert str(error.value).startswith("checkpoint: /store could not be written for 60 s: No space left on device")
-    assert str(error.value).endswith(f". The model after iteration 3 is in {folder} (on {socket.gethostname()})")
+    assert str(error.value).endswith(f". The model is in {folder} (on {socket.gethostname()})")
     assert ("Then the model could not be saved in" in str(error.value)) is not in_run
     assert (folder / FILE).is_file()
 
@@ -235,4 +235,4 @@ def test_a_model_that_can_be_saved_nowhere_is_said_with_all_reasons(
     (tmp_path / "tmp").write_text("no folder")
     with pytest.raises(FinalError) as error:
         loop.run()
-    assert str(error.value).count("the model could not be saved in") == 2 and "is in" not in str(error.value)
+    assert str(error.value).count("the model could not be saved in") == 2 and "The model is in" not in str(error.value)
