@@ -5,6 +5,7 @@ import sys
 from rich.console import Console
 
 from jobs.command import complain, exit_code, new_parser
+from jobs.entry import command
 from pipeline.config.paths import local_path
 from pipeline.track.compare import draw, read_runs, table
 from pipeline.track.plot import save
@@ -13,6 +14,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 """First bytes of a PNG file."""
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 drawn, 2 bad arguments or runs, 1 the picture cannot be written)."""
     about = "Draw the validation accuracy and training reward of several runs, and print a table of them."

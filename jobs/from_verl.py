@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from jobs.command import new_parser
+from jobs.entry import command
 from jobs.verl.convert import convert
 from jobs.verl.launch import Settings, launch, refusal
 from jobs.verl.recorder import record
@@ -45,6 +46,7 @@ _VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 _WIDTH = 118
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = new_parser("from_verl", "Convert a verl launch script into an experiment.", EPILOG)

@@ -16,18 +16,22 @@ import ray.train
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.paths import check_out
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
+from pipeline.errors import NotStarted
 from pipeline.models import adapter
+from pipeline.models.ends import find_ends
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.omissions import check_arguments
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
 from pipeline.run import cluster
 from pipeline.storage.owner import of_folder, owned
-from pipeline.supervised.data import RowGroup, train_dataset
+from pipeline.supervised.data import RowGroup, notes, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
 from pipeline.train import ranks
 
@@ -79,6 +83,7 @@ class Job(Generic[C]):
     causal: bool = True
     """Whether the model must be a causal language model."""
 
+    @command
     def main(self, argv: list[str] | None = None) -> int:
         """Run the command; the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
         argv = sys.argv[1:] if argv is None else argv
@@ -92,6 +97,9 @@ class Job(Generic[C]):
         except ValueError as error:
             print(f"{command}: {error}", file=sys.stderr)
             return 2
+        except NotStarted as error:
+            print(f"{command}: {error}", file=sys.stderr)
+            return 1
         except (TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
             from pipeline.run.driver import sentence
 
@@ -185,7 +193,14 @@ class Job(Generic[C]):
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
         steps, epochs = plan(config, train_groups)
-        load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model)
+        check_arguments(tokenizer, data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs")
+        for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
+            print(f"{self.name}: note: {note}", flush=True)
+        if self.causal:
+            ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
+            taught = "" if ends.learnt else "; the chat template writes none behind a last answer, so none is learnt"
+            print(f"{self.name}: {ends.line}{taught}", flush=True)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)
 

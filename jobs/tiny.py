@@ -27,6 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from jobs.entry import command
 from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
@@ -187,6 +188,7 @@ def make(args: argparse.Namespace) -> str:
     return f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens"
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit code (0 done, 2 bad option or input, 1 not writable)."""
     parser = Parser(prog="python -m jobs.tiny", description="Make a tiny language model and its tokenizer.")

@@ -94,7 +94,7 @@ def _call(value: dict[str, Any], place: str) -> dict[str, Any]:
         try:
             arguments = from_json(arguments) if arguments.strip() else {}
         except ValueError as error:
-            raise ValueError(f"{place}, arguments of {function['name']}: {error}") from error
+            raise ValueError(f"{place}, arguments of {function['name']}: {error}; an object is needed") from error
     elif arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

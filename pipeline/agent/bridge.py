@@ -21,6 +21,7 @@ from pipeline.agent.control import Marks, clean
 from pipeline.agent.forms import call_id
 from pipeline.agent.proof import Proof, prove
 from pipeline.agent.template import FORMS, QUESTION, Template, common_prefix, said
+from pipeline.omissions import remedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,8 +96,7 @@ class Bridge:
         if not proof.several and sum(message["role"] == messages[0]["role"] for message in messages) > 1:
             raise ValueError(
                 f"the model's chat template writes one message of role {messages[0]['role']!r} behind an answer, and "
-                f"there are {len(messages)}; let the environment give one, or put another chat_template.jinja into the "
-                "model's folder"
+                f"there are {len(messages)}; let the environment give one, or {remedy('writes several')}"
             )
         marks = Marks(self.tokens.control)
         text = self._template.tail(proof.way, proof.closing, marks.hide(messages), marks.hide(calls))
@@ -137,7 +137,7 @@ class Bridge:
                 continue
             if all(call.name in whole.rpartition(QUESTION["content"])[2] for call in calls):
                 return whole, form
-        raise ValueError(f"{reason}; put a chat_template.jinja that writes tool calls into the model's folder")
+        raise ValueError(f"{reason}; {remedy('writes tool calls')}")
 
     @cached_property
     def _form(self) -> str:
@@ -148,7 +148,10 @@ class Bridge:
 
     def _readable(self, message: dict[str, Any]) -> dict[str, Any]:
         """An answer with calls as the template reads it."""
-        calls = [Call(call["id"], **call["function"]) for call in message["tool_calls"]]
+        calls = [
+            Call(call.get("id") or call_id(number), call["function"]["name"], call["function"]["arguments"])
+            for number, call in enumerate(message["tool_calls"])
+        ]
         return message | said(message.get("content") or "", calls, self._form)
 
     @property

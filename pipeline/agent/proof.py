@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pipeline.agent import Call
 from pipeline.agent.forms import call_id
 from pipeline.agent.template import QUESTION, Template, Way, answering, common_prefix, said
+from pipeline.omissions import remedy
 
 ANSWERS = ("Yes.", "12", "a\n", "é 中 😀")
 CONTENTS = ("higher", "", "  x  ", "\n", "a\n\nb\n", "12 3.5", "é 中 😀", '{"a": [1, "b"]}')
@@ -55,8 +56,7 @@ def prove(template: Template, role: str) -> Proof:
     other = "user" if role == "tool" else "tool"
     raise ValueError(
         f"the model's chat template cannot continue an answer with a message of role {role!r}: {reason}. Choose "
-        f"agent.observation_role={other} where an environment answers, or put a chat_template.jinja that writes "
-        "such messages into the model's folder"
+        f"agent.observation_role={other} where an environment answers, or {remedy('writes such messages')}"
     )
 
 

@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
+from pipeline.models.ends import as_list, as_stored
 from pipeline.models.mesh import Mesh, make_mesh
+from pipeline.models.repeatable import own_randomness
 from pipeline.models.save import WeightFiles, gathered_blocks, take_place
 from pipeline.models.slices import adopt, take_slices
 
@@ -170,7 +172,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_hf(
-    model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None, replace: bool = False
+    model: "Pretrained",
+    tokenizer: Any,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    ends: Sequence[int] = (),
+    replace: bool = False,
 ) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
@@ -180,6 +187,9 @@ def save_hf(
 
     A model with adapters is saved merged, in the base's type for None, and the adapter beside it in the folder
     `adapter`.
+
+    Its `generation_config.json` names `ends` (`ends.py`), the tokens after which generation stops; none leave it as it
+    is.
 
     Raises NotSavedError, on every rank, if rank 0 could not write.
     """
@@ -206,7 +216,7 @@ def save_hf(
     try:
         if rank == 0 and error is None:
             # It clears what it takes for weights of an older save, so it comes before them.
-            _save_settings(model.lm, partial, dtype)
+            _save_settings(model.lm, partial, dtype, ends)
             files.finish()
             if adapter is not None:
                 lora.save(model, adapter, partial / "adapter")
@@ -245,10 +255,13 @@ def rescue(save: Callable[[str], None], folders: Sequence[str], reason: str) -> 
     return reason
 
 
-def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None) -> None:
+def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None, ends: Sequence[int]) -> None:
     """The model's config, its generation config and its own code, without weights."""
-    lm.save_pretrained(folder, state_dict={})
-    if dtype is not None:
-        config = copy.deepcopy(lm.config)
-        config.dtype = dtype
-        config.save_pretrained(folder)
+    if ends and set(ends) != set(as_list(lm.generation_config.eos_token_id)):
+        lm.generation_config.eos_token_id = as_stored(ends)
+    with own_randomness(lm):
+        lm.save_pretrained(folder, state_dict={})
+        if dtype is not None:
+            config = copy.deepcopy(lm.config)
+            config.dtype = dtype
+            config.save_pretrained(folder)

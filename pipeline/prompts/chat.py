@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.data import DataConfig
 from pipeline.conversations import Messages, read_messages
 from pipeline.errors import short_reason
+from pipeline.omissions import Omissions, check_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,15 +31,18 @@ class ChatTokenizer:
     """Turns conversations into prompt tokens of at most `data.max_prompt_length`."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> None:
-        """Raises ValueError where `data.apply_chat_template_kwargs` sets what the prompt loader decides."""
+        """Raises ValueError where `data.apply_chat_template_kwargs` sets what the prompt loader decides, or what the
+        template does not read."""
         fixed = sorted(set(data.apply_chat_template_kwargs) & set(FIXED_ARGUMENTS))
         if fixed:
             raise ValueError(
                 f"data.apply_chat_template_kwargs sets {', '.join(fixed)}, which the prompt loader decides itself; "
                 "leave it out"
             )
+        check_arguments(tokenizer, data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs")
         self.tokenizer = tokenizer
         self.data = data
+        self.omissions = Omissions()
         self._template_kwargs = {str(key): value for key, value in data.apply_chat_template_kwargs.items()}
         self._column = f"column {data.prompt_key!r} (data.prompt_key)"
 
@@ -46,23 +50,15 @@ class ChatTokenizer:
         """All prompt tokens of each conversation, generation prompt included.
 
         Raises:
-            ValueError: a conversation is not a list of messages, the template fails on it, or it gives no token.
+            ValueError: a conversation is not a list of messages, the template fails on it or leaves out some of it, or
+                it gives no token.
         """
         if not conversations:
             return []
         messages = [self.read(conversation) for conversation in conversations]
-        try:
-            texts: Any = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs
-            )
-        # A template is foreign code and may raise anything.
-        except Exception as error:
-            raise ValueError(
-                f"{self._column}: the model's chat template fails on this prompt: {short_reason(error)}. "
-                "Change the messages (roles, their order) or data.apply_chat_template_kwargs."
-            ) from error
+        texts = self._render(messages, True)
         encoded = self.tokenizer(
-            list(texts),
+            texts,
             # The template writes the special tokens itself.
             add_special_tokens=False,
             return_attention_mask=False,
@@ -71,6 +67,8 @@ class ChatTokenizer:
         tokens: list[list[int]] = encoded["input_ids"]
         if not all(tokens):
             raise ValueError(f"{self._column}: the chat template makes an empty prompt of it; give the message content")
+        for conversation, text in zip(messages, texts, strict=True):
+            self.omissions.check(conversation, text, lambda one: self._render([one], False)[0], self._column)
         return tokens
 
     def fit(self, ids: list[int]) -> list[int] | None:
@@ -95,6 +93,19 @@ class ChatTokenizer:
             f"{self._column}: the prompt is {len(ids)} tokens long, more than data.max_prompt_length={limit}; raise "
             "data.max_prompt_length, or choose data.filter_overlong_prompts=true or data.truncation=left|right|middle"
         )
+
+    def _render(self, conversations: list[Messages], generate: bool) -> list[str]:
+        try:
+            texts: Any = self.tokenizer.apply_chat_template(
+                conversations, tokenize=False, add_generation_prompt=generate, **self._template_kwargs
+            )
+        # A template is foreign code and may raise anything.
+        except Exception as error:
+            raise ValueError(
+                f"{self._column}: the model's chat template fails on this prompt: {short_reason(error)}. "
+                "Change the messages (roles, their order) or data.apply_chat_template_kwargs."
+            ) from error
+        return list(texts)
 
     def read(self, conversation: Any) -> Messages:
         """What a row holds as messages. Raises ValueError where it holds none."""

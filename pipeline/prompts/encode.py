@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +11,11 @@ import pyarrow as pa
 
 from pipeline.cells import parsed
 from pipeline.prompts.chat import ChatTokenizer
-from pipeline.prompts.parquet import Place
+from pipeline.prompts.parquet import MEDIA, Place
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.rows import PROMPT
 from pipeline.sampling import RowLimits
 
-MEDIA = ("images", "videos", "audios")
-"""Columns of verl's format that hold what a text model cannot read."""
 COLUMNS = pa.schema([field for field in PROMPT if field.name not in ("split", "chunk", "iteration")])
 """What depends on the prompt alone; `stamp` adds the other columns."""
 
@@ -42,6 +41,8 @@ class Encoder:
         self.limits = limits
         self.prompt_key = chat.data.prompt_key
         self.quarantine = quarantine
+        self.media = set(MEDIA)
+        """Columns of images, videos or sound."""
         self.filtered_overlong = 0
         """Prompts left out so far because they are longer than `data.max_prompt_length`."""
         self.truncated = 0
@@ -62,7 +63,7 @@ class Encoder:
         rows = []
         for number, prompt in enumerate(prompts):
             try:
-                check_text_only(prompt.values)
+                check_text_only(prompt.values, self.media)
                 ids = together[number] if together is not None else self.chat.encode([messages[number]])[0]
                 row = self._row(prompt, ids)
             except ValueError as error:
@@ -75,20 +76,23 @@ class Encoder:
     def _row(self, prompt: Prompt, ids: list[int]) -> dict[str, Any] | None:
         values = prompt.values
         extra_info = values.get("extra_info")
+        source, truth = data_source(values), to_json(ground_truth_of(values), "reward_model.ground_truth")
         row = {
             "uid": prompt.uid,
             "epoch": prompt.epoch,
             "offset": prompt.offset,
             "prompt_index": prompt.prompt_index,
-            "data_source": data_source(values),
+            "data_source": source,
             "prompt": to_json(self.chat.read(values[self.prompt_key]), self.prompt_key),
-            "ground_truth": to_json(_ground_truth(values), "reward_model.ground_truth"),
+            "ground_truth": truth,
             "extra_info": to_json({} if extra_info is None else extra_info, "extra_info"),
             "agent_name": values.get("agent_name"),
         }
         if self.limits is not None:
             self.limits.check(extra_info)
             self.limits.check_agent(values.get("agent_name"))
+            # As the reward will read it.
+            self.limits.truths(source, values.get("agent_name"), json.loads(truth))
         fitted = self.chat.fit(ids)
         if fitted is None:
             self.filtered_overlong += 1
@@ -107,13 +111,13 @@ def structured(values: dict[str, Any], prompt_key: str) -> dict[str, Any]:
     return values | {name: parsed(values[name], f"column {name!r}") for name in columns}
 
 
-def check_text_only(values: dict[str, Any]) -> None:
+def check_text_only(values: dict[str, Any], media: Collection[str]) -> None:
     """Refuse a row, as read, with images, videos or sound: training on them is not supported.
 
     Raises:
         ValueError: a media column has content.
     """
-    for name in MEDIA:
+    for name in sorted(media):
         if values.get(name) is not None and len(values[name]) > 0:
             raise ValueError(f"the column `{name}` has content, and only text can be trained; leave the row out")
 
@@ -127,7 +131,8 @@ def data_source(values: dict[str, Any]) -> str:
     return found
 
 
-def _ground_truth(values: dict[str, Any]) -> Any:
+def ground_truth_of(values: dict[str, Any]) -> Any:
+    """The ground truth of a row, as read. Raises ValueError where it has no place for one."""
     if "reward_model" not in values:
         raise ValueError('it has no `reward_model`; write {"ground_truth": the answer} there')
     reward_model = values["reward_model"]

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pipeline.cells import plain, without_nulls
 from pipeline.config.data import DataConfig
-from pipeline.prompts.encode import MEDIA, Encoder, Prompt, data_source, structured, to_table
+from pipeline.prompts.encode import Encoder, Prompt, data_source, structured, to_table
 from pipeline.prompts.feedback import outcomes
 from pipeline.prompts.generator import Generator
 from pipeline.prompts.parquet import Place, PromptFile, nearest
@@ -26,6 +26,8 @@ from pipeline.prompts.sampler import Sampler
 from pipeline.prompts.shuffle import Row, ShuffledDataset, uniform_at, units
 from pipeline.store.cursor import PromptCursor
 
+UNREAD = "ability"
+"""A column of verl's format that changes nothing there either."""
 MAX_CALLS = 100
 """Times that a generator is called for the prompts of one iteration."""
 
@@ -177,6 +179,18 @@ class PromptLoader:
             counts["prompts/generated"] = self.generated
         return counts
 
+    def notes(self) -> Iterator[str]:
+        """Sentences on columns of the files that nothing reads, and on what the chat template leaves out so far."""
+        read = {name.partition(".")[0] for name in self._columns} | {UNREAD} | self.encoder.media
+        for file in self.files:
+            if unread := [name for name in file.columns if name not in read]:
+                yield f"{file.key}: {file.name} has columns that nothing reads: {', '.join(unread)}"
+        yield from self.encoder.chat.omissions.notes
+
+    @property
+    def _columns(self) -> list[str]:
+        return [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info", "agent_name"]
+
     def _seek(self, cursor: PromptCursor) -> None:
         self._epoch, self._offset, self._places = cursor.epoch, cursor.offset, cursor.orders
         self._walks: dict[str, Iterator[tuple[Row, dict[str, Any]]]] = {}
@@ -292,7 +306,8 @@ class PromptLoader:
         # One window is held of each order.
         window = max(1, self.data.shuffle_window_rows // len(names))
         parts = units(self.files, window, self._limit)
-        columns = [self.data.prompt_key, "data_source", "reward_model.ground_truth", "extra_info", "agent_name", *MEDIA]
+        self.encoder.media.update(name for file in self.files for name in file.media)
+        columns = [*self._columns, *sorted(self.encoder.media)]
         shuffle = self.data.shuffle and self.split == "train"
         orders = {}
         for name in names:

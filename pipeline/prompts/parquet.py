@@ -16,12 +16,14 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from pipeline.cells import is_text, may_be_object
+from pipeline.cells import is_list, is_text, may_be_object
 from pipeline.conversations import may_be_messages
 from pipeline.errors import short_reason
 
 READ_BYTES = 4 << 20
 """One read of a column: small beside a window of rows, large beside a network round trip."""
+MEDIA = ("images", "videos", "audios")
+"""Columns of verl's format that hold what a text model cannot read."""
 READ_ROWS = 4096
 """Rows of one decoded batch."""
 
@@ -72,6 +74,11 @@ class PromptFile:
     @property
     def columns(self) -> list[str]:
         return list(self.schema.names)
+
+    @property
+    def media(self) -> list[str]:
+        """Columns of images, videos or sound."""
+        return [field.name for field in self.schema if field.name in MEDIA or _is_media(field.type)]
 
     def place(self, row_group: int, row: int) -> Place:
         """The place of row `row` of a row group."""
@@ -208,6 +215,14 @@ def nearest(name: str, names: list[str]) -> str:
 
 def _row_groups(file: pq.ParquetFile) -> tuple[int, ...]:
     return tuple(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
+
+
+def _is_media(kind: pa.DataType) -> bool:
+    """Whether cells of a type are what `datasets` makes of images, videos and sound, or lists of it."""
+    if is_list(kind):
+        return _is_media(kind.value_type)
+    fields = {field.name: field.type for field in kind} if isinstance(kind, pa.StructType) else {}
+    return set(fields) == {"bytes", "path"} and pa.types.is_binary(fields["bytes"])
 
 
 def check_prompts(schema: pa.Schema, where: str, prompt_key: str = "prompt") -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from pipeline.config.trainer import DeadlineConfig
+from pipeline.run import apart
+from pipeline.run.begin import gone
 from pipeline.run.watchdog import Watchdog
 from pipeline.stats import reduce
 from pipeline.store.client import PAUSE_S, StoreClient, store_lost
@@ -117,6 +119,8 @@ class RunMonitor:
         self._names_told = False
         self.training = False
         """Whether the train workers have begun, and have not failed since."""
+        self.begun = False
+        """Whether rows have been generated or trained, which a stop waits for."""
         self.ended: TrainingEnded | None = None
 
     def watch(
@@ -137,7 +141,7 @@ class RunMonitor:
             lost: says why the run must end here, if so.
 
         Returns:
-            whether Ctrl-C was pressed, and why training cannot go on, where it has not ended.
+            whether a signal asked to stop, and why training cannot go on, if it has not ended.
         """
         client, watchdog = StoreClient(store), Watchdog(clock)
         read, interrupted = 0, False
@@ -148,6 +152,8 @@ class RunMonitor:
             try:
                 if (problem := lost()) is not None:
                     return interrupted, problem
+                if (program := apart.dead()) is not None:
+                    return interrupted, gone(program)
                 alive = training.is_alive()
                 try:
                     last, events = client.ask(PolicyStore.read_events, read, 1.0)
@@ -190,6 +196,9 @@ class RunMonitor:
                 if interrupted:
                     raise
                 interrupted = True
+                if not self.begun:
+                    self._tracker.notice("stopped before the first iteration of this start, so nothing is lost")
+                    return interrupted, None
                 self._tracker.notice("stopping after this iteration; Ctrl-C again ends the run at once")
 
     def handle(self, event: Event) -> None:
@@ -204,6 +213,7 @@ class RunMonitor:
             case PromptsMade(iteration, metrics):
                 self._prompts[iteration] = self._prompts.get(iteration, {}) | metrics
             case VersionLoaded(version):
+                self.begun = True
                 # It generates the next iteration, or a later one where the trainer has the rows of that already.
                 self._loads[max(version, self._trained) + 1].add(event)
                 # What the last version generates is its validation.
@@ -252,6 +262,7 @@ class RunMonitor:
         self._reason, self.training = None, True
 
     def _iteration(self, event: IterationTrained) -> None:
+        self.begun = True
         iteration = self._trained = event.iteration
         record = self._prompts.pop(iteration, {})
         if iteration in self._loads:

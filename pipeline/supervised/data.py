@@ -8,20 +8,26 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import ray.data
 
+from pipeline.cells import values
 from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SupervisedDataConfig
 from pipeline.conversations import Messages
+from pipeline.models.ends import ends_of, find_ends
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.omissions import Omissions
 from pipeline.prompts.files import resolve
 from pipeline.prompts.parquet import PromptFile, Slice
 
 SLICE_ROWS = 2048
+CHECKED_ROWS = 256
+"""Rows that are encoded before anything starts; the others are checked as they are read."""
 
 D = TypeVar("D", bound=SupervisedDataConfig)
 
@@ -45,6 +51,19 @@ class Encoder(ABC, Generic[D]):
     def __init__(self, tokenizer: Any, data: D) -> None:
         self.tokenizer = tokenizer
         self.data = data
+        self.omissions = Omissions()
+
+    @classmethod
+    def of(cls, model: ModelConfig, data: D) -> Self:
+        """With the model's tokenizer, and the ends of its answers."""
+        encoder = cls(load_tokenizer(model), data)
+        encoder.ends = find_ends(model, encoder.tokenizer, data.apply_chat_template_kwargs).ids
+        return encoder
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer (`models/ends.py`); without a model, by the tokenizer alone."""
+        return ends_of(self.tokenizer, self.data.apply_chat_template_kwargs).ids
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: D) -> list[RowGroup]:
@@ -93,6 +112,10 @@ class Encoder(ABC, Generic[D]):
             ValueError: a row cannot be learnt; the sentence begins with its place.
         """
 
+    def check_written(self, messages: Messages, text: str, place: str, start: int = 0, **more: Any) -> None:
+        """Refuse a conversation that the template does not write as a whole; see `Omissions.check` and `render`."""
+        self.omissions.check(messages, text, lambda some: self.render(some, False, place, **more), place, start)
+
     def render(self, messages: Messages, generate: bool, place: str, **more: Any) -> str:
         """The text of `messages`, followed by the opening of the assistant's next turn if `generate`.
 
@@ -121,21 +144,54 @@ class Encoder(ABC, Generic[D]):
         return list(encoded["input_ids"])
 
     def answer_length(self, part: list[int]) -> int:
-        """Tokens up to the last end of turn: the policy never generates what templates write after it."""
-        end = self.tokenizer.eos_token_id
-        return len(part) - part[::-1].index(end) if end in part else len(part)
+        """Tokens up to the end of the turn: the policy never generates what templates write after it."""
+        places = [place for place, token in enumerate(part) if token in self.ends]
+        if not places:
+            return len(part)
+        last = places.pop()
+        # Some templates end the text behind the turn, after a newline perhaps.
+        while places and not self.tokenizer.decode(part[places[-1] + 1 : last]).strip():
+            last = places.pop()
+        return last + 1
 
 
 def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
     """Encoded rows of one row group, in slices; shuffled by `random` unless that is None."""
-    columns = [name for name in encoder.columns() if name]
-    batches = [batch for _, batch in group.file.read([Slice(group.number, 0, group.rows)], columns)]
-    rows = encoder.whole(pa.Table.from_batches(batches), group)
+    rows = encoder.whole(_read(group, encoder, group.rows), group)
     order = np.arange(group.rows) if random is None else random.permutation(group.rows)
     for start in range(0, group.rows, SLICE_ROWS):
         part = order[start : start + SLICE_ROWS]
         places = [str(group.file.place(group.number, int(row))) for row in part]
         yield encoder.encode(rows.take(pa.array(part)), places)
+
+
+def _read(group: RowGroup, encoder: Encoder[Any], rows: int) -> pa.Table:
+    """The first rows of a row group, as read. Raises ValueError if one has images, videos or sound."""
+    media = group.file.media
+    columns = [name for name in [*encoder.columns(), *media] if name]
+    parts = list(group.file.read([Slice(group.number, 0, rows)], columns))
+    for part, batch in parts if media else ():
+        for number, row in enumerate(values(batch.select(media)), part.start):
+            if found := [name for name in media if row[name]]:
+                place = group.file.place(group.number, number)
+                raise ValueError(f"{place}: the column {found[0]!r} has content, and only text can be trained")
+    return pa.Table.from_batches([batch for _, batch in parts]).drop_columns(media)
+
+
+def notes(groups: list[RowGroup], encoder: Encoder[Any]) -> Iterator[str]:
+    """Encode the first rows of the files; sentences on what is read by nothing.
+
+    Raises:
+        ValueError: one of these rows cannot be learnt.
+    """
+    first = list({group.file.name: group for group in reversed(groups)}.values())[::-1][:CHECKED_ROWS]
+    for group in first:
+        rows = encoder.whole(_read(group, encoder, min(group.rows, max(1, CHECKED_ROWS // len(first)))), group)
+        encoder.encode(rows, [f"{group.file.key}: {group.file.place(group.number, row)}" for row in range(len(rows))])
+        unread = [name for name in group.file.columns if name not in encoder.columns()]
+        if unread:
+            yield f"{group.file.key}: {group.file.name} has columns that nothing reads: {', '.join(unread)}"
+    yield from encoder.omissions.notes
 
 
 def held_rows(groups: list[RowGroup], encoder: Encoder[Any], limit: int, rank: int, world_size: int) -> pa.Table | None:
@@ -162,7 +218,7 @@ class Reader:
     ) -> None:
         self.groups = groups
         self.seed = seed
-        self.encoder = encoder(load_tokenizer(model), data)
+        self.encoder = encoder.of(model, data)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for epoch, number in zip(batch["epoch"].to_pylist(), batch["group"].to_pylist(), strict=True):

@@ -83,8 +83,12 @@ class DPOEncoder(Encoder[DPODataConfig]):
             opening = self.render(prompt, True, place)
             texts.append(opening)
             learnt.append([])
-            for side, answer in answers.items():
-                for text, of_assistant in self._segments(prompt, opening, answer, f"{place}, {side} answer"):
+            for number, (side, answer) in enumerate(answers.items()):
+                where = f"{place}, {side} answer"
+                segments = self._segments(prompt, opening, answer, where)
+                whole = opening + "".join(text for text, _ in segments)
+                self.check_written([*prompt, *answer], whole, where, len(prompt) * (number > 0))
+                for text, of_assistant in segments:
                     texts.append(text)
                     learnt[-1].append((side, of_assistant))
             encoded.append({"row": row[ROW], "margin": margin})

@@ -91,7 +91,9 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
                     f"{place}: the answer begins with a message of role {first!r}; where the column holds the whole "
                     "conversation, set data.prompt_key=null."
                 )
-            texts.append(self.render([*(prompt or ()), *messages], False, place))
+            conversation = [*(prompt or ()), *messages]
+            texts.append(self.render(conversation, False, place))
+            self.check_written(conversation, texts[-1], place)
         tokens = self.tokenize(texts)
         for ids, place in zip(tokens, places, strict=True):
             if not ids:

@@ -2,7 +2,8 @@
 
 1. Each answer of the assistant is tokenised apart from what stands before it, as when the policy generates: no token
    spans the border. So every answer follows the tokens that it follows in an episode, tool results included.
-2. A message may have a `loss_mask` (or a `trainable`, as newer files of verl do): with 0 an answer is context alone.
+2. A message may have a `loss_mask` (or a `trainable`, as newer files of verl do, or OpenAI's `weight`): with 0 an
+   answer is context alone.
 3. A template that changes earlier answers, as those do that leave out thinking, may do so before the first answer that
    is learnt: the model then reads what it reads when it is served. After that one the conversation is refused.
 """
@@ -18,6 +19,7 @@ from pipeline.config.supervised import SFTConfig, SFTDataConfig
 from pipeline.conversations import may_be_messages, read_messages, read_tools
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.policy import Policy, load_policy
+from pipeline.omissions import check_tools, unread_arguments
 from pipeline.rows import INTS
 from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import SupervisedLoop
@@ -86,6 +88,9 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             raise ValueError(f"{place}, column {key!r}: {thinking!r} is neither true nor false.")
         if thinking is not None:
             arguments["enable_thinking"] = thinking
+            if unread_arguments(self.tokenizer, self.data.apply_chat_template_kwargs | arguments):
+                note = f"the model's chat template does not read enable_thinking, which the column {key!r} gives"
+                self.omissions.notes[note] = None
         return arguments
 
     def segments(self, row: dict[str, Any], place: str) -> list[tuple[str, bool]]:
@@ -116,7 +121,14 @@ class SFTEncoder(Encoder[SFTDataConfig]):
                 )
             segments += [(prompt[len(done) :], False), (whole[len(prompt) :], learnt[number])]
             done = whole
-        if not segments:
+        if segments:
+            last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+            self.check_written(messages[: last + 1], done, place, **arguments)
+            if tools := arguments.get("tools"):
+                rest = {**arguments, "tools": None}
+                where = f"{place}, column {self.data.tools_key!r}"
+                check_tools(tools, done, lambda: self.render(messages[: last + 1], False, place, **rest), where)
+        else:
             raise ValueError(f"{place}: {str(messages)[:200]} has no message of the assistant.")
         return segments
 
@@ -129,7 +141,7 @@ def take_learnt(message: dict[str, Any], place: str) -> bool:
     """
     answer = message["role"] == "assistant"
     learnt = answer
-    for name in ("loss_mask", "trainable"):
+    for name in ("loss_mask", "trainable", "weight"):
         value = message.pop(name, learnt)
         if value not in (0, 1):
             raise ValueError(f"{place} has {name} {value!r:.50}, which must be 0 or 1.")

@@ -25,6 +25,7 @@ from pipeline.config import save_yaml
 from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
 from pipeline.models.batch import TrainBatch
+from pipeline.models.ends import find_ends
 from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
@@ -173,7 +174,9 @@ class Loop:
     def _save_model(self, folder: str) -> None:
         """Save the model with the settings of its training; a collective. Raises NotSavedError on every rank."""
         dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
-        save_hf(self.actor.module, load_tokenizer(self.config.model), folder, dtype, replace=True)
+        tokenizer = load_tokenizer(self.config.model, needs_chat_template=False)
+        ends = find_ends(self.config.model, tokenizer, self.config.data.apply_chat_template_kwargs)
+        save_hf(self.actor.module, tokenizer, folder, dtype, ends.ids, replace=True)
         problem = None
         if self.rank == 0:
             try:

@@ -158,6 +158,20 @@ def test_tokenizer_template_and_where_answers_end(run: Made, tiny_model: Path, t
     assert found.max_response_length == 12 and found.chat_template_kwargs == {"enable_thinking": False}
 
 
+def test_the_end_of_the_template_is_an_end_of_the_export(
+    own: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    tokenizer = json.loads((base / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (base / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    reconfigure(own, settings(base, tmp_path))
+    out = exported(own, "--out", tmp_path / "mine")
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 2]
+    said = "answers end with <|endoftext|> (0) or <|im_end|> (2, of the chat template alone)"
+    assert f"{out}: {said}" in capsys.readouterr().out
+
+
 def test_sampling_of_the_validation_replaces_that_of_the_base_model(
     own: Path, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -345,3 +345,23 @@ def test_a_conversion_loads_neither_ray_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "loaded: []" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("[" * 3000 + "]" * 3000, "more than 32 levels of brackets"),
+        ("{a:" * 3000 + "1" + "}" * 3000, "more than 32 levels of brackets"),
+        ("9" * 5000, "its value cannot be read"),
+        ("(" * 3000 + ")" * 3000, ""),
+        ("[" * 3000, ""),
+        ("${" * 3000 + "a" + "}" * 3000, ""),
+    ],
+)
+def test_values_of_thousands_of_brackets_are_left_out_in_words(
+    value: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files='{value}'")
+    assert main([str(script)]) == 3
+    assert words in capsys.readouterr().err

@@ -105,7 +105,8 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     for part in ("8 prompts x 4 samples = 32 rows in 2 chunks of 4 prompts", "iterations", "rollout", "CPU"):
         assert part in " ".join(printed.out.split())
     assert not (tmp_path / "runs").exists()
-    for part in (f"{tmp_path}/runs/mine", "first prompt", "reward of a made-up response"):
+    ends = "answers end with <|im_end|> (2)"
+    for part in (f"{tmp_path}/runs/mine", ends, "first prompt", "reward of a made-up response"):
         assert part in printed.out
     assert "suggested" not in printed.out and "time of an iteration" not in printed.out
 

@@ -214,3 +214,13 @@ def test_a_table_whose_log_says_which_files_count_is_refused(write, tmp_path, pr
     (tmp_path / log).write_text("{}")
     with pytest.raises(FileNotFoundError, match=f"^{KEY}: {tmp_path} is a table of {kind}, whose log"):
         resolve(str(tmp_path), KEY)
+
+
+def test_two_columns_of_one_name_are_refused(write, prompt_row):
+    table = pa.Table.from_pylist([prompt_row(0)])
+    path = write(table.append_column("prompt", table["prompt"]), "twice.parquet")
+    for check in (check_prompts, lambda schema, where: None):
+        with pytest.raises(
+            ValueError, match=r"data\.train_files: .*twice\.parquet has several columns named 'prompt'.*one"
+        ):
+            resolve(path, KEY, check)

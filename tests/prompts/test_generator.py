@@ -227,3 +227,26 @@ def test_the_classes_of_the_documentation_work(loader, tmp_path, monkeypatch, pr
         again = type(one)(DataConfig(), 1)
         again.load_state_dict(json.loads(json.dumps(one.state_dict())))
         assert again.state_dict() == one.state_dict() != type(one)(DataConfig(), 1).state_dict()
+
+
+def test_rows_that_pandas_read_have_no_nulls_of_other_rows(loader, write, prompt_row):
+    """`pandas` gives arrays, and the nulls that Arrow adds."""
+    import pandas as pd
+
+    calls = [{"function": {"name": name, "arguments": given}} for name, given in (("f", {"x": 1}), ("g", {"y": None}))]
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or '' }}{% endfor %}"
+    asked = [{"role": "user", "content": "x"}]
+    prompts = [[*asked, {"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]
+    frame = pd.read_parquet(write([prompt_row(i, prompt=prompt) for i, prompt in enumerate(prompts)], "seed.parquet"))
+    made = loader(False, generator=name(Says), apply_chat_template_kwargs={"chat_template": template})
+    made.generator.says = frame.to_dict("records")
+    rows = made.generate(1, 2)
+    arguments = [json.loads(row["prompt"])[1]["tool_calls"][0]["function"]["arguments"] for row in rows]
+    assert arguments == [{"x": 1}, {}]
+
+
+def test_a_generated_row_that_cannot_be_read_has_its_place(loader):
+    made = loader(False, generator=name(Says))
+    made.generator.says = [row("x"), row("y", extra_info="{")]
+    with pytest.raises(ValueError, match=r"^data\.generator, row 1 .*: column 'extra_info': not JSON"):
+        made.generate(1, 2)

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import json
 import os
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.prompts.encode import COLUMNS, MEDIA, stamp, to_table
-from pipeline.prompts.parquet import PromptFile
+from pipeline.prompts.encode import COLUMNS, stamp, to_table
+from pipeline.prompts.files import resolve
+from pipeline.prompts.parquet import MEDIA, PromptFile, Slice, check_prompts
 from pipeline.prompts.quarantine import Quarantine
 from pipeline.rows import PROMPT
 from pipeline.store.cursor import PromptCursor
@@ -202,7 +204,7 @@ def test_only_needed_columns_are_read(write, prompt_row, loader_of, monkeypatch)
         PromptFile, "read", lambda self, slices, columns: asked.append(columns) or original(self, slices, columns)
     )
     loader_of(write([{**prompt_row(0), "embedding": [0.0] * 1000}])).iteration(1, 1)
-    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info", "agent_name", *MEDIA]]
+    assert asked == [["prompt", "data_source", "reward_model.ground_truth", "extra_info", "agent_name", *sorted(MEDIA)]]
 
 
 @pytest.mark.parametrize("damage", ["missing", "bytes", "other"])
@@ -259,3 +261,115 @@ def test_bad_rows_are_set_aside_with_their_place(tmp_path, write, prompt_row, lo
     assert all(row["file"] == path and f"row {row['row']}" in row["reason"] for row in listed)
     contents = [json.loads(row["content"]) for row in listed]
     assert [contents[0]["data_source"], contents[1]["prompt"], contents[2]["prompt"]] == [None, [], None]
+
+
+def as_json(*found):
+    """A column of Arrow's type for JSON."""
+    return pa.ExtensionArray.from_storage(pa.json_(), pa.array([json.dumps(value) for value in found]))
+
+
+CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def history(name, arguments):
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    ask = {"role": "user", "content": "weather?"}
+    return [ask, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "12"}, ask]
+
+
+def test_a_prompt_within_a_tool_dialogue_has_its_own_arguments_alone(write, prompt_row, loader_of, tokenizer):
+    made = [("weather", {"city": "Ulm"}), ("convert", {"value": 12, "unit": "F"}), ("weather", {})]
+    settings = {"shuffle": False, "apply_chat_template_kwargs": {"chat_template": CALLS}}
+    for spelled in (lambda value: value, json.dumps):
+        calls = [(name, spelled(arguments)) for name, arguments in made]
+        loader = loader_of(write([prompt_row(i, prompt=history(*call)) for i, call in enumerate(calls)]), **settings)
+        rows = loader.iteration(1, 3)
+        texts = [tokenizer.decode(row["prompt_ids"]) for row in rows]
+        assert texts[1] == '<user>weather?<assistant>convert{"value": 12, "unit": "F"}<tool>12<user>weather?'
+        assert texts[0] == '<user>weather?<assistant>weather{"city": "Ulm"}<tool>12<user>weather?'
+        # Reward models, environments and programs read the same.
+        read = [json.loads(row["prompt"])[1]["tool_calls"][0]["function"] for row in rows]
+        assert read == [{"name": name, "arguments": arguments} for name, arguments in made]
+    with pytest.raises(
+        ValueError, match=r"train\.parquet, row 0 .* leaves out `tool_calls` of message 1.*tokenizer_path"
+    ):
+        loader_of(write([prompt_row(0, prompt=history(*made[0]))])).iteration(1, 1)
+
+
+def test_columns_of_json_become_values(write, prompt_row, loader_of):
+    prompts = [prompt_row(i)["prompt"] for i in range(2)]
+    truths = [[2**70, {"b": None, "a": "1"}], "[1, 2]"]
+    extra = {"index": 1, "none": None, "sampling_params": {"max_tokens": 4}}
+    text = pa.array([json.dumps(extra)] * 2)
+    struct = pa.StructArray.from_arrays([as_json(*truths)], ["ground_truth"])
+    whole = as_json(*({"style": "rule", "ground_truth": truth} for truth in truths))
+    kind = pa.map_(pa.string(), pa.string())
+    for columns in (
+        {"prompt": prompts, "reward_model": struct, "extra_info": as_json(extra, extra)},
+        {"prompt": as_json(*prompts), "reward_model": whole, "extra_info": text.cast(pa.large_string())},
+        {"prompt": [json.dumps(prompt) for prompt in prompts], "reward_model": whole.storage, "extra_info": text},
+    ):
+        rows = loader_of(write(pa.table({"data_source": ["s"] * 2, **columns})), shuffle=False).iteration(1, 2)
+        assert [json.loads(row["ground_truth"]) for row in rows] == truths
+        assert [json.loads(row["extra_info"]) for row in rows] == [extra] * 2
+        assert list(json.loads(rows[0]["ground_truth"])[1]) == ["b", "a"]
+        assert [json.loads(row["prompt"]) for row in rows] == prompts
+    mapped = pa.array([[("ground_truth", "42")], [("ground_truth", "null")]], kind)
+    table = pa.table({"data_source": ["s"] * 2, "prompt": prompts, "reward_model": mapped})
+    rows = loader_of(write(table), shuffle=False).iteration(1, 2)
+    assert [json.loads(row["ground_truth"]) for row in rows] == ["42", "null"]
+
+
+def test_a_ground_truth_that_is_text_stays_text(write, prompt_row, loader_of):
+    truths = ["[1, 2]", "42", "null", "true", None]
+    path = write([prompt_row(i, reward_model={"style": "rule", "ground_truth": t}) for i, t in enumerate(truths)])
+    rows = loader_of(path, shuffle=False).iteration(1, len(truths))
+    assert [json.loads(row["ground_truth"]) for row in rows] == truths
+
+
+def test_text_that_holds_no_list_or_object_is_refused_with_its_column(write, prompt_row, loader_of):
+    for column, text in (("prompt", "What is 1+1?"), ("extra_info", "42"), ("reward_model", "{")):
+        path = write([prompt_row(0, **{column: text})])
+        with pytest.raises(ValueError, match=rf"train\.parquet, row 0 .*column '{column}'.* a list or an object"):
+            loader_of(path).iteration(1, 1)
+
+
+def test_nulls_of_other_rows_reach_no_agent(write, prompt_row, loader_of):
+    tools = [{"calc": {"create_kwargs": {"limit": 3}}}, {"search": {"create_kwargs": {"index": "wiki"}}}]
+    path = write([prompt_row(i, extra_info={"tools_kwargs": given}) for i, given in enumerate(tools)])
+    rows = loader_of(path, shuffle=False).iteration(1, 2)
+    assert [json.loads(row["extra_info"])["tools_kwargs"] for row in rows] == tools
+
+
+def test_text_about_media_is_text(write, prompt_row, loader_of):
+    texts = ["Which attribute makes a <video> start?", "Does <audio> need controls?", "An <image> in SVG"]
+    rows = loader_of(write([prompt_row(i, text) for i, text in enumerate(texts)]), shuffle=False).iteration(1, 3)
+    assert [json.loads(row["prompt"])[0]["content"] for row in rows] == texts
+
+
+def test_columns_of_media_are_refused_whatever_they_are_called(write, prompt_row, loader_of):
+    image = {"bytes": b"x", "path": None}
+    for name, value in (("images", ["a.png"]), ("picture", image), ("clips", [image])):
+        path = write([prompt_row(0, **{name: None}), prompt_row(1, **{name: value})])
+        with pytest.raises(ValueError, match=rf"row 1 .* column `{name}` has content, and only text can be trained"):
+            loader_of(path, shuffle=False).iteration(1, 2)
+
+
+def test_columns_that_nothing_reads_are_noted(write, prompt_row, loader_of):
+    loader = loader_of(write([prompt_row(0, "x", system="Short.", tools="[]")]))
+    loader.iteration(1, 1)
+    [note] = loader.notes()
+    assert note.startswith("data.train_files: ") and note.endswith("has columns that nothing reads: system, tools")
+    assert not list(loader_of(write([prompt_row(0)])).notes())
+
+
+def test_a_key_with_a_dot_is_a_column(write, prompt_row):
+    row = prompt_row(0, "x")
+    path = write([{**row, "chat.messages": row["prompt"]}])
+    files = resolve(path, "data.train_files", functools.partial(check_prompts, prompt_key="chat.messages"))
+    assert [batch.schema.names for _, batch in files[0].read([Slice(0, 0, 1)], ["chat.messages"])] == [
+        ["chat.messages"]
+    ]

@@ -47,7 +47,7 @@ class Seen:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.notices: list[str] = []
-        self.training = True
+        self.training = self.begun = True
         self.on_event: Callable[[], None] = lambda: None
 
     def handle(self, event: Event) -> None:
@@ -86,7 +86,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store
         store = Store(*(end if step == "end" else step for step in steps))
         monkeypatch.setattr(monitor, "StoreClient", lambda handle: store)
         watched = monitor.RunMonitor(seen, None, None, 1, 0, 0, None)  # type: ignore[arg-type]
-        watched.training = seen.training
+        watched.training, watched.begun = seen.training, seen.begun
         monkeypatch.setattr(watched, "handle", seen.handle)
         outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock), lost)
         return outcome, seen, store
@@ -152,6 +152,17 @@ def test_a_stop_is_not_forgotten_by_a_new_store(run: Any) -> None:
     assert seen.notices[0].startswith("stopping after this iteration")
 
 
+def test_a_stop_before_rows_are_generated_waits_for_nothing(run: Any) -> None:
+    def pressed() -> None:
+        raise KeyboardInterrupt
+
+    seen = Seen()
+    seen.begun = False
+    outcome, seen, store = run((0, []), pressed, messages(1, 1), seen=seen)
+    assert outcome == (True, None) and seen.events == [] and not store.stopping
+    assert seen.notices == ["stopped before the first iteration of this start, so nothing is lost"]
+
+
 def test_a_message_that_ctrl_c_cuts_off_comes_again(run: Any) -> None:
     seen, calls = Seen(), [0]
 
@@ -196,3 +207,11 @@ def test_records_that_cannot_be_written_stop_the_run_as_ctrl_c_does(run: Any) ->
     assert outcome == (False, reason) and seen.events == [3]
     assert seen.notices == [f"{reason}; stopping after this iteration"]
     assert store.stopping and store.asked[:4] == [0, 1, 2, 3]
+
+
+def test_a_ray_that_is_gone_ends_the_watch_at_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = iter([None, None, "gcs_server"])
+    monkeypatch.setattr(monitor.apart, "dead", lambda: next(ended))
+    (interrupted, problem), seen, _ = run(messages(1, 1), (1, []), (1, []))
+    assert not interrupted and seen.events == [1]
+    assert problem.startswith("Ray is gone: its gcs_server has ended, by a signal to all processes of the job")

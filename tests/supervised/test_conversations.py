@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from pipeline.agent import Call
 from pipeline.agent.bridge import Bridge
 from pipeline.config.supervised import SFTDataConfig
-from pipeline.supervised.data import read
+from pipeline.supervised.data import notes, read
 from pipeline.supervised.sft import SFTEncoder
 from tests.agent.families import THINKING
 
@@ -221,3 +221,70 @@ def test_errors_name_the_place(tokenizer: Any, change: dict[Any, Any], sentence:
     encoder = SFTEncoder(tokenizer, SFTDataConfig())
     with pytest.raises(ValueError, match=rf"^f.parquet, row 0.*{sentence}"):
         encoder.segments({"messages": messages, "tools": change.get("tools", TOOLS)}, "f.parquet, row 0")
+
+
+@pytest.fixture
+def plain_tokenizer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tokenizer whose template reads roles and contents alone."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    return tokenizer
+
+
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": CONVERSATION}, r"column 'messages': .* leaves out `tool_calls` of message 2"),
+        ({"messages": TALK, "tools": TOOLS}, r"column 'tools': .* leaves out the tools \(calc, get\)"),
+        ({"messages": [TALK[0], TALK[1] | {"thinking": "hm"}]}, "leaves out `thinking` of message 1"),
+        ({"messages": [*TALK, TALK[0], TALK[1] | {"reasoning_content": "hm"}]}, "leaves out `reasoning_content` of"),
+        ({"messages": [TALK[0], TALK[1] | {"weight": 2}]}, "message 1 has weight 2, which must be 0 or 1"),
+        ({"messages": "Hi"}, "column 'messages': not JSON"),
+        ({"messages": TALK, "images": ["a.png"]}, "the column 'images' has content, and only text can be trained"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(
+    plain_tokenizer: Any, tmp_path: Path, row: dict[str, Any], words: str
+) -> None:
+    good = {**dict.fromkeys(row), "messages": json.dumps(TALK) if isinstance(row["messages"], str) else TALK}
+    with pytest.raises(ValueError, match=rf"f\.parquet, row 1 \(row group 0\).*{words}"):
+        encode(plain_tokenizer, tmp_path, good, row)
+
+
+def test_openais_weight_is_a_mask(tokenizer: Any, tmp_path: Path) -> None:
+    messages = [TALK[0], TALK[1] | {"weight": 0}, TALK[0], {"role": "assistant", "content": "No", "weight": 1}]
+    [row] = encode(tokenizer, tmp_path, {"messages": messages, "parallel_tool_calls": True})
+    assert learnt(tokenizer, row) == "No<|im_end|>"
+
+
+def test_columns_of_any_type_give_the_same_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    [expected] = encode(tokenizer, tmp_path, {"messages": CONVERSATION, "tools": TOOLS})
+    texts = {"messages": json.dumps(CONVERSATION), "tools": json.dumps(TOOLS)}
+    assert encode(tokenizer, tmp_path, texts) == [expected]
+    columns = {name: pa.ExtensionArray.from_storage(pa.json_(), pa.array([text])) for name, text in texts.items()}
+    encoder = SFTEncoder(tokenizer, SFTDataConfig())
+    assert encoder.encode(pa.table(columns), ["f.parquet, row 0"]).to_pylist() == [expected]
+    parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in CONVERSATION]
+    assert encode(tokenizer, tmp_path, {"messages": parts, "tools": TOOLS}) == [expected]
+
+
+def test_notes_name_columns_and_fields_that_nothing_reads(tokenizer: Any, tmp_path: Path) -> None:
+    named = [TALK[0] | {"name": "Ann"}, TALK[1]]
+    rows = [{"messages": named, "system": "Short.", "enable_thinking": True}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
+    encoder = SFTEncoder(tokenizer, SFTDataConfig())
+    found = list(notes(encoder.find_row_groups(str(tmp_path), "data.train_files", encoder.data), encoder))
+    assert found[0].endswith("f.parquet has columns that nothing reads: system")
+    assert "does not read enable_thinking, which the column 'enable_thinking' gives" in found[1]
+    assert "leaves out `name` of messages of role user" in found[2] and len(found) == 3
+    rows[0]["messages"][1]["thinking"] = "hm"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
+    groups = encoder.find_row_groups(str(tmp_path), "data.train_files", encoder.data)
+    with pytest.raises(ValueError, match=r"^data\.train_files: .*f\.parquet, row 0 .*leaves out `thinking`"):
+        list(notes(groups, encoder))

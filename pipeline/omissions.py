@@ -1,0 +1,153 @@
+"""What a chat template leaves out of a conversation, found by rendering it with and without a field.
+
+No field is known by name. A template that renders the same text without a field does not read it.
+"""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pipeline.conversations import Messages
+
+Render = Callable[[Messages], str]
+"""The text of messages; raises ValueError if the template fails."""
+
+
+def remedy(template: str) -> str:
+    """How to give the model another template, one that does what `template` says."""
+    return f"name a folder of the tokenizer's files and a chat_template.jinja that {template} with model.tokenizer_path"
+
+
+class Omissions:
+    """Finds fields of messages that change nothing in the rendering.
+
+    Contents, tool calls and everything else that an assistant says must be written in every row. Other fields, such as
+    the name of a user, are noted once.
+    """
+
+    def __init__(self) -> None:
+        self.notes: dict[str, None] = {}
+        """Sentences on fields that are left out."""
+        self._tested: set[tuple[str, bool, str]] = set()
+
+    def check(self, messages: Messages, text: str, render: Render, place: str, start: int = 0) -> None:
+        """Look at a conversation.
+
+        Args:
+            messages: the conversation, as from `read_messages`.
+            text: its rendering.
+            render: without an opening of a further turn.
+            place: beginning of the error.
+            start: number of the first message to look at.
+
+        Raises:
+            ValueError: the template leaves out what must be written.
+        """
+        for number, message in enumerate(messages[start:], start):
+            role = message["role"]
+            for name, value in message.items():
+                key = role, "tool_calls" in message, name
+                said = name in ("content", "tool_calls")
+                said = said or (role == "assistant" and isinstance(value, str | list | dict))
+                known = key in self._tested and (not said or (name == "content" and value.strip() in text))
+                if name == "role" or known or not _says(value):
+                    continue
+                self._tested.add(key)
+                left_out = any(_changes_nothing(messages, number, other, render) for other in _without(message, name))
+                if left_out and said:
+                    raise ValueError(
+                        f"{place}: the model's chat template leaves out `{name}` of message {number} (role {role}), "
+                        f"which is {value!r:.80}; remove it, move its text to where the template reads it, or "
+                        f"{remedy('writes it')}"
+                    )
+                if left_out:
+                    self.notes[f"the model's chat template leaves out `{name}` of messages of role {role}"] = None
+
+
+def _says(value: Any) -> bool:
+    """Whether a field has content."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    return bool(value) if isinstance(value, list | dict) else value is not None
+
+
+def _without(message: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """The message without a field, without each of its calls, and without the arguments of them."""
+    rest = {key: value for key, value in message.items() if key != name}
+    if name == "content":
+        yield {**message, "content": ""}
+    elif name != "tool_calls":
+        yield rest
+    else:
+        calls = message[name]
+        for number in range(len(calls)):
+            others = calls[:number] + calls[number + 1 :]
+            yield {**rest, name: others} if others else rest
+        if any(call["function"]["arguments"] for call in calls):
+            bare = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+            yield {**message, name: bare}
+
+
+def _changes_nothing(messages: Messages, number: int, other: dict[str, Any], render: Render) -> bool:
+    """Whether the text is the same with `other` instead of a message.
+
+    The message is the last one, if the template renders that: templates leave reasoning out of earlier answers.
+    """
+    for end in (number + 1, len(messages)):
+        try:
+            text = render(messages[:end])
+        except ValueError:
+            continue
+        try:
+            return render([*messages[:number], other, *messages[number + 1 : end]]) == text
+        except ValueError:
+            # The template asks for it.
+            return False
+    return False
+
+
+def check_tools(tools: Messages, text: str, without: Callable[[], str], place: str) -> None:
+    """Refuse tools that a template leaves out.
+
+    Args:
+        tools: schemas.
+        text: a conversation with them.
+        without: renders it without them.
+        place: beginning of the error.
+
+    Raises:
+        ValueError: the template leaves them out.
+    """
+    names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+    if not all(name in text for name in names) or without() == text:
+        raise ValueError(
+            f"{place}: the model's chat template leaves out the tools ({', '.join(names):.200}); remove them, or "
+            f"{remedy('writes them')}"
+        )
+
+
+def unread_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Arguments of a chat template that do not occur in it, each with the nearest word that does, or nothing."""
+    given: Any = arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    templates: list[Any] = list(given.values()) if isinstance(given, dict) else [given]
+    if not all(isinstance(template, str) for template in templates):
+        return {}
+    words = set(re.findall(r"[^\W\d]\w*", " ".join(templates)))
+    unread = set(arguments) - words - set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    return {name: "".join(difflib.get_close_matches(name, sorted(words), n=1)) for name in sorted(unread)}
+
+
+def check_arguments(tokenizer: Any, arguments: Mapping[str, Any], key: str) -> None:
+    """Refuse arguments of a chat template that it does not read; `key` is their setting.
+
+    Raises:
+        ValueError: one of them does not occur in the template.
+    """
+    for name, near in unread_arguments(tokenizer, arguments).items():
+        nearest = f" (the nearest word in it is {near!r})" if near else ""
+        raise ValueError(
+            f"{key} sets {name}, which the model's chat template does not read{nearest}; leave it out, or "
+            f"{remedy('reads it')}"
+        )
