@@ -11,6 +11,7 @@ refused.
 
 import csv
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -120,15 +121,16 @@ class Folder:
         rows = list(table)
         names = list(dict.fromkeys(name for row in rows for name in row))
         self._write("metrics.json", json.dumps(metrics, indent=2) + "\n")
-        with (self.path / "table.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+        lines = io.StringIO(newline="")
+        writer = csv.DictWriter(lines, names)
+        writer.writeheader()
+        writer.writerows(rows)
+        self._write("table.csv", lines.getvalue())
         return [self.path / "metrics.json", self.path / "table.csv"]
 
     def _write(self, name: str, text: str) -> None:
         unfinished = self.path / f".{name}.tmp"
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8", newline="")
         unfinished.replace(self.path / name)
 
 

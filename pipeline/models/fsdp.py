@@ -10,9 +10,10 @@ Each `backward` is a collective: all ranks must run the same number of micro-bat
 import copy
 import math
 import shutil
+import socket
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -157,7 +158,7 @@ def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-class NotSaved(RuntimeError):
+class NotSavedError(RuntimeError):
     """A model could not be saved; every rank raises this."""
 
 
@@ -190,7 +191,7 @@ def save_hf(
     Its `generation_config.json` names `ends` (`ends.py`), the tokens after which generation stops; none leave it as it
     is.
 
-    Raises NotSaved, on every rank, if rank 0 could not write.
+    Raises NotSavedError, on every rank, if rank 0 could not write.
     """
     folder = Path(folder)
     adapter = lora.adapter_state(model) if lora.is_adapted(model) else None
@@ -229,7 +230,29 @@ def save_hf(
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         shutil.rmtree(partial, ignore_errors=True)
-        raise NotSaved(f"the model could not be saved in {folder}: {failure[0]}") from error
+        raise NotSavedError(f"the model could not be saved in {folder}: {failure[0]}") from error
+
+
+def rescue(save: Callable[[str], None], folders: Sequence[str], reason: str) -> str:
+    """Save a model in the first of rank 0's `folders` that can be written; a collective.
+
+    Args:
+        save: saves it in a folder; raises NotSavedError on every rank.
+        folders: where it may go.
+        reason: why it is not saved where it should be.
+
+    Returns `reason`, and the folder that has the model.
+    """
+    choice = [(list(folders), socket.gethostname())]
+    dist.broadcast_object_list(choice, src=0)
+    for folder in choice[0][0]:
+        try:
+            save(folder)
+        except NotSavedError as error:
+            reason += f". Then {error}"
+        else:
+            return f"{reason}. The model is in {folder} (on {choice[0][1]})"
+    return reason
 
 
 def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None, ends: Sequence[int]) -> None:

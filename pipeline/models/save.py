@@ -6,7 +6,6 @@ Only the tensors of one transformer block and of one file are in the memory of r
 """
 
 import json
-import os
 import re
 import shutil
 import uuid
@@ -35,19 +34,12 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
     With `replace`, `folder` may hold an older save, which goes; files of others in it stay. Without, it must be new or
     empty.
 
-    Raises OSError if it cannot be put there; the message names the folder in which the model stays.
+    Raises OSError if it cannot be put there.
     """
     old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
-    try:
-        if replace and folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-    except OSError as error:
-        kept = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}")
-        partial.rename(kept)
-        raise OSError(
-            error.errno, f"{folder} cannot be used ({os.strerror(error.errno or 5)}); the model is in {kept}"
-        ) from error
+    if replace and folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
     if old.exists():
         for path in old.iterdir():
             if not (folder / path.name).exists() and not WEIGHTS.fullmatch(path.name):

@@ -145,6 +145,7 @@ class RunMonitor:
         """
         client, watchdog = StoreClient(store), Watchdog(clock)
         read, interrupted = 0, False
+        unwritten: str | None = None
         silent_since: float | None = None
         idle_since = clock()
         while True:
@@ -157,11 +158,11 @@ class RunMonitor:
                 try:
                     last, events = client.ask(PolicyStore.read_events, read, 1.0)
                     status = client.ask(PolicyStore.status)
-                    if interrupted and not status.stopping:
+                    if (interrupted or unwritten) and not status.stopping:
                         client.ask(PolicyStore.stop)
                 except (ray.exceptions.RayActorError, StoreTimeout) as error:
                     if not alive:
-                        return interrupted, None
+                        return interrupted, unwritten
                     now = clock()
                     if silent_since is None:
                         silent_since = idle_since = now
@@ -174,14 +175,19 @@ class RunMonitor:
                 silent_since = None
                 # An event whose handling Ctrl-C interrupts is read again.
                 for number, event in enumerate(events, start=last - len(events) + 1):
-                    self.handle(event)
+                    try:
+                        self.handle(event)
+                    except OSError as error:
+                        if unwritten is None:
+                            unwritten = f"the run's records cannot be written: {error}"
+                            self._tracker.notice(f"{unwritten}; stopping after this iteration")
                     read = number
                     watchdog.moved()
                 if text := watchdog.look(status):
                     self._tracker.notice(text)
                 # One more read after the end: the last events came before it.
                 if not alive:
-                    return interrupted, None
+                    return interrupted, unwritten
                 if self.training:
                     idle_since = clock()
                 elif clock() - idle_since > deadlines.train_start:

@@ -8,9 +8,13 @@
 """
 
 import math
+import os
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pyarrow as pa
@@ -22,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.supervised import SupervisedConfig
-from pipeline.models.fsdp import clip_grad_norm, save_hf, shard
+from pipeline.models.fsdp import NotSavedError, clip_grad_norm, rescue, save_hf, shard
 from pipeline.models.mesh import make_mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.pretrained import Pretrained
@@ -169,10 +173,21 @@ class SupervisedLoop(ABC, Generic[C]):
         return {name: value / max(total, 1.0) for name, value in zip(self.measured, sums, strict=True)}
 
     def save(self) -> None:
-        """Save the model and its tokenizer."""
+        """Save the model and its tokenizer.
+
+        Raises:
+            NotSavedError: `out` cannot be written; the message says which folder has the model, if another one can.
+        """
+        out = Path(self.config.out or "")
         # A reward model generates nothing.
         ends = self.ends if self.model.lm.can_generate() else ()
-        save_hf(self.model, self.tokenizer, self.config.out or "", ends=ends)
+        save = partial(save_hf, self.model, self.tokenizer, ends=ends)
+        try:
+            save(out)
+        except NotSavedError as error:
+            name = f"{out.name}-{os.getpid()}"
+            folders = (str(out.with_name(name)), f"{tempfile.gettempdir()}/{name}")
+            raise NotSavedError(rescue(save, folders, str(error))) from error
 
     def check_kept(self, dropped: float, rows: str) -> None:
         """Raises RuntimeError if all rows of the run, which are called `rows`, were left out."""

@@ -157,8 +157,12 @@ class RunConsole:
 
     def _keep(self, text: str) -> None:
         if self._log is not None:
-            with self._log.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
+            try:
+                with self._log.open("a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+            except OSError as error:
+                log, self._log = self._log, None
+                self.notice(f"{log} cannot be written ({error.strerror or error}); lines are shown here alone")
 
     def _line(self, now: float) -> str:
         """One iteration in at most `WIDTH` columns; figures are left out from the end of `_figures` on."""

@@ -130,15 +130,18 @@ class RetryQueue:
                 if call.keep or not isinstance(error, Rejected):
                     failures += 1
                     self._last_error = _short(error)
-                    if call.tries is None and failures >= warn_at:
+                    if call.tries != 1 and failures >= warn_at:
                         warn_at *= WARN_EVERY_POWER_OF
+                        again = "records are kept and sent when it answers"
+                        if call.tries is not None:
+                            again = f"it is tried up to {call.tries - 1} times more"
                         log.warning(
-                            "%s could not take %s (try %d: %s); the run goes on, records are kept and sent when it "
-                            "answers",
+                            "%s could not take %s (try %d: %s); the run goes on, %s",
                             self._name,
                             call.what,
                             failures,
                             self._last_error,
+                            again,
                         )
                     if call.tries == 1:
                         self._give_up(call)

@@ -182,7 +182,11 @@ class Saver:
         storage = ray.train.get_context().get_storage()
 
         def copy() -> Checkpoint:
-            persisted = storage.persist_current_checkpoint(checkpoint, name)
+            try:
+                persisted = storage.persist_current_checkpoint(checkpoint, name)
+            except OSError:
+                self._withdraw(checkpoint, name)
+                raise
             with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}"):
                 pass
             return persisted
@@ -192,7 +196,7 @@ class Saver:
                 copy, self._deadline, f"{self._root}/{FOLDER}", "written", self._say, lambda: self._awaited
             )
         except OSError as error:
-            self._failure = str(error)
+            self._failure = error.strerror or str(error)
             self._idle.set()
             # An error that leaves this thread would end the train workers before they have saved the model.
             threading.Event().wait()
@@ -200,6 +204,13 @@ class Saver:
         self._copied(self._version)
         self._idle.set()
         return persisted
+
+    def _withdraw(self, checkpoint: Checkpoint, name: str) -> None:
+        """Delete this rank's files of a copy that failed: they would take the room of the run's records."""
+        filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{name}")
+        for file in Path(checkpoint.path).iterdir():
+            with contextlib.suppress(OSError):
+                filesystem.delete_file(f"{path}/{file.name}")
 
     def _clear(self, version: int) -> None:
         filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{folder_name(version)}")
@@ -263,10 +274,11 @@ def retry(
                 )
             failed, since = True, awaited()
             if since is not None and time.monotonic() + pause > max(since, began) + limit:
+                key = " (trainer.deadlines.checkpoint)" if limit == patience else ""
                 raise OSError(
                     error.errno or 5,
-                    f"checkpoint: {place} could not be {done} for {limit:.0f} s (trainer.deadlines.checkpoint): "
-                    f"{reason}; free space there or allow access, and start the same command again",
+                    f"checkpoint: {place} could not be {done} for {limit:.0f} s{key}: {reason}; free space there "
+                    "or allow access, and start the same command again",
                 ) from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -333,7 +345,7 @@ def restore(
     return TrainerState(progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"])
 
 
-def _reason(error: Exception, place: str) -> str:
+def _reason(error: BaseException, place: str) -> str:
     """Why a checkpoint could not be written to `place`, by the error that torch has wrapped, if so."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]

@@ -9,7 +9,6 @@ generate the next ones.
 """
 
 import os
-import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
 from pipeline.models.batch import TrainBatch
 from pipeline.models.ends import find_ends
-from pipeline.models.fsdp import NotSaved, save_hf, torch_dtype
+from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import flat, policy_tokens, prompt_tokens
@@ -96,7 +95,8 @@ class Loop:
         try:
             return self._run()
         except NotStored as error:
-            raise FinalError(self._rescue(str(error))) from error
+            folders = (self._model_folder, self._elsewhere)
+            raise FinalError(rescue(self._save_model, folders, str(error))) from error
         except RuntimeError as error:
             if not is_collective_timeout(error):
                 raise
@@ -154,16 +154,25 @@ class Loop:
             self._save(stopping)
         self.saver.wait()
         try:
-            self._save_model(f"{self.run_dir}/model")
-        except NotSaved as error:
-            raise FinalError(self._rescue(str(error), in_run=False)) from error
+            self._save_model(self._model_folder)
+        except NotSavedError as error:
+            raise FinalError(rescue(self._save_model, (self._elsewhere,), str(error))) from error
         end = TrainingEnded(self.version, stopping)
         if self.rank == 0:
             self._store.call(PolicyStore.post, end)
         return end
 
+    @property
+    def _model_folder(self) -> str:
+        return f"{self.run_dir}/model"
+
+    @property
+    def _elsewhere(self) -> str:
+        """Where the model goes if the run's folder cannot be written."""
+        return f"{self.saver.staging}/{Path(self.run_dir).name}-model-{os.getpid()}"
+
     def _save_model(self, folder: str) -> None:
-        """Save the model with the settings that it was trained with; a collective. Raises NotSaved on every rank."""
+        """Save the model with the settings of its training; a collective. Raises NotSavedError on every rank."""
         dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
         tokenizer = load_tokenizer(self.config.model, needs_chat_template=False)
         ends = find_ends(self.config.model, tokenizer, self.config.data.apply_chat_template_kwargs)
@@ -175,23 +184,7 @@ class Loop:
             except OSError as error:
                 problem = f"the model's settings could not be saved in {folder}: {error.strerror or error}"
         if problem := ranks.broadcast(problem):
-            raise NotSaved(problem)
-
-    def _rescue(self, reason: str, in_run: bool = True) -> str:
-        """Save the model in the run's folder (with `in_run`), else in that for temporary files; a collective.
-
-        Returns `reason`, and which folder has the model.
-        """
-        own = f"{self.saver.staging}/{Path(self.run_dir).name}-model-{os.getpid()}"
-        elsewhere, host = ranks.broadcast((own, socket.gethostname()))
-        for folder in ([f"{self.run_dir}/model"] if in_run else []) + [elsewhere]:
-            try:
-                self._save_model(folder)
-            except NotSaved as error:
-                reason += f". Then {error}"
-            else:
-                return f"{reason}. The model after iteration {self.version} is in {folder} (on {host})"
-        return reason
+            raise NotSavedError(problem)
 
     def _trained(self) -> list[Learner]:
         """The learners that the next iteration updates."""

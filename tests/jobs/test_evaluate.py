@@ -17,6 +17,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from jobs.evaluate import main
+from pipeline.storage.owner import of_folder, owned
 from pipeline.track.trajectories import read_trajectories
 from tests.runs import Training, score
 
@@ -99,6 +100,12 @@ def test_a_folder_of_another_evaluation(refused: Refused, tmp_path: Path) -> Non
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "evaluation.json").write_text(json.dumps({"prompt_files": [], "settings": {}, "files": {}}))
     refused(parts=(str(tmp_path / "out"), "already holds another evaluation", "model.path", "choose another --out"))
+
+
+def test_a_folder_that_another_process_fills(refused: Refused, tmp_path: Path) -> None:
+    with owned([of_folder(tmp_path / "out")], print):
+        refused(parts=(f"the folder {tmp_path / 'out'} is in use by process",))
+    assert not list(tmp_path.iterdir())
 
 
 def test_dry_run_prints_what_would_be_done_and_writes_nothing(

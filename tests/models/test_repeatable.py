@@ -78,7 +78,7 @@ def test_a_saved_model_keeps_its_own_numbers(family: str, tmp_path: Path) -> Non
     policy = load_policy(ModelConfig(path=str(tmp_path / "base")))
     tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
     for dtype in (None, torch.bfloat16):
-        save_hf(policy, tokenizer, tmp_path / "trained", dtype)
+        save_hf(policy, tokenizer, tmp_path / "trained", dtype, replace=True)
         saved = hf.AutoConfig.from_pretrained(tmp_path / "trained")
         assert numbers(saved) == numbers(FAMILIES[family]()) and max(numbers(saved).values()) == 0.5
     assert not any(numbers(policy.lm.config).values())

@@ -192,6 +192,23 @@ def test_a_run_whose_folder_belongs_to_another_process_ends(run: Any) -> None:
     assert outcome == (False, "taken") and seen.events == [1, 2]
 
 
+def test_records_that_cannot_be_written_stop_the_run_as_ctrl_c_does(run: Any) -> None:
+    """Training saves its model then; the reason is said at once, and is that of the end."""
+    seen = Seen()
+    failing = iter([OSError(28, "metrics.jsonl (No space left on device)"), OSError(28, "again"), None])
+
+    def full() -> None:
+        if error := next(failing):
+            raise error
+
+    seen.on_event = full
+    outcome, _, store = run(messages(1, 1), messages(2, 2), messages(3, 3), "end", seen=seen)
+    reason = "the run's records cannot be written: [Errno 28] metrics.jsonl (No space left on device)"
+    assert outcome == (False, reason) and seen.events == [3]
+    assert seen.notices == [f"{reason}; stopping after this iteration"]
+    assert store.stopping and store.asked[:4] == [0, 1, 2, 3]
+
+
 def test_a_ray_that_is_gone_ends_the_watch_at_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = iter([None, None, "gcs_server"])
     monkeypatch.setattr(monitor.apart, "dead", lambda: next(ended))

@@ -1,5 +1,8 @@
 """Supervised fine-tuning: encoding, row groups, and whole runs on a local Ray."""
 
+import os
+import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import sft as job
 from pipeline.config import load
+from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SFTConfig, SFTDataConfig
-from pipeline.supervised.sft import SFTEncoder, collate
+from pipeline.models.fsdp import NotSavedError
+from pipeline.models.policy import load_policy
+from pipeline.models.tokenizer import load_tokenizer
+from pipeline.supervised.sft import SFTEncoder, SFTLoop, collate
 
 
 def conversation(i: int) -> list[dict[str, str]]:
@@ -183,3 +190,31 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tiny_model: Path
         count += sum(mask)
     assert total / count == pytest.approx(two["val_loss"], rel=1e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "train.parquet", "two"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("filled", [True, False], ids=["filled meanwhile", "its disk is full"])
+def test_a_model_that_cannot_be_saved_in_out_is_saved_elsewhere(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: bool
+) -> None:
+    out, place = tmp_path / "full" / "out", tmp_path / "tmp"
+    for folder in (out, place):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    if filled:
+        (out / "notes.txt").write_text("mine")
+    else:
+        out.rmdir()
+        out.parent.rmdir()
+        out.parent.write_text("no folder")
+    loop = object.__new__(SFTLoop)
+    model = ModelConfig(path=str(tiny_model))
+    loop.model, loop.tokenizer = load_policy(model), load_tokenizer(model)
+    loop.config, loop.ends = SFTConfig(out=str(out)), ()
+    with pytest.raises(NotSavedError) as error:
+        loop.save()
+    (weights,) = tmp_path.glob("**/model.safetensors")
+    assert weights.parent == (tmp_path / "full" if filled else place) / f"out-{os.getpid()}"
+    assert str(error.value).endswith(f". The model is in {weights.parent} (on {socket.gethostname()})")
+    if filled:
+        assert [path.name for path in out.iterdir()] == ["notes.txt"]

@@ -116,3 +116,16 @@ def test_unknown_total_and_bracketed_text_are_printed_as_they_are() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (61.9, "1:01"), (3600, "1:00:00")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    out, log = io.StringIO(), tmp_path / "console.log"
+    log.symlink_to("/dev/full")
+    console = RunConsole("demo", 10, Console(file=out, width=100), log=log)
+    console.notice("first")
+    console.notice("second")
+    assert out.getvalue().splitlines() == [
+        "demo: first",
+        f"demo: {log} cannot be written (No space left on device); lines are shown here alone",
+        "demo: second",
+    ]

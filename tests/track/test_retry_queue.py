@@ -138,7 +138,8 @@ def test_a_call_with_a_limit_of_tries_makes_way_for_the_next(caplog: pytest.LogC
     assert lacking == "tracker lacks records: 2 were given up (last error: ConnectionError: no answer)"
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [message.split(" (")[0] for message in messages] == [
-        "tracker could not take a record",
+        "tracker could not take a trace",
+        "tracker could not take another trace",
         "tracker did not take another trace",
     ]
 

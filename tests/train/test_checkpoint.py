@@ -261,6 +261,26 @@ def test_training_waits_a_short_time_for_a_storage_that_stays_full(
     assert newest(str(storage.run_dir)) is None and len(said) == 1 and not ended
 
 
+def test_a_copy_that_failed_leaves_room_for_records(
+    tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, left = storage.persist_current_checkpoint, list[list[str]]()
+    folder = storage.run_dir / "checkpoints" / "iteration_000001"
+
+    def half(staged: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        left.append(sorted(path.name for path in folder.iterdir()) if folder.exists() else [])
+        made = copy(staged, name)
+        (folder / "of_another_rank").touch()
+        if len(left) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return made
+
+    monkeypatch.setattr(storage, "persist_current_checkpoint", half)
+    Learners(tiny_model).save(saver(storage), 1)
+    assert left == [[], ["of_another_rank"], ["of_another_rank"]]
+    assert newest(str(storage.run_dir)) is not None
+
+
 def test_a_full_folder_of_temporary_files_is_named(
     tiny_model: Path, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,14 @@ import torch.distributed as dist
 
 from pipeline.config import Config
 from pipeline.errors import FinalError
+from pipeline.models.settings import FILE
 from pipeline.stats import Stats, mean
 from pipeline.store.status import StoreStatus
+from pipeline.train.checkpoint import NotStored
 from pipeline.train.loop import Loop
 from pipeline.train.report import CollectiveTimeout, timed
-from tests.train.updates import spawn
+from pipeline.train.setup import build_actor
+from tests.train.updates import CPU, make_config, spawn
 
 STATUS = StoreStatus(1, 0, 3, False, {"admission": 2}, 7.0, "train rank 1 (publishing version 3)")
 
@@ -173,3 +177,62 @@ def test_blocks_of_one_name_add_up() -> None:
         with timed(timings, "gen"):
             time.sleep(0.02)
     assert 0.06 <= timings["timing_s/gen"].values[0] < 5.0
+
+
+class Storing(Bare):
+    """A loop whose run ends with a checkpoint that could not be stored, or with the model; real is how it is saved."""
+
+    def __init__(self, model: Path, run_dir: Path, staging: Path, body: Any):
+        super().__init__(body)
+        settings = make_config(model)
+        self.config.model, self.run_dir = settings.model, str(run_dir)
+        self.actor = build_actor(settings, CPU, 10)
+        self.saver: Any = SimpleNamespace(staging=str(staging))
+
+
+@pytest.fixture
+def storing(tmp_path: Path, tiny_model: Path) -> Callable[..., Storing]:
+    """Makes a loop; without `in_run` the run's folder can hold no model."""
+
+    def make(in_run: bool, body: Any) -> Storing:
+        (tmp_path / "runs" / "a").mkdir(parents=True)
+        (tmp_path / "tmp").mkdir()
+        if not in_run:
+            (tmp_path / "runs" / "a").rmdir()
+            (tmp_path / "runs" / "a").write_text("no folder")
+        return Storing(tiny_model, tmp_path / "runs" / "a", tmp_path / "tmp", body)
+
+    return make
+
+
+def not_stored() -> None:
+    raise NotStored("checkpoint: /store could not be written for 60 s: No space left on device")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("in_run", [True, False], ids=["in the run's folder", "elsewhere"])
+def test_a_checkpoint_that_cannot_be_stored_ends_the_run_with_its_model(
+    storing: Callable[..., Storing], tmp_path: Path, in_run: bool
+) -> None:
+    loop = storing(in_run, not_stored)
+    with pytest.raises(FinalError) as error:
+        loop.run()
+    (weights,) = tmp_path.glob("**/model.safetensors")
+    folder = weights.parent
+    assert str(folder).startswith(str(tmp_path / "runs" / "a" / "model" if in_run else tmp_path / "tmp" / "a-model-"))
+    assert str(error.value).startswith("checkpoint: /store could not be written for 60 s: No space left on device")
+    assert str(error.value).endswith(f". The model is in {folder} (on {socket.gethostname()})")
+    assert ("Then the model could not be saved in" in str(error.value)) is not in_run
+    assert (folder / FILE).is_file()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_can_be_saved_nowhere_is_said_with_all_reasons(
+    storing: Callable[..., Storing], tmp_path: Path
+) -> None:
+    loop = storing(False, not_stored)
+    (tmp_path / "tmp").rmdir()
+    (tmp_path / "tmp").write_text("no folder")
+    with pytest.raises(FinalError) as error:
+        loop.run()
+    assert str(error.value).count("the model could not be saved in") == 2 and "The model is in" not in str(error.value)
