@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data import DataConfig
 from pipeline.errors import short_reason
+from pipeline.models.template_arguments import check_template_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,13 +30,15 @@ class ChatTokenizer:
     """Turns conversations into prompt tokens of at most `data.max_prompt_length`."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> None:
-        """Raises ValueError where `data.apply_chat_template_kwargs` sets what the prompt loader decides."""
+        """Raises ValueError if `data.apply_chat_template_kwargs` sets what the prompt loader decides, or what the
+        template does not read."""
         fixed = sorted(set(data.apply_chat_template_kwargs) & set(FIXED_ARGUMENTS))
         if fixed:
             raise ValueError(
                 f"data.apply_chat_template_kwargs sets {', '.join(fixed)}, which the prompt loader decides itself; "
                 "leave it out"
             )
+        check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         self.tokenizer = tokenizer
         self.data = data
         self._template_kwargs = {str(key): value for key, value in data.apply_chat_template_kwargs.items()}
