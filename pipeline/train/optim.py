@@ -82,9 +82,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total
         total_steps: optimiser steps of the whole run; `step()` is called once after each.
     """
     shape = SHAPES[config.lr_scheduler_type]
-    warmup = config.lr_warmup_steps
-    if warmup < 0:
-        warmup = int(config.lr_warmup_steps_ratio * total_steps)
+    warmup = config.warmup(total_steps)
 
     def factor(step: int) -> float:
         if step < warmup:
