@@ -20,6 +20,7 @@ from pipeline.config.bounds import sentences, violations
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.models import adapter
+from pipeline.models.attention_names import check_attention
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
@@ -173,6 +174,7 @@ class Job(Generic[C]):
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
         steps, epochs = plan(config, train_groups)
+        check_attention(config.model)
         check_template_arguments(load_tokenizer(config.model), data.apply_chat_template_kwargs)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)

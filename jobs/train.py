@@ -234,6 +234,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
     """
     from pipeline.derived import uses_engines
+    from pipeline.models.attention_names import check_attention
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
@@ -251,6 +252,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     begin = starting_point(run_dir, config)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    check_attention(config.model)
     if uses_engines(config):
         prompts, preview = _check_prompts(config, calls=dry_run)
     else:
