@@ -24,9 +24,10 @@ from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.errors import NotStarted
 from pipeline.models import adapter
+from pipeline.models.attention_names import check_attention
 from pipeline.models.ends import find_ends
+from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.omissions import check_arguments
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
 from pipeline.run import cluster
@@ -194,7 +195,8 @@ class Job(Generic[C]):
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
         steps, epochs = plan(config, train_groups)
         tokenizer = load_tokenizer(config.model)
-        check_arguments(tokenizer, data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs")
+        check_attention(config.model)
+        check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
             print(f"{self.name}: note: {note}", flush=True)
         if self.causal:

@@ -163,8 +163,9 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     from pipeline.prompts.encode import to_table
     from pipeline.prompts.parquet import data_sources
     from pipeline.prompts.stage import loaders
-    from pipeline.reward.dry import RESPONSE, check_sources, dry_call
-    from pipeline.sampling import row_limits
+    from pipeline.reward.dry import RESPONSE, Tried, check_names, check_sources, dry_call
+    from pipeline.sampling import check_agents, row_limits
+    from pipeline.track.validation import check_metric
 
     limits = row_limits(config)
     training, validation = loaders(config.data, config.model, limits, config.trainer.seed)
@@ -172,19 +173,29 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     both = [loader for loader in (training, validation) if loader is not None]
     set_aside = check_assertions(both, limits["train"].truths, config.data.max_bad_rows)
     first: list[pa.Table] = []
-    scores: dict[str, float | None] = {}
-    for loader, read in ((training, parts), (validation, [])):
+    tried: dict[str, Tried] = {}
+    found: list[dict[str | None, list[str]]] = []
+    for loader, read in ((training, parts), (validation, {})):
         if loader is not None:
-            sources = data_sources(loader.files, config.data.max_bad_rows > 0, limits["train"].check_agent)
-            check_sources(sources, *rewarded)
+            found.append(data_sources(loader.files, config.data.max_bad_rows > 0, limits["train"].check_agent))
+            check_sources(found[-1], *rewarded)
             tables = list(itertools.islice(loader.epoch(1), CHECKED_PROMPTS))
-            scores = dry_call(tables, config.reward, read, config.agent) | scores
-            first = first or tables
+            got = dry_call(tables, config.reward, read, config.agent)
+            if loader is validation and (metric := config.trainer.best_metric) is not None:
+                names = {name: got.get(name) for names in found[-1].values() for name in names}
+                has_acc = {name: own and own.acc for name, own in names.items()}
+                check_metric(metric, has_acc, config.rollout.val_kwargs.n, config.agent)
+            tried, first = got | tried, first or tables
+    if config.data.generator is None:
+        # A generator may give prompts of other sources, and for other agents, at any time.
+        own, *others = ({name for names in by_agent.values() for name in names} for by_agent in found)
+        check_names(config.reward, own, {name for names in others for name in names})
+        check_agents(config.agent.named, {name for by_agent in found for name in by_agent})
     if generated := training.generate(1, config.data.train_batch_size):
         for row in generated:
             check_sources({row["agent_name"]: [row["data_source"]]}, *rewarded)
         first = [to_table(generated)]
-        scores = dry_call(first, config.reward, parts, config.agent) | scores
+        tried = dry_call(first, config.reward, parts, config.agent) | tried
     notes = [set_aside, *(note for loader in both for note in loader.notes())]
     lines = [("note", note) for note in dict.fromkeys(notes) if note]
     tokenizer = training.encoder.chat.tokenizer
@@ -197,8 +208,8 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
         if not uses_agent(config):
             # An environment and tools add to the prompt of a file.
             lines.append(("first prompt", str(tokenizer.decode(ids))))
-        if source_name in scores:
-            score = scores[source_name]
+        if source_name in tried:
+            score = tried[source_name].score
             shown = "the reward failed" if score is None else f"{score:g}"
             lines.append(("reward of a made-up response", f"{shown} for {RESPONSE!r} (data_source {source_name})"))
     return training.epoch_rows or None, lines
@@ -252,6 +263,7 @@ def _train(
 ) -> int:
     """What `train` does with the run's folder, whose loss to another process `lost` tells."""
     from pipeline.derived import uses_engines
+    from pipeline.models.attention_names import check_attention
     from pipeline.models.ends import find_ends
     from pipeline.models.tokenizer import load_tokenizer
     from pipeline.plan.placement import Node, check_resources, local_node, place
@@ -267,6 +279,7 @@ def _train(
     begin = starting_point(run_dir, config)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    check_attention(config.model)
     if uses_engines(config):
         prompts, preview = _check_prompts(config, calls=dry_run)
     else:

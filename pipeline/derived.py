@@ -104,9 +104,13 @@ def uses_baselines(config: Config) -> bool:
     return _needs(config, "baselines")
 
 
-def reward_parts(config: Config) -> list[str]:
-    """Parts of the reward that the estimator reads one by one."""
-    return config.algorithm.gdpo_reward_keys if _needs(config, "parts") else []
+def reward_parts(config: Config) -> dict[str, list[str]]:
+    """Parts of the reward that the run reads one by one, by the setting that names them."""
+    algorithm = config.algorithm
+    return {
+        "algorithm.gdpo_reward_keys": algorithm.gdpo_reward_keys if _needs(config, "parts") else [],
+        "algorithm.filter_groups.metric": [algorithm.filter_groups.metric] if uses_filter(config) else [],
+    }
 
 
 def scorers(config: Config) -> dict[str, ScorerConfig]:

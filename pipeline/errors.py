@@ -1,6 +1,9 @@
 """Errors by their remedy, and errors of other libraries as one sentence."""
 
+import difflib
 import textwrap
+from collections.abc import Iterable
+from pathlib import Path
 
 
 class FinalError(RuntimeError):
@@ -19,3 +22,20 @@ class NotStarted(RuntimeError):
 def short_reason(error: Exception) -> str:
     """What an exception of another library says, on one line and without its endless tail."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` (the nearest is 'x')` if one of `names` is close to `name`, or is the same without a part before a slash."""
+    names = list(names)
+    ends = [other for other in names if other.rpartition("/")[2].lower() == name.rpartition("/")[2].lower()]
+    close = ends or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" (the nearest is {close[0]!r})" if close else ""
+
+
+def not_importable(path: str) -> str:
+    """Why `path` names no Python code that can be imported, behind "is PATH, which"."""
+    file = Path(path).expanduser()
+    if not file.exists() and (file.suffix == ".py" or "/" in path):
+        return f"does not exist (no {file.absolute()}); check the path"
+    what = "is a folder" if path and file.is_dir() else "is no Python file (.py) and no module (package.module)"
+    return f"{what}; name one that exists"

@@ -17,6 +17,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.config.rollout import RolloutConfig
 from pipeline.derived import uses_policy_scores
+from pipeline.errors import nearest
 from pipeline.reward.truths import TruthCheck, truth_check
 
 KEY = "sampling_params"
@@ -140,6 +141,25 @@ class RowLimits:
             raise ValueError(
                 f"`extra_info.{KEY}` gives a response at least min_tokens={wanted.min_tokens} and at most "
                 f"max_tokens={wanted.max_tokens} tokens; lower the one or raise the other"
+            )
+
+
+def check_agents(named: Collection[str], chosen: Collection[str | None]) -> None:
+    """Refuse agents that no row chooses.
+
+    Args:
+        named: the names in `agent.named`.
+        chosen: the names in the column `agent_name` of the rows.
+
+    Raises:
+        ValueError: a sentence that names the agent and those that rows choose.
+    """
+    known = sorted(name for name in chosen if name)
+    for name in named:
+        if name not in known:
+            raise ValueError(
+                f"agent.named.{name} is chosen by no row; the names in the column `agent_name` are: "
+                f"{', '.join(known) or 'none'}{nearest(name, known)}"
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
-from pipeline.sampling import KEY, Sampling, asked, row_limits
+from pipeline.sampling import KEY, Sampling, asked, check_agents, row_limits
 
 
 @pytest.fixture
@@ -134,3 +134,11 @@ def test_no_text_ends_an_answer_that_may_call_tools(config: Config, split: str) 
 def test_names_are_those_of_the_file() -> None:
     everything = {"temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_tokens": 1, "max_tokens": 2, "stop": ["a"]}
     assert asked({KEY: everything}) == everything | {"stop": ("a",)}
+
+
+def test_agents_that_no_row_chooses_are_refused() -> None:
+    check_agents({"solver": {}}, {None, "solver", "other"})
+    with pytest.raises(ValueError, match=r"named.solvr is chosen by no row; .* solver \(the nearest is 'solver'\)"):
+        check_agents({"solvr": {}}, {None, "solver"})
+    with pytest.raises(ValueError, match="`agent_name` are: none$"):
+        check_agents({"solver": {}}, {None})

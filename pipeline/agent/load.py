@@ -166,7 +166,8 @@ def _preload(code: Code, modules: Sequence[str], path: Sequence[str]) -> None:
     """Import what the script of the command will import."""
     script = code.command[1]
     if not os.path.isfile(script):
-        raise ValueError(f"agent.command names the script {script}, which is no file; name one that exists")
+        what = "is no file" if os.path.exists(script) else "does not exist"
+        raise ValueError(f"agent.command names the script {script}, which {what}; name one that exists")
     prepare(script, path)
     code.folders.append(sys.path[0])
     for name in modules:
@@ -380,7 +381,9 @@ def _module(code: Code, key: str, path: str) -> ModuleType:
         if os.path.dirname(file) not in sys.path:
             sys.path.append(os.path.dirname(file))
     else:
-        raise ValueError(f"{key} is {path}, which is no Python file (.py) and no module; name one that exists")
+        missing = not os.path.exists(file) and (path.endswith(".py") or "/" in path)
+        what = f"does not exist (no {file})" if missing else "is no Python file (.py) and no module"
+        raise ValueError(f"{key} is {path}, which {what}; name one that exists")
     module = sys.modules.get(name) or _imported(code, key, path, name, spec)
     code.folders.append(os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or file)))
     return module

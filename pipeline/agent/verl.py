@@ -175,6 +175,8 @@ def entries(path: str) -> list[dict[str, Any]]:
                 )
             if "." not in entry["class_name"]:
                 raise ValueError(f"{path}: class_name is {entry['class_name']}; expected module.Class")
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; name a YAML file of tools that exists") from None
     except (OSError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is no file of tools as verl's (tools: - class_name: ...): {error!r}") from None
     return list(found)

@@ -46,6 +46,10 @@ class OptimConfig:
     min_lr_ratio: float = setting(0.0, at_least=0, at_most=1)
     """Share of the peak learning rate at which `cosine` and `linear` end."""
 
+    def warmup(self, steps: int) -> int:
+        """Optimiser steps of the warm-up of a run of `steps`."""
+        return int(self.lr_warmup_steps_ratio * steps) if self.lr_warmup_steps < 0 else self.lr_warmup_steps
+
 
 @dataclass
 class FSDPConfig:

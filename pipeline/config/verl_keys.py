@@ -307,12 +307,25 @@ def _same_here(key: str, value: Any) -> bool:
     return any(value == same and type(value) is type(same) for same in (*_OFF, *allowed))
 
 
+def _roots() -> Iterator[str]:
+    """Sections that verl's keys begin with."""
+    patterns = (pattern for table in (CANNOT, LOST) for text in table.values() for pattern in text.split())
+    for key in (*dict(RENAMED), *RULED, *patterns):
+        root = key.partition(".")[0]
+        if "*" not in root:
+            yield root
+
+
 def answer(key: str) -> str | None:
-    """What to say to someone who gives Slipstream a key of verl's; None where verl has no such key."""
+    """What to say to someone who gives Slipstream a key of verl's; None if it is none."""
     ours = {**dict(RENAMED), **RULED}.get(key)
     if ours == key:
         return None
     if ours:
         return f"there is no key {key}; did you mean {ours}?"
     why, _ = reason(key)
-    return None if why == UNKNOWN else f"there is no key {key}, which verl has; {why}"
+    if why == UNKNOWN or key.partition(".")[0] not in set(_roots()):
+        return None
+    # A pattern with a star also fits keys that verl has not.
+    exact = any(key in text.split() for table in (CANNOT, LOST) for text in table.values())
+    return f"there is no key {key}{', which verl has; ' if exact else '; of such keys in verl: '}{why}"

@@ -22,7 +22,7 @@ from pipeline.plan.table import stage_resources
 from pipeline.prompts.assertions import check_assertions
 from pipeline.prompts.parquet import data_sources
 from pipeline.prompts.stage import loaders
-from pipeline.reward.dry import check_sources, dry_call
+from pipeline.reward.dry import check_names, check_sources, dry_call
 from pipeline.rollout.dry import dry_episodes
 from pipeline.run.submitted import joined
 from pipeline.sampling import row_limits
@@ -93,6 +93,9 @@ def prepare(
     sources = data_sources(loader.files, config.data.max_bad_rows > 0, limits.check_agent)
     check_sources(sources, config.reward, config.agent)
     set_aside = check_assertions([loader], limits.truths, config.data.max_bad_rows)
+    if run_dir is None:
+        # A run's settings may name sources that it trained on, and that these files lack.
+        check_names(config.reward, {source for found in sources.values() for source in found})
     prompts = list(itertools.islice(loader.epoch(1), CHECKED_PROMPTS))
     dry_call(prompts, config.reward, agent=config.agent)
     if uses_agent(config):

@@ -12,7 +12,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.derived import most_contexts, needs_whole_rows, scorers, uses_critic, uses_engines
-from pipeline.plan import check_agent, check_algorithm, check_offload, check_reward, models, parallel
+from pipeline.plan import check_agent, check_algorithm, check_offload, check_reward, engine_arguments, models, parallel
 from pipeline.prompts.generator import generator_class
 from pipeline.prompts.sampler import Sampler, sampler_class
 from pipeline.replay import checks as replay
@@ -48,6 +48,7 @@ def _problems(config: Config) -> Iterator[str]:
         yield from sentences(config, section.problems())
     if uses_engines(config):
         yield from sentences(config, config.rollout.problems())
+        yield from engine_arguments.problems(config.rollout.engine_kwargs)
     yield from sentences(config, _sections(config))
     yield from _prompts(config)
     yield from check_reward.problems(config)

@@ -98,6 +98,7 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
     rows = data.train_batch_size * rollout.n
     if train_rows is not None and data.train_max_samples > 0:
         train_rows = min(train_rows, data.train_max_samples)
+    iterations = _iterations(config, train_rows)
     models = read_models(config)
     memory = estimate(config, models) if models else None
     return Plan(
@@ -111,14 +112,14 @@ def plan(config: Config, train_rows: int | None = None, gpu: Gpu | None = None) 
         critic=UpdateShape.of(config, config.critic) if uses_critic(config) else None,
         chunks_in_flight_per_engine=rollout.in_flight(chunks),
         episodes_per_engine=episodes_at_once(config),
-        iterations=_iterations(config, train_rows),
+        iterations=iterations,
         train_rows=train_rows,
         stages=tuple(
             replace(stage, labels=stage.labels or trainer.placed(stage.name.split(",")[0]) or {})
             for stage in _stages(config)
         ),
         memory=memory,
-        notes=tuple(notes(config, chunks, memory, episodes_at_once(config))),
+        notes=tuple(notes(config, chunks, memory, episodes_at_once(config), iterations)),
         gpu=gpu,
         times=times(config, models, memory, gpu) if models and memory and gpu else None,
         too_large=tuple(too_large(config, memory, gpu)) if memory and gpu else (),

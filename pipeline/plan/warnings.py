@@ -2,64 +2,31 @@
 
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatch
 
 from pipeline.advantage.estimators import get_adv_estimator
 from pipeline.config import Config
-from pipeline.config.bounds import as_argument, sentences
-from pipeline.config.schema import keys, value_of
+from pipeline.config.bounds import sentences
 from pipeline.derived import (
     reads_reference,
-    reference_is_base,
     rollout_correction,
     scorers,
-    trains_beside_reference,
     uses_agent,
     uses_critic,
     uses_engines,
     uses_pairs,
     uses_policy_scores,
-    uses_reward_model,
     weighs_itself,
 )
-from pipeline.plan.check_algorithm import POLICY_LOSSES, built_in, loss_mode
+from pipeline.plan.check_algorithm import loss_mode
 from pipeline.plan.gpus import PER_NODE
 from pipeline.plan.memory import Memory, shown
+from pipeline.plan.without_effect import idle, unread
 from pipeline.replay import checks as replay
 
-_LIKE_GRPO = ("grpo", "turn_grpo", "grpo_passk", "gdpo")
-_READ_BY_LOSS = {
-    "dro_beta": ("dro",),
-    "dpo_beta": ("online_dpo",),
-    "tau_*": ("sapo",),
-    "clip_cov_*": ("clip_cov",),
-    "kl_cov_ratio": ("kl_cov",),
-    "ppo_kl_coef": ("kl_cov",),
-}
-"""Keys of `actor.policy_loss`: the built-in losses that read them."""
-_READ_BY_ESTIMATOR = {
-    "lam": ("gae",),
-    "gamma": ("gae", "reinforce_plus_plus", "remax"),
-    "turn_gamma": ("turn_grpo", "gae", "reinforce_plus_plus", "remax"),
-    "f_norm": ("gpg",),
-    "norm_adv_by_std_in_grpo": _LIKE_GRPO,
-    "gdpo_reward_*": ("gdpo",),
-    "handle_zero_tail": ("optimal_token_baseline", "tir_optimal_token_baseline"),
-}
-"""Keys of `algorithm`: the built-in estimators that read them."""
 
-_OF_ENVIRONMENT = ("agent.observation_role", "agent.same_seed_in_group")
-"""Keys that only runs with an environment read."""
-_NOT_OF_PROGRAM = (
-    "agent.observation_role",
-    "agent.max_parallel_calls",
-    "agent.on_malformed",
-    "agent.step_timeout_s",
-)
-"""Keys that runs with a program do not read."""
-
-
-def notes(config: Config, chunks: int, memory: Memory | None, episodes: int = 0) -> Iterator[str]:
+def notes(
+    config: Config, chunks: int, memory: Memory | None, episodes: int = 0, iterations: int | None = None
+) -> Iterator[str]:
     """One sentence each, for a config that can be run.
 
     Args:
@@ -67,6 +34,7 @@ def notes(config: Config, chunks: int, memory: Memory | None, episodes: int = 0)
         chunks: chunks of an iteration.
         memory: what the run needs, where the model's shape is known.
         episodes: most episodes that one engine plays at once.
+        iterations: of the run, if their number is known.
     """
     yield from replay.notes(config)
     if uses_engines(config):
@@ -81,8 +49,9 @@ def notes(config: Config, chunks: int, memory: Memory | None, episodes: int = 0)
     yield from sentences(config, _groups(config))
     if config.algorithm.max_staleness:
         yield from sentences(config, _stale(config))
-    if unread := list(_unread(config)):
-        yield f"set, and read by nothing in this run: {', '.join(unread)}"
+    yield from sentences(config, idle(config, iterations))
+    if found := list(unread(config)):
+        yield f"set, and read by nothing in this run: {', '.join(found)}"
 
 
 def _pools(config: Config, chunks: int, memory: Memory | None) -> dict[str, object]:
@@ -198,40 +167,3 @@ def _stale(config: Config) -> dict[str, object]:
 def largest_gain(delay: int) -> float:
     """The gain K at which x[k + 1] = x[k] - K x[k - delay] oscillates forever; below it x decays."""
     return 2 * math.sin(math.pi / (4 * delay + 2))
-
-
-def _unread(config: Config) -> Iterator[str]:
-    """Keys with another value than their default that have no effect beside the others."""
-    algorithm, actor, mode = config.algorithm, config.actor, loss_mode(config)
-    estimator = get_adv_estimator(algorithm.adv_estimator)
-    normed = "seq-mean-token-sum-norm"
-    unread = {
-        "actor.kl_loss_*": not actor.use_kl_loss,
-        "algorithm.kl_penalty": not algorithm.use_kl_in_reward,
-        "algorithm.kl_ctrl.*": not algorithm.use_kl_in_reward,
-        "algorithm.filter_groups.*": not algorithm.filter_groups.enable,
-        "algorithm.rollout_correction.rollout_is_threshold": rollout_correction(config).rollout_is == "none",
-        "actor.loss_scale_factor": normed not in (actor.loss_agg_mode, config.critic.loss_agg_mode),
-        "critic.*": not uses_critic(config),
-        **dict.fromkeys(replay.UNREAD, not uses_engines(config)),
-        "scoring.reference.*": not reads_reference(config),
-        "scoring.reference.num_*": trains_beside_reference(config),
-        "scoring.reference.max_token_len": trains_beside_reference(config),
-        "scoring.reference.dtype": reference_is_base(config),
-        "reward.model.weight": not uses_reward_model(config),
-        "agent.*": not uses_agent(config),
-    }
-    if mode in POLICY_LOSSES:
-        unread |= {f"actor.policy_loss.{key}": mode not in by for key, by in _READ_BY_LOSS.items()}
-    if built_in(estimator.function):
-        unread |= {f"algorithm.{key}": estimator.name not in by for key, by in _READ_BY_ESTIMATOR.items()}
-    patterns = [pattern for pattern, applies in unread.items() if applies]
-    agents = config.agent.declared().values()
-    if all(agent.driven for agent in agents):
-        patterns += _NOT_OF_PROGRAM
-    elif all(agent.environment is None and not agent.driven for agent in agents):
-        patterns += _OF_ENVIRONMENT
-    patterns += ("agent.max_contexts",) if not any(agent.driven for agent in agents) else ()
-    for name, key in keys(Config).items():
-        if value_of(config, name) != key.default and any(fnmatch(name, pattern) for pattern in patterns):
-            yield f"{name}={as_argument(value_of(config, name))}"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.data import DataConfig
 from pipeline.conversations import Messages, read_messages
 from pipeline.errors import short_reason
-from pipeline.omissions import Omissions, check_arguments
+from pipeline.models.template_arguments import check_template_arguments
+from pipeline.omissions import Omissions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ class ChatTokenizer:
     """Turns conversations into prompt tokens of at most `data.max_prompt_length`."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig) -> None:
-        """Raises ValueError where `data.apply_chat_template_kwargs` sets what the prompt loader decides, or what the
+        """Raises ValueError if `data.apply_chat_template_kwargs` sets what the prompt loader decides, or what the
         template does not read."""
         fixed = sorted(set(data.apply_chat_template_kwargs) & set(FIXED_ARGUMENTS))
         if fixed:
@@ -39,7 +40,7 @@ class ChatTokenizer:
                 f"data.apply_chat_template_kwargs sets {', '.join(fixed)}, which the prompt loader decides itself; "
                 "leave it out"
             )
-        check_arguments(tokenizer, data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs")
+        check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         self.tokenizer = tokenizer
         self.data = data
         self.omissions = Omissions()

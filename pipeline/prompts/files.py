@@ -16,8 +16,8 @@ import pyarrow.fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.errors import short_reason
-from pipeline.prompts.parquet import PromptFile, check_prompts, nearest, open_parquet
+from pipeline.errors import nearest, short_reason
+from pipeline.prompts.parquet import PromptFile, check_prompts, open_parquet
 
 # Opened by pyarrow itself, so that no further package is needed; fsspec opens all others.
 ARROW_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")

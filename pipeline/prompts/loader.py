@@ -17,10 +17,11 @@ import pyarrow as pa
 
 from pipeline.cells import plain, without_nulls
 from pipeline.config.data import DataConfig
+from pipeline.errors import nearest
 from pipeline.prompts.encode import Encoder, Prompt, data_source, structured, to_table
 from pipeline.prompts.feedback import outcomes
 from pipeline.prompts.generator import Generator
-from pipeline.prompts.parquet import Place, PromptFile, nearest
+from pipeline.prompts.parquet import Place, PromptFile
 from pipeline.prompts.plugin import Plugin, learns, state_of
 from pipeline.prompts.sampler import Sampler
 from pipeline.prompts.shuffle import Row, ShuffledDataset, uniform_at, units

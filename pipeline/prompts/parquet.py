@@ -3,7 +3,6 @@
 `pipeline/supervised` reads its files in the same way.
 """
 
-import difflib
 import functools
 import itertools
 from collections import Counter
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 
 from pipeline.cells import is_list, is_text, may_be_object
 from pipeline.conversations import may_be_messages
-from pipeline.errors import short_reason
+from pipeline.errors import nearest, short_reason
 
 READ_BYTES = 4 << 20
 """One read of a column: small beside a window of rows, large beside a network round trip."""
@@ -205,12 +204,6 @@ def data_sources(
                     raise ValueError(f"{file.key}: {place}: {error}") from None
                 seen.setdefault(agent, set()).add(source)
     return {agent: sorted(sources) for agent, sources in seen.items()}
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """` (the nearest is 'x')` where one of `names` is close to `name`, else nothing."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" (the nearest is {close[0]!r})" if close else ""
 
 
 def _row_groups(file: pq.ParquetFile) -> tuple[int, ...]:

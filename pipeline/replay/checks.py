@@ -147,7 +147,7 @@ def check_recording(config: Config) -> int:
         ConfigError: the settings do not fit the recording.
         ValueError, FileNotFoundError: files are missing, damaged or foreign, or the reward cannot be used.
     """
-    from pipeline.reward.dry import check_sources, dry_call
+    from pipeline.reward.dry import check_names, check_sources, dry_call
 
     data = config.data
     assert data.recorded_run is not None
@@ -164,6 +164,7 @@ def check_recording(config: Config) -> int:
     rows = recording.rows(0, min(CHECKED_GROUPS, recording.groups))
     _check_tokens(config, rows.select(["response_ids", "response", *["spans"] * uses_agent(config)]).to_pylist())
     check_sources(sources, config.reward, config.agent)
+    check_names(config.reward, {source for found in sources.values() for source in found})
     prompts = rows.take(list(range(0, len(rows), recording.n)))
     dry_call([prompts], config.reward, reward_parts(config), config.agent)
     return recording.groups

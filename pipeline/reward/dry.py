@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from pipeline import rows
 from pipeline.config.agent import AgentConfig
 from pipeline.config.reward import RewardConfig
+from pipeline.errors import nearest
 from pipeline.reward.functions import functions
 from pipeline.reward.pool import close
 from pipeline.reward.rules import rule_of
@@ -25,6 +26,42 @@ TRIED = pa.schema([*((name, pa.string()) for name in TEXTS), ("rm_score", pa.flo
 READ = ("data_source", "prompt", "ground_truth", "extra_info", "agent_name")
 NO_EPISODES = AgentConfig()
 EPISODE = pa.schema([rows.SCHEMA.field(name) for name in ("messages", "turns", "env_score", "env_parts", "env_error")])
+
+
+class Tried(NamedTuple):
+    """What a made-up response got."""
+
+    score: float | None
+    """Of the first prompt; None if its reward failed."""
+    acc: bool
+    """Whether the reward has the part `acc`."""
+
+
+def check_names(config: RewardConfig, training: Collection[str], others: Collection[str] = ()) -> None:
+    """Check that each data source that the section `reward` names is one of the prompts'.
+
+    Args:
+        config: the section `reward`.
+        training: the values of `data_source` in the training rows, whose scores alone are shaped.
+        others: the values in the validation rows.
+
+    Raises:
+        ValueError: a setting names another one, so it would do nothing.
+    """
+    places: tuple[tuple[str, Mapping[str, Any], Collection[str]], ...] = (
+        ("reward.source_scale", config.source_scale, training),
+        ("reward.normalize", config.normalize, training),
+        ("reward.rule_kwargs", config.rule_kwargs, {*training, *others}),
+    )
+    for key, named, there in places:
+        for name in named:
+            if name not in there:
+                rows = "validation rows alone" if name in others else "no row"
+                known = ", ".join(map(repr, sorted(there)))
+                raise ValueError(
+                    f"{key} sets {name!r}, the data_source of {rows}, so it would do nothing; it may name those of the "
+                    f"{'rows' if there is not training else 'training rows'}: {known}{nearest(name, there)}"
+                )
 
 
 def check_sources(
@@ -47,19 +84,21 @@ def check_sources(
 
 
 def dry_call(
-    prompts: Iterable[pa.Table], config: RewardConfig, parts: Collection[str] = (), agent: AgentConfig = NO_EPISODES
-) -> dict[str, float | None]:
+    prompts: Iterable[pa.Table],
+    config: RewardConfig,
+    parts: Mapping[str, Collection[str]] = {},
+    agent: AgentConfig = NO_EPISODES,
+) -> dict[str, Tried]:
     """Score a made-up response to the first prompts of each data source, as the run would score responses.
 
     Args:
         prompts: tables with the columns `READ`; those without `agent_name` are of the section `agent`.
         config: the section `reward`.
-        parts: the parts of the reward that the advantage estimator reads (`algorithm.gdpo_reward_keys`).
+        parts: the parts of the reward that must be there, by the setting that names them.
         agent: the section `agent`. The response is then an episode of one turn, whose environment rewards nothing.
 
     Returns:
-        The score for the first prompt of each data source; None if its reward failed. Prompts of agents whose
-        environment gives the score are left out.
+        What each data source got. Prompts of agents whose environment gives the score are left out.
 
     Raises:
         ValueError: a function of the user cannot be loaded, or the reward fails for all prompts of a data source or
@@ -83,7 +122,7 @@ def dry_call(
     finally:
         close()
     answers = made.select(["data_source", "score", "reward_parts", "reward_error"]).to_pylist()
-    scores: dict[str, float | None] = {}
+    found: dict[str, Tried] = {}
     for source in by_source:
         scored = [row for row in answers if row["data_source"] == source]
         if all(row["reward_error"] for row in scored):
@@ -92,16 +131,20 @@ def dry_call(
                 f"made-up response: {scored[0]['reward_error']}; nothing could be learnt from such rows. Check the "
                 "ground truth of the data, and the reward function (reward.custom_reward_function, reward.functions)"
             )
-        known = dict.fromkeys(["score", *(name for row in scored for name in json.loads(row["reward_parts"]))])
-        missing = [part for part in parts if part not in known]
+        known = {"score": 0.0}
+        for row in scored:
+            known |= {name: value for name, value in json.loads(row["reward_parts"]).items() if value is not None}
+        numbers = [name for name, value in known.items() if isinstance(value, int | float)]
+        missing = [(key, name) for key, names in parts.items() for name in names if name not in numbers]
         # A part may also come from the environment.
         if missing and {agents[row.get("agent_name")].scored_by for row in by_source[source]} == {"function"}:
+            key, name = missing[0]
             raise ValueError(
-                f"algorithm.gdpo_reward_keys: the reward of data_source {source!r} has no part {missing[0]!r}, tried "
-                f"with a made-up response; it has {', '.join(known)}"
+                f"{key}: the reward of data_source {source!r} has no number {name!r}, tried with a made-up response; "
+                f"it has {', '.join(numbers)}{nearest(name, numbers)}"
             )
-        scores[source] = None if scored[0]["reward_error"] else scored[0]["score"]
-    return scores
+        found[source] = Tried(None if scored[0]["reward_error"] else scored[0]["score"], "acc" in numbers)
+    return found
 
 
 def _episode(prompt: str) -> dict[str, Any]:

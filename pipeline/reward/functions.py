@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from pipeline.config.reward import FunctionConfig, RewardConfig
+from pipeline.errors import not_importable
 from pipeline.reward.rules import rule_of
 from pipeline.reward.rules.budget import Budget, budget_of
 from pipeline.reward.sandbox.rule import DATA_SOURCES
@@ -174,9 +175,7 @@ def _module(function: Function) -> ModuleType:
         name = f"reward_function_{file.stem}_{digest}"
         spec = importlib.util.spec_from_file_location(name, file)
     else:
-        raise ValueError(
-            f"{key} is {path!r}, which is no Python file (.py) and no module (package.module); name one that exists"
-        )
+        raise ValueError(f"{key} is {path!r}, which {not_importable(path)}")
     if name in sys.modules:
         return sys.modules[name]
     try:

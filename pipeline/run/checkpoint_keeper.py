@@ -36,16 +36,17 @@ class CheckpointKeeper:
         self._run_dir, self._keep, self._metric, self._root = run_dir, keep, metric, root
         self._sign = 1 if mode == "max" else -1
         self._parts: dict[int, set[int]] = defaultdict(set)
-        # Only the thread uses these two from here on.
+        # Only the thread uses these from here on.
         self._values: dict[int, float] = {}
+        self._last_validated, self._warned = -1, False
         self._whole = set(checkpoints.iterations(root))
         self._queue = RetryQueue("the deletion of old checkpoints")
         self._queue.start()
 
     def record(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics of an iteration, also of those before a resume."""
-        if self._metric is not None and (value := metrics.get(self._metric)) is not None:
-            self._queue.put("a metric", self._validated, iteration, value)
+        if self._metric is not None and any(name.startswith("val-") for name in metrics):
+            self._queue.put("a metric", self._validated, iteration, metrics.get(self._metric), sorted(metrics))
 
     def saved(self, version: int, rank: int, ranks: int) -> None:
         """Note that a rank's part of a checkpoint is in the storage."""
@@ -63,8 +64,18 @@ class CheckpointKeeper:
         if self._queue.close(time.monotonic() + self.CLOSE_S):
             log.warning("old checkpoints in %s are still being deleted after %.0f s", self._root, self.CLOSE_S)
 
-    def _validated(self, iteration: int, value: float) -> None:
-        self._values[iteration] = value
+    def _validated(self, iteration: int, value: float | None, names: list[str]) -> None:
+        self._last_validated = max(self._last_validated, iteration)
+        if value is not None:
+            self._values[iteration] = value
+        elif not self._warned:
+            self._warned = True
+            there = ", ".join(name for name in names if name.startswith("val-"))
+            log.warning(
+                "the validation of iteration %d has no trainer.best_metric=%s, so its checkpoint cannot be the best; "
+                "it has %s",
+                *(iteration, self._metric, there),
+            )
         self._tidy()
 
     def _saved(self, version: int) -> None:
@@ -75,7 +86,7 @@ class CheckpointKeeper:
         spare: set[int] = set()
         if self._metric is not None:
             # Those that are not validated yet may turn out to be the best.
-            spare = {iteration for iteration in self._whole if iteration > max(self._values, default=-1)}
+            spare = {iteration for iteration in self._whole if iteration > self._last_validated}
         try:
             if known := sorted(self._values.keys() & self._whole):
                 best = max(known, key=lambda iteration: self._sign * self._values[iteration])

@@ -6,13 +6,15 @@ Every number is exact; nothing is bootstrapped. No model library is imported, be
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.config.agent import AgentConfig
+from pipeline.errors import nearest
 from pipeline.stats import Stat, Stats, mean
 from pipeline.store.client import StoreClient
 from pipeline.store.events import PromptScores, ValidationScored
@@ -93,6 +95,36 @@ def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
                 level = "val-core" if variable == judged else "val-aux"
                 stats |= _source_metrics(f"{level}/{source}/{variable}", f"val-aux/{source}/{variable}", groups, n)
     return stats
+
+
+def check_metric(metric: str, sources: Mapping[str, bool | None], n: int, agent: AgentConfig) -> None:
+    """Refuse a `trainer.best_metric` that no validation will report.
+
+    Args:
+        metric: its name.
+        sources: the data sources of the validation rows, and whether their reward has `acc`; None: not known.
+        n: responses to each prompt.
+        agent: the section `agent`, whose environments may give `acc`, too.
+
+    Raises:
+        ValueError: a sentence with the names that there are.
+    """
+    if agent.used and metric.startswith("val-agent/"):
+        return
+    by_environment = any(own.scored_by != "function" for own in agent.agents().values())
+    names: list[str] = []
+    for source, acc in sources.items():
+        for judged in (True, False) if acc is None or (by_environment and not acc) else (acc,):
+            ones, votes = [1.0] * n, list(range(n))
+            accuracies = (ones, votes) if judged else ([], [])
+            names += validation_metrics([PromptScores(source, "", n, ones, votes, *accuracies)])
+    names = list(dict.fromkeys(names))
+    if metric not in names:
+        cores = [name for name in names if name.startswith("val-core/")]
+        raise ValueError(
+            f"trainer.best_metric={metric} is no metric of this run's validation{nearest(metric, cores)}; there are: "
+            f"{', '.join(cores)}, and of less weight {', '.join(name for name in names if name not in cores)}"
+        )
 
 
 def _source_metrics(core: str, aux: str, groups: list[tuple[list[float], list[int]]], n: int) -> Stats:

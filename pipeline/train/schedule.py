@@ -14,17 +14,12 @@ SHAPES: dict[str, Callable[[float], float]] = {
 """Share of the way from the peak to the floor, over the progress of the decay from 0 to 1."""
 
 
-def warmup_steps(config: OptimConfig, total_steps: int) -> int:
-    """Steps of warm-up: `lr_warmup_steps`, or `lr_warmup_steps_ratio` of `total_steps` if that is negative."""
-    return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
-
-
 def rate_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """The learning rate of each step, counted from 0, as a share of `lr`.
 
     Linear warm-up from `1 / warmup` to 1, then the schedule down to `min_lr_ratio` at the last of `total_steps` steps.
     """
-    shape, warmup = SHAPES[config.lr_scheduler_type], warmup_steps(config, total_steps)
+    shape, warmup = SHAPES[config.lr_scheduler_type], config.warmup(total_steps)
 
     def factor(step: int) -> float:
         if step < warmup:

@@ -47,7 +47,7 @@ def refusal(config: AgentConfig) -> str:
     ("settings", "words"),
     [
         ({"environment": "nowhere:Game"}, "agent.environment: importing nowhere failed with ModuleNotFoundError: No"),
-        ({"environment": "/no/file.py:Game"}, "agent.environment is /no/file.py, which is no Python file (.py) and no"),
+        ({"environment": "/no/file.py:Game"}, "agent.environment is /no/file.py, which does not exist (no /no/"),
         ({"environment": "json"}, "agent.environment is json, which names no class or function; write json:NAME"),
         (
             {"environment": "json:Game"},

@@ -68,6 +68,9 @@ def test_reasons(key: str, value: object, part: str, cannot: bool) -> None:
         ("trainer.nnodes", "did you mean trainer.num_workers, rollout.num_engines"),
         ("actor_rollout_ref.model.lora_rank", "did you mean model.lora.rank?"),
         (f"{ROLLOUT}.name", "which verl has; vLLM is the engine"),
+        (f"{ROLLOUT}.megatron.x", "; of such keys in verl: training uses FSDP2"),
+        ("model.lora.rnk", "there is no key model.lora.rnk; did you mean model.lora.rank?"),
+        ("model.lora.r", "there is no key model.lora.r; the keys of model are path"),
         ("data.train_bach_size", "did you mean data.train_batch_size?"),
     ],
 )

@@ -14,6 +14,26 @@ ADAPTIVE = f"{KL} algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=512"
 ON_GPUS = "trainer.use_gpu=true rollout.num_gpus=1"
 ONE = "rollout.chunk_prompts=1"
 UNREAD = "set, and read by nothing in this run: "
+TEN = "trainer.total_training_steps=10"
+VALIDATES = "data.val_files=val.parquet"
+ALONE = (
+    *(
+        "model.lora.alpha=4",
+        "actor.optim.min_lr_ratio=0.5",
+        "rollout.val_kwargs.n=4 data.val_files=null",
+        "reward.overlong_buffer.len=4",
+    ),
+    *("scoring.reward_model.num_cpus=2", "scoring.value.num_cpus=2", "scoring.policy.num_cpus=2"),
+    *("data.val_max_samples=5 data.val_files=null", "data.shuffle_window_rows=9 data.shuffle=false"),
+    *("reward.repetition_penalty.ngram=3", "reward.custom_reward_function.name=f", "trainer.gpus_per_worker=0.5"),
+    "rollout.update_kv=keep",
+    *(
+        "rollout.gpu_memory_utilization=0.7",
+        "trainer.best_metric_mode=min",
+        "trainer.val_before_train=false data.val_files=null",
+    ),
+)
+"""Settings that do nothing unless another one is set."""
 
 
 @pytest.mark.parametrize(
@@ -58,6 +78,25 @@ UNREAD = "set, and read by nothing in this run: "
             f"{ON_GPUS} trainer.num_workers=12 actor.parallel.tensor=3 data.train_batch_size=48 {ONE}",
             "actor.parallel.tensor=3 and actor.parallel.sequence=1: groups of 3 neighbouring ranks exchange",
         ),
+        (f"{VALIDATES} rollout.val_kwargs.n=4", "rollout.val_kwargs.n=4: greedy (rollout.val_kwargs.temperature=0"),
+        (
+            f"{VALIDATES} rollout.val_kwargs.n=4 rollout.val_kwargs.temperature=1 rollout.val_kwargs.top_k=1",
+            "all 4 responses to a prompt are the same",
+        ),
+        ("rollout.top_k=1", "so groups have no advantage"),
+        (f"{TEN} actor.optim.lr_warmup_steps=20", "actor.optim: a warm-up of 20 optimiser steps in a run of 10: the"),
+        (f"{TEN} actor.optim.lr_warmup_steps_ratio=1", "only rises, to 1e-06 of actor.optim.lr=1e-06"),
+        (
+            f"{TEN} algorithm.adv_estimator=gae critic.optim.lr_warmup_steps=11 critic.warmup=2",
+            "critic.optim: a warm-up of 11 optimiser steps in a run of 10",
+        ),
+        (f"{TEN} actor.optim.lr_scheduler_type=cosine actor.optim.min_lr_ratio=1", "stays at its peak"),
+        (f"{TEN} {VALIDATES} trainer.test_freq=11", "trainer.test_freq=11 is above the 10 iterations of the run"),
+        (f"{TEN} trainer.save_freq=11", "trainer.save_freq=11 is above the 10 iterations of the run"),
+        *((words, f"{UNREAD}{words.split()[0]}") for words in ALONE),
+        (f"{VALIDATES} rollout.val_kwargs.top_p=0.5", f"{UNREAD}rollout.val_kwargs.top_p=0.5"),
+        (f"{KL} algorithm.kl_ctrl.horizon=5", f"{UNREAD}algorithm.kl_ctrl.horizon=5"),
+        (f"{TEN} trainer.total_epochs=3", f"{UNREAD}trainer.total_epochs=3"),
         (f"{STALE}=1 {NO_WEIGHTS}", "without a correction: rows train as if"),
         (f"{STALE}=1 {NO_WEIGHTS} {BYPASS} actor.policy_loss.loss_mode=gpg", "without a correction"),
         (f"{STALE}=2 {BYPASS}", "the clip range lies around a policy up to 2 versions old"),

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config.reward import OverlongBufferConfig, RewardConfig, RewardModelConfig
-from pipeline.reward.dry import check_sources, dry_call
+from pipeline.reward.dry import check_names, check_sources, dry_call
 from tests.reward.rewards import TRUTH, custom
 
 
@@ -40,8 +40,8 @@ def test_a_function_of_your_own_scores_any_source_and_must_load(tmp_path: Path) 
 
 def test_rows_that_can_be_scored_pass() -> None:
     config = RewardConfig(overlong_buffer=OverlongBufferConfig(enable=True, len=4), length_penalty=1.0)
-    assert dry_call(prompts(*[USELESS] * 3, FINE), config) == {"countdown": None}
-    assert dry_call(prompts(FINE), config) == {"countdown": 0.0}
+    assert dry_call(prompts(*[USELESS] * 3, FINE), config) == {"countdown": (None, True)}
+    assert dry_call(prompts(FINE), config) == {"countdown": (0.0, True)}
     assert dry_call([], config) == {}
 
 
@@ -64,6 +64,31 @@ def test_with_a_reward_model_alone_there_is_nothing_to_call(tmp_path: Path) -> N
 
 
 def test_parts_that_the_estimator_reads_must_be_there() -> None:
-    dry_call(prompts(FINE), RewardConfig(), ["acc", "format", "score"])
-    with pytest.raises(ValueError, match=r"gdpo_reward_keys: .* 'countdown' has no part 'brief', .* it has .*acc"):
-        dry_call(prompts(USELESS, FINE), RewardConfig(), ["acc", "brief"])
+    dry_call(prompts(FINE), RewardConfig(), {"gdpo_reward_keys": ["acc", "format", "score"]})
+    with pytest.raises(ValueError, match=r"gdpo_reward_keys: .* 'countdown' has no number 'brief', .* it has .*acc"):
+        dry_call(prompts(USELESS, FINE), RewardConfig(), {"gdpo_reward_keys": ["acc", "brief"]})
+
+
+def test_the_metric_to_filter_by_must_be_a_number_of_the_reward() -> None:
+    with pytest.raises(ValueError, match=r"filter_groups.metric: .* no number 'pred', .* it has score, acc, format$"):
+        dry_call(prompts(FINE), RewardConfig(), {"algorithm.filter_groups.metric": ["pred"]})
+    with pytest.raises(ValueError, match=r"no number 'formatt', .* \(the nearest is 'format'\)$"):
+        dry_call(prompts(FINE), RewardConfig(), {"algorithm.filter_groups.metric": ["formatt"]})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"source_scale": {"gsm8k": 2.0}}, "reward.source_scale sets 'gsm8k', the data_source of no row, .*: 'a b', "),
+        ({"source_scale": {"gsm8k": 2.0}}, r"\(the nearest is 'openai/gsm8k'\)$"),
+        ({"normalize": {"数": [0.0, 1.0]}}, "reward.normalize sets '数'"),
+        ({"source_scale": {"val": 2.0}}, "of validation rows alone, so it would do nothing; .* training rows: 'a b'"),
+        ({"rule_kwargs": {"gsm8k": {}}}, "reward.rule_kwargs sets 'gsm8k', .* the rows: 'a b', 'openai/gsm8k', 'val'"),
+    ],
+)
+def test_settings_by_source_name_a_source_of_the_data(settings: dict, sentence: str) -> None:
+    sources = {"a b", "openai/gsm8k", "数学"}
+    with pytest.raises(ValueError, match=sentence):
+        check_names(RewardConfig(**settings), sources, {"val", "a b"})
+    known = RewardConfig(source_scale={"数学": 2.0}, normalize={"a b": [0, 1]}, rule_kwargs={"val": {}, "a b": {}})
+    check_names(known, sources, {"val"})

@@ -57,9 +57,16 @@ def test_files_of_one_name_are_two_modules_and_one_file_is_loaded_once(tmp_path:
     assert f.__module__ in sys.modules and f.__module__ != other.__module__
 
 
-@pytest.mark.parametrize("path", ["no/such/file.py", "not a module", "folder/", "", "a..b"])
-def test_a_path_that_is_neither_file_nor_module(path: str) -> None:
-    with pytest.raises(ValueError, match=r"reward\.functions\.own\.path is .*no Python file \(.py\) and no module"):
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        *((path, r"does not exist \(no .*\); check the path") for path in ("no/such/file.py", "/nope.py", "folder/")),
+        *((path, r"is no Python file \(.py\) and no module") for path in ("not a module", "", "a..b")),
+        ("/tmp", "is a folder"),
+    ],
+)
+def test_a_path_that_is_neither_file_nor_module(path: str, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"reward\.functions\.own\.path is .*, which {why}"):
         load(own(path))
 
 

@@ -90,3 +90,17 @@ def test_a_storage_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytes
     keeper.close()
     assert time.monotonic() - begun < 5
     released.set()
+
+
+def test_a_metric_that_no_validation_reports_is_told_and_keeps_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = CheckpointKeeper(tmp_path, 1, "val-core/countdown/mean@1", "max", str(tmp_path))
+    for iteration in (1, 2, 3):
+        saved(keeper, tmp_path, iteration)
+        keeper.record(iteration, {"critic/score/mean": 1.0})
+        keeper.record(iteration, {METRIC: 0.5, "critic/score/mean": 1.0})
+    keeper.close()
+    assert iterations(str(tmp_path)) == [3] and not (tmp_path / "best.json").exists()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "iteration 1 has no trainer.best_metric=val-core/countdown/mean@1" in told and told.endswith(f"has {METRIC}")

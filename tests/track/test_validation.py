@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.config.agent import AgentConfig
 from pipeline.rows import SCHEMA
 from pipeline.stats import Stats, reduce
-from pipeline.track.validation import prompt_scores, validation_metrics
+from pipeline.track.validation import check_metric, prompt_scores, validation_metrics
 
 
 def validation(*rows: tuple) -> pa.Table:
@@ -92,3 +93,39 @@ def test_a_worker_of_the_light_stages_imports_no_model_library() -> None:
     code = f"import sys, {', '.join(f'pipeline.{name}' for name in modules)}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert not {"torch", "transformers", "vllm", "ray.train"} & set(loaded.split())
+
+
+SOURCES = {"数学": True, "a/b": False, "new": None}
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        *("val-core/数学/acc/mean@4", "val-aux/数学/reward/best@2/mean", "val-core/数学/acc/maj@4/mean"),
+        *("val-core/a/b/reward/mean@4", "val-aux/a/b/reward/error_rate", "val-aux/a/b/reward/std@4"),
+        *("val-core/new/acc/mean@4", "val-core/new/reward/mean@4"),
+    ],
+)
+def test_metrics_that_a_validation_will_report(metric: str) -> None:
+    check_metric(metric, SOURCES, 4, AgentConfig())
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        *("acc", "val-core/数学/mean@4", "val-core/数学/acc/mean@1", "val-core/语文/acc/mean@4", "critic/score/mean"),
+        *("val-core/a/b/acc/mean@4", "val-core/数学/reward/mean@4", "val-agent/turns/mean"),
+    ],
+)
+def test_metrics_that_no_validation_will_report(metric: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"trainer.best_metric={metric} is no metric of this run's validation"
+    ) as error:
+        check_metric(metric, SOURCES, 4, AgentConfig())
+    assert "there are: val-core/数学/acc/mean@4, " in str(error.value)
+
+
+def test_episodes_may_give_what_is_not_known_before() -> None:
+    agent = AgentConfig(environment="m:E")
+    check_metric("val-agent/turns/mean", SOURCES, 4, agent)
+    check_metric("val-core/a/b/acc/mean@4", SOURCES, 4, agent)

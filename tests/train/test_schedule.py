@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.learner import OptimConfig
-from pipeline.train.schedule import jumps, rate_factor, warmup_steps
+from pipeline.train.schedule import jumps, rate_factor
 
 
 def rates(total: int, **keys: Any) -> list[float]:
@@ -32,7 +32,7 @@ def test_schedules_by_hand() -> None:
 
 def test_the_ratio_counts_if_the_steps_of_warmup_are_negative() -> None:
     assert rates(10, lr_warmup_steps_ratio=0.2)[:3] == pytest.approx([0.5, 1, 1])
-    assert warmup_steps(OptimConfig(lr_warmup_steps_ratio=0.5, lr_warmup_steps=0), 10) == 0
+    assert rates(10, lr_warmup_steps_ratio=0.5, lr_warmup_steps=0)[0] == 1
 
 
 def test_a_longer_run_says_where_its_rate_goes_on() -> None:

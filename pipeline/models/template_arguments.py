@@ -1,0 +1,60 @@
+"""The arguments that a chat template reads."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Marks of transformers around answers, which Jinja alone does not know."""
+_CHOOSES = "chat_template"
+"""Argument that replaces the template, or chooses among several."""
+_GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
+"""What transformers gives each template, besides special tokens."""
+
+
+def check_template_arguments(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `data.apply_chat_template_kwargs` that the chat template does not read.
+
+    Raises:
+        ValueError: a sentence that names one, and those that the template reads.
+    """
+    names = [str(name) for name in arguments if name != _CHOOSES]
+    if not names:
+        return
+    read = arguments_of(tokenizer, arguments.get(_CHOOSES))
+    for name in names:
+        if name not in read:
+            known = sorted(read - _GIVEN - set(tokenizer.special_tokens_map))
+            raise ValueError(
+                f"data.apply_chat_template_kwargs.{name}: the model's chat template does not read {name!r}"
+                f"{nearest(name, known)}; it reads {', '.join(known) or 'no argument'}. Leave it out"
+            )
+
+
+def arguments_of(tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> set[str]:
+    """The variables that the chat template takes from outside.
+
+    Args:
+        tokenizer: the tokenizer.
+        template: another template, or the name of one of the tokenizer's.
+
+    Raises:
+        ValueError: there is no such template, or it is not valid Jinja.
+    """
+    import jinja2.meta
+
+    several = tokenizer.chat_template
+    texts = (
+        [*several.values()] if isinstance(several, dict) and not template else [tokenizer.get_chat_template(template)]
+    )
+    jinja = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = [jinja.parse(_GENERATION.sub("", text)) for text in texts]
+        return set().union(*map(jinja2.meta.find_undeclared_variables, parsed))
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the model's chat template is not valid Jinja: {error}") from error

@@ -1,0 +1,37 @@
+"""The names of vLLM's `EngineArgs`, read from its source: importing vLLM takes many seconds."""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pipeline.errors import nearest
+
+FILE = "engine/arg_utils.py"
+
+
+def problems(names: Iterable[str]) -> Iterator[str]:
+    """One sentence per name in `rollout.engine_kwargs` that vLLM does not know."""
+    known = engine_arguments()
+    for name in names:
+        if known and name not in known:
+            yield (
+                f"rollout.engine_kwargs.{name} is no argument of vLLM's EngineArgs{nearest(name, known)}; leave it "
+                "out, or write the name of one"
+            )
+
+
+@functools.cache
+def engine_arguments() -> tuple[str, ...]:
+    """The fields of `EngineArgs`; none if vLLM is not installed here."""
+    found = importlib.util.find_spec("vllm")
+    places = found.submodule_search_locations if found else None
+    file = Path(next(iter(places))) / FILE if places else None
+    if file is None or not file.is_file():
+        return ()
+    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    fields = (node for found in classes if found.name == "EngineArgs" for node in found.body)
+    return tuple(
+        node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )
