@@ -65,10 +65,11 @@ $(DATA)/sft_train.parquet: | $(STAMP)
 	@$(RUN) -m jobs.prepare $(TASK) --out $(DATA) $(PREPARE) --seed $(SEED)
 
 $(TINY)/config.json: $(DATA)/sft_train.parquet | $(STAMP)
-	@rm -rf $(TINY)
+	@rm -rf models/tiny-$(TAG)
 	@$(RUN) -m jobs.tiny --out $(TINY) --data $(DATA)/sft_train.parquet --seed $(SEED) $(TINY_$(TASK))
 
 $(WARM)/config.json: $(TINY)/config.json | $(STAMP)
+	@rm -rf models/tiny-sft-$(TAG)
 	@$(RUN) -m jobs.sft out=$(WARM) model.path=$(TINY) data.train_files=$(DATA)/sft_train.parquet \
 		data.val_files=$(DATA)/sft_test.parquet trainer.seed=$(SEED) $(SFT)
 

@@ -65,7 +65,7 @@ from benchmarks.trl_report import (
 )
 from pipeline.config import Config, load_config
 from pipeline.reward.rules import countdown
-from pipeline.run.signals import sigterm_as_ctrl_c
+from pipeline.run.signals import stops
 from pipeline.track.history import write_atomically
 
 SIDE = Path(__file__).with_name("trl_side.py")
@@ -374,7 +374,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     try:
-        with sigterm_as_ctrl_c():
+        with stops():
             return measure(args)
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)

@@ -39,7 +39,7 @@ from rich.console import Console
 from benchmarks.command import call
 from benchmarks.staleness_report import Case, Outcome, as_json, complaints, notes, read_run, save, summaries, table
 from pipeline.config import load_config
-from pipeline.run.signals import sigterm_as_ctrl_c
+from pipeline.run.signals import stops
 from pipeline.track.history import write_atomically
 
 PUZZLES = "--template short --numbers 3 --max-number 30 --min-target 1 --max-target 60 --train 10000 --test 1000"
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (args.model is None) != (args.data is None):
         parser.error("--data and --model belong together: the model must know the puzzles' wording")
     try:
-        with sigterm_as_ctrl_c():
+        with stops():
             return measure(args)
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)

@@ -5,6 +5,8 @@ import importlib
 import os
 import sys
 
+from jobs.entry import command
+
 JOBS = {
     "train": "train a policy by reinforcement learning",
     "sft": "fine-tune a model on conversations",
@@ -25,6 +27,7 @@ JOBS = {
 """Every job with what it does."""
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Run the job that the first argument names with the other arguments; returns its exit code (2: no such job)."""
     name, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]

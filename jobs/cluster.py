@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from jobs.command import exit_code, new_parser
+from jobs.entry import command
 from pipeline.config.paths import local_path
 from pipeline.run.cluster import LOCAL_RAY
 
@@ -66,6 +67,7 @@ class ClusterError(RuntimeError):
     """The head could not be started or ended; the message says why and what to do."""
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 done, 1 failed)."""
     parser = new_parser("cluster", "Start or stop a Ray head on this machine, to submit jobs to.")
@@ -138,8 +140,11 @@ def stop(state: Path) -> bool:
 
 
 def read(state: Path) -> Head | None:
-    """The head of a state file; None without a file."""
-    return Head(**json.loads(state.read_text())) if state.is_file() else None
+    """The head of a state file; None without a file. Raises ClusterError for a file with something else."""
+    try:
+        return Head(**json.loads(state.read_text())) if state.is_file() else None
+    except (ValueError, TypeError) as error:
+        raise ClusterError(f"{state} is no record of a head; give another --state") from error
 
 
 def environment(cpus: int) -> dict[str, str]:

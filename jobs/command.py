@@ -6,6 +6,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.markup import escape
 
+from pipeline.errors import NotStarted
+from pipeline.run.signals import INTERRUPTED
 from pipeline.run.versions import VersionError
 
 
@@ -37,12 +39,12 @@ def exit_code(
     """Run a job, and print what it raises as a sentence.
 
     Returns:
-        what `run` returns (None is 0); 1 after an error of the kinds `failed`, 2 after any other error in settings or
-        input, 130 after Ctrl-C, for which `interrupted` is printed.
+        what `run` returns (None is 0); 1 after an error of the kinds `failed`, or if Ray did not start; 2 after any
+        other error in settings or input; 130 after Ctrl-C, for which `interrupted` is printed.
     """
     try:
         return run() or 0
-    except failed as error:
+    except (*failed, NotStarted) as error:
         complain(str(error))
         return 1
     except (ValueError, OSError, ImportError, VersionError) as error:
@@ -51,4 +53,4 @@ def exit_code(
     except KeyboardInterrupt:
         if interrupted:
             complain(interrupted)
-        return 130
+        return INTERRUPTED

@@ -5,11 +5,16 @@ import sys
 from rich.console import Console
 
 from jobs.command import complain, exit_code, new_parser
+from jobs.entry import command
 from pipeline.config.paths import local_path
 from pipeline.track.compare import draw, read_runs, table
 from pipeline.track.plot import save
 
+PNG = b"\x89PNG\r\n\x1a\n"
+"""First bytes of a PNG file."""
 
+
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 drawn, 2 bad arguments or runs, 1 the picture cannot be written)."""
     about = "Draw the validation accuracy and training reward of several runs, and print a table of them."
@@ -22,10 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     def run() -> int:
         if options.out.suffix.lower() != ".png":
             raise ValueError(f"--out {options.out} is not the name of a PNG file; let it end in .png")
+        if options.out.exists() and not (options.out.is_file() and options.out.read_bytes()[:8] == PNG):
+            raise ValueError(f"--out {options.out} exists and is no PNG file; choose another name or remove it")
         labels = None if options.labels is None else [label.strip() for label in options.labels.split(",")]
         runs = read_runs(options.runs, labels)
         print("validation (iteration)")
-        Console().print(table(runs))
+        Console(markup=False).print(table(runs))
         try:
             save(draw(runs), options.out)
         except OSError as error:

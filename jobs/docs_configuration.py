@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from jobs.entry import command
 from pipeline.config import Config
 from pipeline.config.bounds import bounds_of
 from pipeline.config.schema import Key, keys
@@ -29,7 +30,10 @@ Later settings win: the defaults below, `configs/train.yaml`, the experiment (`e
 `configs/experiment/countdown_cpu.yaml`), the algorithm (`algorithm=dapo` takes `configs/algorithm/dapo.yaml`), then
 arguments such as `actor.optim.lr=1e-5`. A list is written `trainer.logger=[console,mlflow]`, a value with special
 characters in quotes: `'model.path="/models/a=b"'`. Keys with the default `{}` take any name inside:
-`rollout.engine_kwargs.max_model_len=2048`.
+`rollout.engine_kwargs.max_model_len=2048`, `reward.source_scale.openai/gsm8k=2`. A name with `=`, or with a dot where
+values may be mappings, stands in quotes: `'reward.source_scale."x=y"=2'`. JSON holds any name:
+`'reward.source_scale={"x=y": 2}'`. `~reward.source_scale.gsm8k` takes a name out. In YAML files, names that read as
+numbers, truth values or null stand in quotes: `"2024": 2`.
 
 `--config-dir DIR` also finds your own files in `DIR/experiment/` and `DIR/algorithm/`. Algorithms can be combined:
 `algorithm=[dapo,tis]` ([all of them](algorithms.md)). An experiment names the algorithm that it begins from with
@@ -133,6 +137,7 @@ def _row(same: tuple[Key, ...]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Write the page, or with `--check` say whether it is up to date; returns the exit code."""
     parser = argparse.ArgumentParser(

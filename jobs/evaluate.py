@@ -7,16 +7,20 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jobs.command import add_settings, complain, exit_code, new_parser
+from jobs.entry import command
 from jobs.train import name_from_root
 from pipeline.config import load_config, to_flat
 from pipeline.config.paths import local_path
+from pipeline.run.submitted import joined
 from pipeline.run.versions import check_versions
+from pipeline.storage.owner import of_folder, owned
 
 if TYPE_CHECKING:
     from pipeline.evaluate.prepare import Evaluation
@@ -39,6 +43,7 @@ the same command continues an evaluation that was interrupted.
 """
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     about = "Score a model on prompt files through the stages of training: pass@k and maj@k per data source."
@@ -58,12 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
         check_versions()
         evaluation = _prepared(options)
         if not options.dry_run:
-            for note in evaluation.notes:
-                print(f"note: {note}")
-            return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
+            with owned([of_folder(evaluation.folder.path)], partial(print, flush=True)):
+                for note in evaluation.notes:
+                    print(f"note: {note}")
+                return evaluate(evaluation, ["python", "-m", "jobs.evaluate", *words])
         from pipeline.evaluate.prepare import render
 
-        Console().print(render(evaluation))
+        Console(markup=False).print(render(evaluation))
         return 0
 
     return exit_code(run)
@@ -146,9 +152,10 @@ def _generate(evaluation: "Evaluation", begin: Callable[[], None]) -> tuple[str,
     quiet = "console" not in evaluation.config.trainer.logger
     printed = Console(highlight=False, soft_wrap=True, quiet=quiet)
     console = RunConsole(evaluation.name, evaluation.pages.chunks, printed, unit="chunk")
+    printed.print(evaluation.ends, markup=False)
     started = start_ray(evaluation.config)
     try:
-        if os.environ.get("RAY_ADDRESS"):
+        if joined():
             nodes = [Node(node["Resources"]) for node in ray.nodes() if node["Alive"]]
             check_resources(evaluation.plan.stages, None, nodes)
         begin()

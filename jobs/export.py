@@ -6,6 +6,7 @@ import os
 import sys
 
 from jobs.command import exit_code, new_parser
+from jobs.entry import command
 from pipeline.config.paths import local_path
 
 EPILOG = """\
@@ -50,6 +51,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     add("--lowest", action="store_true", help="with --best: the one with the lowest")
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 written, 2 bad arguments or input, 130 interrupted, 1 failed)."""
     options = parse(arguments)
@@ -79,8 +81,11 @@ def run(options: argparse.Namespace) -> None:
     # Torch and transformers take seconds to import, after all that can be refused without them.
     from pipeline.export.export import export
 
-    export(checkpoint, options.out, options.dtype, critic=options.critic, base=options.base, alone=options.adapter)
+    choice = {"critic": options.critic, "base": options.base, "alone": options.adapter}
+    ends = export(checkpoint, options.out, options.dtype, **choice)
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.run_dir}")
+    if ends:
+        print(f"{options.out}: {ends.line}")
     if options.register:
         version, tracker = register(checkpoint, options.out, options.register, options.alias)
         alias = f", alias {options.alias}" if options.alias else ""

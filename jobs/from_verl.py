@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from jobs.command import new_parser
+from jobs.entry import command
 from jobs.verl.convert import convert
 from jobs.verl.launch import Settings, launch, refusal
 from jobs.verl.recorder import record
@@ -45,11 +46,14 @@ _VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 _WIDTH = 118
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = new_parser("from_verl", "Convert a verl launch script into an experiment.", EPILOG)
     parser.add_argument("sources", nargs="+", metavar="SCRIPT_OR_OVERRIDES", help="bash scripts and key=value of verl")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the experiment here: DIR/experiment/NAME.yaml")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the experiment to this new file: DIR/experiment/NAME.yaml"
+    )
     parser.add_argument("--name", help="name of the run (trainer.experiment_name); default: verl's")
     parser.add_argument(
         "--run",
@@ -58,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(arguments)
     try:
+        if options.out and os.path.lexists(options.out):
+            raise OSError(f"--out {options.out} is there already; choose another file or remove it")
         settings = read(options.sources, options.run)
         conversion = convert(settings.settings, options.name)
         conversion.cannot += settings.cannot

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from jobs.command import add_settings, exit_code, new_parser
+from jobs.entry import command
 from jobs.train import train
 from pipeline.config import Config, ConfigError, load_config
 from pipeline.config.paths import local_path
@@ -27,6 +28,7 @@ the same command continues a replay that was interrupted.
 """
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     parser = new_parser("replay", "Train on the trajectories that a run recorded, without engines.", EPILOG)

@@ -7,15 +7,19 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from jobs.command import exit_code, new_parser
+from jobs.entry import command
 from jobs.export import add_choice
 from pipeline.export.serve import ServeOptions
+from pipeline.run.submitted import joined
 
 if TYPE_CHECKING:
     from pipeline.export.served_model import ServedModel
@@ -26,6 +30,7 @@ examples:
   python -m jobs.serve runs/NAME --best val-core/countdown/acc/mean@1 --port 8001
   python -m jobs.serve models/mine --num-gpus 1 --max-replicas 4
   python -m jobs.serve Qwen/Qwen2.5-0.5B-Instruct --num-gpus 1 --engine max_model_len=4096
+  python -m jobs.serve models/mine --tool-parser auto            requests may have tools
   MLFLOW_TRACKING_URI=... python -m jobs.serve models:/countdown@champion
   SERVE_KEY=secret python -m jobs.serve runs/NAME --host 0.0.0.0 --api-key-env SERVE_KEY
   RAY_ADDRESS=auto python -m jobs.serve /shared/runs/NAME --num-gpus 1 --detach
@@ -77,6 +82,9 @@ def parse(arguments: list[str] | None = None) -> Options:
     add = parser.add_argument_group("engine").add_argument
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer where a request does not say (default: "
         "the run's data.max_response_length)")  # fmt: skip
+    add("--tool-parser", metavar="NAME", help="what reads calls of tools: auto finds it by the model's chat template, "
+        "NAME is a parser of vLLM's, and with none requests with tools are refused (default: the run's agent.parser; "
+        "without episodes none)")  # fmt: skip
     add("--engine", type=engine_argument, action="append", metavar="KEY=VALUE", help="an argument of vLLM, such as "
         "max_model_len=4096, dtype=bfloat16 or gpu_memory_utilization=0.8; may be repeated")  # fmt: skip
     return parser.parse_args(arguments, namespace=Options())
@@ -93,6 +101,7 @@ def engine_argument(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"the value in {text!r} cannot be read as YAML; put it in quotes") from error
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 stopped or detached, 2 bad arguments or input, 130 interrupted before it
     was ready, 1 failed."""
@@ -104,13 +113,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     def start() -> int:
         key = api_key(options.api_key_env)
-        if not os.environ.get("RAY_ADDRESS"):
+        if not joined():
             if options.detach:
                 raise ValueError("--detach leaves the server in a cluster; set RAY_ADDRESS, such as RAY_ADDRESS=auto")
             check_port(options.host, options.port)
         from pipeline.export.served_model import find
+        from pipeline.export.tools import with_parser
 
-        model = find(options.model, options.iteration, options.best, options.lowest)
+        model = with_parser(find(options.model, options.iteration, options.best, options.lowest), options.tool_parser)
         for note in model.notes:
             print(note)
         if key is None and options.host not in LOOPBACK:
@@ -142,14 +152,41 @@ def check_port(host: str, port: int) -> None:
         raise ValueError(f"cannot listen on {host}:{port} ({why}); choose another --port or --host") from error
 
 
+def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
+    """A line that says where answers end. If the model's own files lack an end, the engine gets them from `folder`."""
+    from pipeline.export.serve import find_model_ends, write_generation_config
+
+    try:
+        ends = find_model_ends(model, options)
+    except ValueError as error:
+        return f"where answers end is known to the replicas alone: {error}"
+    if not ends.missing or "generation_config" in dict(options.engine):
+        return ends.line
+    if os.environ.get("RAY_ADDRESS"):
+        # A replica may run, and be started again, where the folder is not.
+        return (
+            f'{ends.line}; write "eos_token_id": {list(ends.ids)} into the generation_config.json of the model, which '
+            "lacks some of them, so that answers stop there"
+        )
+    write_generation_config(model, ends, folder)
+    options.engine = [*options.engine, ("generation_config", str(folder))]
+    return ends.line
+
+
 def run(model: "ServedModel", options: Options, key: str | None) -> int:
     """Start the server, print when it is ready, and serve until Ctrl-C; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-serve-") as folder:
+        print(f"{options.name or model.name}: {stop_at_ends(model, options, Path(folder))}", flush=True)
+        return serve_until_stopped(model, options, key)
+
+
+def serve_until_stopped(model: "ServedModel", options: Options, key: str | None) -> int:
+    """See `run`."""
     import ray
     from ray import serve
 
     from pipeline.export.serve import application, llm_config, wait_until_running
     from pipeline.run import cluster
-    from pipeline.run.signals import sigterm_as_ctrl_c
 
     config = llm_config(model, options, key)
     # Serve sets up its log as it is imported.
@@ -160,22 +197,21 @@ def run(model: "ServedModel", options: Options, key: str | None) -> int:
     started = cluster.start(max(os.cpu_count() or 1, round(needed + 0.5)), None, {})
     deployed = False
     try:
-        with sigterm_as_ctrl_c():
-            serve.start(http_options={"host": options.host, "port": options.port})
-            deployed = True
-            target = serve.RunTarget(application(config), name=name, route_prefix="/")
-            print(f"{name}: starting {model.path}", flush=True)
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-            wait_until_running(name, options.start_timeout)
-            print(ready(name, options, ray.nodes()), flush=True)
-            if options.detach:
-                deployed = False
-                return 0
-            with contextlib.suppress(KeyboardInterrupt):
-                while name in serve.status().applications:
-                    time.sleep(WATCH_S)
-                raise RuntimeError(f"{name} is not served any more: the application was deleted")
-            print(f"{name}: stopping", flush=True)
+        serve.start(http_options={"host": options.host, "port": options.port})
+        deployed = True
+        target = serve.RunTarget(application(config), name=name, route_prefix="/")
+        print(f"{name}: starting {model.path}", flush=True)
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        wait_until_running(name, options.start_timeout)
+        print(ready(name, options, ray.nodes()), flush=True)
+        if options.detach:
+            deployed = False
+            return 0
+        with contextlib.suppress(KeyboardInterrupt):
+            while name in serve.status().applications:
+                time.sleep(WATCH_S)
+            raise RuntimeError(f"{name} is not served any more: the application was deleted")
+        print(f"{name}: stopping", flush=True)
         return 0
     finally:
         if started:

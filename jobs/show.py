@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jobs.command import exit_code, new_parser
+from jobs.entry import command
 from pipeline.config.paths import local_path
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ examples:
 """
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 shown, 2 bad arguments, or no such run or row)."""
     about = "Print one recorded conversation of a run: messages, rewards, policy versions, score, why it ended."

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,16 +16,21 @@ import ray.train
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
+from pipeline.config.paths import check_out
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
+from pipeline.errors import NotStarted
 from pipeline.models import adapter
+from pipeline.models.ends import find_ends
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.omissions import check_arguments
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
 from pipeline.run import cluster
+from pipeline.storage.owner import of_folder, owned
 from pipeline.supervised.data import RowGroup, notes, train_dataset
 from pipeline.supervised.loop import Settings, SupervisedLoop, train_loop
 from pipeline.train import ranks
@@ -77,6 +83,7 @@ class Job(Generic[C]):
     causal: bool = True
     """Whether the model must be a causal language model."""
 
+    @command
     def main(self, argv: list[str] | None = None) -> int:
         """Run the command; the exit code: 0 done, 1 failed, 2 bad settings or input, 130 interrupted."""
         argv = sys.argv[1:] if argv is None else argv
@@ -90,6 +97,9 @@ class Job(Generic[C]):
         except ValueError as error:
             print(f"{command}: {error}", file=sys.stderr)
             return 2
+        except NotStarted as error:
+            print(f"{command}: {error}", file=sys.stderr)
+            return 1
         except (TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
             from pipeline.run.driver import sentence
 
@@ -136,8 +146,11 @@ class Job(Generic[C]):
             problems.append(f"model.path={path} is {other} by its config.json; give a causal language model.")
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")
-        elif Path(config.out).exists() and not (Path(config.out) / "config.json").exists() and os.listdir(config.out):
-            problems.append(f"out={config.out} exists and holds no model; choose another folder or remove it.")
+        else:
+            try:
+                check_out(Path(config.out), (path, config.model.tokenizer_path, lora.path))
+            except ValueError as error:
+                problems.append(f"out: {error}.")
         if trainer.num_workers > 0 and data.train_batch_size % trainer.num_workers:
             problems.append(
                 f"data.train_batch_size={data.train_batch_size} does not divide among trainer.num_workers="
@@ -161,9 +174,16 @@ class Job(Generic[C]):
             TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError: the run failed.
         """
         self.check(config)
-        data, trainer = config.data, config.trainer
         out = Path(config.out or "").resolve()
         config.out = str(out)
+        with owned([of_folder(out)], partial(print, flush=True)):
+            # Another command may have filled it a moment ago.
+            check_out(out)
+            return self._run(config, out)
+
+    def _run(self, config: C, out: Path) -> dict[str, float]:
+        """Train, and save into the folder `out`, which this process owns; returns the last metrics."""
+        data, trainer = config.data, config.trainer
         config.model.path = cluster.absolute(config.model.path)
         config.model.tokenizer_path = cluster.absolute(config.model.tokenizer_path)
         config.model.lora.path = cluster.absolute(config.model.lora.path)
@@ -177,6 +197,10 @@ class Job(Generic[C]):
         check_arguments(tokenizer, data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs")
         for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
             print(f"{self.name}: note: {note}", flush=True)
+        if self.causal:
+            ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
+            taught = "" if ends.learnt else "; the chat template writes none behind a last answer, so none is learnt"
+            print(f"{self.name}: {ends.line}{taught}", flush=True)
         _start_ray(config)
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(trainer.start_timeout)
 

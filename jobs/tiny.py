@@ -27,10 +27,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from jobs.entry import command
 from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
-from pipeline.config.paths import local_path
+from pipeline.config.paths import check_out, local_path
 from pipeline.conversations import read_messages, read_tools
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention, which has the fewest
@@ -77,16 +78,14 @@ def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
                 if not columns:
                     raise ValueError(f"{file} has neither a `prompt` nor a `messages` column, but {', '.join(names)}")
                 batches = parquet.iter_batches(BATCH_ROWS, columns=with_tools)
-                some = itertools.islice((row for batch in batches for row in batch.to_pylist()), rows)
-                for messages, tools in ((row[column], row.get("tools")) for row in some for column in columns):
-                    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-                        raise ValueError(f"{file} holds no chat messages {{role, content}}, but {messages!r:.80}")
-                    schemas = read_tools(tools, f"{file}, column 'tools'")
+                some = itertools.islice((row for batch in batches for row in values(batch)), rows)
+                for row, column in ((row, column) for row in some for column in columns):
+                    messages = read_messages(row[column], f"{file}, column {column!r}")
+                    schemas = read_tools(row.get("tools"), f"{file}, column 'tools'")
                     if schemas is None:
-                        yield from (message["content"] for message in messages if message.get("content"))
+                        yield from (message["content"] for message in messages if message["content"])
                         continue
-                    checked = read_messages(messages, str(file))
-                    text = str(template.apply_chat_template(checked, tools=list(schemas), tokenize=False))
+                    text = str(template.apply_chat_template(messages, tools=list(schemas), tokenize=False))
                     yield from filter(None, re.split(f"{re.escape(START)}|{re.escape(END)}", text))
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{file} cannot be read as parquet: {error}") from error
@@ -175,8 +174,7 @@ def build_model(
 
 def make(args: argparse.Namespace) -> str:
     """Write model and tokenizer; returns their sizes in words."""
-    if (args.out / "config.json").exists():
-        raise ValueError(f"--out {args.out} already holds a model; choose another folder or remove it")
+    check_out(args.out)
     heads = args.heads or max(1, args.hidden // 32)
     corpus = texts(args.data, args.rows) if args.data else countdown_texts(args.rows, args.seed)
     tokenizer = build_tokenizer(corpus, args.vocab, args.digits)
@@ -188,12 +186,13 @@ def make(args: argparse.Namespace) -> str:
     return f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens"
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit code (0 done, 2 bad option or input, 1 not writable)."""
     parser = Parser(prog="python -m jobs.tiny", description="Make a tiny language model and its tokenizer.")
     add = parser.add_argument
     data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"
-    out_help = "folder for model and tokenizer; must not hold a model"
+    out_help = "folder for model and tokenizer; new or empty"
     add("--out", type=local_path, required=True, metavar="DIR", help=out_help)
     add("--data", nargs="+", default=[], metavar="FILE", help=data_help)
     add("--rows", type=int, default=4096, metavar="N", help="rows read of each file (default: %(default)s)")

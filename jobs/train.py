@@ -6,6 +6,8 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from jobs.command import add_settings, complain, exit_code, new_parser
+from jobs.entry import command
 from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, ConfigError, load_config, to_flat
-from pipeline.run.submitted import check_cluster
+from pipeline.run.submitted import check_cluster, joined
 from pipeline.run.versions import check_versions
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ CHECKED_PROMPTS = 256
 """Prompts of each split that are made before anything starts; the others are checked as they are read."""
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 finished, 2 bad settings or input, 130 interrupted, 1 failed)."""
     parser = new_parser("train", "Train a language model by reinforcement learning.", EPILOG)
@@ -155,6 +159,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
             environment and the tools cannot.
     """
     from pipeline.derived import reward_parts, uses_agent
+    from pipeline.prompts.assertions import check_assertions
     from pipeline.prompts.encode import to_table
     from pipeline.prompts.parquet import data_sources
     from pipeline.prompts.stage import loaders
@@ -164,6 +169,8 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     limits = row_limits(config)
     training, validation = loaders(config.data, config.model, limits, config.trainer.seed)
     parts, rewarded = reward_parts(config), (config.reward, config.agent)
+    both = [loader for loader in (training, validation) if loader is not None]
+    set_aside = check_assertions(both, limits["train"].truths, config.data.max_bad_rows)
     first: list[pa.Table] = []
     scores: dict[str, float | None] = {}
     for loader, read in ((training, parts), (validation, [])):
@@ -178,8 +185,8 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
             check_sources({row["agent_name"]: [row["data_source"]]}, *rewarded)
         first = [to_table(generated)]
         scores = dry_call(first, config.reward, parts, config.agent) | scores
-    notes = [note for loader in (training, validation) if loader is not None for note in loader.notes()]
-    lines = [("note", note) for note in dict.fromkeys(notes)]
+    notes = [set_aside, *(note for loader in both for note in loader.notes())]
+    lines = [("note", note) for note in dict.fromkeys(notes) if note]
     tokenizer = training.encoder.chat.tokenizer
     if uses_agent(config):
         from pipeline.rollout.dry import dry_episodes
@@ -222,22 +229,40 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     are those of `--gpus`.
 
     Raises:
-        ValueError, OSError, ImportError: the settings or the input cannot be used; nothing has been started.
+        ValueError, OSError, ImportError: the settings or the input cannot be used, or the run's folder is in use;
+            nothing has been started.
     """
+    from pipeline.plan.plan import plan
+    from pipeline.replay import checks as replay
+    from pipeline.storage.owner import of_run, owned
+    from pipeline.storage.resume import check_writable
+
+    plan(config)
+    name_from_root(config)
+    run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
+    replay.check_folder(config, run_dir)
+    check_cluster(run_dir)
+    check_writable(run_dir)
+    with owned([] if dry_run else of_run(run_dir, config.trainer), partial(print, flush=True)) as lost:
+        return _train(config, run_dir, dry_run, command, gpus, lost)
+
+
+def _train(
+    config: Config, run_dir: Path, dry_run: bool, command: list[str], gpus: str | None, lost: Callable[[], str | None]
+) -> int:
+    """What `train` does with the run's folder, whose loss to another process `lost` tells."""
     from pipeline.derived import uses_engines
+    from pipeline.models.ends import find_ends
+    from pipeline.models.tokenizer import load_tokenizer
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
     from pipeline.plan.table import render
     from pipeline.replay import checks as replay
     from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
+    from pipeline.train.schedule import jumps
 
     count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
-    plan(config)
-    name_from_root(config)
-    run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
-    replay.check_folder(config, run_dir)
-    check_cluster(run_dir)
     resume = check_run_folder(run_dir, config, config.trainer.resume)
     begin = starting_point(run_dir, config)
     # Everything below reads files; nothing has been started yet.
@@ -247,16 +272,20 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     else:
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
+    tokenizer = load_tokenizer(config.model, needs_chat_template=False)
+    ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
+    if begin and resolved.iterations:
+        preview += [("note", note) for note in jumps(begin.progress, resolved.schedules)]
     # The nodes of a cluster are known once the run has joined it.
-    on_this_machine = not os.environ.get("RAY_ADDRESS")
+    on_this_machine = joined() is None
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
-        for name, text in [("run folder", str(run_dir)), *preview]:
-            table.add_row(name, escape(text))
+        for name, text in [("run folder", str(run_dir)), ("ends", ends.line), *preview]:
+            table.add_row(name, text)
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
-        Console().print(table)
+        Console(markup=False).print(table)
         if on_this_machine:
             _say_whether_it_fits(resolved)
         return 0
@@ -268,13 +297,14 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
-    for note in (*replay.notes(config), *(text for name, text in preview if name == "note")):
+    print(ends.line)
+    for note in (*resolved.notes, *(text for name, text in preview if name == "note")):
         print(f"note: {note}")
 
     import ray
 
+    from pipeline.run.begin import leave
     from pipeline.run.driver import run, start_ray
-    from pipeline.run.signals import sigterm_as_ctrl_c
     from pipeline.track.loggers import TrackedRun, shown
     from pipeline.track.tracker import Tracker
 
@@ -285,15 +315,14 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     tracked = TrackedRun(run_dir, to_flat(config), trainer.project_name, trainer.experiment_name, resume)
     tracker = Tracker(tracked, resolved.iterations, trainer.logger)
     started = start_ray(config)
-    if os.environ.get("RAY_ADDRESS"):
+    if joined():
         nodes = [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
         check_resources(resolved.stages, None, nodes)
     tracker.start()
-    status, places, error = "failed", {}, None
+    status, places, error, ray_gone = "failed", {}, None, False
     try:
-        with sigterm_as_ctrl_c():
-            outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None)
-        status, error = outcome.status, outcome.error
+        outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None, lost)
+        status, error, ray_gone = outcome.status, outcome.error, outcome.ray_gone
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = shown(run_dir / "model")
     except KeyboardInterrupt:
@@ -301,10 +330,12 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
     finally:
         places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)
         tracker.finish(status, places)
-        if started:
+        if started and not ray_gone:
             ray.shutdown()
     if error:
         complain(error)
+    if ray_gone:
+        leave(1)
     return {"finished": 0, "interrupted": 130}.get(status, 1)
 
 

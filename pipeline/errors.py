@@ -12,6 +12,10 @@ class PeerDied(ConnectionError):
     """Another process of the run cannot be reached, most likely because it has died; a restart helps."""
 
 
+class NotStarted(RuntimeError):
+    """Ray did not start or could not be joined; the message says why and what to do. Nothing has been changed."""
+
+
 def short_reason(error: Exception) -> str:
     """What an exception of another library says, on one line and without its endless tail."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")

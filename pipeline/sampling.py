@@ -17,6 +17,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.config.rollout import RolloutConfig
 from pipeline.derived import uses_policy_scores
+from pipeline.reward.truths import TruthCheck, truth_check
 
 KEY = "sampling_params"
 MOST_STOPS, LONGEST_STOP = 16, 256
@@ -100,6 +101,8 @@ class RowLimits:
     """Keys that no row may set, and why."""
     agents: Collection[str | None] = (None,)
     """Names that a row may choose its agent by."""
+    truths: TruthCheck = field(default_factory=TruthCheck)
+    """The check of ground truths that the reward will read."""
 
     def check_agent(self, name: str | None) -> None:
         """Refuse an agent that the config does not declare.
@@ -161,9 +164,10 @@ def row_limits(config: Config) -> dict[str, RowLimits]:
     calls = {}
     if any(agent.tools for agent in agents.values()):
         calls = {"stop": "a text could end an answer inside a call of agent.tools"}
+    truths = truth_check(config.reward, config.agent)
     return {
-        "train": RowLimits(Sampling.of(rollout, longest, "train"), refused | calls, agents.keys()),
-        "val": RowLimits(Sampling.of(rollout, longest, "val"), calls, agents.keys()),
+        "train": RowLimits(Sampling.of(rollout, longest, "train"), refused | calls, agents.keys(), truths),
+        "val": RowLimits(Sampling.of(rollout, longest, "val"), calls, agents.keys(), truths),
     }
 
 

@@ -102,9 +102,9 @@ INTERRUPTED_AFTER, START_S = 2, 300.0
 
 @dataclass(frozen=True)
 class Training:
-    """One PPO run: a process of its own until Ctrl-C, and one more iteration by the same command in this process.
+    """One PPO run: a process of its own until a signal, and one more iteration by the same command in this process.
 
-    `first` is the run as Ctrl-C left it, after iteration `last`; `before` is a copy of its folder of that time.
+    `first` is the run as SIGTERM left it, after iteration `last`; `before` is a copy of its folder of that time.
     """
 
     settings: list[str]
@@ -122,21 +122,26 @@ def train(folder: Path, model: Path, prompt_files: Any) -> Training:
     command = [sys.executable, "-m", "jobs.train", *settings, name, f"{total}1000"]
     run_folder = folder_of(settings, "trained")
     metrics, deadline = run_folder / "metrics.jsonl", time.monotonic() + START_S
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    log = folder / "log"
+    tee = subprocess.Popen(["tee", log], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, stdout=tee.stdin, stderr=subprocess.STDOUT, process_group=tee.pid)
+    assert tee.stdin is not None
+    tee.stdin.close()
     try:
         while not metrics.is_file() or f'"iteration": {INTERRUPTED_AFTER}' not in metrics.read_text():
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, "no iteration within the deadline"
             time.sleep(0.1)
-        # A terminal sends the signal to all processes of the command, Ray's own included.
-        os.killpg(process.pid, signal.SIGINT)
-        printed, _ = process.communicate(timeout=120)
+        # As `timeout` ends a job: the signal comes to the command and to its group, so that `tee` dies, too. All that
+        # the run prints from then on meets a pipe without a reader.
+        process.send_signal(signal.SIGTERM)
+        os.killpg(tee.pid, signal.SIGTERM)
+        assert tee.wait(timeout=60) == -signal.SIGTERM
+        process.wait(timeout=120)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    first = Run.of(run_folder, printed)
+            os.killpg(tee.pid, signal.SIGKILL)
+    first = Run.of(run_folder, (run_folder / "console.log").read_text())
     last = max(first.records)
     before = shutil.copytree(run_folder, folder / "before")
     # As a broken-off try of the next iteration would have left it: a continued run numbers its chunks from 0.

@@ -21,7 +21,7 @@ from pipeline.advantage.estimators import Estimate, register_adv_est
 from pipeline.agent.hosts import Hosts
 from pipeline.config.model import ModelConfig
 from pipeline.config.trainer import TrainerConfig
-from pipeline.models import tokenizer
+from pipeline.models import ends, tokenizer
 from pipeline.prompts import stage
 from pipeline.prompts.stage import Schedule
 from pipeline.rollout import vllm
@@ -106,7 +106,8 @@ class StandIn(Rollout):
         sys.modules.update(modules)
         self._log = Path(trainer.default_local_dir) / f"engine-{os.getpid()}.jsonl"
         quick = patch.object(tokenizer, "load_tokenizer", quick_tokenizer)
-        with patch.object(vllm, "build", lambda *args: self.answers()), quick:
+        no_ends = patch.object(ends, "find_ends", lambda *model: SimpleNamespace(ids=()))
+        with patch.object(vllm, "build", lambda *args: self.answers()), quick, no_ends:
             super().__init__(data, model, rollout, agent, trainer, greedy, Logged(policy, self._write), hosts)
         self._write(event="start")
 

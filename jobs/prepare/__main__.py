@@ -8,6 +8,7 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
+from jobs.entry import command
 from jobs.prepare import calculator, convert, countdown, gsm8k, hellaswag, hh_rlhf, higher_lower, lookup, math, pairs
 
 DATASETS: dict[str, Any] = {
@@ -31,6 +32,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit code (0 done, 2 bad option or input, 1 not writable, 130 interrupted)."""
     parser = Parser(prog="python -m jobs.prepare", description="Prepare a data set of prompts as parquet.")

@@ -1,26 +1,28 @@
 """Rows that are in verl's form already, in JSON or as Hugging Face `datasets` saves them, to parquet.
 
-Each input file becomes one parquet file of the same name. The types of the columns come from all rows of the file, so
-it is passed through twice; one row group is in memory at a time.
+1. A file of JSON becomes one parquet file of the same name. A folder that `datasets` saved is read by its own index:
+   each of its splits becomes one file.
+2. A row comes out as it went in: keys, nulls, whole numbers, order. A column has an Arrow type of its own if all its
+   values come back from it; all other columns are JSON (`arrow.json`), which the readers of prompts know.
+3. The types of the columns come from all rows of the file, so it is passed through twice; one row group is in memory at
+   a time.
 """
 
 import argparse
+import json
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from jobs.prepare import parquet
+from jobs.prepare import parquet, saved
 from jobs.prepare.hub import placed_rows
+from jobs.prepare.types import JSON, joined, type_of
 from pipeline.config.paths import local_path
 
 help = "JSON lines, JSON lists or folders saved by datasets, with rows in verl's form, to parquet"
 ENDINGS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz", ".arrow")
-DESCRIPTIONS = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""Files that `datasets` writes beside its data."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,27 +33,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write one parquet file for each input file; after an error older output files are untouched."""
+    """Write one parquet file for each input file or split; after an error older output files are untouched."""
+    report = []
     with parquet.together(args.out) as folder:
-        for file in _files(args.input):
-            target = folder / f"{_stem(file)}.parquet"
+        for name, files in _inputs(args.input):
+            target = folder / f"{name}.parquet"
             if target.exists():
-                raise ValueError(f"two input files are called {_stem(file)}; convert them to different folders")
-            print(f"{args.out / target.name}: {_convert(file, target):,} rows")
+                raise ValueError(f"two inputs are called {name}; convert them to different folders")
+            count = _copy(files, target) if files[0].suffix == ".arrow" else _convert(files[0], target)
+            report.append(f"{args.out / target.name}: {count:,} rows")
+    print("\n".join(report))
 
 
-def _files(inputs: list[Path]) -> Iterator[Path]:
-    for path in inputs:
+def _inputs(paths: list[Path]) -> Iterator[tuple[str, list[Path]]]:
+    """The name of each output, and the files whose rows it holds in their order."""
+    for path in paths:
         if path.is_dir():
-            found = [file for file in sorted(path.rglob("*")) if file.name.endswith(ENDINGS)]
-            found = [file for file in found if file.name not in DESCRIPTIONS]
+            found = list(_folder(path))
             if not found:
                 raise ValueError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
             yield from found
         elif path.is_file() and path.name.endswith(ENDINGS):
-            yield path
+            yield _stem(path), [path]
         else:
             raise ValueError(f"{path}: there is no such file or folder, or it does not end in {', '.join(ENDINGS)}")
+
+
+def _folder(folder: Path) -> Iterator[tuple[str, list[Path]]]:
+    splits = saved.splits(folder)
+    if splits is not None:
+        yield from splits.items()
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            yield from _folder(path)
+        elif path.is_file() and path.name.endswith(ENDINGS):
+            yield _stem(path), [path]
 
 
 def _stem(file: Path) -> str:
@@ -60,40 +77,38 @@ def _stem(file: Path) -> str:
 
 
 def _convert(file: Path, target: Path) -> int:
-    """Write the rows of `file` to `target`; returns their number."""
-    if file.suffix == ".arrow":
-        return _copy(file, target)
-    schema = pa.schema([])
-    try:
-        for table in _tables(file):
-            schema = pa.unify_schemas([schema, table.schema], promote_options="permissive")
-    except (pa.ArrowException, TypeError) as error:
-        raise ValueError(f"{file}: a column holds values of two types: {error}") from error
-    count, _ = parquet.write(target, schema, (row for _, row in _objects(file)))
+    """Write the rows of a file of JSON to `target`; returns their number."""
+    types: dict[str, pa.DataType] = {}
+    for _, row in _objects(file):
+        for name, value in row.items():
+            if (known := types.get(name, pa.null())) != JSON:
+                types[name] = joined(known, type_of(value))
+    texts = [name for name, kind in types.items() if kind == JSON]
+
+    def written(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {name: json.dumps(row[name]) for name in texts if row.get(name) is not None}
+
+    count, _ = parquet.write(target, pa.schema(types.items()), (written(row) for _, row in _objects(file)))
     return count
 
 
-def _copy(file: Path, target: Path) -> int:
-    """Copy an Arrow stream batch by batch."""
-    count = 0
+def _copy(files: list[Path], target: Path) -> int:
+    """Copy Arrow streams, one after the other, batch by batch; returns the number of rows."""
+    count, writer = 0, None
     try:
-        with (
-            pa.OSFile(str(file)) as handle,
-            pa.ipc.open_stream(handle) as stream,
-            pq.ParquetWriter(target, stream.schema, compression="zstd") as writer,
-        ):
-            for batch in stream:
-                writer.write_batch(batch)
-                count += len(batch)
-    except pa.ArrowException as error:
+        for file in files:
+            with pa.OSFile(str(file)) as handle, pa.ipc.open_stream(handle) as stream:
+                writer = writer or parquet.writer(target, stream.schema)
+                for batch in stream:
+                    writer.write_batch(batch)
+                    count += len(batch)
+    # `write_batch` raises ValueError if the schema is not the first file's.
+    except (pa.ArrowException, ValueError) as error:
         raise ValueError(f"{file} cannot be read as an Arrow stream: {error}") from error
+    finally:
+        if writer is not None:
+            writer.close()
     return count
-
-
-def _tables(file: Path) -> Iterator[pa.Table]:
-    rows = _objects(file)
-    while group := list(islice(rows, parquet.ROW_GROUP)):
-        yield pa.Table.from_pylist([row for _, row in group])
 
 
 def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -101,5 +116,5 @@ def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for where, value in placed_rows(file):
         for number, row in enumerate(value if isinstance(value, list) else [value]):
             if not isinstance(row, dict):
-                raise ValueError(f"{where}: entry {number} is a {type(row).__name__} where an object is needed")
+                raise ValueError(f"{where}: entry {number} is a {type(row).__name__}, but an object is needed")
             yield where, row

@@ -9,6 +9,7 @@
 import argparse
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -174,8 +175,27 @@ def placed_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _parse(raw: bytes, where: str) -> Any:
     try:
-        return json.loads(raw.decode())
+        # Editors of Windows begin a file with a byte order mark.
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object, parse_float=_number)
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 text ({error})") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    """An object of JSON. Raises ValueError for a key that stands twice, since one of its values would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return row
+
+
+def _number(text: str) -> float:
+    """A number of JSON that is not whole. Raises ValueError if it is too large for a float."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number

@@ -15,6 +15,8 @@ ROW_GROUP = 4096
 """Rows that are held in memory and written together; the prompt source shuffles within this unit, too."""
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 SFT = pa.schema([("messages", MESSAGES)])
+MARK = {b"written_by": b"slipstream prepare"}
+"""Metadata of a file that may be replaced."""
 
 Fields = list[tuple[str, pa.DataType]]
 
@@ -36,13 +38,35 @@ def prompt_schema(reward_model: Fields, extra_info: Fields) -> pa.Schema:
 def together(folder: Path) -> Iterator[Path]:
     """A temporary folder inside `folder`, whose files replace those in `folder` if nothing fails.
 
-    After an error, or Ctrl-C, older files are untouched.
+    After an error, or Ctrl-C, older files are untouched. Files of others are never replaced.
+
+    Raises:
+        ValueError: a file in `folder` has the name of a new one, and `writer` has not made it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
         yield Path(partial)
-        for file in sorted(Path(partial).iterdir()):
+        files = sorted(Path(partial).iterdir())
+        for file in files:
+            if os.path.lexists(folder / file.name) and not _is_ours(folder / file.name):
+                raise ValueError(
+                    f"{folder / file.name} is there and was not written by this command, so nothing was written; "
+                    "choose another --out, or move or remove that file"
+                )
+        for file in files:
             os.replace(file, folder / file.name)
+
+
+def writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """A writer of a file that a later call may replace."""
+    return pq.ParquetWriter(path, schema.with_metadata({**(schema.metadata or {}), **MARK}), compression="zstd")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return MARK.items() <= (pq.read_schema(path).metadata or {}).items()
+    except (OSError, pa.ArrowException):
+        return False
 
 
 def write(path: Path, schema: pa.Schema, rows: Iterable[dict[str, Any] | None]) -> tuple[int, int]:
@@ -58,8 +82,8 @@ def write(path: Path, schema: pa.Schema, rows: Iterable[dict[str, Any] | None]) 
                 yield row
 
     written = present()
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with writer(path, schema) as file:
         while group := list(islice(written, ROW_GROUP)):
-            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            file.write_table(pa.Table.from_pylist(group, schema=schema))
             kept += len(group)
     return kept, dropped

@@ -27,6 +27,8 @@ _OTHERS = {
 _FIRST_SETTING = re.compile(r"[+~]{0,2}(actor_rollout_ref|data|critic|algorithm|trainer|reward\w*)\.[\w.]+=")
 _SETTING = re.compile(r"([+~]{0,2})([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 _OPTION = re.compile(r"(--config-(?:name|path|dir)|-c[npd])(?:=(.*))?", re.DOTALL)
+MAX_LEVELS = 32
+"""Levels of lists and dicts in a value."""
 _DEFAULT_FILES = ("ppo_trainer", "ppo_trainer.yaml", "ppo_trainer.yml", "config", "./config")
 
 
@@ -143,6 +145,8 @@ def _read(parser: OverridesParser, argument: str, match: re.Match[str], problem:
     key, text = match[2], match[3] or ""
     if problem is None and match[1] == "~":
         problem = "it takes a key of verl away; here every key has a value"
+    if problem is None and _levels(text) > MAX_LEVELS:
+        problem = f"its value has more than {MAX_LEVELS} levels of brackets"
     if problem is None:
         try:
             override = parser.parse_override(argument)
@@ -152,7 +156,20 @@ def _read(parser: OverridesParser, argument: str, match: re.Match[str], problem:
             problem = "it gives several values for a sweep; one run takes one"
         except HydraException:
             problem = "Hydra cannot read the value, so verl refuses it too"
+        except RecursionError:
+            problem = "its brackets are nested too deeply to be read"
+        except ValueError as error:
+            problem = f"its value cannot be read ({error})"
     yield Setting(key, text, problem=problem)
+
+
+def _levels(text: str) -> int:
+    """Levels of lists and dicts, which are counted before Hydra's parser takes seconds for thousands of them."""
+    level = most = 0
+    for letter in text:
+        level += (letter in "[{") - (letter in "]}")
+        most = max(most, level)
+    return most
 
 
 def _leaves(key: str, text: str, value: Any) -> Iterator[Setting]:

@@ -13,27 +13,31 @@ from pydantic import ValidationError
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-from pipeline.agent.frames import decode
+from pipeline.agent.frames import MAX_MESSAGES
 from pipeline.agent.refused import Refused
+from pipeline.errors import short_reason
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 """Why an answer ends, by OpenAI's word for it."""
 
 
-def as_completion(body: bytes, longest: int) -> bytes:
+def as_completion(asked: dict[str, Any], longest: int) -> dict[str, Any]:
     """A request for a message as one for a chat completion.
 
     Args:
-        body: of the request.
+        asked: the request.
         longest: most tokens of an answer. `max_tokens`, which every request has to give, may be above it.
 
     Raises:
         Refused: it is no such request.
     """
     try:
-        asked = decode(body)
-    except ValueError as error:
-        raise Refused(f"the body is {error}", "invalid_json") from None
+        count = len(asked["messages"])
+        blocks = sum(len(one["content"]) for one in asked["messages"] if isinstance(one["content"], list))
+    except (KeyError, TypeError):
+        raise Refused("messages must be a list of at least one {role, content}", "invalid_value") from None
+    if count + blocks > MAX_MESSAGES:
+        raise Refused(f"messages have {count + blocks:,} parts; they may have {MAX_MESSAGES:,}", "invalid_value")
     try:
         request = AnthropicMessagesRequest.model_validate(asked)
         completion = AnthropicServingMessages.to_chat_completion_request(request)
@@ -42,14 +46,15 @@ def as_completion(body: bytes, longest: int) -> bytes:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise Refused(f"{place}: {first['msg']}", "invalid_value", param=place) from None
-    except ValueError as error:
-        raise Refused(f"the request cannot be read as a chat: {error}", "invalid_value") from None
+    # The converter is foreign code.
+    except Exception as error:
+        raise Refused(f"the request cannot be read as a chat: {short_reason(error)}", "invalid_value") from error
     further = sorted(asked.keys() - AnthropicMessagesRequest.model_fields.keys())
     if further:
         raise Refused(f"{further[0]!r:.40} is not supported; leave it out", "unsupported", param=further[0])
-    del plain["max_completion_tokens"]
+    plain.pop("max_completion_tokens", None)
     plain["max_tokens"] = min(plain["max_tokens"], longest)
-    return json.dumps(plain).encode()
+    return plain
 
 
 def message(completion: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.agent import Call, Message
 from pipeline.agent.bridge import Bridge
 from pipeline.agent.forms import call_id
+from pipeline.agent.frames import depth, loads
 from pipeline.agent.template import QUESTION
 from pipeline.errors import short_reason
 from pipeline.omissions import remedy
@@ -255,8 +256,9 @@ class Reader:
         if not isinstance(name, str) or not name:
             raise Malformed(f"call {number + 1} has no name")
         try:
-            arguments = json.loads(text or "{}", parse_constant=_refuse) if isinstance(text, str) else text
-        except (ValueError, RecursionError) as error:
+            # Some parsers give what they have made of it.
+            arguments = loads((text or "{}") if isinstance(text, str) else json.dumps(text))
+        except (ValueError, TypeError, RecursionError) as error:
             raise Malformed(f"the arguments of {name:.80} are not valid JSON: {error}") from error
         if not isinstance(arguments, dict):
             raise Malformed(f"the arguments of {name:.80} are of type {type(arguments).__name__}, not an object")
@@ -318,21 +320,6 @@ def why(text: str) -> str:
     except ValueError as error:
         return f": its JSON is not valid: {error}"
     return ""
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def depth(value: Any) -> int:
-    """Levels of lists and dicts."""
-    levels, level = 0, [value]
-    while level := [entry for entry in level if isinstance(entry, (dict, list))]:
-        levels += 1
-        level = [
-            entry for container in level for entry in (container.values() if isinstance(container, dict) else container)
-        ]
-    return levels
 
 
 def example(tool: dict) -> dict[str, Any]:

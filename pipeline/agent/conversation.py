@@ -8,7 +8,7 @@ engine saw.
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from pipeline.agent import EpisodeOver, Message
 from pipeline.agent.context import Context
 from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
-from pipeline.agent.language import Language
+from pipeline.agent.language import TOKEN, Language
 from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
 from pipeline.generation import Generation
@@ -26,10 +26,11 @@ Ask = Callable[[list[int], int, int], Awaitable[Generation]]
 
 LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
 """Marks of a message that is cut; the short one where the other one would take more than half of what is allowed."""
-TOKEN = 128
-"""Characters of the longest tokens of known vocabularies, which are runs of spaces. A text of more for each token that
-is allowed does not fit, and is not encoded as a whole: 16 MiB would take half a minute, in which the engine's other
-episodes stand still, and gigabytes of memory."""
+USUAL = 8
+"""Characters for each token that is allowed, of which the tokens are counted in pieces before the whole is encoded: a
+text of 4 MiB would take seconds, in which the engine's other episodes stand still."""
+PIECE, SEAM = 1 << 13, 16
+"""Characters of such a piece, and tokens that it may have because it is cut out."""
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Conversation:
             )
         many = len(messages) > language.max_prompt_length
         length = f"{len(messages):,} messages" if many else f"{_characters(messages):,} characters"
-        fits = _may_fit(messages, language.max_prompt_length)
+        fits = self._may_fit(messages, language.max_prompt_length)
         ids: list[int] = []
         if fits:
             try:
@@ -172,12 +173,13 @@ class Conversation:
         # A new sequence may leave out what takes room in this one.
         keeps = self.config.history == "keep"
         room = self._room(context) if keeps else language.max_prompt_length + self._longest
-        if len(messages) > room:
+        most = self.config.max_observation_tokens
+        if not self._may_fit([message | {"content": message["content"][:most]} for message in messages], room):
             return None
         uncut, messages = messages, [self.cut(message) for message in messages]
         self.cut_observations += sum(message is not one for message, one in zip(messages, uncut, strict=True))
         whole = [*context.messages, *messages]
-        if not _may_fit(messages, room):
+        if not self._may_fit(messages, room):
             context.messages, context.heard = whole, heard
             return None
         try:
@@ -265,12 +267,25 @@ class Conversation:
         for context in self.contexts:
             known = context.heard
             longer = found is None or len(known) > len(found.heard)
-            free = context.language is language and not any(context is other for other in self._answering)
+            free = context.language.key == language.key and not any(context is other for other in self._answering)
             # What else an assistant is to have said is none of the policy's answers.
             follows = len(known) < len(wanted) and all(role != "assistant" for role, *_ in wanted[len(known) :])
             if longer and free and follows and wanted[: len(known)] == known:
                 found = context
         return found
+
+    def _may_fit(self, messages: list[dict[str, Any]], tokens: int) -> bool:
+        """Whether it is worth encoding messages where so many tokens fit; each message takes at least one."""
+        if len(messages) > tokens or (characters := _characters(messages)) > tokens * TOKEN:
+            return False
+        if characters <= tokens * USUAL:
+            return True
+        for text in _texts(messages):
+            for start in range(0, len(text), PIECE):
+                tokens -= max(0, len(self._language.bridge.content_ids(text[start : start + PIECE])) - SEAM)
+                if tokens < 0:
+                    return False
+        return True
 
     def cut(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message of at most `agent.max_observation_tokens`, cut in the middle."""
@@ -294,12 +309,16 @@ class Conversation:
 
 
 def _characters(messages: list[dict[str, Any]]) -> int:
-    return sum(len(message.get("content") or "") for message in messages)
+    return sum(map(len, _texts(messages)))
 
 
-def _may_fit(messages: list[dict[str, Any]], tokens: int) -> bool:
-    """Whether it is worth encoding messages where so many tokens fit; each message takes at least one."""
-    return len(messages) <= tokens and _characters(messages) <= tokens * TOKEN
+def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """What the policy reads of messages, but for what the chat template adds."""
+    for message in messages:
+        yield message.get("content") or ""
+        yield message.get("name") or ""
+        for call in message.get("tool_calls") or ():
+            yield json.dumps(call["function"], ensure_ascii=False)
 
 
 def _to_calls(context: Context, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -322,7 +341,7 @@ def _content(message: dict[str, Any]) -> tuple[str, str, str]:
     made = []
     for call in calls:
         arguments = call["arguments"]
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         made.append([call["name"], arguments])
     return message["role"], message.get("content") or "", json.dumps(made, sort_keys=True)

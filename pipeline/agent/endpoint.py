@@ -5,6 +5,8 @@ Each episode has a path of its own that cannot be guessed, which answers 410 whe
 those of `Conversation.chat`, so that tokens are recorded as they were sampled. What a client asks for and does not get,
 such as another temperature than the run's, is refused by name. A stream is the whole answer as one chunk.
 
+`GET /v1/models` lists one model, which answers to any name.
+
 A client that repeats a request because it waited too long gets the answer to the first one: it says so
 (`x-stainless-retry-count`), or has hung up before it had the answer. While one client waits for an answer, the same
 request of another is refused, because it may be either the first one again or a wish for another answer.
@@ -23,8 +25,10 @@ from typing import Any
 from aiohttp import web
 
 from pipeline.agent import EpisodeOver
+from pipeline.agent.bodies import as_json, read
+from pipeline.agent.chats import MAX_CHATS
 from pipeline.agent.forms import tool_call
-from pipeline.agent.frames import MAX_FRAME, decode
+from pipeline.agent.frames import MAX_HEARD
 from pipeline.agent.messages import checked_messages, checked_tools
 from pipeline.agent.questions import Chat, ChatFailed
 from pipeline.agent.refused import Refused
@@ -49,6 +53,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values that change nothing; others are refused."""
 SAMPLED = ("temperature", "top_p", "top_k")
 LENGTHS = ("max_tokens", "max_completion_tokens")
+MODEL = "policy"
+"""Name of the model in answers to requests that give none."""
 SHUTDOWN_S = 1.0
 
 
@@ -84,6 +90,8 @@ class Line:
         self._answers: dict[bytes, Asked] = {}
         """By the request."""
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
+        self.room = asyncio.Semaphore(MAX_CHATS)
+        """For requests; further ones wait."""
 
     async def close(self) -> None:
         """Answer no more."""
@@ -92,24 +100,20 @@ class Line:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def answer(
-        self, body: bytes, repeated: bool, left: Callable[[], bool]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The completion, and the request.
+        self, request: dict[str, Any], key: bytes, repeated: bool, left: Callable[[], bool]
+    ) -> dict[str, Any]:
+        """The completion.
 
         Args:
-            body: of the request.
+            request: for a chat completion.
+            key: the same for the same request alone.
             repeated: whether the client says that it asks again.
             left: whether the client has hung up.
 
         Raises:
             Refused: there is none.
         """
-        try:
-            request = decode(body)
-        except ValueError as error:
-            raise Refused(f"the body is {error}", "invalid_json") from None
         messages, tools, most = self._checked(request)
-        key = hashlib.sha256(body).digest()
         asked = self._answers.get(key)
         if asked is not None and not repeated and not asked.lost:
             if not asked.heard:
@@ -130,7 +134,7 @@ class Line:
         try:
             completion = await asyncio.shield(task)
             asked.heard = asked.heard or not left()
-            return completion, request
+            return completion
         except EpisodeOver as over:
             length = "max_response_length" in str(over)
             code = "context_length_exceeded" if length else "max_turns_reached"
@@ -160,7 +164,7 @@ class Line:
             if value is None or name in ("messages", "tools", "stream_options", *IGNORED):
                 continue
             if name in LENGTHS:
-                if not isinstance(value, int) or not 1 <= value <= self.longest:
+                if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= self.longest:
                     raise Refused(
                         f"{name}={value!r:.40}: an answer of this run has 1 to {self.longest} tokens "
                         "(agent.max_turn_tokens, data.max_response_length); lower it or leave it out",
@@ -202,10 +206,21 @@ class Line:
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": str(request.get("model") or "policy"),
+            "model": model_of(request.get("model")),
             "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason}],
             "usage": {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": total},
         }
+
+
+def model_of(name: Any) -> str:
+    """The name of the model in an answer: the one that the client asked for."""
+    return f"{name:.200}" if name and isinstance(name, str) else MODEL
+
+
+def described(name: str) -> dict[str, Any]:
+    """A model as OpenAI's and Anthropic's clients read it."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "slipstream"}
+    return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def gone() -> Refused:
@@ -225,11 +240,14 @@ class Endpoint:
         """Listen, unless it does."""
         if self._runner is not None:
             return
-        app = web.Application(client_max_size=MAX_FRAME)
+        app = web.Application(client_max_size=MAX_HEARD)
         app.router.add_post("/{path}/v1/chat/completions", self._completions)
         app.router.add_post("/{path}/v1/messages", self._messages)
+        app.router.add_get("/{path}/v1/models", self._models)
+        app.router.add_get("/{path}/v1/models/{name:.+}", self._model)
         app.router.add_route("*", "/{rest:.*}", self._unknown)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        # aiohttp would unpack a body on the event loop, and without an end.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S, auto_decompress=False)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self._port = self._runner.addresses[0][1]
@@ -253,7 +271,7 @@ class Endpoint:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         try:
-            completion, asked = await self._answer(request, lambda body, longest: body)
+            completion, asked = await self._answer(request, lambda asked, longest: asked)
         except Refused as refused:
             return refused.response()
         if not asked.get("stream"):
@@ -275,18 +293,28 @@ class Endpoint:
         return web.Response(body=anthropic.streamed(message), content_type="text/event-stream")
 
     async def _answer(
-        self, request: web.Request, as_completion: Callable[[bytes, int], bytes]
+        self, request: web.Request, as_completion: Callable[[dict[str, Any], int], dict[str, Any]]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `Line.answer`; `as_completion` makes a request for a chat completion of a body, given the most tokens."""
-        self._line(request)
-        try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise Refused(f"the body is longer than {MAX_FRAME:,} bytes", "too_large", 413) from None
-        repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
-        # The episode may have ended while the body came.
-        line = self._line(request)
-        return await line.answer(as_completion(body, line.longest), repeated, lambda: hung_up(request))
+        """The completion, and the request; `as_completion` makes a request for one, given the most tokens."""
+        async with self._line(request).room:
+            body = await read(request)
+            given = as_json(body)
+            repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
+            # The episode may have ended while the body came.
+            line = self._line(request)
+            asked, key = as_completion(given, line.longest), hashlib.sha256(body).digest()
+            return await line.answer(asked, key, repeated, lambda: hung_up(request)), asked
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if request.match_info["path"] not in self._lines:
+            return gone().response()
+        ends = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return web.json_response({"object": "list", "data": [described(MODEL)], **ends})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        if request.match_info["path"] not in self._lines:
+            return gone().response()
+        return web.json_response(described(model_of(request.match_info["name"])))
 
     def _line(self, request: web.Request) -> Line:
         line = self._lines.get(request.match_info["path"])
@@ -295,7 +323,8 @@ class Endpoint:
         return line
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        text = f"{request.method} {request.path[-40:]}: there is nothing but POST /chat/completions and POST /messages"
+        known = "POST /chat/completions, POST /messages and GET /models"
+        text = f"{request.method:.20} {request.path[-40:]}: there is nothing but {known}"
         return Refused(text, "unknown_url", 404).response()
 
 

@@ -105,7 +105,7 @@ async def run(
         if config.late == "error":
             limit = f"{config.episode_timeout_s:g} s (agent.episode_timeout_s)"
             place = await session.place() if session is not None and world is None else ""
-            episode.error = f"the episode took longer than {limit}{place}"
+            episode.error = str(EpisodeFailed(f"the episode took longer than {limit}{place}"))
     finally:
         if session is not None:
             await session.close(well)

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pipeline.agent.bridge import Bridge
@@ -12,7 +13,11 @@ from pipeline.config.agent import AgentConfig
 from pipeline.errors import short_reason
 
 MAX_TOOL_LISTS = 64
-"""Different lists of tools that the programs of an engine may show the policy."""
+"""Lists of tools that an engine keeps ready. Programs may show more; the one that was not shown for the longest time is
+proven again when it is shown again."""
+TOKEN = 128
+"""Characters of the longest tokens of known vocabularies, which are runs of spaces. A text of more for each token that
+is allowed does not fit."""
 NO_TOOLS = "[]"
 
 
@@ -38,7 +43,7 @@ class Language:
     prove: Callable[[list[dict[str, Any]]], tuple[Bridge, Reader]] | None = None
     _others: dict[str, "asyncio.Task[Language]"] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Names the tools; their order, and that of their keys, is what the policy reads."""
         return json.dumps(self.tools) if self.tools else NO_TOOLS
@@ -47,16 +52,23 @@ class Language:
         """The language of conversations with these tools.
 
         Raises:
-            ValueError: the chat template cannot write them, no parser reads their calls, or there were too many lists.
+            ValueError: they are longer than a prompt, the chat template cannot write them, or no parser reads their
+                calls.
         """
         key = json.dumps(tools)
         if key == self.key:
             return self
-        proving = self._others.get(key)
+        if len(key) > self.max_prompt_length * TOKEN:
+            raise ValueError(
+                f"the tools of the program have {len(key):,} characters, more than a prompt of "
+                f"data.max_prompt_length={self.max_prompt_length} tokens can hold"
+            )
+        proving = self._others.pop(key, None)
         if proving is None:
-            if len(self._others) == MAX_TOOL_LISTS:
-                raise ValueError(f"the programs of the run have shown more than {MAX_TOOL_LISTS} lists of tools")
-            proving = self._others[key] = asyncio.create_task(self._with(tools))
+            proving = asyncio.create_task(self._with(tools))
+        self._others[key] = proving
+        if len(self._others) > MAX_TOOL_LISTS:
+            del self._others[next(iter(self._others))]
         return await asyncio.shield(proving)
 
     async def _with(self, tools: list[dict[str, Any]]) -> "Language":

@@ -22,6 +22,7 @@ from types import FrameType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Environment, verl
+from pipeline.agent.frames import cut
 from pipeline.agent.preload import is_alone, prepare, write_out
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
 from pipeline.agent.schema import mark_of, schema_of
@@ -87,20 +88,21 @@ class Code:
 
 def words(error: BaseException, folders: list[str]) -> str:
     """As `Code.words`."""
-    text = f"{type(error).__name__}: {_text(error)}" if _text(error) else type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg} ({os.path.basename(error.filename)}, line {error.lineno})"
+    name, text = type(error).__name__, text_of(error)
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.msg, str):
+        return cut(f"{name}: {error.msg} ({os.path.basename(error.filename)}, line {error.lineno})", MAX_ERROR)
     stack = traceback.extract_tb(error.__traceback__)
     deepest = next((frame for frame in reversed(stack) if _below(frame.filename, folders)), None)
-    place = f" ({os.path.basename(deepest.filename)}, line {deepest.lineno})" if deepest is not None else ""
-    return text[:MAX_ERROR] + place
+    place = f" ({os.path.basename(deepest.filename):.200}, line {deepest.lineno})" if deepest is not None else ""
+    return cut(f"{name}: {text}" if text else name, MAX_ERROR) + place
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """The message of an exception."""
     try:
         return str(error)
-    # The user's class may have a `__str__` that fails.
-    except Exception:  # noqa: BLE001
+    # The user's class may have a `__str__` that fails, and an exit of the process is no better there.
+    except BaseException:  # noqa: BLE001
         return ""
 
 

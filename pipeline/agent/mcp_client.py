@@ -5,6 +5,7 @@ named. Each episode has a connection of its own and, where a command is named, a
 with it. The client runs on an event loop in a thread, so that it answers the server between two calls, too.
 
 What a server sends is bounded: `LIMIT` bytes for one line, for all that follows one call, and for one HTTP response.
+What cannot be read as an answer ends the connection at once (`mcp_streams.py`).
 Deadlines are those of the episode, whose process is killed after them, and the server with it.
 """
 
@@ -36,13 +37,13 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
 from pipeline.agent import ToolError
-from pipeline.agent.frames import MAX_FRAME
+from pipeline.agent.frames import MAX_FRAME, MAX_TOOLS
+from pipeline.agent.mcp_streams import Read, Watch, Written, is_meant
 from pipeline.agent.remote import ServerFailed, cause, without_login
+from pipeline.agent.schema import NAME
 
 LIMIT = MAX_FRAME
-MAX_TOOLS = 256
 END_S = 1.0  # seconds in which a server must end by itself when its input is closed
-_NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
 _MAX_LINE = 500  # bytes of the last line on standard error
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -68,6 +69,7 @@ class Server:
         self._client: Client
         self._problem = ""  # why the server answers no more, as far as is known
         self._received = 0  # bytes since the last call
+        self._watch = Watch(self._fail)
 
     def schemas(self, within_s: float) -> list[dict[str, Any]]:
         """Connect, and ask for the schemas of the tools.
@@ -98,7 +100,7 @@ class Server:
                 return tools
 
     def _schema(self, tool: mcp_types.Tool) -> dict[str, Any]:
-        if not _NAME.fullmatch(tool.name):
+        if not NAME.fullmatch(tool.name):
             raise ServerFailed(f"{self.name} has a tool named {tool.name!r:.200}; expected letters, digits and _ . / -")
         parameters = {"type": "object", "properties": {}, **tool.input_schema}
         try:
@@ -117,7 +119,7 @@ class Server:
         Raises:
             ServerFailed: it cannot be done.
         """
-        self._problem = ""
+        self._problem, self._watch = "", Watch(self._fail)
         self._portal = self._stack.enter_context(start_blocking_portal())
         try:
             self._client = self._stack.enter_context(self._portal.wrap_async_context_manager(self._connected()))
@@ -132,7 +134,7 @@ class Server:
             ToolError: it replied that the call failed.
             ServerFailed: it did not reply.
         """
-        self._received = 0
+        self._received = self._watch.received = 0
         try:
             result = self._portal.call(partial(self._client.call_tool, name, arguments))
         except MCPError as error:
@@ -156,8 +158,13 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Client]:
-        async with Client(self._process() if self._url is None else self._http(self._url), cache=None) as client:
+        async with Client(self._watched(), cache=None) as client:
             yield client
+
+    @contextlib.asynccontextmanager
+    async def _watched(self) -> AsyncIterator[Any]:
+        async with self._process() if self._url is None else self._http(self._url) as (incoming, outgoing):
+            yield Read(incoming, self._watch), Written(outgoing, self._watch)
 
     @contextlib.asynccontextmanager
     async def _http(self, url: str) -> AsyncIterator[Any]:
@@ -175,8 +182,11 @@ class Server:
 
     def too_much(self) -> str:
         """Take note that the server sent more than it may."""
-        self._problem = f"sent more than {LIMIT:,} bytes"
+        self._fail(f"sent more than {LIMIT:,} bytes")
         return self._problem
+
+    def _fail(self, problem: str) -> None:
+        self._problem = self._problem or problem
 
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncIterator[Any]:
@@ -245,7 +255,9 @@ class Server:
             try:
                 message = SessionMessage(mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False))
             except ValueError:
-                # Servers print other things, too.
+                if is_meant(line):
+                    self._fail(f"sent a message that cannot be read: {line.decode(errors='replace').strip():.300}")
+                    return
                 continue
             try:
                 await arrived.send(message)

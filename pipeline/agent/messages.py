@@ -2,13 +2,17 @@
 
 from typing import Any
 
-from pipeline.agent.calls import MAX_DEPTH, depth
+from pipeline.agent.calls import MAX_DEPTH
 from pipeline.agent.forms import tool_call
+from pipeline.agent.frames import MAX_MESSAGES, MAX_TOOLS, depth
+from pipeline.agent.schema import NAME
 from pipeline.conversations import read_calls, read_content
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NOTES = ("reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call", "id")
 """Keys of an answer that clients send back; a context has the answer's own tokens."""
+MAX_KEY = 256
+"""Characters of a name or an id."""
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
@@ -19,6 +23,8 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message {role, content}")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"messages are {len(messages):,}; a conversation may have {MAX_MESSAGES:,}")
     checked = [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
     if checked[-1]["role"] == "assistant":
         raise ValueError("the last of the messages is the policy's own; end with one that it is to answer")
@@ -44,10 +50,13 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         if key in known and value is not None:
             if not isinstance(value, str):
                 raise ValueError(f"{place}.{key} is no text")
+            if len(value) > MAX_KEY:
+                raise ValueError(f"{place}.{key} has {len(value):,} characters, more than {MAX_KEY}")
             checked[key] = value
     further = [key for key, value in message.items() if key not in known and value is not None]
     if further:
-        raise ValueError(f"{place} has {', '.join(map(repr, further[:3]))}, which a message of {role} cannot have")
+        names = ", ".join(f"{key!r:.80}" for key in further[:3])
+        raise ValueError(f"{place} has {names}, which a message of {role} cannot have")
     return checked
 
 
@@ -59,7 +68,7 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
         function = call["function"]
         if depth(function["arguments"]) > MAX_DEPTH:
             raise ValueError(f"{place}: the arguments of {function['name']} must be of few levels, at most {MAX_DEPTH}")
-        checked.append(tool_call(str(call.get("id") or ""), function["name"], function["arguments"]))
+        checked.append(tool_call(str(call.get("id") or "")[:MAX_KEY], function["name"], function["arguments"]))
     return checked
 
 
@@ -72,14 +81,16 @@ def checked_tools(tools: Any) -> list[dict[str, Any]]:
     if tools is None:
         return []
     wanted = "must be {type: function, function: {name, description, parameters}}"
-    if not isinstance(tools, list) or depth(tools) > MAX_DEPTH:
-        raise ValueError(f"tools must be a list, each of which {wanted}")
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS or depth(tools) > MAX_DEPTH:
+        raise ValueError(f"tools must be a list of at most {MAX_TOOLS}, each of which {wanted}")
     names = set()
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
         if function is None or not isinstance(name, str) or not name:
             raise ValueError(f"tools[{number}] {wanted}")
+        if not NAME.fullmatch(name):
+            raise ValueError(f"tools[{number}] is named {name!r:.80}; write at most 128 letters, digits, _ . / -")
         parameters = function.get("parameters", {})
         if not isinstance(parameters, dict) or not isinstance(parameters.get("properties", {}), dict):
             raise ValueError(f"tools[{number}].function.parameters must be a JSON schema of an object")

@@ -2,6 +2,10 @@
 
 from aiohttp import web
 
+from pipeline.agent.frames import MAX_REASON, cut
+
+MAX_PARAM = 200  # characters
+
 
 class Refused(Exception):
     """A request that is not answered.
@@ -14,8 +18,8 @@ class Refused(Exception):
     """
 
     def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.status, self.param = code, status, param
+        super().__init__(cut(message, MAX_REASON))
+        self.code, self.status, self.param = code, status, param and cut(param, MAX_PARAM)
 
     def response(self) -> web.Response:
         """As OpenAI's clients read it."""

@@ -31,12 +31,13 @@ from types import FrameType
 from typing import Any
 
 from pipeline.agent import Call, Environment, Message, Observation, ToolError, chats, command, preload
-from pipeline.agent.frames import encode, read
-from pipeline.agent.load import Code
+from pipeline.agent.frames import MAX_HEARD, MAX_MESSAGES, MAX_TEXT, cut, encode, read
+from pipeline.agent.load import MAX_ERROR, Code, text_of
 
 # The bounds of `pipeline/reward/result.py`, which these processes do not have.
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
+MAX_ROLE = 40  # characters
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
 """Signal that asks a process where it is, when its deadline is over."""
 
@@ -67,6 +68,9 @@ class Replies:
         self._whole = True  # whether no part of a frame has been read
         self._exit_code = 0  # of a fork that the user's code did not end
         self._process = os.getpid()
+        # No other process speaks for this one: neither a fork nor a program that the user's code starts.
+        connection.set_inheritable(False)
+        os.register_at_fork(after_in_child=connection.close)
         self._first = _alive()  # threads and children that were there before the first episode
         signal.signal(LATE, self._late)
 
@@ -104,18 +108,21 @@ class Replies:
         try:
             answer = getattr(self, f"_{request['do']}")(request)
         except ToolError as error:
-            key = "mistake" if request["do"] == "call" else "error"
-            return encode({"id": number, key: str(error) if key == "mistake" else self._code.words(error)})
+            if request["do"] == "call":
+                return encode({"id": number, "mistake": cut(text_of(error), MAX_TEXT)})
+            return encode({"id": number, "error": self._code.words(error)})
         # The user's code may raise anything, `SystemExit` included; its row carries the error, which is counted.
         except BaseException as error:  # noqa: BLE001
             self._exit_code = _exit_code(error)
             if request["do"] == "run" and chats.passed_over(error):
-                return encode({"id": number, "over": str(error)})
+                return encode({"id": number, "over": cut(text_of(error), MAX_ERROR)})
             return encode({"id": number, "error": self._code.words(error)})
         try:
-            return encode({"id": number, **answer})
+            return encode({"id": number, **answer}, MAX_HEARD)
         except ValueError as error:
-            return encode({"id": number, "error": f"ValueError: {self._name(request)} returned {error}"})
+            return encode(
+                {"id": number, "error": cut(f"ValueError: {self._name(request)} returned {error}", MAX_ERROR)}
+            )
 
     def _name(self, request: dict[str, Any]) -> str:
         """What the user's code that answers a request is called."""
@@ -132,6 +139,8 @@ class Replies:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
+            # A fork that goes back to the event loop would take what comes for this process.
+            os.register_at_fork(after_in_child=partial(self._loop.call_soon, os._exit, 0))
 
         async def awaited() -> Any:
             return await result
@@ -180,10 +189,10 @@ class Replies:
         first = (self._environment,) if tool.method else ()
         result = self._value(tool.function(*first, **request["arguments"]))
         if isinstance(result, str):
-            return {"text": result}
+            return {"text": cut(result, MAX_TEXT)}
         try:
             # Read back as the text of its JSON, without the header of the frame.
-            return {"text": encode(result)[4:].decode()}
+            return {"text": cut(encode(result)[4:].decode(), MAX_TEXT)}
         except ValueError as error:
             raise ValueError(f"{self._name(request)} returned {error}") from None
 
@@ -191,7 +200,7 @@ class Replies:
         number, program = request["id"], self._code.program
 
         def send(question: dict[str, Any]) -> None:
-            frame = encode({"id": number, **question})
+            frame = encode({"id": number, **question}, MAX_HEARD)
             # A frame must not stand within another one.
             self._busy = None
             self._connection.sendall(frame)
@@ -343,21 +352,26 @@ def _parts(parts: Any, name: str) -> dict[str, Any]:
 
 
 def checked_content(content: Any, name: str) -> Any:
-    """What the model reads: a text, messages, or None.
+    """What the model reads: a text, messages, or None. Texts that are longer than an engine reads are cut.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, or there are too many messages.
     """
-    if content is None or isinstance(content, str):
+    if content is None:
         return content
+    if isinstance(content, str):
+        return cut(content, MAX_TEXT)
     wanted = "expected a text, a list of messages {role, content} with texts, or None"
     if not isinstance(content, list):
         raise ValueError(f"{name} returned a content of {_shown(content)}; {wanted}")
+    if len(content) > MAX_MESSAGES:
+        raise ValueError(f"{name} returned {len(content):,} messages; at most {MAX_MESSAGES:,} are read")
     for message in content:
         fits = isinstance(message, dict) and set(message) == {"role", "content"}
-        if not fits or not all(isinstance(value, str) for value in message.values()):
+        if not fits or not all(isinstance(value, str) for value in message.values()) or len(message["role"]) > MAX_ROLE:
             raise ValueError(f"{name} returned the message {_shown(message)}; {wanted}")
-    return content
+    most = max(1000, MAX_TEXT // max(1, len(content)))
+    return [message | {"content": cut(message["content"], most)} for message in content]
 
 
 def _shown(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -31,7 +32,8 @@ _UNIONS = (
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(\([^)]*\))?\s*:\s*(.*)$")
 _MAX_DEPTH = 32
-_TOOL = re.compile(r"[\w./-]{1,128}", re.ASCII)
+NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
+"""What tools may be called."""
 
 
 def schema_of(function: Callable) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def mark_of(function: Callable) -> tuple[str, float | None]:
     """
     marks = getattr(function, "__tool__", {})
     name, timeout_s = marks.get("name", function.__name__), marks.get("timeout_s")
-    if not isinstance(name, str) or not _TOOL.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"@tool(name={name!r:.200}) of {function.__name__}: write letters, digits, _ . / -")
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if timeout_s is not None and not (number and 0 < timeout_s < math.inf):
@@ -146,6 +148,8 @@ def _type(hint: Any) -> dict[str, Any]:
 def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
     """What is wrong with the arguments of a call, in words for the model; None if they fit.
 
+    An integer must be one that a float can hold, so that no tool fails because it computes with it.
+
     Args:
         schema: as from `schema_of`.
         arguments: by name.
@@ -162,9 +166,36 @@ def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
             return f"the argument {name} of {function['name']} is missing"
     for name, value in arguments.items():
         problem = _problem(known.get(name, {}), value, _MAX_DEPTH)
+        if not problem and _is_large(value):
+            problem = f"must have numbers of at most {sys.float_info.max_10_exp} digits, but is {_shown(value)}"
         if problem:
-            return f"the argument {name} of {function['name']} {problem}"
+            return f"the argument {name:.80} of {function['name']} {problem}"
     return None
+
+
+def whole(schema: Any, value: Any) -> Any:
+    """Arguments that fit a schema, with integers where it says so: a model may write 3.0, which is one in JSON."""
+    if not isinstance(schema, dict):
+        return value
+    if isinstance(value, float) and schema.get("type") == "integer":
+        return int(value)
+    if isinstance(value, list):
+        return [whole(schema.get("items"), item) for item in value]
+    if isinstance(value, dict):
+        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        return {name: whole(known.get(name, others), item) for name, item in value.items()}
+    return value
+
+
+def _is_large(value: Any) -> bool:
+    """Whether there is an integer in a value that no float can hold."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, int) and abs(one) > sys.float_info.max:
+            return True
+        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return False
 
 
 def _problem(schema: Any, value: Any, depth: int) -> str | None:
@@ -177,7 +208,7 @@ def _problem(schema: Any, value: Any, depth: int) -> str | None:
     if value is None and schema.get("nullable"):
         return None
     if "enum" in schema and not any(value == one and type(value) is type(one) for one in schema["enum"]):
-        return f"must be one of {', '.join(map(repr, schema['enum']))}, but is {_shown(value)}"
+        return f"must be one of {', '.join(map(repr, schema['enum'])):.1000}, but is {_shown(value)}"
     kinds: Any = schema.get("type")
     if kinds is not None:
         kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -215,14 +246,18 @@ def _is(kind: str, value: Any) -> bool:
     """Whether a value of JSON is of a type of JSON schema."""
     if isinstance(value, bool):
         return kind == "boolean"
-    if isinstance(value, (int, float)):
-        if not math.isfinite(value):
-            return False
-        return kind == "number" or (kind == "integer" and value == int(value))
+    if isinstance(value, int):
+        return kind in ("number", "integer")
+    if isinstance(value, float):
+        return math.isfinite(value) and (kind == "number" or (kind == "integer" and value.is_integer()))
     return kind == {str: "string", list: "array", dict: "object", _NONE: "null"}[type(value)]
 
 
 def _shown(value: Any) -> str:
     """A value in a sentence for the model, cut."""
-    text = f"the text {value!r}" if isinstance(value, str) else repr(value)
+    try:
+        text = f"the text {value[:80]!r}" if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):
+        # Python writes no integers of thousands of digits.
+        text = "too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -12,20 +12,26 @@ from typing import Any
 from pipeline.agent import Content, EpisodeOver, Message, Observation, frames
 from pipeline.agent.questions import Asked, Chat, ChatFailed, Questions, Send, as_fields
 from pipeline.agent.replies import Returned, checked, checked_content, checked_result
-from pipeline.agent.schema import mistake
+from pipeline.agent.schema import mistake, whole
 from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0  # seconds in which an environment's `close` must be done
 EXIT_S = 3.0  # seconds until the zygote reports a process whose connection has ended
-PLACE_S = 2.0  # seconds in which a process that is late must tell where it is
+PLACE_S = 2.0
+"""Seconds in which a process that is late must tell where it is."""
+PLACE = 300
+"""Characters of that."""
 _READ = 1 << 16
 Asking = Callable[[Send], AbstractAsyncContextManager[Asked]]
 
 
 class EpisodeFailed(Exception):
-    """The environment or a tool failed, and with it the row; the message is the row's error."""
+    """The environment or a tool failed, and with it the row; the message is the row's error, cut to `MAX_REASON`."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(frames.cut(words, frames.MAX_REASON))
 
 
 class EpisodeLost(EpisodeFailed):
@@ -109,10 +115,11 @@ class Session:
             EpisodeFailed: the tool raised anything else, ended the process, or was late.
         """
         if name not in self._schemas:
-            raise PolicyMistake(f"there is no tool {name!r}; the tools are: {', '.join(self._schemas) or 'none'}")
+            raise PolicyMistake(f"there is no tool {name!r:.80}; the tools are: {', '.join(self._schemas) or 'none'}")
         problem = mistake(self._schemas[name], arguments)
         if problem is not None:
             raise PolicyMistake(problem)
+        arguments = whole(self._schemas[name]["function"].get("parameters"), arguments)
         reply = await self._ask("call", f"tool {name}", timeout_s, name=name, arguments=arguments)
         if "mistake" in reply:
             raise PolicyMistake(str(reply["mistake"]))
@@ -219,7 +226,8 @@ class Session:
             else:
                 self.kill()
         if problem:
-            log.warning("the close of an environment failed, and what it holds may be left: %s", problem)
+            words = frames.cut(str(problem), frames.MAX_REASON)
+            log.warning("the close of an environment failed, and what it holds may be left: %s", words)
 
     async def _ask(
         self, do: str, what: str, timeout_s: float | None, asked: Asking | None = None, **fields: Any
@@ -299,11 +307,11 @@ class Session:
     async def _receive(self) -> dict[str, Any]:
         size = frames.HEADER.size
         await self._fill(size)
-        end = size + frames.length_of(bytes(self._inbox[:size]))
+        end = size + frames.length_of(bytes(self._inbox[:size]), frames.MAX_HEARD)
         await self._fill(end)
         body = bytes(self._inbox[size:end])
         del self._inbox[:end]
-        return frames.decode(body)
+        return frames.heard(body)
 
     async def _fill(self, count: int) -> None:
         while len(self._inbox) < count:
@@ -320,7 +328,7 @@ class Session:
                 while True:
                     reply = await self._receive()
                     if "late" in reply:
-                        return str(reply["late"])
+                        return frames.cut(str(reply["late"]), PLACE)
         except (TimeoutError, OSError, EOFError, ValueError):
             return ""
 

@@ -5,11 +5,13 @@ none. A mistake of the model is something that it reads (`Reply.messages`); a fa
 `EpisodeFailed`.
 """
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.agent import Call, Content, Message, Observation
+from pipeline.agent.replies import MAX_PARTS
 from pipeline.agent.session import EpisodeFailed, PolicyMistake
 from pipeline.config.agent import AgentConfig
 
@@ -98,6 +100,8 @@ class World:
         assert self._session is not None
         observation = await self._session.step(message, self.config.step_timeout_s)
         self.parts |= observation.parts
+        if len(json.dumps(self.parts)) > MAX_PARTS:
+            raise EpisodeFailed(f"the observations of the episode have parts of more than {MAX_PARTS:,} bytes as JSON")
         content = observation.content
         if isinstance(content, str):
             content = [{"role": self.config.observation_role, "content": content}]
@@ -110,7 +114,7 @@ class World:
             return f"Error: only {self.config.max_parallel_calls} calls are allowed in one answer."
         if call.name not in self._tools:
             self.mistakes["unknown"] += 1
-            return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}."
+            return f"Error: there is no tool {call.name!r:.80}; the tools are {', '.join(self._tools)}."
         self.calls[call.name] += 1
         seconds = self._tools[call.name] or self.config.step_timeout_s
         assert self._session is not None

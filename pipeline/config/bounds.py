@@ -8,6 +8,7 @@ section in its `problems` method, of several in `plan/checks.py`.
 """
 
 import dataclasses
+import json
 import math
 import operator
 import re
@@ -126,4 +127,6 @@ def as_argument(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False, default=str)
     return str(list(value) if isinstance(value, tuple) else value)

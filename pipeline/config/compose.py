@@ -17,18 +17,21 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     InterpolationResolutionError,
+    KeyValidationError,
     OmegaConfBaseException,
 )
 from yaml import YAMLError
 
+from pipeline.config import mappings
+from pipeline.config.mappings import Entry
 from pipeline.config.paths import expand_argument, expand_settings
 from pipeline.config.root import Config
-from pipeline.config.schema import Key, expected, is_open, keys, unknown
+from pipeline.config.schema import Key, expected, keys, unknown, value_of
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -88,7 +91,7 @@ def load(
         raise ConfigError(f"there is no config file {config_name}.yaml; there are: {', '.join(found)}")
 
     overrides = [expand_argument(text) for text in overrides]
-    arguments = _checked(overrides, schema, folders)
+    arguments, entries = _checked(overrides, schema, folders)
     arguments += [f"hydra.searchpath=[file://{folder}]" for folder in folders if folder != primary]
     node = _structured(schema) if base is None else base
     ConfigStore.instance().store(name=f"{config_name}_schema", node=node)
@@ -96,10 +99,18 @@ def load(
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = compose(config_name, arguments)
-        merged = OmegaConf.merge(_structured(schema), composed)
+        merged = typing.cast(DictConfig, OmegaConf.merge(_structured(schema), composed))
+        mappings.lay_over(merged, entries)
         config = OmegaConf.to_object(merged)
+        for key in keys(schema).values():
+            if typing.get_origin(key.type) is dict:
+                mappings.check(key, value_of(config, key.name))
+    except RecursionError as error:
+        raise ConfigError("the settings hold a value whose lists or dicts are nested too deeply") from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_sentence(error, str(error), schema, folders, overrides)) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     _restore_tuples(config)
     expand_settings(config)
     return typing.cast(T, config)
@@ -115,20 +126,29 @@ def _restore_tuples(config: Any) -> None:
             setattr(config, name, tuple(value))
 
 
-def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[str]:
-    """The overrides as Hydra needs them.
+def _checked(overrides: list[str], schema: type, folders: list[Path]) -> tuple[list[str], list[Entry]]:
+    """The overrides as Hydra needs them, and those of mappings with free names.
 
     Raises:
         ConfigError: an argument cannot be read, or its key or config file does not exist.
     """
-    valid, parser, result = keys(schema), OverridesParser.create(), []
+    valid, parser = keys(schema), OverridesParser.create()
+    result: list[str] = []
+    entries: list[Entry] = []
     groups = {file.parent.name for folder in folders for file in folder.glob("*/*.yaml")}
     for text in overrides:
+        if mapping := mappings.key_of(text, valid):
+            try:
+                entries.append(mappings.read(text, mapping, lambda value: _parsed(parser, value)))
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            continue
         try:
             override = parser.parse_override(text)
-        except HydraException as error:
+        # Of integers of thousands of digits, Python says what is wrong by a ValueError.
+        except (HydraException, RecursionError, ValueError) as error:
             raise ConfigError(
-                f"the argument {text!r} cannot be read as key=value ({str(error).splitlines()[0]}); "
+                f"the argument {text!r:.200} cannot be read as key=value ({str(error).splitlines()[0]:.200}); "
                 "put values with special characters in quotes: 'key=\"value\"'"
             ) from error
         key = override.key_or_group
@@ -139,17 +159,33 @@ def _checked(overrides: list[str], schema: type, folders: list[Path]) -> list[st
         if key in groups:
             result.append(text if override.is_delete() else _choice(key, override.value(), folders))
             continue
-        if override.is_delete() and not is_open(key, valid):
+        if override.is_delete():
             raise ConfigError(f"the argument {text!r} removes a key; every key has a value, set another one instead")
         for full in _leaf_keys(key, override.value()):
-            if full not in valid and not is_open(full, valid):
+            if mapping := mappings.key_of(full, valid):
+                raise ConfigError(f"the argument {text!r} sets a section; set {mapping.name}={{NAME: VALUE}} by itself")
+            if full not in valid:
                 raise ConfigError(unknown(full, valid, f"the argument {text!r}"))
         if key in valid and valid[key].type in (str, str | None) and type(override.value()) in (int, float):
             # Read as a number and made text again, `0.5_2` would be `0.52`.
             text = "{}='{}'".format(*text.split("=", 1))
-        # Hydra refuses new names inside a mapping unless they are marked as added.
-        result.append(f"++{text.lstrip('+')}" if is_open(key, valid) and not override.is_delete() else text.lstrip("+"))
-    return result
+        result.append(text.lstrip("+"))
+    return result, entries
+
+
+def _parsed(parser: OverridesParser, value: str) -> Any:
+    """A value in Hydra's grammar.
+
+    Raises:
+        ValueError: it cannot be read, or it is several values.
+    """
+    try:
+        override = parser.parse_override(f"x={value}")
+    except HydraException as error:
+        raise ValueError(f"the value cannot be read ({str(error).splitlines()[0]})") from error
+    if override.is_sweep_override():
+        raise ValueError("these are several values; one run takes one (a list is written [a,b])")
+    return override.value()
 
 
 def _choice(group: str, value: Any, folders: list[Path]) -> str:
@@ -192,11 +228,17 @@ def _sentence(error: Exception, message: str, schema: type, folders: list[Path],
     full_key = str(full_key)
 
     source, value = _source(message, full_key, folders, overrides)
+    if isinstance(cause, KeyValidationError):
+        return (
+            f"{source}: a name in {full_key} reads as a number, a truth value or null; names are text: write it in "
+            'quotes, such as "2024": 1'
+        )
     key = full_key.split("[")[0]
     is_section = full_key not in valid and any(name.startswith(full_key + ".") for name in valid)
     if is_section or isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return unknown(full_key, valid, source)
-    wanted = expected(valid[key].type) if key in valid else "another type"
+    mapping = mappings.key_of(key, valid)
+    wanted = "another type" if mapping is None and key not in valid else expected((mapping or valid[key]).type)
     return f"{source}: {key}={value} does not fit; expected {wanted}"
 
 
@@ -270,6 +312,8 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     try:
         content = OmegaConf.load(path)
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
+    except RecursionError as error:
+        raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error
     except (OmegaConfBaseException, YAMLError) as error:
         # As Hydra names the file.
         message = f"In '{path.stem}': {error}"

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ def expand_settings(config: Any) -> None:
             setattr(config, item.name, [expand_home(entry) for entry in value])
         else:
             setattr(config, item.name, expand_home(value))
+
+
+def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
+    """Refuse the folder `out` for a model if other files are in it, or if it touches a model that is read.
+
+    Args:
+        out: a new or empty folder.
+        sources: folders that are read, and names of models on the Hub.
+
+    Raises:
+        ValueError: `out` is not empty, or is one of the `sources`, or lies in or around one, links followed.
+    """
+    place = out.resolve()
+    for source in filter(None, sources):
+        read = local_path(source).resolve()
+        if read.exists() and (place == read or read in place.parents or place in read.parents):
+            relation = "is" if place == read else "lies in" if read in place.parents else "holds"
+            raise ValueError(f"{out} {relation} {source}, which is read; choose another folder")
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; choose another folder or remove it")
 
 
 def named_folder(path: str, key: str | None = None) -> Path | None:

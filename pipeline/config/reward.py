@@ -136,7 +136,7 @@ class RewardConfig:
     source_scale: dict[str, float] = field(default_factory=dict)
     """Factor of the score by `data_source` (default 1). This key and the keys below act on training rows only."""
 
-    normalize: dict[str, list[float]] = field(default_factory=dict)
+    normalize: dict[str, list[Any]] = field(default_factory=dict)
     """Mean and standard deviation by `data_source`: with `reward.normalize.my_source=[2.5,0.8]` the score becomes
     `(score - 2.5) / 0.8`."""
 
@@ -171,7 +171,8 @@ class RewardConfig:
             ),
         }
         for source, pair in self.normalize.items():
-            usable = len(pair) == 2 and math.isfinite(pair[0]) and 0 < pair[1] < math.inf
+            numbers = len(pair) == 2 and all(isinstance(number, int | float) for number in pair)
+            usable = numbers and math.isfinite(pair[0]) and 0 < pair[1] < math.inf
             sentence = f"reward.normalize.{source}={pair} must be a mean and a standard deviation above 0 of its scores"
             table[sentence] = not usable
         for source, factor in self.source_scale.items():

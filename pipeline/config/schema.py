@@ -53,11 +53,12 @@ def expected(kind: Any) -> str:
         return " or ".join(expected(part) for part in typing.get_args(kind))
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
-        return f"a list, each entry {expected(args[0])}"
+        return "a list" + (f", each entry {expected(args[0])}" if args[0] is not Any else "")
     if origin is tuple:
         return f"a list of {len(args)}, each {expected(args[0])}"
     if origin is dict:
-        return "a mapping such as {name: value}"
+        inner = expected(args[1])
+        return "a mapping such as {name: value}" + (f", each value {inner}" if inner != "any value" else "")
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return words.get(kind, "any value")
 
@@ -85,13 +86,6 @@ def nearest(key: str, valid: Iterable[str]) -> str | None:
 
     close = [v for v in valid if last_likeness(v) >= 0.75 or min(likeness(v) - 0.25, last_likeness(v)) >= 0.6]
     return max(close, key=lambda v: last_likeness(v) + likeness(v)) if close else None
-
-
-def is_open(key: str, valid: dict[str, Key]) -> bool:
-    """Whether `key` is, or lies inside, a mapping that takes any name (such as `rollout.engine_kwargs`)."""
-    segments = key.split(".")
-    heads = (".".join(segments[:i]) for i in range(1, len(segments) + 1))
-    return any(head in valid and typing.get_origin(valid[head].type) is dict for head in heads)
 
 
 def unknown(key: str, valid: dict[str, Key], where: str) -> str:

@@ -15,13 +15,16 @@ from pipeline.evaluate.folder import Folder, described, digest
 from pipeline.evaluate.settings import checked, chosen_ks, in_flight
 from pipeline.evaluate.stream import Pages
 from pipeline.evaluate.summary import Summary
+from pipeline.models.ends import find_ends
 from pipeline.plan.placement import check_resources
 from pipeline.plan.plan import Plan
 from pipeline.plan.table import stage_resources
+from pipeline.prompts.assertions import check_assertions
 from pipeline.prompts.parquet import data_sources
 from pipeline.prompts.stage import loaders
 from pipeline.reward.dry import check_sources, dry_call
 from pipeline.rollout.dry import dry_episodes
+from pipeline.run.submitted import joined
 from pipeline.sampling import row_limits
 from pipeline.track.loggers import shown
 
@@ -48,7 +51,11 @@ class Evaluation:
     """The iteration of its run that the model has reached; 0 without a run."""
     prompts: int
     """Rows of the prompt files, with those that will be left out as too long or unusable."""
+    set_aside: str
+    """What `check_assertions` found."""
     description: dict[str, Any]
+    ends: str
+    """Where responses end."""
     notes: list[str]
     """Sentences on what nothing reads of the prompt files."""
     summary: Summary = field(repr=False)
@@ -85,11 +92,12 @@ def prepare(
     limits = row_limits(config)["val"]
     sources = data_sources(loader.files, config.data.max_bad_rows > 0, limits.check_agent)
     check_sources(sources, config.reward, config.agent)
+    set_aside = check_assertions([loader], limits.truths, config.data.max_bad_rows)
     prompts = list(itertools.islice(loader.epoch(1), CHECKED_PROMPTS))
     dry_call(prompts, config.reward, agent=config.agent)
     if uses_agent(config):
         dry_episodes(config, loader.encoder.chat.tokenizer, prompts, calls=False)
-    if not os.environ.get("RAY_ADDRESS"):
+    if not joined():
         check_resources(plan.stages, config.trainer.ray_num_cpus)
 
     description = described(config, [file.name for file in loader.files])
@@ -111,7 +119,9 @@ def prepare(
         run_dir=(run_dir or folder.path).absolute(),
         iteration=iteration,
         prompts=loader.epoch_rows,
+        set_aside=set_aside,
         description=description,
+        ends=find_ends(config.model, loader.encoder.chat.tokenizer, config.data.apply_chat_template_kwargs).line,
         notes=list(loader.notes()),
         summary=summary,
         tokens_per_s=folder.result().get("tokens_per_s"),
@@ -129,8 +139,11 @@ def render(evaluation: Evaluation) -> Table:
     table.add_row("model", f"{config.model.path}{reached}")
     table.add_row("prompts", f"{evaluation.prompts:,} of {', '.join(evaluation.description['prompt_files'])}")
     sampled = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+    if evaluation.set_aside:
+        table.add_row("rows", evaluation.set_aside)
     how = sampled if sampling.temperature else "greedy"
     table.add_row("responses", f"{sampling.n} to each prompt, {how}, at most {config.data.max_response_length} tokens")
+    table.add_row("ends", evaluation.ends)
     table.add_row("k", ", ".join(map(str, evaluation.summary.ks)))
     table.add_row(
         "chunks",

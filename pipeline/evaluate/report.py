@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.evaluate.summary import Summary
+from pipeline.track.printable import printable
 
 if TYPE_CHECKING:
     from pipeline.evaluate.prepare import Evaluation
@@ -30,7 +32,10 @@ def rows(summary: Summary) -> list[dict[str, Any]]:
         {"source": source, "judged_by": summary.judged_by(source), **metrics}
         for source, metrics in summary.by_source().items()
     ]
-    return sources if len(sources) == 1 else [*sources, {"source": ALL, **summary.overall()}]
+    together = ALL
+    while together in summary.by_source():
+        together += " together"
+    return sources if len(sources) == 1 else [*sources, {"source": together, **summary.overall()}]
 
 
 def print_table(summary: Summary, console: Console) -> None:
@@ -39,7 +44,7 @@ def print_table(summary: Summary, console: Console) -> None:
     Where the terminal is too narrow, `console` is made wider: no number is shortened.
     """
     sources = rows(summary)
-    table = Table("", *(row["source"] for row in sources))
+    table = Table("", *(escape(printable(row["source"])) for row in sources))
     for column in table.columns:
         column.no_wrap = True
         column.justify = "left" if column is table.columns[0] else "right"
@@ -76,10 +81,14 @@ def result(evaluation: "Evaluation", complete: bool) -> dict[str, Any]:
 
 
 def tracked(summary: Summary) -> dict[str, float]:
-    """Metrics under the names that trackers get: `eval/SOURCE/NAME`, and `eval-all/NAME` for all prompts together."""
-    named = {
-        f"eval/{source}/{name}": float(value)
-        for source, metrics in summary.by_source().items()
-        for name, value in metrics.items()
-    }
+    """Metrics under the names that trackers get: `eval/SOURCE/NAME`, and `eval-all/NAME` for all prompts together.
+
+    `eval/SOURCE//NAME` keeps apart what would be one name: `score/mean` of the source `a`, `mean` of `a/score`.
+    """
+    named: dict[str, float] = {}
+    for source, metrics in summary.by_source().items():
+        prefix = f"eval/{source}/"
+        while any(prefix + name in named for name in metrics):
+            prefix += "/"
+        named |= {prefix + name: float(value) for name, value in metrics.items()}
     return named | {f"eval-all/{name}": float(value) for name, value in summary.overall().items()}

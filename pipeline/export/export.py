@@ -2,8 +2,8 @@
 
 1. The model's class is built on the `meta` device, without memory, to learn its weights' names, which of them are tied,
    and how `transformers` saves its kind. The weights themselves come from the checkpoint, one after the other.
-2. `generation_config.json` keeps the base model's special tokens, which end a response, and the sampling of the run's
-   validation. The base model's own sampling was chosen for another policy.
+2. `generation_config.json` has the base model's special tokens, all that end a response (`models/ends.py`), and the
+   sampling of the run's validation. The base model's own sampling was chosen for another policy.
 3. A checkpoint of a model with adapters holds these alone. They are merged into the weights of the base, or written as
    they are, in peft's format.
 4. The folder is written beside its place and renamed, so an interrupted export never looks like a model.
@@ -25,17 +25,20 @@ from transformers.utils.logging import disable_progress_bar
 
 from pipeline.config import Config
 from pipeline.config.model import LoraConfig, ModelConfig
-from pipeline.config.paths import named_folder
+from pipeline.config.paths import check_out, named_folder
 from pipeline.config.rollout import SamplingConfig
 from pipeline.export.card import card
 from pipeline.export.choose import Checkpoint
 from pipeline.models import adapter
 from pipeline.models.checkpoint_reader import CheckpointReader, load_checkpoint
+from pipeline.models.ends import Ends, as_stored, find_ends
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.policy import Policy, load_policy
+from pipeline.models.save import take_place
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import load_value_model
+from pipeline.storage.checkpoints import FOLDER
 
 
 def export(
@@ -47,7 +50,7 @@ def export(
     base: str | None = None,
     replace: bool = False,
     alone: bool = False,
-) -> None:
+) -> Ends | None:
     """Write the model of `checkpoint` into the folder `out`.
 
     Args:
@@ -59,45 +62,53 @@ def export(
         replace: replace the folder `out`.
         alone: write the policy's adapter without the base.
 
+    Returns:
+        where answers of the model end; None for a critic.
+
     Raises:
         ValueError: the checkpoint, the base model or `out` cannot be used.
         OSError: the folder cannot be written.
     """
-    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty; choose another folder or remove it")
     # A bar for a second's writing would stand between the lines that the commands print.
     disable_progress_bar()
     config = checkpoint.config()
     model = _base_model(config, checkpoint.run_dir, base, critic)
+    if not replace:
+        # Checkpoints are deleted with all that is in their folders.
+        inside = checkpoint.path.parent.name == FOLDER
+        checkpoints = checkpoint.path.parent if inside else checkpoint.path
+        check_out(out, (model.path, model.tokenizer_path, str(checkpoints)))
     tokenizer = load_tokenizer(model, needs_chat_template=False)
+    ends = None if critic else find_ends(model, tokenizer, config.data.apply_chat_template_kwargs)
     lora, as_type = config.model.lora, torch_dtype(dtype, "--dtype") if dtype else None
     state = read_weights(checkpoint.path, "critic" if critic else "actor", None if lora.rank else as_type)
     if alone:
         _write_adapter(out, lora, model.path, state, as_type, card(checkpoint, config, adapter=True))
-        return
+        return ends
     if lora.rank:
         load = load_value_model if critic else load_policy
         whole = load(replace_fields(model, dtype=config.model.dtype))
         state = merged(lora, dict(whole.state_dict()), state, as_type)
     weights_dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     lm = _without_weights(model, weights_dtype, critic)
-    if critic:
+    if ends is None:
         named = _critic_names(state, lm)
     else:
         named = {Policy.hf_name(name): tensor for name, tensor in state.items()}
-        lm.generation_config = _generation_config(model, config.rollout.val_kwargs)
+        lm.generation_config = _generation_config(model, ends, config.rollout.val_kwargs)
     weights = _saved_weights(lm, named, checkpoint.path)
-    with _written_whole(out) as partial:
+    with _written_whole(out, replace) as partial:
         lm.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         if not critic:
             ModelSettings.of(config, checkpoint.iteration).save(partial)
         (partial / "README.md").write_text(card(checkpoint, config, critic), encoding="utf-8")
+    return ends
 
 
 @contextlib.contextmanager
-def _written_whole(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` that takes its place when the block is done, and is removed if it fails."""
+def _written_whole(out: Path, replace: bool = False) -> Iterator[Path]:
+    """A new folder beside `out`: it takes that place when the block is done (`take_place`), and goes if it fails."""
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)
@@ -105,9 +116,7 @@ def _written_whole(out: Path) -> Iterator[Path]:
         for file in partial.iterdir():
             # safetensors makes files that only their owner can read, but other users may serve the model.
             file.chmod(0o644)
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
+        take_place(partial, out, replace)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -243,8 +252,8 @@ def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str,
     return {name: named[name] for name in expected}
 
 
-def _generation_config(model: ModelConfig, sampling: SamplingConfig) -> GenerationConfig:
-    """The special tokens of the base model with the sampling of the run's validation."""
+def _generation_config(model: ModelConfig, ends: Ends, sampling: SamplingConfig) -> GenerationConfig:
+    """The special tokens of the base model and the ends of answers, with the sampling of the run's validation."""
     assert model.path is not None
     try:
         base = GenerationConfig.from_pretrained(model.path)
@@ -254,6 +263,5 @@ def _generation_config(model: ModelConfig, sampling: SamplingConfig) -> Generati
     if sampling.temperature > 0:
         options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
         options["top_k"] = max(sampling.top_k, 0)
-    return GenerationConfig(
-        bos_token_id=base.bos_token_id, eos_token_id=base.eos_token_id, pad_token_id=base.pad_token_id, **options
-    )
+    eos = as_stored(ends.ids) if ends.ids else None
+    return GenerationConfig(bos_token_id=base.bos_token_id, eos_token_id=eos, pad_token_id=base.pad_token_id, **options)

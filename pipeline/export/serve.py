@@ -10,10 +10,17 @@
 3. On CPUs the engine runs as a process of the replica, so all CPUs of the replica are the engine's.
 """
 
+import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipeline.config.model import ModelConfig
+from pipeline.models.ends import Ends, as_stored, find_ends
+from pipeline.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -38,6 +45,8 @@ class ServeOptions:
     """Ray CPUs of a replica, per GPU where it has several."""
     num_gpus: float | None = None
     max_tokens: int | None = None
+    tool_parser: str | None = None
+    """vLLM's parser of the model's calls, `auto` or `none`."""
     engine: list[tuple[str, Any]] = field(default_factory=list)
     """Arguments of vLLM's engine and server, which replace those of the run."""
 
@@ -89,7 +98,7 @@ def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]
     _, gpus = options.resources(model)
     if gpus > 1:
         arguments["tensor_parallel_size"] = int(gpus)
-    arguments |= chosen
+    arguments |= model.calls | chosen
     if not gpus:
         # vLLM rewinds the random generator of a request whose prompt takes two steps, which generators on CPUs refuse.
         # So one step has to hold any prompt.
@@ -113,9 +122,15 @@ def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None 
     low, high = options.replicas()
     cpus, gpus = options.resources(model)
     arguments = engine_kwargs(model, options)
+    middleware = list(arguments.get("middleware", []))
+    if not arguments.get("tool_call_parser"):
+        middleware.append("pipeline.export.tools.RefuseTools")
     if api_key:
-        middleware = [*arguments.get("middleware", []), "pipeline.export.api_key.RequireKey"]
-        arguments |= {"api_key": [api_key], "middleware": middleware}
+        # The last one is asked first.
+        middleware.append("pipeline.export.api_key.RequireKey")
+        arguments["api_key"] = [api_key]
+    if middleware:
+        arguments["middleware"] = middleware
     env = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     bundle = {"CPU": cpus}
     if gpus:
@@ -145,6 +160,30 @@ def llm_config(model: "ServedModel", options: ServeOptions, api_key: str | None 
     )
     config.get_engine_config()
     return config
+
+
+def find_model_ends(model: "ServedModel", options: ServeOptions) -> Ends:
+    """Where answers of a model end, with the tokenizer and the template arguments that it is served with.
+
+    Raises:
+        ValueError: its tokenizer cannot be loaded.
+    """
+    trusted = bool(dict(options.engine).get("trust_remote_code", model.config and model.config.model.trust_remote_code))
+    config = ModelConfig(model.path, dict(options.engine).get("tokenizer"), trust_remote_code=trusted)
+    arguments = model.settings.chat_template_kwargs if model.settings else {}
+    return find_ends(config, load_tokenizer(config, needs_chat_template=False), arguments)
+
+
+def write_generation_config(model: "ServedModel", ends: Ends, folder: Path) -> None:
+    """Write the model's `generation_config.json` with all ends into `folder`, of which vLLM reads it
+    (`generation_config`)."""
+    from transformers import GenerationConfig
+
+    own: dict[str, Any] = {}
+    with suppress(OSError):
+        own = GenerationConfig.from_pretrained(model.path).to_diff_dict()
+    text = json.dumps(own | {"eos_token_id": as_stored(ends.ids)}, indent=2)
+    (folder / "generation_config.json").write_text(text, encoding="utf-8")
 
 
 def application(config: "LLMConfig") -> "Application":

@@ -29,6 +29,8 @@ class ServedModel:
     """Settings of its run, if it comes from one."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
+    calls: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM by which calls of tools are read (`tools.py`)."""
 
     def engine(self, key: str, default: Any) -> Any:
         """The run's setting `rollout.KEY`, or `default` without a run."""

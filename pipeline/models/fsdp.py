@@ -12,7 +12,7 @@ import math
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,8 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
+from pipeline.models.ends import as_list, as_stored
 from pipeline.models.mesh import Mesh, make_mesh
-from pipeline.models.save import WeightFiles, gathered_blocks
+from pipeline.models.repeatable import own_randomness
+from pipeline.models.save import WeightFiles, gathered_blocks, take_place
 from pipeline.models.slices import adopt, take_slices
 
 if TYPE_CHECKING:
@@ -155,6 +157,10 @@ def by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
+class NotSaved(RuntimeError):
+    """A model could not be saved; every rank raises this."""
+
+
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers, unsharded, in CPU memory on rank 0; an empty dict on others. A collective.
 
@@ -164,23 +170,34 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for block in gathered_blocks(model, keep) for name, tensor in block.items()}
 
 
-def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_hf(
+    model: "Pretrained",
+    tokenizer: Any,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    ends: Sequence[int] = (),
+    replace: bool = False,
+) -> None:
     """Save the model and its tokenizer as a Hugging Face folder (safetensors); a collective.
 
     Rank 0 holds one block of the model and one file at a time. It writes beside `folder` and renames, so an interrupted
-    save never looks like a model. An older `folder` is replaced. Weights are saved as `dtype`, or as they are for None.
+    save never looks like a model. `folder` is new or empty, or with `replace` an older save. Weights are saved as
+    `dtype`, or as they are for None.
 
     A model with adapters is saved merged, in the base's type for None, and the adapter beside it in the folder
     `adapter`.
 
-    Raises RuntimeError, on every rank, if rank 0 could not write.
+    Its `generation_config.json` names `ends` (`ends.py`), the tokens after which generation stops; none leave it as it
+    is.
+
+    Raises NotSaved, on every rank, if rank 0 could not write.
     """
     folder = Path(folder)
     adapter = lora.adapter_state(model) if lora.is_adapted(model) else None
     if adapter is not None:
         dtype = dtype or model.lm.dtype  # merged weights are float32
     rank = dist.get_rank() if dist.is_initialized() else 0
-    error: OSError | None = None
+    error: Exception | None = None
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
     files = WeightFiles(model.lm, partial)
     try:
@@ -198,30 +215,30 @@ def save_hf(model: "Pretrained", tokenizer: Any, folder: str | Path, dtype: torc
     try:
         if rank == 0 and error is None:
             # It clears what it takes for weights of an older save, so it comes before them.
-            _save_settings(model.lm, partial, dtype)
+            _save_settings(model.lm, partial, dtype, ends)
             files.finish()
             if adapter is not None:
                 lora.save(model, adapter, partial / "adapter")
             tokenizer.save_pretrained(partial)
-            old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
-            if folder.exists():
-                folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
-    except OSError as problem:
+            take_place(partial, folder, replace)
+    # The other ranks wait for word; libraries raise errors of many kinds for a full disk.
+    except Exception as problem:  # noqa: BLE001
         error = problem
     failure = [str(error) if error else None]
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RuntimeError(f"the model could not be saved in {folder}: {failure[0]}") from error
+        raise NotSaved(f"the model could not be saved in {folder}: {failure[0]}") from error
 
 
-def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None) -> None:
+def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None, ends: Sequence[int]) -> None:
     """The model's config, its generation config and its own code, without weights."""
-    lm.save_pretrained(folder, state_dict={})
-    if dtype is not None:
-        config = copy.deepcopy(lm.config)
-        config.dtype = dtype
-        config.save_pretrained(folder)
+    if ends and set(ends) != set(as_list(lm.generation_config.eos_token_id)):
+        lm.generation_config.eos_token_id = as_stored(ends)
+    with own_randomness(lm):
+        lm.save_pretrained(folder, state_dict={})
+        if dtype is not None:
+            config = copy.deepcopy(lm.config)
+            config.dtype = dtype
+            config.save_pretrained(folder)

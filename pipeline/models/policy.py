@@ -5,7 +5,8 @@
 2. Only the hidden states that predict a target reach the head (`head.py`), in chunks whose logits are recomputed in the
    backward pass, so that the logits of the whole batch never exist.
 3. The head is used inside of `Policy.forward`, because FSDP2 gathers the root's weights only there.
-4. Dropout is off, so that the ratio of two log-probs of a token measures the policy alone.
+4. Nothing is random in training (`repeatable.py`), so that the ratio of two log-probs of a token measures the policy
+   alone.
 """
 
 from typing import Any
@@ -26,8 +27,8 @@ from pipeline.models.pretrained import (
     load_pretrained,
     random_states,
     small_head,
-    without_dropout,
 )
+from pipeline.models.repeatable import few_tokens
 
 
 class Policy(Pretrained):
@@ -36,18 +37,16 @@ class Policy(Pretrained):
     Args:
         lm: model with a decoder (`get_decoder()`) and a linear head (`get_output_embeddings()`).
 
-    Raises ValueError if the head does not reproduce the model's logits.
+    Raises ValueError if the head does not reproduce the model's logits, or the model is random in training.
     """
 
     def __init__(self, lm: Any) -> None:
-        super().__init__()
-        self.lm = lm
+        super().__init__(lm)
         config = lm.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
-        without_dropout(lm)
         self._check_head()
 
     def forward(
@@ -109,6 +108,11 @@ class Policy(Pretrained):
             part = slice(start, start + chunk_tokens)
             sums[part] = torch.softmax(self._logits(hidden[part]) / temperature, dim=-1).square_().sum(-1)
         return sums
+
+    def try_pass(self, device: torch.device) -> None:
+        """A forward pass over a few tokens."""
+        ids = few_tokens(self.lm, device)
+        self(ids, torch.arange(ids.numel() - 1, device=device), ids.flatten()[1:])
 
     @property
     def decoder(self) -> Any:

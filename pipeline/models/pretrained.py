@@ -15,6 +15,7 @@ from pipeline.errors import short_reason
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh
 from pipeline.models.offload import offload_activations
+from pipeline.models.repeatable import without_dropout
 from pipeline.models.slices import reading_slices
 
 PREFIX = "lm."
@@ -23,7 +24,11 @@ PREFIX = "lm."
 class Pretrained(nn.Module):
     """A module around the whole `transformers` model `lm`, which `save_hf` can save."""
 
-    lm: Any
+    def __init__(self, lm: Any) -> None:
+        """Raises ValueError if `lm` is random in training."""
+        super().__init__()
+        self.lm = lm
+        without_dropout(lm)
 
     @staticmethod
     def hf_name(name: str) -> str:
@@ -77,15 +82,6 @@ def check_complete(missing: set[str], config: ModelConfig, key: str) -> None:
             f"{key}={config.path} lacks {len(missing)} weights, the first {min(missing)}, which would start at "
             "random; give a complete checkpoint."
         )
-
-
-def without_dropout(lm: Any) -> None:
-    """Set every dropout of `lm` to 0."""
-    for module in lm.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
 
 
 def float32_head(head: nn.Linear, hidden: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from pipeline.models.pretrained import (
     float32_head,
     load_pretrained,
     random_states,
-    without_dropout,
 )
+from pipeline.models.repeatable import few_tokens
 
 
 class RewardModel(Pretrained):
@@ -33,16 +33,15 @@ class RewardModel(Pretrained):
     Args:
         lm: decoder with a linear `score` head, or an encoder with a head of its own.
 
-    Raises ValueError if the model has more than one label, or computes its score in a way that is not supported.
+    Raises ValueError if the model has more than one label, computes its score in a way that is not supported, or is
+    random in training.
     """
 
     def __init__(self, lm: Any) -> None:
-        super().__init__()
-        self.lm = lm
+        super().__init__(lm)
         name = type(lm).__name__
         if lm.config.num_labels != 1:
             raise ValueError(f"{name} gives {lm.config.num_labels} numbers where a reward model gives one.")
-        without_dropout(lm)
         self.is_decoder = isinstance(getattr(lm, "score", None), nn.Linear)
         causal = {module.is_causal for module in lm.modules() if isinstance(getattr(module, "is_causal", None), bool)}
         if lm.config.is_encoder_decoder or (causal == {False} if self.is_decoder else True in causal):
@@ -93,6 +92,11 @@ class RewardModel(Pretrained):
             starts = lengths.cumsum(0) - lengths
         hidden = hidden_states(self.decoder, input_ids, starts + lengths - 1, positions, packing)
         return float32_head(self.lm.score, hidden)
+
+    def try_pass(self, device: torch.device) -> None:
+        """A forward pass over a few tokens."""
+        ids = few_tokens(self.lm, device)
+        self(ids, torch.full((len(ids),), ids.shape[1], device=device))
 
     @torch.no_grad()
     def _check_head(self) -> None:

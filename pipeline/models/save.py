@@ -6,7 +6,10 @@ Only the tensors of one transformer block and of one file are in the memory of r
 """
 
 import json
+import os
 import re
+import shutil
+import uuid
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -20,6 +23,36 @@ from pipeline.models.lora import published
 
 FILE_BYTES = 2 * 2**30
 """Size at which a file is full."""
+
+
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""Names of the files of weights in a saved model's folder."""
+
+
+def take_place(partial: Path, folder: Path, replace: bool) -> None:
+    """Put the written folder `partial` in the place of `folder`.
+
+    With `replace`, `folder` may hold an older save, which goes; files of others in it stay. Without, it must be new or
+    empty.
+
+    Raises OSError if it cannot be put there; the message names the folder in which the model stays.
+    """
+    old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
+    try:
+        if replace and folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    except OSError as error:
+        kept = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}")
+        partial.rename(kept)
+        raise OSError(
+            error.errno, f"{folder} cannot be used ({os.strerror(error.errno or 5)}); the model is in {kept}"
+        ) from error
+    if old.exists():
+        for path in old.iterdir():
+            if not (folder / path.name).exists() and not WEIGHTS.fullmatch(path.name):
+                path.rename(folder / path.name)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:

@@ -40,11 +40,16 @@ class ModelSettings:
     """Of validation; -1 is all tokens."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template."""
+    tool_parser: str = "none"
+    """`agent.parser` of a run with episodes."""
+    reasoning_parser: str = "none"
+    """`agent.reasoning_parser` of such a run."""
 
     @classmethod
     def of(cls, config: Config, iteration: int) -> "ModelSettings":
         """Those of a run."""
         sampling, rollout = config.rollout.val_kwargs, config.rollout
+        playing = next((agent for agent in config.agent.agents().values() if agent.plays), None)
         return cls(
             run=config.trainer.experiment_name,
             iteration=iteration,
@@ -56,6 +61,8 @@ class ModelSettings:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             chat_template_kwargs=dict(config.data.apply_chat_template_kwargs),
+            tool_parser="none" if playing is None else playing.parser,
+            reasoning_parser="none" if playing is None else playing.reasoning_parser,
         )
 
     def save(self, folder: Path) -> None:

@@ -16,7 +16,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.models.attention import Layout, hidden_states
 from pipeline.models.mesh import Mesh
 from pipeline.models.policy import load_lm
-from pipeline.models.pretrained import float32_head, without_dropout
+from pipeline.models.pretrained import float32_head
+from pipeline.models.repeatable import few_tokens, without_dropout
 from pipeline.models.tokenizer import load_tokenizer
 
 
@@ -26,7 +27,7 @@ class ValueModel(nn.Module):
     Args:
         lm: model with a decoder (`get_decoder()`); nothing else is kept.
 
-    Raises ValueError if the model has no decoder of its own.
+    Raises ValueError if the model has no decoder of its own, or is random in training.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -60,6 +61,11 @@ class ValueModel(nn.Module):
         """
         values = float32_head(self.head, hidden_states(self.decoder, input_ids, logit_index, positions, packing))
         return packing.share.join(values, len(logit_index)) if packing and packing.share else values
+
+    def try_pass(self, device: torch.device) -> None:
+        """A forward pass over a few tokens."""
+        ids = few_tokens(self.decoder, device)
+        self(ids, torch.arange(ids.numel(), device=device))
 
 
 def load_value_model(policy: ModelConfig, path: str | None = None, mesh: Mesh | None = None) -> ValueModel:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from pipeline.config import Config, ConfigError
+from pipeline.config.learner import OptimConfig
 from pipeline.derived import (
     UpdateShape,
     scorers,
@@ -64,6 +65,16 @@ class Plan:
     def cpus(self) -> float:
         """Ray CPUs without which some stage would wait forever."""
         return sum(stage.count * stage.cpus for stage in self.stages)
+
+    @property
+    def schedules(self) -> dict[str, tuple[OptimConfig, int]]:
+        """Settings and optimiser steps of each learning-rate schedule, by the learner; the length must be known."""
+        assert self.iterations is not None
+        config, length = self.config, self.iterations
+        learners = {"actor": (config.actor.optim, (length - config.critic.warmup) * self.actor.steps)}
+        if self.critic:
+            learners["critic"] = (config.critic.optim, length * self.critic.steps)
+        return learners
 
     @property
     def gpus(self) -> float:

@@ -76,20 +76,23 @@ class Encoder:
     def _row(self, prompt: Prompt, ids: list[int]) -> dict[str, Any] | None:
         values = prompt.values
         extra_info = values.get("extra_info")
+        source, truth = data_source(values), to_json(ground_truth_of(values), "reward_model.ground_truth")
         row = {
             "uid": prompt.uid,
             "epoch": prompt.epoch,
             "offset": prompt.offset,
             "prompt_index": prompt.prompt_index,
-            "data_source": data_source(values),
+            "data_source": source,
             "prompt": to_json(self.chat.read(values[self.prompt_key]), self.prompt_key),
-            "ground_truth": to_json(_ground_truth(values), "reward_model.ground_truth"),
+            "ground_truth": truth,
             "extra_info": to_json({} if extra_info is None else extra_info, "extra_info"),
             "agent_name": values.get("agent_name"),
         }
         if self.limits is not None:
             self.limits.check(extra_info)
             self.limits.check_agent(values.get("agent_name"))
+            # As the reward will read it.
+            self.limits.truths(source, values.get("agent_name"), json.loads(truth))
         fitted = self.chat.fit(ids)
         if fitted is None:
             self.filtered_overlong += 1
@@ -128,7 +131,8 @@ def data_source(values: dict[str, Any]) -> str:
     return found
 
 
-def _ground_truth(values: dict[str, Any]) -> Any:
+def ground_truth_of(values: dict[str, Any]) -> Any:
+    """The ground truth of a row, as read. Raises ValueError where it has no place for one."""
     if "reward_model" not in values:
         raise ValueError('it has no `reward_model`; write {"ground_truth": the answer} there')
     reward_model = values["reward_model"]

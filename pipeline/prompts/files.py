@@ -23,6 +23,10 @@ from pipeline.prompts.parquet import PromptFile, check_prompts, nearest, open_pa
 ARROW_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 CONVERTIBLE = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz", ".arrow")
 """Endings of files that `jobs.prepare json` turns into parquet."""
+TABLES = {"_delta_log/": "Delta Lake", r"\.hoodie/": "Hudi", r"metadata/.*\.metadata\.json": "Iceberg"}
+"""Formats of tables whose folders hold files of deleted rows, too, by the beginning of the names of their logs."""
+SPLITS = {"train": "train", "training": "train"} | dict.fromkeys(("test", "val", "valid", "validation", "dev"), "test")
+"""Words in the names of files and folders that say for what their rows are."""
 FOOTER_THREADS = 16
 GCS_RETRY_SECONDS = 60
 
@@ -108,7 +112,7 @@ def _open(path: str) -> tuple[fsspec.AbstractFileSystem, pyarrow.fs.FileSystem, 
 
 
 def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[list[str], str]:
-    """The file at `place`, the files of a folder or a glob's matches; and what is missing if there are none."""
+    """The file at `place`, the files of a folder or a glob's matches; and why there are none, if so."""
     fixed = place
     if any(letter in place for letter in "*?[") and not listing.isfile(place):
         fixed = re.split(r"[*?\[]", place)[0].rpartition("/")[0]
@@ -123,7 +127,10 @@ def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[l
     if kind == "file":
         return [place], ""
     if kind == "directory":
-        found = sorted(file for file in listing.find(place) if _visible(file, place))
+        entries = listing.find(place)
+        if problem := _ambiguity(entries, place, path):
+            return [], problem
+        found = sorted(file for file in entries if _visible(file, place))
         chosen = [file for file in found if file.endswith(".parquet")]
         # Without any, its files to convert are refused by name.
         chosen = chosen or [file for file in found if file.endswith(CONVERTIBLE) and not file.endswith(".json")]
@@ -132,6 +139,25 @@ def _files(listing: fsspec.AbstractFileSystem, place: str, path: str) -> tuple[l
     siblings = listing.ls(folder, detail=False) if folder and listing.isdir(folder) else []
     near = nearest(name, [entry.rstrip("/").rpartition("/")[2] for entry in siblings])
     return [], f"{path} does not exist{near}; check the path"
+
+
+def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
+    """Why the parquet files of a folder are not simply its rows, if so; `path` is what the user wrote."""
+    names = sorted(entry[len(folder) :].lstrip("/") for entry in entries)
+    for log, kind in TABLES.items():
+        if any(re.match(log, name) for name in names):
+            return (
+                f"{path} is a table of {kind}, whose log says which of its files count; write its rows to parquet "
+                "files in a folder of their own, or name the files"
+            )
+    splits: dict[str, str] = {}
+    for name in names:
+        if name.endswith(".parquet"):
+            splits |= {SPLITS[word]: name for word in re.split("[^a-z]+", name.lower()) if word in SPLITS}
+    if len(splits) > 1:
+        files = " and ".join(splits.values())
+        return f"{path} holds files of two splits, {files}; name those of one, as in {path}/{splits['train']}"
+    return None
 
 
 def _visible(file: str, folder: str) -> bool:

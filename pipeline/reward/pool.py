@@ -148,10 +148,9 @@ class Pool:
             ValueError: it cannot load the functions.
         """
         loading = worker.loading
-        answered = worker.receive()
+        for call, answers in worker.receive():
+            self._finish(worker, call, answers, time.monotonic())
         now = time.monotonic()
-        for number, answers in answered:
-            self._finish(worker, number, answers, now)
         # Answers are read first, so the row under way is the one that fills the memory or is late.
         worker.check_memory(now)
         late = next((call for call in worker.calls.values() if call.deadline < now), None)
@@ -199,9 +198,8 @@ class Pool:
     def _may_begin(self, call: Call, now: float) -> bool:
         return call.by_rule or self._limit.may_begin(now)
 
-    def _finish(self, worker: RewardWorker, number: int, answers: list[Answer], now: float) -> None:
+    def _finish(self, worker: RewardWorker, call: Call, answers: list[Answer], now: float) -> None:
         """A worker has answered a call."""
-        call = worker.calls.pop(number)
         self._set(call, answers)
         following = next(iter(worker.calls.values()), None)
         if following is None or worker is self._shared:

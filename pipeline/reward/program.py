@@ -6,6 +6,8 @@
    a call takes no plain ones any more.
 3. The kernel kills the process when the thread that started it ends, and when a rule spends more CPU time than its
    budget (`rules/budget.py`).
+4. A function may fork. The fork has no connection, and ends when it comes back from the function: the row is the
+   worker's to answer.
 """
 
 import asyncio
@@ -66,34 +68,70 @@ def main(descriptor: int, parent: int) -> None:
         return
     # A crash would leave a dump of this process in the current folder.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection = Connection(descriptor)
+    line = Line(descriptor)
+    settings = line.receive()
     try:
-        caller = Caller(connection.recv())
+        caller = Caller(settings)
     except ValueError as error:
-        return _send(connection, {"refused": str(error)})
+        line.end_of_fork(error.__cause__)
+        return line.send({"refused": str(error)})
+    line.end_of_fork(None)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    _send(connection, {"asynchronous": caller.asynchronous})
+    line.send({"asynchronous": caller.asynchronous})
     with suppress(EOFError):
         while True:
-            requests = connection.recv()
+            requests = line.receive()
             if requests[0].function in caller.asynchronous:
-                return asyncio.run(_serve_async(caller, connection, requests))
+                return asyncio.run(_serve_async(caller, line, requests))
             # The answer of a row is sent before the next one begins, so the pool knows which row a worker died of.
             for request in requests:
-                _answer(connection, request, caller.answers(request, caller.run(request)))
+                line.answer(caller, request, caller.run(request))
 
 
-def _send(connection: Connection, content: Any) -> None:
-    connection.send_bytes(json.dumps(content).encode())
+class Line:
+    """The worker's end of the connection. No other process has it, whatever a function starts."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._connection = Connection(descriptor)
+        self._process = os.getpid()
+        # Otherwise a fork would print again what its parent has printed.
+        os.register_at_fork(before=_flush, after_in_child=self._connection.close)
+
+    def receive(self) -> Any:
+        """What the pool sends next. Raises `EOFError` if it has closed the connection."""
+        return self._connection.recv()
+
+    def send(self, content: Any) -> None:
+        """Send the pool a JSON value."""
+        self._connection.send_bytes(json.dumps(content).encode())
+
+    def answer(self, caller: "Caller", request: Request, result: Any) -> None:
+        """Send the answers of a call that returned or raised `result`."""
+        self.end_of_fork(result)
+        self.send({"id": request.number, "answers": caller.answers(request, result)})
+
+    def end_of_fork(self, result: Any) -> None:
+        """End this process, as a script that returned or raised `result` ends, unless it is the worker itself."""
+        if os.getpid() != self._process:
+            _flush()
+            code = result.code if isinstance(result, SystemExit) else int(isinstance(result, BaseException))
+            # Without the end of the interpreter, which would run the worker's `atexit` functions.
+            os._exit(code & 255 if isinstance(code, int) else int(code is not None))
 
 
-def _answer(connection: Connection, request: Request, answers: list[Answer]) -> None:
-    _send(connection, {"id": request.number, "answers": answers})
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A function may have put anything in its place.
+        with suppress(Exception):
+            stream.flush()
 
 
-async def _serve_async(caller: "Caller", connection: Connection, requests: list[Request]) -> None:
+async def _serve_async(caller: "Caller", line: Line, requests: list[Request]) -> None:
     """Answer calls of `async def` functions, `requests` being the first ones, all at once."""
     loop, received = asyncio.get_running_loop(), asyncio.Queue[list[Request]]()
+    # A fork that goes back to the event loop would serve the other rows, and take what wakes the worker's loop.
+    os.register_at_fork(after_in_child=lambda: loop.call_soon(line.end_of_fork, None))
 
     async def answer(request: Request) -> None:
         clock = asyncio.timeout(request.limit_s)
@@ -103,13 +141,13 @@ async def _serve_async(caller: "Caller", connection: Connection, requests: list[
                 result = await caller.begin(request)
         except BaseException as error:  # noqa: BLE001
             result = TimeoutError(NO_SCORE.format(request.limit_s)) if clock.expired() else error
-        _answer(connection, request, caller.answers(request, result))
+        line.answer(caller, request, result)
 
     def receive() -> None:
         # A thread, so that the pool can hand calls over while a function blocks the loop.
         with suppress(EOFError):
             while True:
-                loop.call_soon_threadsafe(received.put_nowait, connection.recv())
+                loop.call_soon_threadsafe(received.put_nowait, line.receive())
         os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()

@@ -18,6 +18,18 @@ def failed(reason: str) -> Answer:
     return 0.0, "{}", reason[:MAX_ERROR]
 
 
+def sent_answer(sent: Any) -> Answer:
+    """The answer that a worker has sent as JSON.
+
+    Raises:
+        ValueError, TypeError: it is no answer.
+    """
+    score, parts, error = sent
+    if not isinstance(parts, str) or not isinstance(json.loads(parts), dict) or not isinstance(error, str | None):
+        raise ValueError("no answer")
+    return _score({"score": score}), parts, error
+
+
 def answer_from(result: Any, place: str = "") -> Answer:
     """The answer that a function's result, or the exception it raised, makes.
 

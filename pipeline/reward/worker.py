@@ -6,6 +6,7 @@ no descriptor but its end of a `multiprocessing` connection.
 """
 
 import json
+import logging
 import math
 import os
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,9 +26,11 @@ from typing import Any
 from pipeline.config.reward import RewardConfig
 from pipeline.reward.functions import Function
 from pipeline.reward.program import Request
-from pipeline.reward.result import MAX_ERROR, Answer
+from pipeline.reward.result import MAX_ERROR, Answer, sent_answer
 from pipeline.reward.sandbox import processes
 from pipeline.reward.sandbox.rule import DATA_SOURCES
+
+log = logging.getLogger(__name__)
 
 MESSAGE_S = 10  # seconds in which a worker must read a message, and end one that it has begun
 LOOK_S = 0.05  # seconds between two looks at a worker's memory
@@ -119,34 +123,46 @@ class RewardWorker:
         except OSError:
             raise self.lost() from None
 
-    def receive(self) -> list[tuple[int, list[Answer]]]:
-        """The ids and answers of the calls that it has answered since the last look.
+    def receive(self) -> Iterator[tuple[Call, list[Answer]]]:
+        """The calls that it has answered since the last look, which are its own no longer, and their answers.
 
         Raises:
-            WorkerLost: the process has ended, or has stopped in the middle of an answer.
+            WorkerLost: the process has ended, has stopped in the middle of an answer, or has sent something else.
             ValueError: it cannot load the functions.
         """
-        answered: list[tuple[int, list[Answer]]] = []
         try:
             while self.connection.poll():
-                message = json.loads(self.connection.recv_bytes())
+                message = self._read()
                 if "refused" in message:
                     raise ValueError(message["refused"])
                 if "asynchronous" in message:
                     self.loading, self.asynchronous = False, message["asynchronous"]
-                    continue
-                answered.append((message["id"], [(score, parts, error) for score, parts, error in message["answers"]]))
+                elif message["id"] in self.calls:
+                    yield self.calls.pop(message["id"]), message["answers"]
+                else:
+                    log.warning("a reward function answered a call that its worker does not have; the answer is lost")
         except BlockingIOError:
             stopped = f"stopped in the middle of an answer, for {MESSAGE_S} s"
             raise WorkerLost(f"WorkerError: the process of the reward function {stopped}") from None
         except (EOFError, OSError):
-            # What it answered before comes first; the next look meets the end again.
-            if not answered:
-                raise self.lost() from None
+            raise self.lost() from None
         # A copy that the function forked may hold the connection open.
-        if not answered and self.process.poll() is not None and not self.connection.poll():
+        if self.process.poll() is not None and not self.connection.poll():
             raise self.lost()
-        return answered
+
+    def _read(self) -> dict[str, Any]:
+        """The next message. A function may have written to the connection, so it need not be one of `program.py`."""
+        body = self.connection.recv_bytes()
+        with suppress(ValueError, TypeError, LookupError, RecursionError):
+            message = json.loads(body)
+            if not self.loading:
+                call = self.calls.get(message["id"])
+                answers = [sent_answer(answer) for answer in message["answers"]]
+                if call is None or len(answers) == len(call.rows):
+                    return {"id": message["id"], "answers": answers}
+            elif isinstance(message.get("refused"), str) or isinstance(message.get("asynchronous"), list):
+                return dict(message)
+        raise WorkerLost("WorkerError: the process of the reward function sent something that is no answer")
 
     def check_memory(self, now: float) -> None:
         """Raise `WorkerLost` if the process holds too much memory; looks every `LOOK_S` at most."""

@@ -4,7 +4,7 @@ import asyncio
 import json
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class Episodes:
         engine: generates the answers.
         seed: of the run, from which episodes and answers get theirs.
         seed_requests: whether each answer has a seed of its own (`rollout.seed_per_request`).
+        ends: tokens that end an answer (`models/ends.py`).
         hosts: hold the processes; with none of them, these are beside the engine.
     """
 
@@ -48,9 +49,10 @@ class Episodes:
         engine: EngineLoop,
         seed: int,
         seed_requests: bool,
+        ends: Sequence[int] = (),
         hosts: Hosts = BESIDE_ENGINES,
     ) -> None:
-        self._engine, self._seed, self._seed_requests = engine, seed, seed_requests
+        self._engine, self._seed, self._seed_requests, self._ends = engine, seed, seed_requests, ends
         self._endpoint = Endpoint()
         shared = data, tokenizer, self._endpoint, hosts
         made = {id(config): Agent(name, config, *shared) for name, config in agents.items()}
@@ -114,7 +116,7 @@ class Episodes:
     def _policy(self, sampling: Sampling, name: str, lease: Lease, version: int) -> Ask:
         async def ask(ids: list[int], most: int, turn: int) -> Generation:
             seed = vllm.seed_of(f"{name}/{turn}") if self._seed_requests else None
-            request = vllm.turn(ids, replace(sampling, max_tokens=most), seed)
+            request = vllm.turn(ids, replace(sampling, max_tokens=most), seed, self._ends)
             future = self._engine.submit([request], lease=lease)
             try:
                 outputs = await asyncio.wrap_future(future)

@@ -85,6 +85,7 @@ class Rollout:
         policy: PolicySource,
         hosts: Hosts = BESIDE_ENGINES,
     ):
+        from pipeline.models.ends import find_ends
         from pipeline.models.tokenizer import load_tokenizer
 
         self._rollout, self._deadlines, self._seed = rollout, trainer.deadlines, trainer.seed
@@ -92,6 +93,7 @@ class Rollout:
         self._policy = policy
         self._sleep = partial(vllm.sleep, keep_base=model.lora.alone)
         self._tokenizer = load_tokenizer(model)
+        self._ends = find_ends(model, self._tokenizer, data.apply_chat_template_kwargs).ids
         self._version = -1
         self._order = InOrder()
         # One change of the engine's memory at a time: loading, waking, going to sleep.
@@ -110,7 +112,7 @@ class Rollout:
         )
         self._episodes: Episodes | None = None
         if agent.used:
-            run = self.engine, trainer.seed, rollout.seed_per_request
+            run = self.engine, trainer.seed, rollout.seed_per_request, self._ends
             self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts)
         if rollout.sleep:
             # An engine that starts while the trainer computes would otherwise be awake beside it.
@@ -185,7 +187,7 @@ class Rollout:
                 texts = [episode.response for episode in episodes]
                 return with_episodes(self._rows(table, made, texts, mask, *seconds), episodes)
             made = [vllm.read(output, version) for output in outputs]
-            texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made])
+            texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made], self._ends)
             return self._rows(table, made, texts, None, *seconds)
 
         # Other chunks are admitted and added meanwhile.
@@ -219,6 +221,7 @@ class Rollout:
             self._sampling(table),
             self._samples(training),
             seed=self._seed if self._rollout.seed_per_request else None,
+            ends=self._ends,
             ignore_eos=self._rollout.ignore_eos,
             greedy=training and self._greedy,
         )
@@ -342,10 +345,13 @@ def token_lists(table: pa.Table, name: str) -> list[list[int]]:
     return [ids[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-def decoded(tokenizer: Any, responses: list[list[int]]) -> list[str]:
-    """Texts without special tokens, as `tokenizer.batch_decode` gives them."""
+def decoded(tokenizer: Any, responses: list[list[int]], ends: Sequence[int] = ()) -> list[str]:
+    """Texts without special tokens and without the one of `ends` that ends them, as `tokenizer.batch_decode` gives
+    them."""
     from transformers import PreTrainedTokenizerFast
 
+    # The end of a turn need not be a special token.
+    responses = [ids[:-1] if ids and ids[-1] in ends else ids for ids in responses]
     plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
     if not plain or tokenizer.clean_up_tokenization_spaces:
         return tokenizer.batch_decode(responses, skip_special_tokens=True)

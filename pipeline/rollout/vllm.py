@@ -131,6 +131,7 @@ def requests(
     n: int,
     *,
     seed: int | None,
+    ends: Sequence[int] = (),
     ignore_eos: bool = False,
     greedy: bool = False,
 ) -> list[tuple[Any, Any]]:
@@ -145,13 +146,14 @@ def requests(
         settings: how the samples of each prompt are sampled.
         n: samples of a prompt.
         seed: of the run; None leaves the samples to chance.
-        ignore_eos: go on past the end-of-sequence token.
+        ends: tokens that end a response, beside those that vLLM finds in the model's files.
+        ignore_eos: go on past all of them.
         greedy: whether each prompt has a greedy request.
     """
     pairs = []
     for ids, uid, chosen in zip(prompts, uids, settings, strict=True):
         for sample, sampling in enumerate([chosen] * n + [chosen.greedy()] * greedy):
-            own = copy.copy(_params(sampling, ignore_eos))
+            own = copy.copy(_params(sampling, tuple(ends), ignore_eos))
             drawn = seed is not None and sampling.temperature > 0
             own.seed = seed_of(f"{seed}/{uid}/{sample}") if drawn else None
             pairs.append((prompt_of(ids), own))
@@ -168,22 +170,23 @@ def salt(engine: Any, prompt: dict[str, Any]) -> None:
     prompt["cache_salt"] = f"v{engine.get_weight_version()}"
 
 
-def turn(ids: list[int], sampling: Sampling, seed: int | None) -> tuple[Any, Any]:
+def turn(ids: list[int], sampling: Sampling, seed: int | None, ends: Sequence[int] = ()) -> tuple[Any, Any]:
     """The request for one answer of an episode.
 
     Args:
         ids: the conversation so far, as tokens; vLLM keeps this list.
         sampling: how the answer is sampled; `max_tokens` is its longest length.
         seed: of the request; None leaves the answer to chance.
+        ends: as in `requests`.
     """
-    own = copy.copy(_params(sampling, False))
+    own = copy.copy(_params(sampling, tuple(ends), False))
     own.seed = seed if sampling.temperature > 0 else None
     return prompt_of(ids), own
 
 
 # Most answers are sampled alike: making and checking parameters costs more than the rest of a request.
 @functools.lru_cache(maxsize=1024)
-def _params(chosen: Sampling, ignore_eos: bool) -> Any:
+def _params(chosen: Sampling, ends: tuple[int, ...], ignore_eos: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -195,6 +198,7 @@ def _params(chosen: Sampling, ignore_eos: bool) -> Any:
         top_k=chosen.top_k,
         stop=list(chosen.stop),
         ignore_eos=ignore_eos,
+        stop_token_ids=[] if ignore_eos else list(ends),
         logprobs=0,
         flat_logprobs=True,
         # Without stop strings, text is decoded beside the engine.

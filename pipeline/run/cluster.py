@@ -9,6 +9,9 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from pipeline.run.begin import join, start_here
+from pipeline.run.submitted import check_address, joined
+
 ENV = {
     "RAY_TRAIN_V2_ENABLED": "1",
     # Tokenizers are called from threads of many processes; their own threads would only warn and compete.
@@ -43,7 +46,8 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         env_vars: environment of all workers, beside `ENV`.
 
     Raises:
-        ValueError: the cluster asks for a token that this process does not have.
+        ValueError: the cluster cannot be joined, or Ray cannot start with this environment.
+        NotStarted: Ray did not start in time.
     """
     # The source tree that runs here runs in the workers too, installed or not.
     root = str(Path(__file__).resolve().parents[2])
@@ -58,25 +62,21 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": env},
     }
-    if address := os.environ.get("RAY_ADDRESS"):
+    if address := joined():
+        check_address()
         # Ray would refuse a job that was submitted with one of these variables, PYTHONPATH for example.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-    else:
-        for name, value in LOCAL_RAY.items():
-            os.environ.setdefault(name, value)
-        # Ray counts the machine's cores and warns when more processes than that start together.
-        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_cpus or 0))
-        # Without an address Ray would first look for a cluster that somebody else started on this machine.
-        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
-        if object_store_gb:
-            options["object_store_memory"] = int(object_store_gb * 2**30)
-    try:
-        ray.init(**options)
-    except ray.exceptions.AuthenticationError as error:
-        raise ValueError(
-            f"Ray at {address or 'this machine'} asks for a token: set RAY_AUTH_MODE=token, and have the token of the "
-            f"cluster in ~/.ray/auth_token or RAY_AUTH_TOKEN ({str(error).split('. ')[0]})"
-        ) from error
+        join(address, options)
+        return True
+    for name, value in LOCAL_RAY.items():
+        os.environ.setdefault(name, value)
+    # Ray counts the machine's cores and warns when more processes than that start together.
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_cpus or 0))
+    # Without an address Ray would first look for a cluster that somebody else started on this machine.
+    options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    if object_store_gb:
+        options["object_store_memory"] = int(object_store_gb * 2**30)
+    start_here(options)
     return True
 
 

@@ -2,14 +2,15 @@
 
     check all that can be checked ─► Ray ─► policy store ─► TorchTrainer (train loop + stream) ─► RunMonitor ─► summary
 
-Training runs in a thread; the main thread reads the run's events and Ctrl-C. The first Ctrl-C lets the current
-iteration end, saves and stops; the second one ends the run at once.
+Training runs in a thread; the main thread reads the run's events and the signals that stop it. The first one lets the
+current iteration end, saves and stops; the second one ends the run at once.
 """
 
 import itertools
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from pipeline.config import Config, save_yaml
 from pipeline.derived import uses_engines, uses_filter
 from pipeline.plan.plan import Plan
 from pipeline.prompts.stage import Schedule
-from pipeline.run import cluster
+from pipeline.run import apart, cluster
+from pipeline.run.begin import gone
 from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.run.faults import Restarts, sentence
 from pipeline.run.monitor import RunMonitor
@@ -49,6 +51,8 @@ class Outcome:
 
     status: str
     error: str | None = None
+    ray_gone: bool = False
+    """Whether Ray has ended before the run."""
 
 
 def start_ray(config: Config) -> bool:
@@ -57,7 +61,25 @@ def start_ray(config: Config) -> bool:
     return cluster.start(trainer.ray_num_cpus, trainer.object_store_gb, trainer.env_vars)
 
 
-def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint: str | None = None) -> Outcome:
+def what_remains(place: str) -> str:
+    """What a run that broke off can go on with; its checkpoints are in the folder or URL `place`."""
+    try:
+        saved = checkpoints.newest(place)
+    except (OSError, ValueError) as error:
+        return f"Which checkpoint remains cannot be read ({error}); the same command continues from the newest one"
+    if saved is None:
+        return "There is no checkpoint; the same command begins again"
+    return f"The newest checkpoint is {saved.place}; the same command continues from it"
+
+
+def run(
+    config: Config,
+    plan: Plan,
+    tracker: Tracker,
+    run_dir: Path,
+    checkpoint: str | None = None,
+    lost: Callable[[], str | None] = lambda: None,
+) -> Outcome:
     """Train as `config` says; Ray is running and everything has been checked.
 
     Args:
@@ -66,6 +88,7 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         tracker: takes the metrics; the caller starts and finishes it.
         run_dir: the run's folder.
         checkpoint: folder or URL of the checkpoint to begin with; None begins with the model.
+        lost: says why this process may not write into the run's folder any more, if so.
     """
     assert plan.iterations is not None
     trainer, deadlines = config.trainer, config.trainer.deadlines
@@ -167,10 +190,18 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
         lambda split, iteration, count: read_trajectories(str(run_dir), iteration, split).slice(0, count).to_pylist(),
     )
     try:
-        interrupted, problem = monitor.watch(store, thread, deadlines)
+        interrupted, problem = monitor.watch(store, thread, deadlines, lost=lost)
+    except ray.exceptions.RayError:
+        if apart.dead() is None:
+            raise
     finally:
         over.set()
-        hosts.end()
+        if (program := apart.dead()) is None:
+            hosts.end()
+    if program is not None:
+        apart.end()
+        keeper.close()
+        return Outcome("failed", f"{gone(program)}. {what_remains(place)}", ray_gone=True)
     if problem:
         # What is left of the run ends when it calls the store.
         ray.kill(store)
@@ -183,5 +214,5 @@ def run(config: Config, plan: Plan, tracker: Tracker, run_dir: Path, checkpoint:
     if failure:
         return Outcome("failed", sentence(failure[0]))
     if monitor.ended is None:
-        return Outcome("interrupted" if interrupted else "failed", "the train workers ended without a word")
+        return Outcome("interrupted") if interrupted else Outcome("failed", "the train workers ended without a word")
     return Outcome("interrupted" if monitor.ended.stopped else "finished")

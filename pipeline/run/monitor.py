@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from pipeline.config.trainer import DeadlineConfig
+from pipeline.run import apart
+from pipeline.run.begin import gone
 from pipeline.run.watchdog import Watchdog
 from pipeline.stats import reduce
 from pipeline.store.client import PAUSE_S, StoreClient, store_lost
@@ -28,11 +30,13 @@ from pipeline.store.events import (
     IterationTrained,
     PromptsMade,
     TrainingEnded,
+    Trouble,
     ValidationAnnounced,
     ValidationScored,
     VersionLoaded,
 )
 from pipeline.store.policy_store import PolicyStore
+from pipeline.track.metrics import without_metric
 from pipeline.track.validation import validation_metrics
 
 if TYPE_CHECKING:
@@ -42,6 +46,10 @@ if TYPE_CHECKING:
 
 SAMPLES_EVERY = 10
 """Iterations from one table of training samples to the next."""
+LEFT_OUT = ("reward/parts_left_out", "agent/tools_left_out")
+"""Metrics that count names without a metric of their own."""
+ROWS_FOR_NAMES = 64
+"""Rows that such names are looked up in."""
 
 
 @dataclass
@@ -108,8 +116,11 @@ class RunMonitor:
         self._logged = self._trained = -1
         self._attempts = 0
         self._reason: str | None = None
+        self._names_told = False
         self.training = False
         """Whether the train workers have begun, and have not failed since."""
+        self.begun = False
+        """Whether rows have been generated or trained, which a stop waits for."""
         self.ended: TrainingEnded | None = None
 
     def watch(
@@ -118,6 +129,7 @@ class RunMonitor:
         training: threading.Thread,
         deadlines: DeadlineConfig,
         clock: Callable[[], float] = time.monotonic,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> tuple[bool, str | None]:
         """Handle events until training has ended.
 
@@ -126,9 +138,10 @@ class RunMonitor:
             training: the thread in which Ray Train runs.
             deadlines: how long the store (`store`) and the train workers (`train_start`) may be away.
             clock: seconds that pass.
+            lost: says why the run must end here, if so.
 
         Returns:
-            whether Ctrl-C was pressed, and why training cannot go on, where it has not ended.
+            whether a signal asked to stop, and why training cannot go on, if it has not ended.
         """
         client, watchdog = StoreClient(store), Watchdog(clock)
         read, interrupted = 0, False
@@ -136,6 +149,10 @@ class RunMonitor:
         idle_since = clock()
         while True:
             try:
+                if (problem := lost()) is not None:
+                    return interrupted, problem
+                if (program := apart.dead()) is not None:
+                    return interrupted, gone(program)
                 alive = training.is_alive()
                 try:
                     last, events = client.ask(PolicyStore.read_events, read, 1.0)
@@ -173,6 +190,9 @@ class RunMonitor:
                 if interrupted:
                     raise
                 interrupted = True
+                if not self.begun:
+                    self._tracker.notice("stopped before the first iteration of this start, so nothing is lost")
+                    return interrupted, None
                 self._tracker.notice("stopping after this iteration; Ctrl-C again ends the run at once")
 
     def handle(self, event: Event) -> None:
@@ -187,6 +207,7 @@ class RunMonitor:
             case PromptsMade(iteration, metrics):
                 self._prompts[iteration] = self._prompts.get(iteration, {}) | metrics
             case VersionLoaded(version):
+                self.begun = True
                 # It generates the next iteration, or a later one where the trainer has the rows of that already.
                 self._loads[max(version, self._trained) + 1].add(event)
                 # What the last version generates is its validation.
@@ -205,6 +226,8 @@ class RunMonitor:
                     self._tracker.keep(version, self._records[version])
             case CheckpointSaved(version, rank, ranks):
                 self._keeper.saved(version, rank, ranks)
+            case Trouble(text):
+                self._tracker.notice(text)
             case TrainingEnded():
                 self.ended = event
                 # A run that was stopped does not validate its last version.
@@ -233,6 +256,7 @@ class RunMonitor:
         self._reason, self.training = None, True
 
     def _iteration(self, event: IterationTrained) -> None:
+        self.begun = True
         iteration = self._trained = event.iteration
         record = self._prompts.pop(iteration, {})
         if iteration in self._loads:
@@ -246,6 +270,10 @@ class RunMonitor:
         if self._log_samples and iteration % SAMPLES_EVERY == 0:
             self._tracker.samples(iteration, self._samples("train", iteration, self._log_samples))
         self._tracker.traces("train", iteration, self._log_traces)
+        if not self._names_told and any(record.get(name) for name in LEFT_OUT):
+            self._names_told = True
+            names = without_metric(self._samples("train", iteration, ROWS_FOR_NAMES))
+            self._tracker.notice(f"without a metric of their own, and only in trajectories/: {names}")
 
     def _scored(self, event: ValidationScored) -> None:
         version = event.version

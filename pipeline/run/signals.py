@@ -1,19 +1,54 @@
-"""SIGTERM as Ctrl-C: `ray job stop`, Kubernetes and batch systems end a driver by SIGTERM."""
+"""Signals that ask a command to stop: Ctrl-C, and those by which batch systems, services and terminals end a job."""
 
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Batch systems warn with one of the last two before they kill."""
+TOGETHER_S = 2.0
+"""Signals within so many seconds are one request: `timeout` sends TERM to its child and to the child's group, and a
+terminal that closes sends HUP from the kernel and from the shell."""
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C stopped."""
 
 
 @contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """While the block runs, SIGTERM raises `KeyboardInterrupt` in the main thread, as Ctrl-C does.
+def stops() -> Iterator[list[int]]:
+    """While the block runs, each signal of `STOPS` raises `KeyboardInterrupt` in the main thread, as Ctrl-C does.
 
-    The first one therefore lets the iteration in work end and saves; the second one ends the run at once. To be entered
-    in the main thread and after `ray.init`, whose own handler exits without saving.
+    A run ends its iteration at the first one and saves; a second one ends it at once. A signal that is ignored when
+    the block is entered stays ignored (`nohup`, a script's `&`), and so does a handler that somebody else has set.
+
+    Yields:
+        the signals that came, in order.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    received: list[int] = []
+    before: dict[signal.Signals, object] = {}
+    last = -TOGETHER_S
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= TOGETHER_S:
+            last = now
+            received.append(number)
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, stop)
     try:
-        yield
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def exit_code(code: int, received: list[int]) -> int:
+    """The exit code of a command that would end with `code`: a signal that interrupted it is 128 and its number."""
+    return 128 + received[0] if code == INTERRUPTED and received else code

@@ -9,6 +9,31 @@ PACKAGES = ("runtime_resources", "working_dir_files")
 """Folders, one in the other, in which each node of a cluster keeps its copies of what `--working-dir` uploaded."""
 
 
+def joined() -> str | None:
+    """The cluster that `RAY_ADDRESS` names; None for a Ray on this machine."""
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    return None if address in ("", "local") else address
+
+
+def check_address() -> None:
+    """Refuse a `RAY_ADDRESS` that no driver can join.
+
+    Raises:
+        ConfigError: it is the address of a job server or of a Ray Client server.
+    """
+    address = joined() or ""
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"RAY_ADDRESS={address} is the address of a job server, which takes jobs but which no driver can join; "
+            f"unset it and run `ray job submit --address {address} --working-dir . -- python -m jobs.train ...`"
+        )
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS={address} is the address of a Ray Client server, which is not supported; unset it and submit "
+            "the run with `ray job submit`, or set RAY_ADDRESS=auto on a node of the cluster"
+        )
+
+
 def check_cluster(folder: Path, key: str = "trainer.default_local_dir") -> None:
     """Refuse what cannot work on a cluster.
 
@@ -20,17 +45,7 @@ def check_cluster(folder: Path, key: str = "trainer.default_local_dir") -> None:
         ConfigError: `RAY_ADDRESS` is no address that a driver can join, or the folder lies in a copy of the working
             directory, where no other node sees it and Ray deletes it.
     """
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"RAY_ADDRESS={address} is the address of a job server, which takes jobs but which no driver can join; "
-            f"unset it and run `ray job submit --address {address} --working-dir . -- python -m jobs.train ...`"
-        )
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"RAY_ADDRESS={address} is the address of a Ray Client server, which is not supported; unset it and submit "
-            "the run with `ray job submit`, or set RAY_ADDRESS=auto on a node of the cluster"
-        )
+    check_address()
     if PACKAGES in zip(folder.parts, folder.parts[1:], strict=False):
         raise ConfigError(
             f"{folder} lies in this node's copy of the uploaded working directory: other nodes do not see it, and Ray "

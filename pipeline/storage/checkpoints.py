@@ -8,6 +8,7 @@ whole is never read, and is deleted when the next one is whole.
 """
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 FOLDER = "checkpoints"
 PROGRESS = "progress.json"
+NAME = re.compile(r"iteration_(?a:\d{6}|[1-9]\d{6,})")
+"""Names that `folder_name` makes."""
 LIST = "checkpoint_manager_snapshot.json"
 """Ray Train's own list of checkpoints."""
 
@@ -81,8 +84,8 @@ def iterations(run_dir: str) -> list[int]:
     filesystem, root = filesystem_of(run_dir)
     selector = pafs.FileSelector(f"{root}/{FOLDER}", allow_not_found=True)
     names = [info.base_name for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.Directory]
-    numbers = [name.removeprefix("iteration_") for name in names if name.startswith("iteration_")]
-    return sorted(int(number) for number in numbers if number.isdigit())
+    # Others may keep folders of similar names here.
+    return sorted(int(name[len("iteration_") :]) for name in names if NAME.fullmatch(name))
 
 
 def newest(run_dir: str) -> Saved | None:

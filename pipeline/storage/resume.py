@@ -12,6 +12,7 @@ from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.derived import uses_critic
 from pipeline.storage.checkpoints import Saved, find, newest, root
 from pipeline.storage.filesystem import filesystem_of
+from pipeline.storage.owner import FILE
 
 CONFIG_FILE = "config.yaml"
 RESUME = ("auto", "never")
@@ -43,16 +44,12 @@ MAY_DIFFER = tuple(f"{section}.{key}" for section, keys in _SECTIONS.items() for
 """Settings that a continued run may change; a name that ends in a dot stands for its section."""
 
 
-def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") -> bool:
-    """Whether `run_dir`, which need not exist, already holds this run; with `resume="never"` it may hold none.
-
-    Raises:
-        ConfigError: the folder cannot be created or written, or holds another run or files that are no run.
-    """
-    run_dir = Path(run_dir)
-    remedies = f"choose another trainer.experiment_name or delete {run_dir}"
+def check_writable(run_dir: Path) -> None:
+    """Raise ConfigError if the run's folder `run_dir` cannot be made or written."""
     if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is a file where the run's folder should be; {remedies}")
+        raise ConfigError(
+            f"{run_dir} is a file where the run's folder should be; choose another trainer.experiment_name or move it"
+        )
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not place.is_dir():
         raise ConfigError(
@@ -63,7 +60,18 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
             f"{place} is not writable, so the run cannot be kept in {run_dir}; allow writing or choose another "
             "trainer.default_local_dir"
         )
-    if not run_dir.exists() or not any(run_dir.iterdir()):
+
+
+def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") -> bool:
+    """Whether `run_dir`, which need not exist, already holds this run; with `resume="never"` it may hold none.
+
+    Raises:
+        ConfigError: the folder cannot be created or written, or holds another run or files that are no run.
+    """
+    run_dir = Path(run_dir)
+    check_writable(run_dir)
+    remedies = f"choose another trainer.experiment_name or delete {run_dir}"
+    if not run_dir.exists() or all(path.name.startswith(FILE) for path in run_dir.iterdir()):
         return False
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} is not empty and holds no {CONFIG_FILE}, so it is not a run; {remedies}")

@@ -105,6 +105,13 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class Trouble:
+    """Something fails and is tried again."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class TrainingEnded:
     """Training ended with `version`."""
 
@@ -123,6 +130,7 @@ Event = (
     | ValidationScored
     | CheckpointBegun
     | CheckpointSaved
+    | Trouble
     | TrainingEnded
 )
 

@@ -8,7 +8,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SupervisedDataConfig
 from pipeline.conversations import Messages, rendered
 from pipeline.errors import short_reason
+from pipeline.models.ends import ends_of, find_ends
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.omissions import Omissions
 from pipeline.prompts.files import resolve
@@ -51,6 +53,18 @@ class Encoder(ABC, Generic[D]):
         self.tokenizer = tokenizer
         self.data = data
         self.omissions = Omissions()
+
+    @classmethod
+    def of(cls, model: ModelConfig, data: D) -> Self:
+        """With the model's tokenizer, and the ends of its answers."""
+        encoder = cls(load_tokenizer(model), data)
+        encoder.ends = find_ends(model, encoder.tokenizer, data.apply_chat_template_kwargs).ids
+        return encoder
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end an answer (`models/ends.py`); without a model, by the tokenizer alone."""
+        return ends_of(self.tokenizer, self.data.apply_chat_template_kwargs).ids
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: D) -> list[RowGroup]:
@@ -135,9 +149,15 @@ class Encoder(ABC, Generic[D]):
         return list(encoded["input_ids"])
 
     def answer_length(self, part: list[int]) -> int:
-        """Tokens up to the last end of turn: the policy never generates what templates write after it."""
-        end = self.tokenizer.eos_token_id
-        return len(part) - part[::-1].index(end) if end in part else len(part)
+        """Tokens up to the end of the turn: the policy never generates what templates write after it."""
+        places = [place for place, token in enumerate(part) if token in self.ends]
+        if not places:
+            return len(part)
+        last = places.pop()
+        # Some templates end the text behind the turn, after a newline perhaps.
+        while places and not self.tokenizer.decode(part[places[-1] + 1 : last]).strip():
+            last = places.pop()
+        return last + 1
 
 
 def read(group: RowGroup, encoder: Encoder[Any], random: np.random.Generator | None) -> Iterator[pa.Table]:
@@ -203,7 +223,7 @@ class Reader:
     ) -> None:
         self.groups = groups
         self.seed = seed
-        self.encoder = encoder(load_tokenizer(model), data)
+        self.encoder = encoder.of(model, data)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for epoch, number in zip(batch["epoch"].to_pylist(), batch["group"].to_pylist(), strict=True):

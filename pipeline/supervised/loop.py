@@ -26,6 +26,7 @@ from pipeline.models.fsdp import clip_grad_norm, save_hf, shard
 from pipeline.models.mesh import make_mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.pretrained import Pretrained
+from pipeline.models.repeatable import check_repeatable
 from pipeline.models.sharing import Passes
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.supervised.data import Encoder, RowGroup, held_rows
@@ -84,9 +85,11 @@ class SupervisedLoop(ABC, Generic[C]):
         model = self.load()
         self.packed = Passes.of(model, "never").packed
         self.model: Any = shard(model, self.config.fsdp, self.device, self.mesh)
+        check_repeatable(self.model, self.device)
         self.optimizer = build_optimizer(self.model, self.config.optim, self.config.fsdp.offload)
         self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
-        encoder = self.encoder(self.tokenizer, self.config.data)
+        encoder = self.encoder.of(self.config.model, self.config.data)
+        self.ends = encoder.ends
         limit = self.config.data.val_max_samples
         self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
 
@@ -167,7 +170,9 @@ class SupervisedLoop(ABC, Generic[C]):
 
     def save(self) -> None:
         """Save the model and its tokenizer."""
-        save_hf(self.model, self.tokenizer, self.config.out or "")
+        # A reward model generates nothing.
+        ends = self.ends if self.model.lm.can_generate() else ()
+        save_hf(self.model, self.tokenizer, self.config.out or "", ends=ends)
 
     def check_kept(self, dropped: float, rows: str) -> None:
         """Raises RuntimeError if all rows of the run, which are called `rows`, were left out."""

@@ -15,7 +15,8 @@ from rich import box
 from rich.table import Table
 
 from pipeline.track.history import REWARD, VALIDATION, column, read_history, validation_scores
-from pipeline.track.plot import smoothed, style
+from pipeline.track.plot import drawable, smoothed, style
+from pipeline.track.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +87,7 @@ def draw(runs: Sequence[Run]) -> "Figure":
     left, right = figure.subplots(1, 2)
     for number, run in enumerate(runs):
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-        line = {"color": colour, "linestyle": dash, "linewidth": 2, "label": run.label}
+        line = {"color": colour, "linestyle": dash, "linewidth": 2, "label": drawable(run.label)}
         left.plot(*run.validation, **line, marker=MARKERS[number % len(MARKERS)], markersize=6, gid=run.label)
         iterations, rewards = run.reward
         right.plot(iterations, rewards, color=colour, linewidth=0.6, alpha=0.25, gid=f"{run.label} raw")
@@ -94,7 +95,7 @@ def draw(runs: Sequence[Run]) -> "Figure":
     judged_by = next((run.judged_by for run in runs if run.judged_by), {})
     what = "accuracy" if set(judged_by.values()) == {"acc"} else "score"
     left.set_title(f"validation {what}" if judged_by else "no validation", fontsize=12, loc="left")
-    left.set_ylabel(f"{what} ({', '.join(judged_by)})", fontsize=11)
+    left.set_ylabel(f"{what} ({', '.join(map(drawable, judged_by))})", fontsize=11)
     right.set_title("training reward (smoothed; faint as measured)", fontsize=12, loc="left")
     right.set_ylabel("mean score", fontsize=11)
     for axes in (left, right):
@@ -118,7 +119,7 @@ def table(runs: Sequence[Run]) -> Table:
         if points:
             best = max(points, key=lambda point: (point[1], -point[0]))
             cells = [f"{score:.3f} ({iteration})" for iteration, score in (points[0], points[-1], best)]
-        result.add_row(run.label, *cells, "-" if run.seconds is None else f"{run.seconds:.2f}")
+        result.add_row(printable(run.label), *cells, "-" if run.seconds is None else f"{run.seconds:.2f}")
     return result
 
 
@@ -129,7 +130,7 @@ def _read(folder: Path, label: str) -> Run:
     if not records:
         missing = "an empty" if (folder / "metrics.jsonl").exists() else "no"
         raise ValueError(f"{folder} holds {missing} metrics.jsonl, so it has no run, or one before its first iteration")
-    matches = [match for record in records for match in map(VALIDATION.match, record) if match]
+    matches = [match for record in records for match in map(VALIDATION.fullmatch, record) if match]
     judged_by = {match["source"]: match["variable"] for match in sorted(matches, key=lambda match: match["source"])}
     scores = {record["iteration"]: validation_scores(record) for record in records}
     # An iteration that lacks a source (all of its rewards failed) would be a mean over others than its neighbours.

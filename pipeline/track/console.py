@@ -21,6 +21,7 @@ from rich.text import Text
 
 from pipeline.track.balance import advice, idle_shares
 from pipeline.track.history import EXPLAINED, REWARD, column, validation_curves, validation_scores
+from pipeline.track.printable import printable
 
 THROUGHPUT = "perf/throughput"
 STEP = "timing_s/step"
@@ -199,7 +200,7 @@ def _outcome(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         text = f"{before:.3f} (iteration {first})"
         if len(iterations) > 1:
             text = f"{before:.3f} → {after:.3f}  {after - before:+.3f}  (iteration {first} → {last})"
-        rows.append((f"validation {source}", text))
+        rows.append((f"validation {printable(source)}", text))
     if explained := column(records, EXPLAINED)[1]:
         rows.append(("critic", f"explains {explained[0]:.2f} → {explained[-1]:.2f} of the variance of the returns"))
     if records:

@@ -1,22 +1,22 @@
 """Metrics of episodes of several turns: how long they are, why they end, which tools are called, who waits for whom."""
 
 import json
-import re
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.rows import flat, spans_of
-from pipeline.stats import Stats, mean, summary
+from pipeline.stats import Stat, Stats, mean, summary
 
 ENDED = ("done", "stop", "turns", "length", "timeout", "malformed", "error")
 """Values of the column `ended`."""
 MOST_TOOLS = 32
 """Tools that get a metric of their own, the first ones in the order of their names."""
-
-_NAME = re.compile(r"\w[\w.\-]{0,63}", re.ASCII)
+LONGEST_NAME = 200
+"""Characters of the name of a part or a tool that becomes a metric."""
 
 
 def episode_metrics(table: pa.Table, group: str = "agent") -> Stats:
@@ -65,7 +65,7 @@ def _of_numbers(episodes: list[dict]) -> Stats:
     if not calls:
         return stats
     without = sum(not any(episode["calls"].values()) for episode in episodes)
-    named = [name for name in sorted(calls) if _NAME.fullmatch(name)]
+    named, others = divided(calls, MOST_TOOLS)
     tried = made + malformed + unknown
     return stats | {
         "calls/mean": mean(made, len(episodes)),
@@ -73,5 +73,18 @@ def _of_numbers(episodes: list[dict]) -> Stats:
         "malformed_rate": mean(malformed, tried),
         "unknown_rate": mean(unknown, tried),
         "tool_error_rate": mean(each("tool_errors").sum(), made),
-        **{f"tool/{name}": mean(calls[name], len(episodes)) for name in named[:MOST_TOOLS]},
+        **{f"tool/{name}": mean(calls[name], len(episodes)) for name in named},
+        **left_out("tools_left_out", others),
     }
+
+
+def divided(names: Iterable[str], most: int) -> tuple[list[str], list[str]]:
+    """The `names` that become metrics, at most `most` in their order, and those that are left out."""
+    ordered = sorted(names)
+    chosen = [name for name in ordered if len(name) <= LONGEST_NAME][:most]
+    return chosen, [name for name in ordered if name not in chosen]
+
+
+def left_out(metric: str, names: list[str]) -> Stats:
+    """The number of `names` that have no metric of their own; nothing without any."""
+    return {metric: Stat("max", (float(len(names)),))} if names else {}

@@ -24,7 +24,7 @@ OWN_KEYS = ("iteration", "time", "elapsed_s")
 """What every record has beside its metrics."""
 REWARD = "critic/score/mean"
 EXPLAINED = "critic/vf_explained_var"
-VALIDATION = re.compile(r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/mean@(?P<samples>\d+)$")
+VALIDATION = re.compile(r"val-core/(?P<source>.*)/(?P<variable>[^/]+)/mean@(?P<samples>\d+)", re.DOTALL)
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     found: dict[str, tuple[int, float]] = {}
     for name, value in metrics.items():
-        match = VALIDATION.match(name)
+        match = VALIDATION.fullmatch(name)
         if match is None or value is None:
             continue
         samples = int(match["samples"])

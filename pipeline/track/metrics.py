@@ -1,8 +1,8 @@
 """Metrics of rows and log-probs, under the names PPO users know; `docs/metrics.md` says what each means."""
 
 import json
-import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,10 @@ import pyarrow.compute as pc
 
 from pipeline.rows import flat, loss_mask, policy_tokens, token_versions
 from pipeline.stats import Stat, Stats, mean, summary
-from pipeline.track.episodes import episode_metrics
+from pipeline.track.episodes import MOST_TOOLS, divided, episode_metrics, left_out
 
 MOST_PARTS = 32
 """Parts of a reward that become metrics, the first ones in the order of their names."""
-
-_PART = re.compile(r"\w[\w.\-/]{0,63}", re.ASCII)
 
 
 def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: int = 0) -> Stats:
@@ -53,7 +51,7 @@ def iteration_metrics(table: pa.Table, solved_at: float = 1.0, max_staleness: in
         **_lengths(table, policy_tokens(table)),
         **episode_metrics(table),
         "reward/error_rate": mean((~good).sum(), len(good)),
-        **{f"reward/{name}/mean": mean(parts[name][1].sum(), len(parts[name][1])) for name in list(parts)[:MOST_PARTS]},
+        **_part_means(parts),
         **_groups(table["uid"].filter(pa.array(good)), score, raw_score >= solved_at),
         "training/global_step": _largest(table["iteration"]),
         "training/epoch": _largest(table["epoch"]),
@@ -105,17 +103,35 @@ Parts = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def _parts(column: pa.ChunkedArray) -> Parts:
-    """The parts of rewards that are numbers or truth values, and can be names of metrics."""
+    """The parts of rewards that are numbers or truth values, in the order of their names."""
     found: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     for row, text in enumerate(column.to_pylist()):
         if text is None or text == "{}":
             continue
         for name, value in json.loads(text).items():
-            if isinstance(value, int | float) and _PART.fullmatch(name):
+            if isinstance(value, int | float):
                 rows, values = found[name]
                 rows.append(row)
                 values.append(float(value))
     return {name: (np.array(found[name][0]), np.array(found[name][1])) for name in sorted(found)}
+
+
+def _part_means(parts: Parts) -> Stats:
+    chosen, others = divided(parts, MOST_PARTS)
+    means = {f"reward/{name}/mean": mean(parts[name][1].sum(), len(parts[name][1])) for name in chosen}
+    return means | left_out("reward/parts_left_out", others)
+
+
+def without_metric(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The parts of rewards and the tools in recorded `rows` that have no metric of their own, in words."""
+    parts: set[str] = set()
+    tools: set[str] = set()
+    for row in rows:
+        own = json.loads(row.get("reward_parts") or "{}")
+        parts |= {name for name, value in own.items() if isinstance(value, int | float)}
+        tools |= set(json.loads(row.get("episode") or "{}").get("calls", ()))
+    named = {"parts of the reward": divided(parts, MOST_PARTS)[1], "tools": divided(tools, MOST_TOOLS)[1]}
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
 
 
 def _lengths(table: pa.Table, response: np.ndarray) -> Stats:

@@ -3,8 +3,8 @@
 1. Without a server: `runs/mlflow.db` beside the folders of the runs, artifacts in `runs/mlartifacts`. With
    `MLFLOW_TRACKING_URI` set, MLflow's usual variables (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_TOKEN`,
    `MLFLOW_EXPERIMENT_NAME`, ...) hold.
-2. Metric names: MLflow takes letters, digits, `_ - . : /` and spaces. `@` becomes `_at_` (`mean@8` is `mean_at_8`),
-   any other character `_`.
+2. Names: MLflow takes letters and digits of any script, `_ - . /` and spaces. `@` becomes `_at_` (`mean@8` is
+   `mean_at_8`), any other character its code, such as `:23:` for `#`. No two names become one.
 3. `runs/NAME/mlflow_run_id` has the run's id; a resumed run continues the same MLflow run. Its parameters cannot be
    changed: a setting that differs from the first start is kept as a tag `resumed.KEY`. Metrics of repeated iterations
    are points of the same step with a later time.
@@ -15,6 +15,7 @@
    that is trained again replaces its traces where it samples the same rows.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -48,15 +49,28 @@ QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 
+_ESCAPED = re.compile(
+    r"[^\w\-. /@]"
+    # What an escape looks like.
+    r"|_(?=at[_@])"
+    # What MLflow would read as another path: `/a`, `a//b`, `a/`, `./a`, `a/../b`, `..a`.
+    r"|\A/|/(?=/|\Z)|(?<![^/])\.(?=\.?(?:/|\Z))|\A\.(?=\.)"
+    # Blanks that cannot be seen, and that some databases leave out.
+    r"|(?<![^/]) | (?=/|\Z)"
+)
+"""Characters of a name that MLflow gets as their codes."""
+
 log = logging.getLogger(__name__)
 
 
 def mlflow_name(name: str) -> str:
-    """`name` with the characters MLflow refuses replaced (see the module's second point)."""
-    name = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
-    # MLflow also refuses what reads as another path: `a//b`, `./a`, `a/../b`, `/a`, and leading dots in pairs.
-    parts = [part for part in name[:NAME_LENGTH].split("/") if part.strip(".")]
-    return "/".join(parts).lstrip(".") or "_"
+    """The name under which MLflow keeps `name` (see the module's second point); different for each name."""
+    name = _ESCAPED.sub(lambda match: f":{ord(match[0]):x}:", name).replace("@", "_at_") or "::"
+    if len(name) <= NAME_LENGTH:
+        return name
+    # The end of a name says what was measured.
+    begin, end = name[: NAME_LENGTH // 2], name[-NAME_LENGTH // 4 :]
+    return f"{begin}:{hashlib.sha256(name.encode()).hexdigest()[:16]}:{end}"
 
 
 def local_store(run_dir: Path) -> Path:
@@ -189,17 +203,18 @@ class MlflowLogger:
     def _log_settings(self, run: "Run") -> None:
         from mlflow.entities import Param, RunTag
 
-        settings = {mlflow_name(key): value[:PARAM_LENGTH] for key, value in flattened(self._run.settings).items()}
+        settings = {key: value[:PARAM_LENGTH] for key, value in flattened(self._run.settings).items()}
+        names = {key: mlflow_name(key) for key in settings}
         have = run.data.params
         tags = {f"version.{library}": version for library, version in versions().items()}
         if (commit := git_commit()) is not None:
             tags |= {"mlflow.source.git.commit": commit[0], "git.changed": str(commit[1]).lower()}
         for key, value in settings.items():
-            if have.get(key, value) != value:
-                tags[f"resumed.{key}"[:NAME_LENGTH]] = value[:TAG_LENGTH]
+            if have.get(names[key], value) != value:
+                tags[mlflow_name(f"resumed.{key}")] = value[:TAG_LENGTH]
         self._client.log_batch(
             self._run_id,
-            params=[Param(key, value) for key, value in settings.items() if key not in have],
+            params=[Param(names[key], value) for key, value in settings.items() if names[key] not in have],
             tags=[RunTag(name, value) for name, value in tags.items()],
         )
         self._client.log_dict(self._run_id, self._run.settings, "config.yaml")

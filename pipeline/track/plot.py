@@ -22,6 +22,8 @@ KL = {"in the loss": "actor/kl_loss", "in the reward": "actor/reward_kl_penalty"
 WORST_EXPLAINED = -1.0
 """A fresh critic's explained variance may be far below 0; the axis ends here, so that what follows can be read."""
 SMOOTHED = 0.1
+LONGEST = 60
+"""Characters of a name in a legend."""
 COLOURS = ("#c2410c", "#0f766e", "#7c3aed", "#b91c1c", "#4d7c0f", "#0369a1")
 
 
@@ -61,7 +63,7 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
     grid = figure.add_gridspec(1 + rows, 2, height_ratios=(2.6, *[1] * rows))
     scores = figure.add_subplot(grid[0, :])
     _draw_scores(scores, records)
-    figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
+    figure.suptitle(drawable(title), fontsize=15, fontweight="bold", x=0.01, ha="left")
     for number, (name, metrics) in enumerate(panels.items()):
         row = 1 + number // 2
         alone = number % 2 == 0 and number == len(panels) - 1
@@ -72,6 +74,17 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> "Figure":
         if "" in metrics:
             axes.set_ylim(max(axes.get_ylim()[0], WORST_EXPLAINED), 1.05)
     return figure
+
+
+def drawable(text: str) -> str:
+    """`text` as matplotlib draws it: no formula between dollar signs, letters that its font lacks as escapes, and the
+    middle of a long text left out."""
+    from matplotlib import font_manager
+
+    font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
+    text = "".join(c if font.get_char_index(ord(c)) else c.encode("unicode_escape").decode() for c in text)
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[-LONGEST // 2 :]}"
+    return text.replace("$", r"\$")
 
 
 def smoothed(values: Sequence[float], share: float = SMOOTHED) -> list[float]:
@@ -100,7 +113,7 @@ def _draw_scores(axes: "Axes", records: Sequence[dict[str, Any]]) -> None:
             linewidth=2.2,
             marker="o",
             markersize=6,
-            label=f"validation {source}: {' → '.join(f'{score:.3f}' for score in ends)}",
+            label=f"validation {drawable(source)}: {' → '.join(f'{score:.3f}' for score in ends)}",
             gid=f"validation {source}",
         )
     first, last = records[0]["iteration"], records[-1]["iteration"]

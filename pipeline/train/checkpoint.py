@@ -1,7 +1,8 @@
 """Sharded checkpoints of the training state, through `torch.distributed.checkpoint` and Ray Train.
 
     all ranks     write their shards to a local folder     collective; training waits
-    each rank     copies it to the run's storage           during the next iteration, with retries
+    each rank     copies it to the run's storage           during the next iteration, with retries; the first failure is
+                                                           said, and the last one ends the run with its model saved
     each rank     writes `complete_RANK` beside it         the last file; with all of them the checkpoint is complete
 
 A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others. Of a model with adapters it
@@ -9,12 +10,15 @@ holds the adapters alone.
 """
 
 import contextlib
+import errno
 import json
+import math
 import os
+import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import ray.train
 import torch
 import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointUploadMode
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from pipeline.advantage.kl_controller import KLController
@@ -36,6 +41,14 @@ from pipeline.train.learner import Learner
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Seconds between attempts to reach the storage."""
+STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+"""Errors that seldom pass by themselves: full, over the quota, read-only, forbidden."""
+STANDING_S = 60.0
+"""Seconds that training waits for such an error to pass."""
+
+
+class NotStored(RuntimeError):
+    """A checkpoint could not be stored; every rank raises this, and can still save the model elsewhere."""
 
 
 class Saver:
@@ -47,6 +60,7 @@ class Saver:
         deadline: seconds that copying a checkpoint may take (`trainer.deadlines.checkpoint`).
         save_settings: writes the run's settings to a file.
         copied: called in the copying thread with the version, when this rank's part is copied.
+        say: takes a sentence about what is tried again; called in any thread.
 
     Raises OSError as `staging`.
     """
@@ -58,17 +72,23 @@ class Saver:
         deadline: float,
         save_settings: Callable[[Path], None],
         copied: Callable[[int], None],
+        say: Callable[[str], None],
     ):
         self._run_dir = run_dir
         self._root = root
         self._deadline = deadline
         self._save_settings = save_settings
         self._copied = copied
+        self._say = say
         self._rank = ranks.rank()
-        self._staging = staging()
+        self.staging = staging()
         self._idle = threading.Event()
         self._idle.set()
         self._version = -1
+        self._failure: str | None = None
+        """Why this rank's part could not be staged or copied."""
+        self._awaited: float | None = None
+        """Since when training waits for the copy."""
 
     def save(self, learners: Sequence[Learner], kl: KLController, version: int, state: TrainerState | None) -> None:
         """Write a checkpoint and begin to copy it; a collective. It waits until the previous one has been copied.
@@ -81,15 +101,10 @@ class Saver:
 
         Raises:
             TimeoutError: copying took longer than `trainer.deadlines.checkpoint`.
-            OSError: the local folder cannot be written, or the storage does not answer.
+            NotStored: the local folder or the storage cannot be written.
         """
         self.wait()
-        if self._rank == 0:
-            # Files of an earlier attempt would count as parts of this checkpoint.
-            retry(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written")
-        folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-", dir=self._staging))
-        # A collective: no rank copies before rank 0 has cleared the folder.
-        dcp.save(_state(learners), checkpoint_id=folder)
+        progress: dict[str, Any] | None = None
         if self._rank == 0:
             assert state is not None
             progress = {
@@ -98,13 +113,32 @@ class Saver:
                 "validated": state.validated,
                 "kl_coef": kl.coef,
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
+                "schedule_steps": {learner.name: learner.schedule_steps for learner in learners},
                 "world_size": ranks.count(),
                 "mlflow_run_id": self._mlflow_run_id(),
             }
-            (folder / PROGRESS).write_text(json.dumps(progress))
-            self._save_settings(folder / "config.yaml")
-        torch.save(_rng(), folder / f"rng_{self._rank}.pt")
+            with self._noted(f"{self._root}/{FOLDER}"):
+                # Files of an earlier attempt would count as parts of this checkpoint.
+                retry(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written", self._say)
+        folder: Path | None = None
+        with self._noted(self.staging):
+            folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-", dir=self.staging))
+        # No rank copies before rank 0 has cleared the folder, and none saves alone.
+        self._agree()
+        assert folder is not None
+        try:
+            with self._noted(str(folder)):
+                dcp.save(_state(learners), checkpoint_id=folder)
+                if progress is not None:
+                    (folder / PROGRESS).write_text(json.dumps(progress))
+                    self._save_settings(folder / "config.yaml")
+                torch.save(_rng(), folder / f"rng_{self._rank}.pt")
+            self._agree()
+        except NotStored:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._version = version
+        self._awaited = None
         self._idle.clear()
         ray.train.report(
             {"version": version},
@@ -115,12 +149,34 @@ class Saver:
         )
 
     def wait(self) -> None:
-        """Wait until the last checkpoint has been copied. Raises TimeoutError after `trainer.deadlines.checkpoint`."""
+        """Wait until all ranks have copied the last checkpoint; a collective.
+
+        Raises:
+            TimeoutError: it took longer than `trainer.deadlines.checkpoint`.
+            NotStored: a rank could not copy it.
+        """
+        self._awaited = time.monotonic()
         if not self._idle.wait(self._deadline):
             raise TimeoutError(
                 f"checkpoint: rank {self._rank} did not copy version {self._version} to {self._root}/{FOLDER} "
                 f"within {self._deadline:.0f} s (trainer.deadlines.checkpoint)"
             )
+        self._agree()
+
+    @contextlib.contextmanager
+    def _noted(self, place: str) -> Iterator[None]:
+        """Note the first error of a disk, which `_agree` raises."""
+        try:
+            yield
+        # torch's writers raise errors of their own for a full disk.
+        except (OSError, RuntimeError, CheckpointException) as error:
+            self._failure = self._failure or _reason(error, place)
+
+    def _agree(self) -> None:
+        """Raise NotStored on all ranks if one of them has failed; a collective."""
+        failures = [failure for failure in ranks.all_gather(self._failure) if failure]
+        if failures:
+            raise NotStored(failures[0])
 
     def _copy(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
         storage = ray.train.get_context().get_storage()
@@ -131,7 +187,16 @@ class Saver:
                 pass
             return persisted
 
-        persisted = retry(copy, self._deadline, f"{self._root}/{FOLDER}", "written")
+        try:
+            persisted = retry(
+                copy, self._deadline, f"{self._root}/{FOLDER}", "written", self._say, lambda: self._awaited
+            )
+        except OSError as error:
+            self._failure = str(error)
+            self._idle.set()
+            # An error that leaves this thread would end the train workers before they have saved the model.
+            threading.Event().wait()
+            raise
         self._copied(self._version)
         self._idle.set()
         return persisted
@@ -164,28 +229,56 @@ def staging() -> str:
     return folder or tempfile.gettempdir()
 
 
-def retry(action: Callable[[], Any], patience: float, place: str, done: str) -> Any:
-    """The result of `action`, which is retried for `patience` seconds while it raises OSError.
+def retry(
+    action: Callable[[], Any],
+    patience: float,
+    place: str,
+    done: str,
+    say: Callable[[str], None],
+    awaited: Callable[[], float | None] = lambda: -math.inf,
+) -> Any:
+    """The result of `action`, which is retried while it raises OSError.
 
-    Raises OSError if it still does then; the message says that `place` could not be `done` ("written").
+    Args:
+        action: what is tried.
+        patience: seconds of retries; of `STANDING` errors at most `STANDING_S` seconds.
+        place: what could not be `done` ("written"), for sentences.
+        done: see `place`.
+        say: takes a sentence at the first failure.
+        awaited: since when somebody waits for the result; None while nobody does, and then retries have no end.
+
+    Raises OSError if it still fails then.
     """
-    deadline, pause = time.monotonic() + patience, FIRST_PAUSE_S
+    began, pause, failed = time.monotonic(), FIRST_PAUSE_S, False
     while True:
         try:
             return action()
         except OSError as error:
-            if time.monotonic() + pause > deadline:
+            reason = error.strerror or str(error)
+            limit = min(patience, STANDING_S) if error.errno in STANDING else patience
+            if not failed:
+                say(
+                    f"checkpoint: {place} cannot be {done}: {reason}; free space there or allow access: it is tried "
+                    f"again, for {limit:.0f} s after the run has to wait for it"
+                )
+            failed, since = True, awaited()
+            if since is not None and time.monotonic() + pause > max(since, began) + limit:
                 raise OSError(
                     error.errno or 5,
-                    f"checkpoint: {place} could not be {done} for {patience:.0f} s (trainer.deadlines.checkpoint): "
-                    f"{error.strerror or error}; free space there or allow access, and start the same command again",
+                    f"checkpoint: {place} could not be {done} for {limit:.0f} s (trainer.deadlines.checkpoint): "
+                    f"{reason}; free space there or allow access, and start the same command again",
                 ) from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 def restore(
-    learners: Sequence[Learner], kl: KLController, root: str, begin: str | None = None, patience: float = 0.0
+    learners: Sequence[Learner],
+    kl: KLController,
+    root: str,
+    begin: str | None = None,
+    patience: float = 0.0,
+    say: Callable[[str], None] = print,
 ) -> TrainerState:
     """Load the newest complete checkpoint of the run into `learners` and `kl`; a collective.
 
@@ -197,6 +290,7 @@ def restore(
         root: folder or URL that holds the run's folder of checkpoints.
         begin: folder or URL of the checkpoint that a run without one of its own begins with.
         patience: seconds of retries while the storage does not answer.
+        say: takes a sentence about what is tried again.
 
     Returns:
         the restored state; version 0 for a new run.
@@ -206,7 +300,7 @@ def restore(
         ValueError: the newest checkpoint is damaged.
     """
     place = begin
-    if ranks.rank() == 0 and (own := retry(lambda: newest(root), patience, root, "read")):
+    if ranks.rank() == 0 and (own := retry(lambda: newest(root), patience, root, "read", say)):
         place = own.place
     # One rank decides: others might find another checkpoint.
     place = ranks.broadcast(place)
@@ -215,7 +309,7 @@ def restore(
     filesystem, path = filesystem_of(place)
     checkpoint = Checkpoint(path, filesystem)
     with contextlib.ExitStack() as stack:
-        folder = retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read")
+        folder = retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read", say)
         state = _state(learners)
         load_checkpoint(state, folder)
         for learner in learners:
@@ -237,6 +331,14 @@ def restore(
     for learner in learners:
         learner.restore_schedule(progress["scheduler_steps"][learner.name])
     return TrainerState(progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"])
+
+
+def _reason(error: Exception, place: str) -> str:
+    """Why a checkpoint could not be written to `place`, by the error that torch has wrapped, if so."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return text if text.startswith("checkpoint: ") else f"checkpoint: {place} could not be written: {text}"
 
 
 def _rng() -> dict[str, torch.Tensor]:

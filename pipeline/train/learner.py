@@ -23,6 +23,7 @@ from pipeline.models.fsdp import clip_grad_norm, shard
 from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
+from pipeline.models.repeatable import check_repeatable
 from pipeline.models.sharing import Passes, pack_rows
 from pipeline.stats import Stat, Stats, mean
 from pipeline.train import ranks
@@ -60,8 +61,10 @@ class Learner(ABC):
         self._passes = Passes.of(module, share_prompts, mesh.sequence_ranks)
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
+        check_repeatable(self.module, device)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
-        self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
+        self.schedule_steps = iterations * shape.steps
+        self.scheduler = build_scheduler(self.optimizer, config.optim, self.schedule_steps)
 
     @property
     def shares_prompts(self) -> bool:

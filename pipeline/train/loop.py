@@ -8,6 +8,8 @@ only by reading rows and publishing versions. With `trainer.stream_gradients` it
 generate the next ones.
 """
 
+import os
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -24,14 +26,15 @@ from pipeline.config import save_yaml
 from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
 from pipeline.models.batch import TrainBatch
-from pipeline.models.fsdp import save_hf, torch_dtype
+from pipeline.models.ends import find_ends
+from pipeline.models.fsdp import NotSaved, save_hf, torch_dtype
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import flat, policy_tokens, prompt_tokens
 from pipeline.stats import Stat, Stats, reduce
 from pipeline.storage import checkpoints
 from pipeline.store.client import ANSWER_S, StoreClient
-from pipeline.store.events import CheckpointSaved, IterationTrained, TrainingEnded
+from pipeline.store.events import CheckpointSaved, IterationTrained, TrainingEnded, Trouble
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.store.versions import CRITIC, POLICY
@@ -40,7 +43,7 @@ from pipeline.track.metrics import iteration_metrics
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import Record, discard_trajectories
 from pipeline.train import ranks
-from pipeline.train.checkpoint import Saver, restore
+from pipeline.train.checkpoint import NotStored, Saver, restore
 from pipeline.train.deal import Dealer
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
@@ -72,11 +75,11 @@ class Loop:
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
         root = checkpoints.root(trainer, self.run_dir)
-        state = restore(self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint)
+        state = restore(self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint, self._say)
         self.version = self.saved = state.version
         self.record = Record(self.run_dir)
         save_settings = partial(save_yaml, self.config)
-        self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved)
+        self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved, self._say)
         if self.rank == 0:
             # An interrupted attempt may have recorded later iterations.
             discard_trajectories(self.run_dir, self.version + 1)
@@ -86,10 +89,14 @@ class Loop:
     def run(self) -> TrainingEnded:
         """Iterate until the last iteration, the end of the data, or a request to stop; then save.
 
-        Raises CollectiveTimeout if another train worker did not reach a collective operation in time.
+        Raises:
+            CollectiveTimeout: another train worker did not reach a collective operation in time.
+            FinalError: a checkpoint or the model could not be stored; the message says which folder has the model.
         """
         try:
             return self._run()
+        except NotStored as error:
+            raise FinalError(self._rescue(str(error))) from error
         except RuntimeError as error:
             if not is_collective_timeout(error):
                 raise
@@ -146,13 +153,45 @@ class Loop:
         if self.saved != self.version:
             self._save(stopping)
         self.saver.wait()
-        dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
-        save_hf(self.actor.module, load_tokenizer(self.config.model), f"{self.run_dir}/model", dtype)
+        try:
+            self._save_model(f"{self.run_dir}/model")
+        except NotSaved as error:
+            raise FinalError(self._rescue(str(error), in_run=False)) from error
         end = TrainingEnded(self.version, stopping)
         if self.rank == 0:
-            ModelSettings.of(self.config, self.version).save(Path(self.run_dir) / "model")
             self._store.call(PolicyStore.post, end)
         return end
+
+    def _save_model(self, folder: str) -> None:
+        """Save the model with the settings that it was trained with; a collective. Raises NotSaved on every rank."""
+        dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
+        tokenizer = load_tokenizer(self.config.model, needs_chat_template=False)
+        ends = find_ends(self.config.model, tokenizer, self.config.data.apply_chat_template_kwargs)
+        save_hf(self.actor.module, tokenizer, folder, dtype, ends.ids, replace=True)
+        problem = None
+        if self.rank == 0:
+            try:
+                ModelSettings.of(self.config, self.version).save(Path(folder))
+            except OSError as error:
+                problem = f"the model's settings could not be saved in {folder}: {error.strerror or error}"
+        if problem := ranks.broadcast(problem):
+            raise NotSaved(problem)
+
+    def _rescue(self, reason: str, in_run: bool = True) -> str:
+        """Save the model in the run's folder (with `in_run`), else in that for temporary files; a collective.
+
+        Returns `reason`, and which folder has the model.
+        """
+        own = f"{self.saver.staging}/{Path(self.run_dir).name}-model-{os.getpid()}"
+        elsewhere, host = ranks.broadcast((own, socket.gethostname()))
+        for folder in ([f"{self.run_dir}/model"] if in_run else []) + [elsewhere]:
+            try:
+                self._save_model(folder)
+            except NotSaved as error:
+                reason += f". Then {error}"
+            else:
+                return f"{reason}. The model after iteration {self.version} is in {folder} (on {host})"
+        return reason
 
     def _trained(self) -> list[Learner]:
         """The learners that the next iteration updates."""
@@ -218,6 +257,9 @@ class Loop:
             state = TrainerState(self.version, cursor, validated)
         self.saver.save(self.learners, self.kl, self.version, state)
         self.saved = self.version
+
+    def _say(self, text: str) -> None:
+        self._store.call(PolicyStore.post, Trouble(text))
 
     def _post_saved(self, version: int) -> None:
         self._store.call(PolicyStore.post, CheckpointSaved(version, self.rank, self.world_size))

@@ -1,7 +1,5 @@
-"""AdamW and its learning-rate schedules. Settings are checked against the bounds that the config declares."""
+"""AdamW and its learning-rate schedule. Settings are checked against the bounds that the config declares."""
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,13 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipeline.config.learner import OptimConfig
-
-SHAPES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 0.0,
-    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
-    "linear": lambda progress: progress,
-}
-"""Share of the way from the peak to the floor, over the progress of the decay from 0 to 1."""
+from pipeline.train.schedule import rate_factor
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -74,22 +66,5 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
-    """Linear warm-up from `lr / warmup` to `lr`, then the schedule down to `lr * min_lr_ratio` at the last step.
-
-    Args:
-        optimizer: from `build_optimizer`.
-        config: warm-up lasts `lr_warmup_steps`, or `lr_warmup_steps_ratio` of `total_steps` if that is negative.
-        total_steps: optimiser steps of the whole run; `step()` is called once after each.
-    """
-    shape = SHAPES[config.lr_scheduler_type]
-    warmup = config.lr_warmup_steps
-    if warmup < 0:
-        warmup = int(config.lr_warmup_steps_ratio * total_steps)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
-        return 1 - (1 - config.min_lr_ratio) * shape(progress)
-
-    return LambdaLR(optimizer, factor)
+    """The schedule of `rate_factor` over `total_steps` optimiser steps; `step()` is called after each."""
+    return LambdaLR(optimizer, rate_factor(config, total_steps))

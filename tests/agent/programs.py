@@ -1,8 +1,10 @@
 """Programs of the tests, as users write them; the good ones and those that fail in many ways."""
 
 import asyncio
+import contextlib
 import os
 import struct
+import subprocess
 import sys
 import time
 
@@ -68,6 +70,36 @@ async def leave_some(row, chat):
     asyncio.ensure_future(chat([{"role": "user", "content": "wait"}]))
     await chat([{"role": "user", "content": "1"}])
     return 1.0
+
+
+async def fork(row, chat):
+    """The children ask, go back to the event loop, return and leave."""
+    await chat([{"role": "user", "content": "1"}])
+    codes = []
+    for child in (_asks(chat), asyncio.sleep(0), _returns(), _leaves()):
+        process = os.fork()
+        if process == 0:
+            await child
+            sys.exit(9)
+        child.close()
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    assert codes == [9, 0, 9, 3]
+    program = subprocess.Popen(["sleep", "60"], close_fds=False).pid
+    await chat([{"role": "user", "content": "2"}])
+    return 1.0 - (str(chat.__self__._connection.fileno()) in os.listdir(f"/proc/{program}/fd"))
+
+
+async def _asks(chat):
+    with contextlib.suppress(OSError):
+        await chat([{"role": "user", "content": "of the child"}])
+
+
+async def _returns():
+    return None
+
+
+async def _leaves():
+    sys.exit(3)
 
 
 async def boom(row, chat):

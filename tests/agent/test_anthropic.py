@@ -1,6 +1,5 @@
 """Anthropic's client, as it is, against the endpoint, with a toy language and a scripted policy."""
 
-import json
 from typing import Any
 
 import anthropic
@@ -80,8 +79,17 @@ def test_thinking_comes_first_and_may_be_sent_back() -> None:
         "max_tokens": 9,
         "messages": [user("go"), {"role": "assistant", "content": answer["content"]}],
     }
-    sent = json.loads(as_completion(json.dumps(again).encode(), 5))
+    sent = as_completion(again, 5)
     assert sent["messages"][1]["tool_calls"] == calls and sent["max_tokens"] == 5
+
+
+def test_the_models_are_listed() -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        async with client_of(client) as asks:
+            assert [model.id async for model in asks.models.list()] == ["policy"]
+            assert (await asks.models.retrieve("claude-x")).display_name == "claude-x"
+
+    talk(Policy(), use)
 
 
 REMOVAL = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "absent"}}

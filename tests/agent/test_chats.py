@@ -75,6 +75,12 @@ def test_thousands_of_chats_at_once_are_answered_some_at_a_time() -> None:
     assert len(policy.asked) == 3000 and policy.most <= 64
 
 
+def test_a_fork_of_a_program_neither_asks_nor_returns() -> None:
+    policy = Policy()
+    assert play("fork", policy)[0].reward == 1.0
+    assert [messages[-1]["content"] for messages in policy.asked] == ["1", "2"]
+
+
 @pytest.mark.parametrize("name", ["let_pass", "let_group_pass"])
 def test_a_program_may_let_the_end_pass(name: str) -> None:
     with pytest.raises(EpisodeOver):

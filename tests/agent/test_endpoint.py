@@ -143,7 +143,7 @@ def test_bodies_that_are_none_and_other_paths() -> None:
         web, codes = client._client, []
         for body in (b"{", b"[1]", b"[" * 100_000, b'{"messages": NaN}', b"x" * (17 << 20)):
             codes.append((await web.post(f"{base}chat/completions", content=body)).status_code)
-        codes.append((await web.get(f"{base}models")).status_code)
+        codes.append((await web.get(f"{base}embeddings")).status_code)
         codes.append((await web.post(base.replace("/v1/", "x/v1/") + "chat/completions", json={})).status_code)
         return codes
 
@@ -443,3 +443,18 @@ def test_the_example_rewards_guesses_as_the_environment_does(guesses: tuple[str,
     assert rewards == [game.step(Message(guess)).reward for guess in guesses]
     assert rewards[0] == 0.5 * 24 / 32 and (played.error, played.score) == (None, sum(rewards))
     assert played.parts == {"acc": int("1" in guesses), "guesses": len(guesses)}
+
+
+def test_the_models_are_one_that_answers_to_any_name() -> None:
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        (listed,) = [model async for model in client.models.list()]
+        assert (listed.id, listed.object) == ("policy", "model")
+        assert (await client.models.retrieve("org/some-model")).id == "org/some-model"
+        said = await client.chat.completions.create(model=listed.id, messages=[user("go")])
+        assert said.model == listed.id
+        raw = (await client._client.get(f"{client.base_url}models")).json()
+        assert raw["object"] == "list" and raw["data"][0]["type"] == "model" and raw["has_more"] is False
+        ended = await client._client.get(str(client.base_url).replace("/v1/", "x/v1/") + "models")
+        assert ended.status_code == 410
+
+    talk(Policy("12"), use)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from pipeline.agent.load import load
 from pipeline.agent.mcp_client import LIMIT, Server
+from pipeline.agent.mcp_streams import is_meant
 from pipeline.agent.processes import Processes
 from pipeline.agent.remote import ServerFailed
 from pipeline.agent.session import EpisodeFailed, PolicyMistake
@@ -293,3 +295,81 @@ def test_a_list_that_cannot_be_shown_is_refused(tools: list[dict[str, Any]], pag
 def test_two_servers_cannot_have_a_tool_of_the_same_name() -> None:
     with pytest.raises(ValueError, match=r"(?s)^agent.tools\[1\] is mcp:.*, but another tool is named look too"):
         load(None, {}, [f"mcp:{server([PLAIN])}", f"mcp: {server([PLAIN])}"], within_s=30)
+
+
+REPLIES = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    method, answer = request["method"], {"jsonrpc": "2.0", "id": request.get("id")}
+    if method == "initialize":
+        info = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "x", "version": "1"}}
+        print(json.dumps({**answer, "result": info}), flush=True)
+    elif method == "tools/call":
+        print("a line of a log", {"level": "info"}, flush=True)
+        print(json.dumps({"level": "info", "id": 3}), {"level": "info"}, sep="\\n", flush=True)
+        text = eval(sys.argv[1])
+        sys.stdout.buffer.write(text if isinstance(text, bytes) else text.encode())
+        sys.stdout.flush()
+    elif method == "tools/list":
+        print(json.dumps({**answer, "result": {"tools": []}}), flush=True)
+    elif "id" in request:
+        print(json.dumps({**answer, "error": {"code": -32601, "message": "no such method"}}), flush=True)
+"""
+SAID = '{"content": [{"type": "text", "text": "7"}]}'
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ('json.dumps(answer)[:-1] + "\\n"', "sent a message that cannot be read: {"),
+        ('json.dumps({**answer, "result": 5}) + "\\n"', "sent a message that cannot be read: {"),
+        ('json.dumps({"id": answer["id"], "result": {}}) + "\\n"', "sent a message that cannot be read: {"),
+        ('json.dumps([answer]) + "\\n"', "sent a message that cannot be read: ["),
+        ('b\'{"jsonrpc": "\\xff"}\\n\'', "sent a message that cannot be read: {"),
+        ('json.dumps(answer)[:-1] + \', "result": \' + "[" * 100000 + "\\n"', "sent a message that cannot be read: {"),
+        (f'json.dumps({{**answer, "id": 999, "result": {SAID}}}) + "\\n"', "of the id 999"),
+        (f'json.dumps({{**answer, "id": 0, "result": {SAID}}}) + "\\n"', "answered a request that was not made"),
+        ('json.dumps({"jsonrpc": "2.0", "id": None, "error": {"code": -32700, "message": "huh"}}) + "\\n"', ": huh"),
+        ('json.dumps({**answer, "result": {"content": 5}}) + "\\n"', "failed with "),
+        ('json.dumps({**answer, "result": {"content": [{"type": "odd"}]}}) + "\\n"', "failed with "),
+        ('(json.dumps({"jsonrpc": "2.0", "method": "x"}) + "\\n") * 20000', "sent more than 4,096 messages"),
+        ('"x" * (17 << 20)', "sent more than 16,777,216 bytes"),
+        (f'json.dumps({{**answer, "result": {SAID}}}) + "\\n"', ""),
+    ],
+)
+def test_a_reply_that_cannot_be_read_fails_at_once(reply: str, words: str) -> None:
+    made = Server("key", shlex.join([sys.executable, "-S", "-c", REPLIES, reply]))
+    made.open()
+    try:
+        began = time.monotonic()
+        if not words:
+            assert made.call("look") == "7"
+        else:
+            with pytest.raises(ServerFailed) as failed:
+                made.call("look")
+            assert words in str(failed.value) and len(str(failed.value)) < 1500
+            with pytest.raises(ServerFailed):
+                made.call("look")
+        # It is milliseconds, and some seconds where a flood comes to a busy machine.
+        assert time.monotonic() - began < 10
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        (b'{"jsonrpc": "2.0", ', True),
+        (b' {"id": 1, "resu', True),
+        (b'[{"jsonrpc": "2.0"}]', True),
+        (b'{"id": 1, "error": 5}', True),
+        (b'{"level": "info", "id": 3}', False),
+        (b"{'level': 'info'}", False),
+        (b"[INFO] starts", False),
+        (b"\xff", False),
+        (b"", False),
+    ],
+)
+def test_lines_that_are_meant_as_messages(line: bytes, meant: bool) -> None:
+    assert is_meant(line) is meant

@@ -3,9 +3,12 @@
 from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.agent.calls import example
-from pipeline.agent.schema import mistake, schema_of
+from pipeline.agent.schema import mistake, schema_of, whole
+from tests.agent.hostile_values import NAMES, SCHEMAS, VALUES
 
 
 def search(query: str, limit: int = 5, exact: bool = False, kinds: Optional[list[str]] = None) -> str:  # noqa: UP045
@@ -188,3 +191,39 @@ def test_schemas_of_servers_may_be_true_or_refer_to_others() -> None:
     made = {"function": {"name": "f", "parameters": {"properties": properties}}}
     assert mistake(made, {"a": 1, "b": "x", "c": None, "d": [5]}) is None
     assert set(example(made)) == {"a", "b", "c", "d"}
+
+
+LARGE = [10**309, -(10**309), 10**5000, [10**309], {"a": [10**400]}]
+
+
+@pytest.mark.parametrize("value", LARGE, ids=["309", "-309", "5000", "list", "object"])
+def test_integers_that_no_float_holds_are_mistakes(value: Any) -> None:
+    for schema in ({}, {"type": "integer"}, {"type": "number"}, {"type": "array"}, {"anyOf": [{"type": "integer"}]}):
+        told = mistake({"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}, {"x": value})
+        assert told is not None and "x of f must" in told and len(told) < 300
+    assert (
+        mistake({"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}, {"x": 10**300})
+        is None
+    )
+
+
+def test_whole_numbers_come_as_integers() -> None:
+    schema = schema_of(search)["function"]["parameters"]
+    made = whole(schema, {"query": "x", "limit": 3.0, "kinds": ["a"]})
+    assert made == {"query": "x", "limit": 3, "kinds": ["a"]} and type(made["limit"]) is int
+    inner = {"type": "array", "items": {"properties": {"n": {"type": "integer"}, "m": {"type": "number"}}}}
+    made = whole({"properties": {"x": inner}}, {"x": [{"n": 1e300, "m": 2.0, "o": 2.0}], "y": 1.0})
+    assert [type(value) for value in made["x"][0].values()] == [int, float, float] and type(made["y"]) is float
+
+
+@settings(max_examples=2000, deadline=None)
+@given(properties=st.dictionaries(st.sampled_from(NAMES), SCHEMAS, max_size=3), others=SCHEMAS, data=st.data())
+def test_no_arguments_raise(properties: dict[str, Any], others: Any, data: st.DataObject) -> None:
+    parameters = {"type": "object", "properties": properties, "additionalProperties": others}
+    arguments = data.draw(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
+    told = mistake({"function": {"name": "f", "parameters": parameters}}, arguments)
+    assert told is None or len(told) < 20_000
+    if told is None:
+        # What a tool gets can go to its process, and no float is too small for it.
+        whole(parameters, arguments)
+        assert not any(isinstance(value, int) and abs(value) > 10**309 for value in arguments.values())

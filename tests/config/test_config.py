@@ -257,3 +257,17 @@ def test_every_key_is_read():
             unread.append(key.name)
     assert set(unread) <= set(READ_OTHERWISE), "remove these keys or let them do something"
     assert all(name in keys(Config) for name in READ_OTHERWISE)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("[" * 3000 + "]" * 3000, "cannot be read as key=value"),
+        ("{a:" * 300 + "1" + "}" * 300, "cannot be read as key=value|nested too deeply|data.train_files"),
+        ("9" * 5000, "cannot be read as key=value .*digits"),
+    ],
+)
+def test_values_that_python_does_not_read_are_named(value: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        load_config([f"data.train_files={value}"])
+    assert len(str(refused.value).splitlines()[0]) < 3000

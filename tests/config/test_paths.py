@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config, load
-from pipeline.config.paths import expand_settings, local_path, model_folder, named_folder
+from pipeline.config.paths import check_out, expand_settings, local_path, model_folder, named_folder
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +76,26 @@ def test_home_in_arguments_and_settings(home: Path) -> None:
     assert local_path("~") == home and local_path("a/~") == Path("a/~")
     loaded = load(Config, ["model.path=~/model", "data.val_files=[~/v.parquet,b.parquet]"], "train")
     assert loaded.model.path == f"{home}/model" and loaded.data.val_files == [f"{home}/v.parquet", "b.parquet"]
+
+
+def test_a_model_goes_into_a_new_or_empty_folder_alone(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(home / "model")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for out, said in (
+        ("home/model", "home/model is ~/model, which is read; choose another folder"),
+        ("folder/../home/model", "is ~/model, which is read"),
+        ("link", "is ~/model, which is read"),
+        ("link/new", "lies in ~/model, which is read"),
+        ("home", "holds ~/model, which is read"),
+        (".", "holds ~/model, which is read"),
+        ("home/..", "holds ~/model, which is read"),
+        ("file", "file is not empty; choose another folder or remove it"),
+        ("dangling", "dangling is not empty"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_out(Path(out), ["gpt2", None, "~/model"])
+    for out in ("folder", "new", "home/other", str(tmp_path / "new")):
+        check_out(Path(out), ["gpt2", None, "~/model"])
+    (tmp_path / "folder" / "notes.txt").write_text("")
+    with pytest.raises(ValueError, match="folder is not empty; choose another folder or remove it"):
+        check_out(Path("folder"))

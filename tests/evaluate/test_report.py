@@ -67,6 +67,15 @@ def test_names_for_trackers() -> None:
     assert [row["source"] for row in rows(summary)] == ["s", "t", "all"] and rows(summary)[1]["judged_by"] == "acc"
 
 
+def test_names_of_sources_stay_apart() -> None:
+    names = ("a", "a/score", "all", "[red]x", "数学")
+    summary = summed((1,), responses(*((name, f"u{number}", number, "x") for number, name in enumerate(names))))
+    found = tracked(summary)
+    assert len(found) == 6 * len(summary.overall())
+    assert (found["eval/a/score/mean"], found["eval/a/score//mean"], found["eval-all/score/mean"]) == (0, 1, 2)
+    assert printed(summary)[0] == ["", "[red]x", "a", "a/score", "all", "数学", "all together"]
+
+
 def test_the_page_lists_every_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text().split("## The metrics")[1]
     named = {name for row in re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE) for name in re.findall("`(.+?)`", row)}

@@ -3,10 +3,11 @@
 import http.server
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from jobs.cluster import HOST, Head, answers, free_ports
+from jobs.cluster import HOST, Head, answers, free_ports, main
 
 
 @pytest.fixture
@@ -35,3 +36,13 @@ def test_no_proxy_is_asked(proxy: str, monkeypatch: pytest.MonkeyPatch, job_serv
     assert answers(Head(0, job_server, ""), "token")
     (closed,) = free_ports(1, first=20_000)
     assert not answers(Head(0, f"http://{HOST}:{closed}", ""), "token")
+
+
+@pytest.mark.parametrize("text", ["mine", "[]", '{"folder": "mine"}'])
+def test_a_file_of_others_is_no_record_of_a_head(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state"
+    state.write_text(text)
+    for action in ("start", "stop"):
+        assert main([action, "--state", str(state)]) == 1
+        assert "is no record of a head; give another --state" in capsys.readouterr().err
+    assert state.read_text() == text

@@ -31,6 +31,7 @@ def test_figure_and_table(runs: list[str], tmp_path: Path, capsys: pytest.Captur
     [
         (["--out", "compared.jpg"], 2, "compared.jpg is not the name of a PNG file"),
         (["--labels", "one", "--out", "compared.png"], 2, "1 labels (one) for 2 runs"),
+        (["--out", "mine.png"], 2, "mine.png exists and is no PNG file; choose another name or remove it"),
         (["nowhere", "--out", "compared.png"], 2, "nowhere is not a folder"),
         (["--out", "one/metrics.jsonl/compared.png"], 1, "the figure cannot be written to one/metrics.jsonl"),
     ],
@@ -40,6 +41,7 @@ def test_refusals_are_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.png").write_text("mine")
     assert main([*runs, *arguments]) == code
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and sentence in error and len(error.splitlines()) == 1

@@ -14,6 +14,7 @@ from jobs.prepare import hh_rlhf
 from pipeline.config import ConfigError, load
 from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import keys
+from pipeline.storage.owner import of_folder, owned
 from tests.jobs.test_reward_model import pair, write
 
 
@@ -54,12 +55,19 @@ def test_command_line_refusals(tmp_path: Path, tiny_model: Path, capsys: pytest.
         "holds 4 rows, less than one data.train_batch_size=8": ["data.train_batch_size=8"],
         "column 'label' marks every answer as good": [f"data.train_files={single}", "loss.type=kto"],
         "model.path": ["data.train_batch_size=2", "model.path=./missing"],
+        f"out: {other} is not empty; choose another folder or remove it.": [f"out={other}"],
+        f"out: {tiny_model} is {tiny_model}, which is read": [f"out={tiny_model}"],
+        f"lies in {tiny_model}, which is read": [f"out={tiny_model}/tuned"],
     }
     for sentence, options in cases.items():
         assert job.main([*start, *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("python -m jobs.dpo: ") and sentence in error.replace(f"{Path.cwd()}/", ""), error
     assert not (tmp_path / "out").exists()
+    assert [path.name for path in other.iterdir()] == ["config.json"]
+    with owned([of_folder(tmp_path / "out")], print):
+        assert job.main([*start, "data.train_batch_size=2"]) == 2
+    assert f"the folder {tmp_path / 'out'} is in use by process" in capsys.readouterr().err
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

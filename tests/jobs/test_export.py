@@ -158,6 +158,20 @@ def test_tokenizer_template_and_where_answers_end(run: Made, tiny_model: Path, t
     assert found.max_response_length == 12 and found.chat_template_kwargs == {"enable_thinking": False}
 
 
+def test_the_end_of_the_template_is_an_end_of_the_export(
+    own: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    tokenizer = json.loads((base / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (base / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    reconfigure(own, settings(base, tmp_path))
+    out = exported(own, "--out", tmp_path / "mine")
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 2]
+    said = "answers end with <|endoftext|> (0) or <|im_end|> (2, of the chat template alone)"
+    assert f"{out}: {said}" in capsys.readouterr().out
+
+
 def test_sampling_of_the_validation_replaces_that_of_the_base_model(
     own: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -312,7 +326,10 @@ def test_refused_folders(own: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is neither a run's folder nor a checkpoint's" in refused(capsys, tmp_path, *out)
     checkpoint = own / "checkpoints" / "iteration_000003"
     assert "is one checkpoint" in refused(capsys, checkpoint, *out, "--iteration", "3")
-    assert "is not empty" in refused(capsys, own, "--out", own)
+    assert f"{own} holds" in refused(capsys, own, "--out", own)
+    assert f"lies in {checkpoint.parent}, which is read" in refused(capsys, own, "--out", checkpoint / "mine")
+    (tmp_path / "full" / "notes").mkdir(parents=True)
+    assert "is not empty; choose another folder or remove it" in refused(capsys, own, "--out", tmp_path / "full")
     (tmp_path / "file").write_text("")
     assert "Not a directory" in refused(capsys, own, "--out", tmp_path / "file" / "mine", code=1)
     (own / "metrics.jsonl").write_text(json.dumps({"iteration": 1, ACC: 0.5}) + "\n")

@@ -125,6 +125,7 @@ def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     def run(script: str, *arguments: str) -> Converted:
         (tmp_path / "run.sh").write_text(script)
         out = tmp_path / "experiment" / "mine.yaml"
+        out.unlink(missing_ok=True)
         code = main([str(tmp_path / "run.sh"), *arguments, "--out", str(out)])
         printed = capsys.readouterr()
         assert printed.out == ""
@@ -313,7 +314,10 @@ def test_overrides_alone_are_printed(capsys: pytest.CaptureFixture[str], tmp_pat
     assert (body["algorithm"]["adv_estimator"], body["rollout"]["n"]) == ("grpo", 4)
     assert "not a key of verl that is known here: trainer.nothing=1" in printed.err
     assert "data.train_files is not set" in printed.err and "model.path is not set" in printed.err
-    assert main(["trainer.total_epochs=2", "--out", str(tmp_path / "deep" / "mine.yaml")]) == 0
+    command = ["trainer.total_epochs=2", "--out", str(tmp_path / "deep" / "mine.yaml")]
+    assert main(command) == 0
+    (tmp_path / "deep" / "mine.yaml").write_text("edited")
+    assert main(command) == 2 and (tmp_path / "deep" / "mine.yaml").read_text() == "edited"
     assert "move it into a folder DIR/experiment" in capsys.readouterr().err
 
 
@@ -341,3 +345,23 @@ def test_a_conversion_loads_neither_ray_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "loaded: []" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("[" * 3000 + "]" * 3000, "more than 32 levels of brackets"),
+        ("{a:" * 3000 + "1" + "}" * 3000, "more than 32 levels of brackets"),
+        ("9" * 5000, "its value cannot be read"),
+        ("(" * 3000 + ")" * 3000, ""),
+        ("[" * 3000, ""),
+        ("${" * 3000 + "a" + "}" * 3000, ""),
+    ],
+)
+def test_values_of_thousands_of_brackets_are_left_out_in_words(
+    value: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files='{value}'")
+    assert main([str(script)]) == 3
+    assert words in capsys.readouterr().err

@@ -23,9 +23,9 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from openai import AuthenticationError, OpenAI
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from jobs.serve import main, parse
+from jobs.serve import main, parse, stop_at_ends
 from pipeline.config import Config
 from pipeline.export.api_key import RequireKey
 from pipeline.export.serve import engine_kwargs, llm_config
@@ -105,8 +105,45 @@ def test_the_key_and_the_cache_reach_the_replicas(
     model = replace(of_a_run, path=str(tiny_model))
     config = llm_config(model, parse(["x", "--num-gpus", "0", "--engine", "middleware=[a.b]"]), KEY)
     assert config.engine_kwargs["api_key"] == [KEY]
-    assert config.engine_kwargs["middleware"] == ["a.b", "pipeline.export.api_key.RequireKey"]
+    assert config.engine_kwargs["middleware"] == [
+        "a.b",
+        "pipeline.export.tools.RefuseTools",
+        "pipeline.export.api_key.RequireKey",
+    ]
     assert config.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == space
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_answers_stop_where_the_template_ends_them(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: bool
+) -> None:
+    served = ServedModel(str(tiny_model), "tiny", None)
+    options = parse(["x", "--engine", "dtype=float32"])
+    assert stop_at_ends(served, options, tmp_path) == "answers end with <|im_end|> (2)"
+    assert not [*tmp_path.iterdir()] and dict(options.engine) == {"dtype": "float32"}
+
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    # transformers would refuse to write it.
+    sampling = {"do_sample": False, "temperature": 0.9}
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | sampling))
+    if cluster:
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+    line = stop_at_ends(ServedModel(str(base), "base", None), options, tmp_path)
+    named = "answers end with <|endoftext|> (0) or <|im_end|> (2)"
+    if cluster:
+        assert line.startswith(f'{named}; write "eos_token_id": [0, 2] into the generation_config.json of the model')
+        assert "generation_config" not in dict(options.engine)
+        return
+    assert line == named and dict(options.engine)["generation_config"] == str(tmp_path)
+    found = GenerationConfig.from_pretrained(tmp_path)
+    assert found.eos_token_id == [0, 2] and found.temperature == 0.9
+    # Whoever names a folder has chosen.
+    chosen = parse(["x", "--engine", "generation_config=vllm"])
+    stop_at_ends(ServedModel(str(base), "base", None), chosen, tmp_path)
+    assert dict(chosen.engine) == {"generation_config": "vllm"}
+    (base / "tokenizer.json").unlink()
+    (base / "tokenizer_config.json").unlink()
+    assert "known to the replicas alone" in stop_at_ends(ServedModel(str(base), "base", None), options, tmp_path)
 
 
 def test_impossible_replicas_are_refused(plain: ServedModel) -> None:

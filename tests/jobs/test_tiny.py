@@ -131,6 +131,7 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert sentence in capsys.readouterr().err
         assert not out.exists()
     out.mkdir()
-    (out / "config.json").write_text("{}")
+    (out / "README.md").write_text("mine")
     assert tiny.main(["--out", str(out)]) == 2
-    assert "already holds a model" in capsys.readouterr().err
+    assert "is not empty; choose another folder or remove it" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["README.md"]

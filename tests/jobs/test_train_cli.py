@@ -11,6 +11,7 @@ import pytest
 from jobs.train import main, name_from_root
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.plan.placement import Node
+from pipeline.storage.owner import FILE, Lock, owned
 
 Refused = Callable[..., str]
 
@@ -104,7 +105,8 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     for part in ("8 prompts x 4 samples = 32 rows in 2 chunks of 4 prompts", "iterations", "rollout", "CPU"):
         assert part in " ".join(printed.out.split())
     assert not (tmp_path / "runs").exists()
-    for part in (f"{tmp_path}/runs/mine", "first prompt", "reward of a made-up response"):
+    ends = "answers end with <|im_end|> (2)"
+    for part in (f"{tmp_path}/runs/mine", ends, "first prompt", "reward of a made-up response"):
         assert part in printed.out
     assert "suggested" not in printed.out and "time of an iteration" not in printed.out
 
@@ -249,3 +251,18 @@ def test_help_of_the_command() -> None:
     assert done.returncode == 0
     for part in ("--dry-run", "--config-dir", "experiment=countdown_cpu", "docs/configuration.md", "loaded: []"):
         assert part in done.stdout
+
+
+@pytest.mark.parametrize("place", ["runs", "store"])
+def test_a_run_that_another_process_owns_is_refused_before_its_prompts_are_read(
+    refused: Refused, arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+) -> None:
+    storage = f"trainer.storage_path={tmp_path / 'store'}"
+    with owned([Lock(f"{tmp_path / place}/mine/{FILE}", "it")], print):
+        refused(
+            storage, "data.prompt_key=promt", parts=(f"{place}/mine is in use by process", "since", "wait for its end")
+        )
+        assert main([*arguments, storage, "--dry-run"]) == 0, "a plan needs no lock"
+        capsys.readouterr()
+    refused(storage, "data.prompt_key=promt", parts=("no column",))
+    assert not list(tmp_path.glob("runs")) and not list(tmp_path.glob("store")), "a refused run leaves no folder"

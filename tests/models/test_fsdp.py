@@ -144,12 +144,32 @@ def test_clip_scales_to_the_bound_and_leaves_nonfinite_alone() -> None:
     assert first.grad[0] == pytest.approx(0.6, rel=1e-4)
 
 
-def test_save_replaces_and_a_failed_save_leaves_the_old_folder(tmp_path: Path) -> None:
+def test_a_save_replaces_an_older_one_and_keeps_the_files_of_others(tmp_path: Path) -> None:
     policy, folder = Policy(tiny(True)), tmp_path / "model"
     save_hf(policy, NoTokenizer(), folder)
-    (folder / "stale.txt").write_text("old")
+    (folder / "model-00001-of-00002.safetensors").write_text("of an older save")
+    (folder / "notes.txt").write_text("mine")
+    save_hf(policy, NoTokenizer(), folder, replace=True)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("config.json", "generation_config.json", "model.safetensors", "notes.txt", "tokenizer.json")
+    ]
+    assert (folder / "notes.txt").read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_was_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RuntimeError, match="Directory not empty.; the model is in") as error:
+        save_hf(Policy(tiny(True)), NoTokenizer(), folder)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    (kept,) = (path for path in tmp_path.iterdir() if path != folder)
+    assert str(kept) in str(error.value) and (kept / "model.safetensors").is_file()
+
+
+def test_a_failed_save_leaves_the_old_folder(tmp_path: Path) -> None:
+    policy, folder = Policy(tiny(True)), tmp_path / "model"
     save_hf(policy, NoTokenizer(), folder)
-    assert not (folder / "stale.txt").exists()
 
     class Broken:
         def save_pretrained(self, folder: Path) -> None:
@@ -157,7 +177,7 @@ def test_save_replaces_and_a_failed_save_leaves_the_old_folder(tmp_path: Path) -
 
     before = sorted(folder.iterdir())
     with pytest.raises(RuntimeError, match="no space left on device"):
-        save_hf(policy, Broken(), folder)
+        save_hf(policy, Broken(), folder, replace=True)
     assert sorted(folder.iterdir()) == before and [p.name for p in tmp_path.iterdir()] == ["model"]
 
 

@@ -175,6 +175,47 @@ def test_other_formats_are_refused_with_the_command_that_converts_them(tmp_path,
         resolve(str(tmp_path / name), KEY)
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train.parquet", "test.parquet"),
+        ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"),
+        ("sft_train.parquet", "sft_validation.parquet"),
+        ("train/0.parquet", "dev/0.parquet"),
+    ],
+)
+def test_a_folder_with_two_splits_is_refused(write, tmp_path, prompt_row, train, test):
+    write([prompt_row(0)], train)
+    assert names(resolve(str(tmp_path), KEY)) == [Path(train).name]
+    write([prompt_row(1)], test)
+    with pytest.raises(FileNotFoundError, match=f"^{KEY}: {tmp_path} holds files of two splits, "):
+        resolve(str(tmp_path), KEY)
+    assert names(resolve(f"{tmp_path}/{train}", KEY)) == [Path(train).name]
+    assert len(resolve(f"{tmp_path}/**/*.parquet", KEY)) == 2
+
+
+def test_words_that_only_contain_the_name_of_a_split_are_no_splits(write, tmp_path, prompt_row):
+    for name in ("latest.parquet", "trainer.parquet", "contest.parquet", "train_1.parquet"):
+        write([prompt_row(0)], name)
+    assert len(resolve(str(tmp_path), KEY)) == 4
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", "Delta Lake"),
+        (".hoodie/hoodie.properties", "Hudi"),
+        ("metadata/00001-5f3c.metadata.json", "Iceberg"),
+    ],
+)
+def test_a_table_whose_log_says_which_files_count_is_refused(write, tmp_path, prompt_row, log, kind):
+    write([prompt_row(0)], "part-0.parquet")
+    (tmp_path / log).parent.mkdir()
+    (tmp_path / log).write_text("{}")
+    with pytest.raises(FileNotFoundError, match=f"^{KEY}: {tmp_path} is a table of {kind}, whose log"):
+        resolve(str(tmp_path), KEY)
+
+
 def test_two_columns_of_one_name_are_refused(write, prompt_row):
     table = pa.Table.from_pylist([prompt_row(0)])
     path = write(table.append_column("prompt", table["prompt"]), "twice.parquet")

@@ -24,6 +24,8 @@ from pipeline.sampling import Sampling
 from pipeline.store.versions import Ticket
 
 GREEDY_TOKEN = 7
+ENDS = (3, 7)
+"""Tokens that end a response."""
 SEEDS = [2382685956620813730, 1349609211904220927, 256104817106049214]
 """Of the two samples of the first prompt and the first one of the second."""
 PROMPTS = [[11, 12], [13], [14, 15, 16]]
@@ -102,6 +104,7 @@ def make(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mak
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
     tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(tokens) for tokens in ids])
     monkeypatch.setattr("pipeline.models.tokenizer.load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr("pipeline.models.ends.find_ends", lambda *model: SimpleNamespace(ids=ENDS))
 
     def made(estimator: str, *tickets: Ticket, n: int = 2) -> Rollout:
         config = Config()
@@ -296,6 +299,26 @@ def test_answers_that_are_sampled_alike_have_their_own_seeds(make: Make) -> None
     assert [own.seed for _, own in pairs] == [7, 8, None, None]
     assert [own.temperature for _, own in pairs] == [1.0, 1.0, 0.0, 0.0]
     assert vllm.turn([1, 2], replace(sampling, max_tokens=3), 7)[1].max_tokens == 3
+
+
+def test_responses_stop_at_all_ends_unless_they_are_ignored(make: Make) -> None:
+    stage = make("grpo")
+    generate(stage, chunk())
+    assert [own.stop_token_ids for _, own in stage.fake.asked] == [[*ENDS]] * 6
+    stage = make("grpo")
+    stage._rollout.ignore_eos = True
+    generate(stage, chunk())
+    assert [(own.stop_token_ids, own.ignore_eos) for _, own in stage.fake.asked] == [([], True)] * 6
+    _, own = vllm.turn([1, 2], Sampling(1.0, 1.0, -1, 0, 9, ()), 7, ENDS)
+    assert own.stop_token_ids == [*ENDS]
+
+
+def test_an_end_that_is_no_special_token_is_not_in_the_text() -> None:
+    tokenizer = build_tokenizer(countdown_texts(64, seed=0), vocab_size=320)
+    [end] = tokenizer.convert_tokens_to_ids(["a"])
+    text = tokenizer.decode([end])
+    assert decoded(tokenizer, [[end, end], [end], []]) == [text * 2, text, ""]
+    assert decoded(tokenizer, [[end, end], [end], []], [end]) == [text, "", ""]
 
 
 def test_texts_are_those_of_the_tokenizer() -> None:

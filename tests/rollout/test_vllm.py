@@ -355,7 +355,16 @@ def stopped() -> dict[str, Any]:
     (least,) = place.generate(place.chunk(version, count=24))
     rollout.min_tokens = 0
     (most,) = place.generate(place.chunk(version, count=24, extra_info='{"sampling_params": {"max_tokens": 5}}'))
-    return {"plain": plain, "stop": stop, "text": ended, "least": least, "most": most, "gap": place.gap(stop)}
+    # A token that no file of the model calls an end, as the end of another model's turns.
+    counted = Counter(token for ids in plain["response_ids"].to_pylist() for token in set(ids[3:]))
+    end, ends = counted.most_common(1)[0][0], place.rollout._ends
+    place.rollout._ends = (*ends, end)
+    (turn,) = place.generate(place.chunk(version, count=24))
+    rollout.ignore_eos = True
+    (ignored,) = place.generate(place.chunk(version, count=24))
+    rollout.ignore_eos, place.rollout._ends = False, ends
+    found = {"plain": plain, "stop": stop, "text": ended, "least": least, "most": most, "gap": place.gap(stop)}
+    return found | {"turn": turn, "end": end, "ignored": ignored}
 
 
 def acknowledged() -> dict[str, Any]:
@@ -525,6 +534,15 @@ def test_what_ends_a_response(engine: Engine) -> None:
     assert found["gap"] < 1e-4
     assert min(map(len, plain)) < MAX_TOKENS == min(map(len, found["least"]["response_ids"].to_pylist()))
     assert max(map(len, found["most"]["response_ids"].to_pylist())) == 5
+    shorter = 0
+    columns = (found["turn"][name].to_pylist() for name in ("response_ids", "response_mask", "finish_reason"))
+    for ids, mask, reason, before in zip(*columns, plain, strict=True):
+        expected = before[: before.index(found["end"]) + 1] if found["end"] in before else before
+        assert ids == expected and mask == [1] * len(ids), "the end belongs to the response"
+        assert reason == "stop" or len(ids) == MAX_TOKENS
+        shorter += len(ids) < len(before)
+    assert shorter
+    assert min(map(len, found["ignored"]["response_ids"].to_pylist())) == MAX_TOKENS
 
 
 @pytest.mark.parametrize(

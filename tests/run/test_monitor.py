@@ -47,7 +47,7 @@ class Seen:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.notices: list[str] = []
-        self.training = True
+        self.training = self.begun = True
         self.on_event: Callable[[], None] = lambda: None
 
     def handle(self, event: Event) -> None:
@@ -74,7 +74,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store
     monkeypatch.setattr(monitor, "PAUSE_S", 0.0)
     monkeypatch.setattr(monitor.ray, "available_resources", lambda: {"CPU": 1.0, "memory": 5.0})
 
-    def start(*steps: Any, seen: Seen | None = None, **deadlines: float) -> tuple[Any, Seen, Store]:
+    def start(
+        *steps: Any, seen: Seen | None = None, lost: Any = lambda: None, **deadlines: float
+    ) -> tuple[Any, Seen, Store]:
         seen, training, clock = seen or Seen(), Training(), itertools.count(1.0)
 
         def end() -> tuple[int, list[Any]]:
@@ -84,9 +86,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Seen, Store
         store = Store(*(end if step == "end" else step for step in steps))
         monkeypatch.setattr(monitor, "StoreClient", lambda handle: store)
         watched = monitor.RunMonitor(seen, None, None, 1, 0, 0, None)  # type: ignore[arg-type]
-        watched.training = seen.training
+        watched.training, watched.begun = seen.training, seen.begun
         monkeypatch.setattr(watched, "handle", seen.handle)
-        outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock))
+        outcome = watched.watch(store, training, DeadlineConfig(**deadlines), lambda: next(clock), lost)
         return outcome, seen, store
 
     return start
@@ -150,6 +152,17 @@ def test_a_stop_is_not_forgotten_by_a_new_store(run: Any) -> None:
     assert seen.notices[0].startswith("stopping after this iteration")
 
 
+def test_a_stop_before_rows_are_generated_waits_for_nothing(run: Any) -> None:
+    def pressed() -> None:
+        raise KeyboardInterrupt
+
+    seen = Seen()
+    seen.begun = False
+    outcome, seen, store = run((0, []), pressed, messages(1, 1), seen=seen)
+    assert outcome == (True, None) and seen.events == [] and not store.stopping
+    assert seen.notices == ["stopped before the first iteration of this start, so nothing is lost"]
+
+
 def test_a_message_that_ctrl_c_cuts_off_comes_again(run: Any) -> None:
     seen, calls = Seen(), [0]
 
@@ -171,3 +184,17 @@ def test_train_workers_that_never_begin_end_the_run(run: Any) -> None:
         "the train workers have not begun for 50 s (trainer.deadlines.train_start): they wait for nodes, or load "
         "models and a checkpoint; free in the cluster are 1 CPU"
     )
+
+
+def test_a_run_whose_folder_belongs_to_another_process_ends(run: Any) -> None:
+    reasons = iter([None, None, "taken"])
+    outcome, seen, _ = run(messages(1, 1), messages(2, 2), messages(3, 3), "end", lost=lambda: next(reasons))
+    assert outcome == (False, "taken") and seen.events == [1, 2]
+
+
+def test_a_ray_that_is_gone_ends_the_watch_at_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = iter([None, None, "gcs_server"])
+    monkeypatch.setattr(monitor.apart, "dead", lambda: next(ended))
+    (interrupted, problem), seen, _ = run(messages(1, 1), (1, []), (1, []))
+    assert not interrupted and seen.events == [1]
+    assert problem.startswith("Ray is gone: its gcs_server has ended, by a signal to all processes of the job")

@@ -298,6 +298,15 @@ def test_samples() -> None:
     assert run.sampled == [(0, of_validation), (10, of_training)] and silent.sampled == []
 
 
+def test_names_without_a_metric_are_told_once() -> None:
+    run = Run()
+    rows = [{"reward_parts": '{"%s": 1, "b": 2}' % ("a" * 201), "episode": None}]
+    run.monitor._samples = lambda split, iteration, count: rows
+    for iteration in (1, 2):
+        run.handle(IterationTrained(iteration, {"reward/parts_left_out": 1.0}))
+    assert [f"trajectories/: parts of the reward: {'a' * 201}" in notice for notice in run.notices] == [True]
+
+
 def test_traces_of_every_iteration_and_validation() -> None:
     run = Run(log_traces=2)
     run.announce(0)

@@ -50,3 +50,14 @@ def test_the_newest_stay_and_those_to_be_spared(tmp_path: Path) -> None:
     assert retain(str(tmp_path), 10, 2, {4}) == [2, 5, 6]
     assert iterations(str(tmp_path)) == [4, 8, 10, 12]
     assert retain(str(tmp_path), 8, 1) == [4] and retain(str(tmp_path), 10, 2) == []
+
+
+def test_folders_of_others_are_no_checkpoints(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    names = ("iteration_1", "iteration_000001_backup", "iteration_²", "iteration_000001.old", "notes")
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert iterations(str(tmp_path)) == [2]
+    written(tmp_path, 1_000_000)
+    assert retain(str(tmp_path), 1_000_000, 1) == [2]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*names, "iteration_1000000"}

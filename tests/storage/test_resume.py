@@ -25,6 +25,12 @@ def test_new_and_empty_folders_are_free(tmp_path):
     assert not check_run_folder(tmp_path, Config(), resume="never")
 
 
+def test_the_file_of_its_owner_is_no_foreign_file(tmp_path):
+    (tmp_path / "owner.json").write_text("")
+    (tmp_path / "owner.json.1a2b3c4d.tmp").write_text("")
+    assert not check_run_folder(tmp_path, Config(), resume="never")
+
+
 def test_the_same_settings_continue(run):
     assert check_run_folder(run, load_config(["rollout.n=4"]))
 

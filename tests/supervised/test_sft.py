@@ -51,6 +51,19 @@ def test_only_the_assistants_tokens_are_learnt(tokenizer: Any) -> None:
     assert ids[: mask.index(1)] == prompt
 
 
+@pytest.mark.parametrize(("behind", "learnt"), [("", 1), ("<|endoftext|>", 1), (" <|im_end|>", 1), ("x<|im_end|>", 3)])
+def test_answers_are_learnt_to_the_end_of_the_turn(tokenizer: Any, behind: str, learnt: int) -> None:
+    """Also where the tokenizer's end of sequence is another token, and where a template writes more ends."""
+    plain = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    template = plain + f"{{% if not add_generation_prompt %}}{behind}{{% endif %}}"
+    for eos in ("<|endoftext|>", "<|im_end|>"):
+        tokenizer.eos_token, tokenizer.chat_template = eos, template
+        table = encode(tokenizer, [conversation(1)])
+        ids, mask = table["input_ids"][0].as_py(), table["loss_mask"][0].as_py()
+        end = ids.index(2, mask.index(1))
+        assert sum(mask[end:]) == learnt and all(mask[mask.index(1) : end + learnt])
+
+
 def test_template_without_generation_markers(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, template = encode(tokenizer, [conversation(1)]), tokenizer.chat_template
     plain = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")

@@ -5,6 +5,7 @@ of the loop, messages of the stages) is read off the source.
 """
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from pipeline.track.metrics import iteration_metrics, log_prob_gap
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.train.correction import RULES, correct, parse
 from pipeline.train.setup import build_actor, build_critic
-from tests.track.test_episodes import EPISODES
+from tests.track.test_episodes import EPISODES, episode
 from tests.track.test_metrics import ROWS, SCORED, table
 from tests.track.test_performance import TIMES
 from tests.track.test_validation import VALIDATION, metrics_of
@@ -59,6 +60,9 @@ def rows_and_validation() -> set[str]:
     made |= set(IterationStats(groups=1, rows=1).metrics(batch=1))
     part = table({"uid": "a", "reward_parts": '{"part": 1}'})
     made |= {name.replace("/part/", "/{part}/") for name in iteration_metrics(part)}
+    long = dict.fromkeys(("part", "tool"), "x" * 201)
+    many = episode([1], [], calls={long["tool"]: 1}) | {"reward_parts": json.dumps({long["part"]: 1})}
+    made |= {name for name in iteration_metrics(table(many)) if name.endswith("_left_out")}
     for name in metrics_of(VALIDATION):
         if "/s/" in name:
             made.add(name.replace("/s/", "/{source}/").replace("@4", "@N").replace("@2", "@K"))

@@ -106,9 +106,11 @@ def test_without_tools_or_episodes_there_is_nothing_of_them() -> None:
 
 
 def test_names_of_tools_are_bounded() -> None:
-    calls = {f"t{number:03}": 1 for number in range(40)} | {"no name": 1, "a/b": 1}
-    got = [name for name in episode_metrics(table(episode([1], [], calls=calls))) if name.startswith("agent/tool/")]
-    assert got == [f"agent/tool/t{number:03}" for number in range(MOST_TOOLS)]
+    calls = {f"t{number:03}": 1 for number in range(40)} | {"a/b": 1, "查": 1}
+    got = reduce([episode_metrics(table(episode([1], [], calls=calls)))])
+    made = [name for name in got if name.startswith("agent/tool/")]
+    assert made == ["agent/tool/a/b", *(f"agent/tool/t{number:03}" for number in range(MOST_TOOLS - 1))]
+    assert got["agent/tools_left_out"] == 10
 
 
 def test_the_age_of_tokens_is_that_of_the_policys() -> None:

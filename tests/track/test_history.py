@@ -35,6 +35,13 @@ def test_one_strict_json_object_per_iteration(tmp_path: Path) -> None:
     assert abs(lines[0]["time"] - time.time()) < 60
 
 
+@pytest.mark.parametrize("source", ["", "a/b", "数学", "a\nb", "x/acc/mean@1"])
+def test_validation_of_any_source_is_found(source: str) -> None:
+    assert validation_scores({f"val-core/{source}/acc/mean@1": 0.5, f"val-core/{source}/acc/best@1/mean": 1}) == {
+        source: 0.5
+    }
+
+
 def test_resume_continues_and_drops_iterations_done_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = History(path, resume=False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.rows import SCHEMA
 from pipeline.stats import Stat, merge, reduce
-from pipeline.track.metrics import MOST_PARTS, iteration_metrics, log_prob_gap
+from pipeline.track.metrics import MOST_PARTS, iteration_metrics, log_prob_gap, without_metric
 
 
 def table(*rows: dict) -> pa.Table:
@@ -248,10 +248,10 @@ def test_a_gap_that_is_no_number_is_infinite_where_the_mask_counts_it(bad):
 
 
 def test_parts_of_rewards_and_what_counts_as_solved_before_shaping():
-    """Numbers and truth values of the rows that have them; failed rows, text and names that are none are left out."""
+    """Numbers and truth values of the rows that have them; failed rows and text are left out."""
     rows = [
         {"uid": "a", "score": 0.5, "reward_parts": '{"raw_score": 1.0, "acc": 1, "pred": "54", "format/ok": true}'},
-        {"uid": "a", "score": 0.75, "reward_parts": '{"raw_score": 1.0, "acc": 0, "odd name!": 3, "list": [1]}'},
+        {"uid": "a", "score": 0.75, "reward_parts": '{"raw_score": 1.0, "acc": 0, "格式 ok!": 3, "list": [1]}'},
         {"uid": "b", "score": 2.0, "reward_parts": '{"raw_score": 0.5}'},
         {"uid": "b", "score": 0.0, "reward_parts": '{"acc": 9}', "reward_error": "x", "drop_reason": "reward_error"},
         {"uid": "b", "score": 0.0, "reward_parts": "{}"},
@@ -262,13 +262,17 @@ def test_parts_of_rewards_and_what_counts_as_solved_before_shaping():
         "reward/raw_score/mean": pytest.approx(2.5 / 3),
         "reward/acc/mean": 0.5,
         "reward/format/ok/mean": 1.0,
+        "reward/格式 ok!/mean": 3.0,
     }
     assert (got["reward/solved_all"], got["reward/solved_none"]) == (0.5, 0.5)
     split = [iteration_metrics(table(row)) for row in rows]
     assert reduce(split)["reward/acc/mean"] == 0.5
     many = {f"p{number:03}": number for number in range(100)}
-    got = reduce([iteration_metrics(table({"uid": "a", "reward_parts": json.dumps(many)}))])
-    assert [name for name in got if name.startswith("reward/p")] == [f"reward/p{n:03}/mean" for n in range(MOST_PARTS)]
+    row = {"uid": "a", "reward_parts": json.dumps(many | {"x" * 201: 1})}
+    got = reduce([iteration_metrics(table(row))])
+    assert got["reward/parts_left_out"] == 101 - MOST_PARTS
+    assert without_metric([row]) == f"parts of the reward: {', '.join([*list(many)[MOST_PARTS:], 'x' * 201])}"
+    assert [name for name in got if name.startswith("reward/p0")] == [f"reward/p{n:03}/mean" for n in range(MOST_PARTS)]
 
 
 def test_ages_of_tokens_whose_weights_changed_on_the_way():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.track.plot import draw, learning_curve, smoothed
+from pipeline.track.plot import draw, drawable, learning_curve, save, smoothed
 
 MAX_GAP = "training/rollout_log_probs_diff_max"
 
@@ -115,3 +115,14 @@ def test_smoothing_keeps_constants_and_damps_noise() -> None:
     assert smoothed([0.4] * 50) == pytest.approx([0.4] * 50)
     noisy = smoothed([0.0, 1.0] * 50)
     assert noisy[0] == 0.0 and max(noisy[20:]) - min(noisy[20:]) < 0.3
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_of_any_script_are_drawn_apart(tmp_path: Path) -> None:
+    sources = ["数学", "语文", "$a$ $\\frac$", "x" * 300]
+    records = [{"iteration": 1} | {f"val-core/{source}/acc/mean@1": 0.5 for source in sources}]
+    figure = draw(records, "$\\frac$ 数学")
+    save(figure, tmp_path / "curve.png")
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert len(set(legend)) == 4 and max(map(len, legend)) < 100
+    assert drawable("数学") == r"\u6570\u5b66" and drawable("a$b") == r"a\$b"

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import string
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.track.history import read_history
 from pipeline.track.loggers import TrackedRun, check_loggers
-from pipeline.track.mlflow_logger import mlflow_name
+from pipeline.track.mlflow_logger import NAME_LENGTH, mlflow_name
 from pipeline.track.tracker import Tracker
 
 CONFIG: dict[str, Any] = {
@@ -156,8 +155,73 @@ def test_check_loggers_names_the_nearest_and_the_missing(monkeypatch: pytest.Mon
         check_loggers(["wandb"])
 
 
-@given(st.text(alphabet=string.printable + "äπ@/.", max_size=300))
-def test_mlflow_takes_every_name_we_give_it(name: str) -> None:
+NAMES = st.one_of(st.text(max_size=300), st.text(alphabet="ab_tx@:/. 3#学\n", max_size=12))
+
+
+@given(NAMES, NAMES)
+def test_mlflow_takes_every_name_and_no_two_become_one(one: str, other: str) -> None:
     from mlflow.utils.validation import _validate_metric_name
 
-    _validate_metric_name(mlflow_name(name))
+    _validate_metric_name(mlflow_name(one))
+    assert len(mlflow_name(one)) <= NAME_LENGTH
+    assert (mlflow_name(one) == mlflow_name(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("name", "at_mlflow"),
+    [
+        ("val-core/数学/acc/mean@1", "val-core/数学/acc/mean_at_1"),
+        ("reward/form at/mean", "reward/form at/mean"),
+        ("reward/form#at/mean", "reward/form:23:at/mean"),
+        ("val-core/mean_at_8/acc/mean@8", "val-core/mean:5f:at_8/acc/mean_at_8"),
+        ("val-core//acc/mean@1", "val-core:2f:/acc/mean_at_1"),
+        ("a/../b", "a/:2e:./b"),
+        ("é", "é"),
+        ("e\u0301", "e:301:"),
+    ],
+)
+def test_names_at_mlflow(name: str, at_mlflow: str) -> None:
+    assert mlflow_name(name) == at_mlflow
+
+
+def test_long_names_that_differ_in_the_middle_stay_apart() -> None:
+    one, other = (f"val-core/{'x' * 150}{letter}{'x' * 150}/acc/mean@1" for letter in "ab")
+    assert mlflow_name(one) != mlflow_name(other) and mlflow_name(one).endswith("/acc/mean_at_1")
+
+
+def test_every_receiver_keeps_names_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mlflow.tracking import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sources = [
+        "数学",
+        "语文",
+        "a b",
+        "a_b",
+        "a/b",
+        "a:b",
+        "[red]x",
+        "$1 $2",
+        "",
+        "mean@1",
+        "mean_at_1",
+        "2024",
+        "x" * 300,
+    ]
+    metrics = {f"val-core/{source}/acc/mean@1": float(number) for number, source in enumerate(sources)}
+    settings = {"reward.source_scale": dict.fromkeys(sources, 1.0)}
+    tracker = _tracker(tmp_path, ["console", "mlflow", "tensorboard"], settings)
+    tracker.start()
+    tracker.log(1, metrics)
+    assert tracker.finish("finished") == []
+    (record,) = read_history(tracker.metrics_path)
+    assert {name: record[name] for name in metrics} == metrics
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    run = client.get_run((tmp_path / "run" / "mlflow_run_id").read_text().strip())
+    assert {name: run.data.metrics[mlflow_name(name)] for name in metrics} == metrics
+    assert len(run.data.metrics) == len(sources) == len(run.data.params)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(metrics)
+    out = capsys.readouterr().out
+    assert all(f"validation {source}" in out for source in sources) and tracker.plot_path.exists()

@@ -1,7 +1,10 @@
 """Checkpoints of actor and critic, with a folder in the place of Ray Train's storage."""
 
+import errno
+import os
 import shutil
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray.train
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.advantage.kl_controller import AdaptiveKL
 from pipeline.config import Config, load_yaml, save_yaml
@@ -22,7 +26,7 @@ from pipeline.storage.checkpoints import newest
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import checkpoint
-from pipeline.train.checkpoint import Saver, staging
+from pipeline.train.checkpoint import NotStored, Saver, staging
 from pipeline.train.setup import build_actor, build_critic
 from tests.train.updates import CPU, make_config, moved, table, update, with_column
 
@@ -61,11 +65,14 @@ def storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Storage:
     return made
 
 
-def saver(storage: Storage, done: list[int] | None = None, deadline: float = 30.0) -> Saver:
+def saver(
+    storage: Storage, done: list[int] | None = None, deadline: float = 30.0, said: list[str] | None = None
+) -> Saver:
     settings = Config()
     settings.trainer.deadlines.checkpoint = deadline
     root = str(storage.run_dir)
-    return Saver(root, root, deadline, partial(save_yaml, settings), (done if done is not None else []).append)
+    say = (said if said is not None else []).append
+    return Saver(root, root, deadline, partial(save_yaml, settings), (done if done is not None else []).append, say)
 
 
 def config(model: Path) -> Config:
@@ -143,8 +150,13 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage
 
 def test_a_storage_that_is_away_is_tried_again(tiny_model: Path, storage: Storage) -> None:
     storage.refuses = 3
-    Learners(tiny_model).save(saver(storage), 1)
+    said: list[str] = []
+    Learners(tiny_model).save(saver(storage, said=said), 1)
     assert storage.refuses == 0 and newest(str(storage.run_dir)) is not None
+    assert said == [
+        f"checkpoint: {storage.run_dir}/checkpoints cannot be written: the storage is away; free space there or allow "
+        "access: it is tried again, for 30 s after the run has to wait for it"
+    ]
 
 
 def test_a_run_begins_with_a_given_checkpoint_until_it_has_its_own(tiny_model: Path, storage: Storage) -> None:
@@ -181,7 +193,7 @@ def test_checkpoints_may_lie_behind_a_url(
     left = storage.run_dir / "checkpoints" / "iteration_000002" / "complete_9"
     left.parent.mkdir(parents=True)
     left.touch()
-    one = Saver(str(run_dir), root, 30.0, partial(save_yaml, settings), done.append)
+    one = Saver(str(run_dir), root, 30.0, partial(save_yaml, settings), done.append, print)
     saved.save(one, 2)
     state = saved.save(one, 4)
     assert done == [2, 4] and not run_dir.exists() and not left.exists()
@@ -215,26 +227,72 @@ def test_reading_waits_for_a_storage_that_is_away(
             learners.restore(storage.run_dir, None, 0.2)
 
 
-def test_a_full_disk_is_named_when_it_stays_full(
-    tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_training_waits_a_short_time_for_a_storage_that_stays_full(
+    tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    failed: list[OSError] = []
-
-    def report(metrics: Any, *, checkpoint: Any, checkpoint_dir_name: str, **how: Any) -> None:
-        with pytest.raises(OSError) as error:
-            how["checkpoint_upload_fn"](checkpoint, checkpoint_dir_name)
-        failed.append(error.value)
+    """The first failure is said, tries go on while training works, and no error ends the workers before they save."""
+    tries: list[str] = []
+    said: list[str] = []
+    ended: list[BaseException | None] = []
 
     def full(checkpoint: Any, name: str) -> None:
-        raise OSError(28, "No space left on device")
+        tries.append(name)
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(storage, "persist_current_checkpoint", full)
-    monkeypatch.setattr(checkpoint.ray.train, "report", report)
-    Learners(tiny_model).save(saver(storage, deadline=0.3), 1, wait=False)
-    assert failed[0].errno == 28
-    for part in (f"{storage.run_dir}/checkpoints", "No space left on device", "trainer.deadlines.checkpoint"):
-        assert part in str(failed[0])
-    assert newest(str(storage.run_dir)) is None
+    monkeypatch.setattr(checkpoint, "STANDING_S", 0.3)
+    monkeypatch.setattr(checkpoint, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(threading, "excepthook", lambda hook: ended.append(hook.exc_value))
+    learners, one = Learners(tiny_model), saver(storage, said=said)
+    learners.save(one, 1, wait=False)
+    time.sleep(0.6)
+    assert len(tries) > 5 and len(said) == 1
+    for part in (f"{storage.run_dir}/checkpoints cannot be written", os.strerror(number), "is tried again, for 0 s"):
+        assert part in said[0]
+    began = time.monotonic()
+    with pytest.raises(NotStored) as error:
+        learners.save(one, 2)
+    assert time.monotonic() - began < 5
+    for part in (f"{storage.run_dir}/checkpoints could not be written", os.strerror(number), "start the same command"):
+        assert part in str(error.value)
+    with pytest.raises(NotStored):
+        one.wait()
+    assert newest(str(storage.run_dir)) is None and len(said) == 1 and not ended
+
+
+def test_a_full_folder_of_temporary_files_is_named(
+    tiny_model: Path, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever writes there: a folder, torch's files, or a small file after these; nothing is left."""
+    place = tmp_path / "small"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    learners = Learners(tiny_model)
+
+    def full(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def torn(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    def wrapped(*arguments: Any, **more: Any) -> None:
+        raise CheckpointException("save", {0: (OSError(errno.ENOSPC, "No space left on device"), None)})  # type: ignore[dict-item]
+
+    for module, name, failing in (
+        (checkpoint.tempfile, "mkdtemp", full),
+        (checkpoint.dcp, "save", wrapped),
+        (checkpoint.torch, "save", torn),
+        (checkpoint.Path, "write_text", full),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, failing)
+            with pytest.raises(
+                NotStored, match=f"checkpoint: {place}.* could not be written: (No space|.enforce fail)"
+            ):
+                learners.save(saver(storage), 1)
+        assert not list(place.iterdir()), name
+    learners.save(saver(storage), 1)
 
 
 def test_checkpoints_are_staged_in_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,36 +6,48 @@ Two methods find the answer in the response, however much text follows it:
 
 Choices:
 1. Numbers are compared in a canonical form and not as floats: `42`, `42.0`, `$42`, `42.` and `042` are one number.
-2. A number is ASCII digits with at most one decimal point, and commas only between groups of three. Anything else that
-   looks like a number (`1.2.3`, `3/4`, `2^5`, `40 or 42`, digits of other scripts) is a wrong answer as a whole.
-3. A minus is a sign unless something stands right before it: the last number of `5-7` is 7, that of `= -7` is -7.
+2. A number is ASCII digits with at most one decimal point, and commas only between groups of three, the first of which
+   does not begin with 0. Anything else that looks like a number (`1.2.3`, `0,005`, `3/4`, `2^5`, `4½`, digits of
+   other scripts) is a wrong answer as a whole.
+3. Behind it may stand marks that close something, a percent sign, a unit (`cm^2` as well) and text. What goes on as
+   another number is a wrong answer as a whole (`42 million`, `42k`, `42 and a half`), and on the line of the `####` so
+   is a further digit, an operator or the word of a number (`42 vs 43`, `42 or forty`).
+4. Before it may stand one sign and a sign of money: `#### - 42` is -42, and `#### --42` is wrong. In other text a minus
+   is a sign unless something stands right before it: the last number of `5-7` is 7, that of `= -7` is -7.
 """
 
 import re
 from decimal import Decimal
 from typing import Any, Literal
 
+from pipeline.reward.rules import quantity
+
 METHODS = ("strict", "flexible")
 MAX_PRED = 100  # characters of `pred`
 
 # A greedy `.*` tries the end of the response first. Each run of digits is read once from its first character on, so
 # time is linear. A run holds digits of any script, so that the ASCII part of a refused run never counts as a number.
-_CONTINUED = (
-    r"(?:[ \t]{0,3}(?:\*\*|[-+*/^=:,;xX\u2212\u00d7\u00f7]|or\b|and\b|to\b)[ \t({$]{0,3}-?[ \t$]?|[eE][-+]?|[ \t]{1,3})"
+_DIGIT = r"\d\u00bc-\u00be\u2150-\u218b\u2460-\u249b"  # with fractions and the like of one character
+_RUN = rf"[{_DIGIT}.,]*[{_DIGIT}]"
+_BLANKS = r"[^\S\n]*+"
+_SIGNED = (
+    rf"([-+\u2212\u2013]*){_BLANKS}(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])?{_BLANKS}([-+\u2212\u2013]*){_BLANKS}({_RUN})"
 )
-_STRICT = re.compile(rf"(?s:.*)####[ \t]*+([-+\u2212$\\]{{0,3}})([\d.,]*\d(?:{_CONTINUED}[\d.,]*\d)?)")
-_LAST = re.compile(r"(?s:.*)(?<![\d.,])([\d.,]*\d)")
-_JOINED = re.compile(r"(?:\d[ ]?/[ ]?|\^[{(]?|\d[ ]?\*\*[ ]?|\d[eE][-+]?|\d\}\{)\Z")
-_SIGN = re.compile(r"(?<![\w)\]}%-])[-\u2212]\\?\$?\Z")
-_NUMBER = re.compile(r"([0-9]*|[0-9]{1,3}(?:,[0-9]{3})++)(?:\.([0-9]+))?")
-_TRUTH = re.compile(r"\s*([-+\u2212$]{0,2})([\d.,]*\d)\.?\s*")
+_STRICT = re.compile(rf"(?s:.*)####{_BLANKS}{_SIGNED}")
+_LAST = re.compile(rf"(?s:.*)(?<![{_DIGIT}.,])({_RUN})")
+_JOINED = re.compile(
+    r"(?:\d[ ]?/[ ]?|\^[{(]?|\d[ ]?\*\*[ ]?|\d[eE][-+]?|\d[A-Za-z_']{1,2}|\d\}\{|(?:\u221a|sqrt)[ ]?[({]?|(\d\s))\Z"
+)
+_SIGN = re.compile(
+    r"(?:(?<![\w)\]}%\u2212\u2013-])[-\u2212\u2013]|=\s?[-\u2212\u2013]\s?|\b(?i:minus|negative)\s)\\?\$?\Z"
+)
+_NUMBER = re.compile(r"([0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})++)(?:\.([0-9]+))?")
+_TRUTH = re.compile(rf"\s*{_SIGNED}\.?\s*")
 
 
 def canonical(digits: str, negative: bool) -> str | None:
     """The one way to write a number: no commas, no needless zeros; None where `digits` is no number."""
-    # Dots and commas before the number belong to the text ("is...42"), but a single dot is a decimal point.
-    digits = digits.lstrip(",")
-    match = _NUMBER.fullmatch(digits.lstrip(".") if digits.startswith("..") else digits)
+    match = _NUMBER.fullmatch(digits)
     if match is None:
         return None
     whole, fraction = match[1].replace(",", "").lstrip("0") or "0", (match[2] or "").rstrip("0")
@@ -46,24 +58,40 @@ def canonical(digits: str, negative: bool) -> str | None:
 def strict_answer(solution_str: str) -> tuple[str, bool] | None:
     """Digits behind the last `####` that has any, and whether a minus stands before them; None where there is none.
 
-    A formula is returned up to its second number, so that `canonical` refuses it.
+    What is no number alone is returned with what makes it so, and `canonical` refuses it.
     """
     match = _STRICT.match(solution_str)
-    return None if match is None else (match[2], _minus(match[1]))
+    if match is None:
+        return None
+    behind = solution_str[match.end() :].partition("\n")[0]
+    signs, digits = match[1] + match[2], match[3]
+    if len(signs) > 1:
+        return signs + digits, False
+    return digits + (behind if quantity.goes_on_in_line(quantity.without_exponents(behind)) else ""), signs not in (
+        "",
+        "+",
+    )
 
 
 def last_number(solution_str: str) -> tuple[str, bool] | None:
     """Digits of the last number of the response, and whether it is negative; None where there is no digit.
 
-    A number that ends a fraction or a power is returned with what joins it, so that `canonical` refuses it.
+    A number that ends a fraction or a power, or goes on as another one, is returned with what joins it, so that
+    `canonical` refuses it.
     """
-    match = _LAST.match(solution_str)
+    text = quantity.without_exponents(solution_str)
+    match = _LAST.match(text)
     if match is None:
         return None
-    start = match.start(1)
-    before = solution_str[max(0, start - 6) : start]
+    start, digits = match.start(1), match[1]
+    before, behind = text[max(0, start - 12) : start], text[match.end() :][: quantity.LONGEST]
     joined = _JOINED.search(before)
-    return (joined[0] if joined else "") + match[1], _SIGN.search(before) is not None
+    if joined is not None and (joined[1] is None or len(digits) == 3):
+        return joined[0] + digits, False
+    # Dots and commas before the number belong to the text ("is...42"), but a single dot is a decimal point.
+    digits = digits.lstrip(",")
+    digits = digits.lstrip(".") if digits.startswith("..") else digits
+    return digits + (behind if quantity.goes_on(behind) else ""), _SIGN.search(before) is not None
 
 
 def compute_score(
@@ -90,15 +118,12 @@ def compute_score(
     return {"score": float(correct), "acc": int(correct), "format": int(strict is not None), "pred": pred[:MAX_PRED]}
 
 
-def _minus(text: str) -> bool:
-    return "-" in text or "\u2212" in text
-
-
 def _read(ground_truth: Any) -> str:
     number = None
     if isinstance(ground_truth, str):
         match = _TRUTH.fullmatch(ground_truth)
-        number = None if match is None else canonical(match[2], _minus(match[1]))
+        if match is not None and len(match[1] + match[2]) < 2:
+            number = canonical(match[3], match[1] + match[2] not in ("", "+"))
     elif isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool):
         number = canonical(f"{Decimal(str(ground_truth)).copy_abs():f}", ground_truth < 0)
     if number is None:

@@ -7,7 +7,7 @@ judged by its last box. Answers are compared as in MATH, so `Answer: $\frac12$` 
 import re
 from typing import Any
 
-from pipeline.reward.rules.boxed import last_boxed
+from pipeline.reward.rules.boxed import last_boxed, unboxed
 from pipeline.reward.rules.math_boxed import bounded, graded, read_truth
 
 WRONG = -1.0
@@ -25,9 +25,9 @@ def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[st
 
 
 def answer_line(text: str) -> str | None:
-    """The rest of the line behind the last `Answer:` of the text, or None where there is none."""
+    """The rest of the line behind the last `Answer:` of the text, its box opened; None where there is none."""
     match = _LINE.match(text)  # the greedy `.*` tries the end of the text first
     if match is None:
         return None
     answer = match[1].strip().strip("*_").strip()
-    return last_boxed(answer) if "\\boxed" in answer else answer.strip("$").strip()
+    return unboxed(answer).strip("$").strip()

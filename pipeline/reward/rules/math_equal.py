@@ -3,16 +3,21 @@
 1. The tidied texts are the same (`math_text.py`), or both are numbers, or the truth is words: no algebra is needed.
 2. The answer must pass a gate (`math_gate.py`), because it is hostile text and algebra has no bounds of its own. An
    answer that the gate refuses is wrong, unless it is the truth letter by letter.
-3. The math-verify library reads both into SymPy. Expressions and equations are compared at fixed points: those that
-   agree there to 30 digits are equal (`simplify` and `solve`, which math-verify would call, may take minutes). Tuples,
-   sets and matrices are compared element by element, and the rest (unions, inequalities) by math-verify.
+3. The math-verify library reads both into SymPy; decimals are exact fractions. What arithmetic alone makes of numbers
+   is compared exactly. Other expressions, and equations, are compared at points that a hash of both texts draws, so
+   that no answer can be made to agree there and nowhere else (`simplify` and `solve`, which math-verify would call, may
+   take minutes). Tuples, sets and matrices are compared element by element, the rest (unions, inequalities) by
+   math-verify.
 
 math-verify's own time limits are off: they need `signal.alarm`, which stops no C code. The rules have a `budget.py`.
 """
 
+import hashlib
 import logging
+import math
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -21,12 +26,13 @@ from pipeline.reward.rules.math_gate import MAX_LENGTH, admitted
 
 MAX_ELEMENTS = 12  # of a tuple, set or union
 MAX_NODES = 60  # of an expression that math-verify compares
-POINTS = ("0.7310592", "-1.2891463", "2.4170385")  # no small number's root, logarithm or ratio
-DIGITS = 40  # of a value; `FINE` of a point, which is no fraction because SymPy would factor it
-FINE = 60
-TOLERANCE = 1e-20  # relative error of equal values; `ROUNDING` where decimals, read to 15 digits, are in them
-ROUNDING = 1e-12
-ROUNDED = 5e-7  # absolute error of a decimal of six places
+POINTS = 4  # that must agree; two lie between 0.2 and 3, and the others within a million
+TRIES = 12  # points tried, as an expression may have no value at one
+DIGITS = 1100  # of a value: as many places as the gate lets a number have
+FINE = 60  # digits of a point, which is no fraction because SymPy would factor it
+TOLERANCE = "1e-1050"
+MAX_BITS = 20_000  # of an exact number
+PLACES = 6  # of a decimal that stands for the number that was rounded to it
 
 INTERVALS = ("()", "(]", "[)", "[]")
 
@@ -78,7 +84,19 @@ def _equal(right: str, given: str) -> bool:
         return _equal_lists(*listed, *given_listed)
     if (listed is None) != (given_listed is None) and not _OPEN.search(right + given):
         return False
-    return admitted(given) and admitted(right) and _equal_values(right, given)
+    if "'" in value + given_value:
+        return False  # derivatives, which the parser reads as the functions themselves
+    if "'" in name + given_name:
+        return (name == given_name or not (name and given_name)) and _equal(value, given_value)
+    return admitted(given) and admitted(right) and _equal_values(right, given, _rounding(number or given_number))
+
+
+def _rounding(decimal: math_text.Number | None) -> Fraction:
+    """The error that a decimal of `PLACES` places or more may have for a number that is none."""
+    places = 0 if decimal is None else decimal.places or 0
+    if decimal is None or places < PLACES or abs(decimal.value) < math_text.SMALL:
+        return Fraction(0)
+    return Fraction(1, 2 * 10**places)
 
 
 def _equal_lists(brackets: str, right: list[str], given_brackets: str, given: list[str]) -> bool:
@@ -95,11 +113,12 @@ def _equal_lists(brackets: str, right: list[str], given_brackets: str, given: li
     return True
 
 
-def _equal_values(truth: str, answer: str) -> bool:
+def _equal_values(truth: str, answer: str, rounding: Fraction) -> bool:
+    seed = hashlib.sha256(f"{truth}\n{answer}".encode()).digest()
     # Neither library says which exceptions it may raise for hostile text, and about any type has been seen.
     try:
         right, given = _read(truth), _read(answer)
-        return right is not None and given is not None and _same(right, given)
+        return right is not None and given is not None and _Comparison(seed, rounding).same(right, given)
     except Exception as error:
         raise AlgebraError(f"{type(error).__name__}: {error}") from error
 
@@ -125,102 +144,163 @@ def _parse(text: str) -> Any:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its alarms are off
     config = LatexExtractionConfig(boxed_match_priority=0)
     found = parse(rf"\boxed{{{text}}}", [config], fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    return _with_fractions(found[0]) if found else None
 
 
-def _same(right: Any, given: Any) -> bool:
-    import sympy
-    from math_verify import verify
+def _with_fractions(parsed: Any) -> Any:
+    """The object with fractions for its decimals, which are read to as many digits as they have."""
+    from sympy import Float, Rational
 
-    def both(kind: Any) -> bool:
-        return isinstance(right, kind) and isinstance(given, kind)
-
-    if right == given:
-        return True
-    if isinstance(right, sympy.Expr) and isinstance(given, sympy.Eq):
-        return _states(given) and _same(right, given.rhs)
-    if isinstance(right, sympy.Eq) and isinstance(given, sympy.Expr):
-        return _states(right) and _same(right.rhs, given)
-    if both(sympy.Eq):
-        return _same_equation(right, given)
-    if both(sympy.Expr):
-        return _same_value(right, given)
-    if both(sympy.MatrixBase):
-        return right.shape == given.shape and all(map(_same, right.flat(), given.flat()))
-    if both(sympy.FiniteSet):
-        return len(right) == len(given) and all(any(_same(a, b) for b in given.args) for a in right.args)
-    if both(sympy.Tuple):
-        return len(right) == len(given) and all(map(_same, right.args, given.args))
-    if both(sympy.Interval):
-        same_ends = (right.left_open, right.right_open) == (given.left_open, given.right_open)
-        return bool(same_ends) and _same(right.start, given.start) and _same(right.end, given.end)
-    # From here on math-verify may solve and simplify, so only sets and relations that need it go there.
-    for several, other in ((right, given), (given, right)):
-        if isinstance(several, sympy.FiniteSet):
-            return len(several) == 1 and isinstance(other, sympy.Expr) and _same(several.args[0], other)
-    if isinstance(right, sympy.Expr) or isinstance(given, sympy.Expr):
-        return False
-    if not both(sympy.Basic) or _nodes(right) + _nodes(given) > MAX_NODES:
-        return False
-    return bool(verify(right, given, timeout_seconds=None))
+    if not hasattr(parsed, "atoms"):
+        return parsed
+    return parsed.xreplace({number: Rational(str(number)) for number in parsed.atoms(Float)})
 
 
-def _states(equation: Any) -> bool:
-    """Whether an equation states what its right side is, as `x=5`, `f(x)=2x` and `2+3=5` do."""
-    from latex2sympy2_extended import is_expr_of_only_symbols
+class _Comparison:
+    """Compares what the parser made of two texts.
 
-    if equation.free_symbols:
-        return bool(is_expr_of_only_symbols(equation.lhs))
-    return _same(equation.lhs, equation.rhs)
+    Args:
+        seed: of the points.
+        rounding: error that equal numbers may have.
+    """
 
+    def __init__(self, seed: bytes, rounding: Fraction) -> None:
+        self._seed, self._rounding = seed, rounding
 
-def _same_value(right: Any, given: Any) -> bool:
-    import sympy
+    def same(self, right: Any, given: Any) -> bool:
+        import sympy
+        from math_verify import verify
 
-    floats = bool(right.atoms(sympy.Float)) + bool(given.atoms(sympy.Float))
-    for values in _points(right.free_symbols | given.free_symbols):
-        a, b = _evaluated(right, values), _evaluated(given, values)
-        if a is None or b is None:
+        def both(kind: Any) -> bool:
+            return isinstance(right, kind) and isinstance(given, kind)
+
+        if right == given:
+            return True
+        if isinstance(right, sympy.Expr) and isinstance(given, sympy.Eq):
+            return self._states(given) and self.same(right, given.rhs)
+        if isinstance(right, sympy.Eq) and isinstance(given, sympy.Expr):
+            return self._states(right) and self.same(right.rhs, given)
+        if both(sympy.Eq):
+            return self._same_equation(right, given)
+        if both(sympy.Expr):
+            return self._same_value(right, given)
+        if both(sympy.MatrixBase):
+            return right.shape == given.shape and all(map(self.same, right.flat(), given.flat()))
+        if both(sympy.FiniteSet):
+            return len(right) == len(given) and all(any(self.same(a, b) for b in given.args) for a in right.args)
+        if both(sympy.Tuple):
+            return len(right) == len(given) and all(map(self.same, right.args, given.args))
+        if both(sympy.Interval):
+            same_ends = (right.left_open, right.right_open) == (given.left_open, given.right_open)
+            return bool(same_ends) and self.same(right.start, given.start) and self.same(right.end, given.end)
+        # From here on math-verify may solve and simplify, so only sets and relations that need it go there.
+        for several, other in ((right, given), (given, right)):
+            if isinstance(several, sympy.FiniteSet):
+                return len(several) == 1 and isinstance(other, sympy.Expr) and self.same(several.args[0], other)
+        if isinstance(right, sympy.Expr) or isinstance(given, sympy.Expr):
             return False
-        error, size = abs(a[0] - b[0]) + abs(a[1] - b[1]), abs(a[0]) + abs(a[1])
-        if floats == 1 and size > math_text.SMALL:
-            near = error <= ROUNDED  # a decimal of six places equals the value that was rounded to it
-        else:
-            near = error <= (ROUNDING if floats else TOLERANCE) * (size if size > 0 else 1)
-        if not near:
+        if not both(sympy.Basic) or _nodes(right) + _nodes(given) > MAX_NODES:
             return False
-    return True
+        return bool(verify(right, given, timeout_seconds=None))
+
+    def _states(self, equation: Any) -> bool:
+        """Whether an equation states what its right side is, as `x=5`, `f(x)=2x` and `2+3=5` do."""
+        from latex2sympy2_extended import is_expr_of_only_symbols
+
+        if equation.free_symbols:
+            return bool(is_expr_of_only_symbols(equation.lhs))
+        return self.same(equation.lhs, equation.rhs)
+
+    def _same_value(self, right: Any, given: Any) -> bool:
+        exact, exact_given = _exact(right), _exact(given)
+        if exact is not None and exact_given is not None:
+            return abs(exact - exact_given) <= self._rounding
+        symbols = right.free_symbols | given.free_symbols
+        rounding = 0 if symbols else _float(self._rounding)
+        agreed = 0
+        for values in self._points(symbols):
+            a, b = _evaluated(right, values), _evaluated(given, values)
+            if a is None and b is None:
+                continue
+            if a is None or b is None:
+                return False
+            error, size = abs(a[0] - b[0]) + abs(a[1] - b[1]), abs(a[0]) + abs(a[1])
+            if error > max(_float(TOLERANCE) * max(size, 1), rounding):
+                return False
+            agreed += 1
+            if agreed == POINTS or not symbols:
+                return True
+        return False
+
+    def _same_equation(self, right: Any, given: Any) -> bool:
+        """Whether one equation is the other times a constant that is not 0."""
+        symbols = right.free_symbols
+        if symbols != given.free_symbols:
+            return False
+        if not symbols:
+            return self.same(right.rhs, given.rhs)
+        ratios: list[Any] = []
+        for values in self._points(symbols):
+            a, b = (_evaluated(equation.lhs - equation.rhs, values) for equation in (right, given))
+            real, real_given = a is not None and not a[1], b is not None and not b[1]
+            if not real and not real_given:
+                continue
+            if a is None or b is None or a[1] or b[1] or not a[0] or not b[0]:
+                return False
+            ratios.append(a[0] / b[0])
+            if abs(ratios[-1] / ratios[0] - 1) > _float(TOLERANCE):
+                return False
+            if len(ratios) == POINTS:
+                return True
+        return False
+
+    def _points(self, symbols: Any) -> Iterator[dict[Any, Any]]:
+        """Values for the symbols, `TRIES` times."""
+        from sympy import Float
+
+        names = sorted(symbols, key=str)
+        for number in range(TRIES):
+            point = {}
+            for place, name in enumerate(names):
+                drawn = hashlib.sha256(self._seed + f"{number} {name}".encode()).digest()
+                share = int.from_bytes(drawn) / Float(2**256, FINE)
+                size = Float("0.2", FINE) + share * (Float("2.8", FINE) if number % 4 in (0, 3) else 10**6)
+                # Four points have all four pairs of signs of two letters.
+                point[name] = -size if number >> place % 2 & 1 else size
+            yield point
+
+
+def _float(number: Fraction | str) -> Any:
+    from sympy import Float
+
+    if isinstance(number, str):
+        return Float(number, DIGITS)
+    return Float(number.numerator, DIGITS) / number.denominator
+
+
+def _exact(expression: Any) -> Fraction | None:
+    """The value of an expression of which the four operations and whole powers make a rational number; else None."""
+    if expression.is_Rational:
+        return Fraction(int(expression.p), int(expression.q))
+    if not (expression.is_Add or expression.is_Mul or expression.is_Pow):
+        return None
+    parts = [_exact(part) for part in expression.args]
+    if None in parts:
+        return None
+    numbers = [part for part in parts if part is not None]
+    if expression.is_Pow:
+        base, power = numbers
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if power.denominator != 1 or bits * abs(power) > MAX_BITS or (not base and power < 0):
+            return None
+        return base ** int(power)
+    return sum(numbers, Fraction(0)) if expression.is_Add else math.prod(numbers, start=Fraction(1))
 
 
 def _evaluated(expression: Any, values: dict[Any, Any]) -> tuple[Any, Any] | None:
     """Real and imaginary part of an expression at a point; None where it has no finite value, as at a pole."""
-    parts = expression.evalf(DIGITS, subs=values).as_real_imag()
+    parts = expression.evalf(DIGITS, subs=values, maxn=4 * DIGITS).as_real_imag()
     return parts if all(part.is_Float or part.is_Integer for part in parts) else None
-
-
-def _same_equation(right: Any, given: Any) -> bool:
-    """Whether one equation is the other times a constant that is not 0."""
-    symbols = right.free_symbols
-    if symbols != given.free_symbols:
-        return False
-    if not symbols:
-        return _same(right.rhs, given.rhs)
-    ratios = []
-    for values in _points(symbols):
-        a, b = ((e.lhs - e.rhs).evalf(DIGITS, subs=values) for e in (right, given))
-        if not (a.is_Float and b.is_Float) or a == 0 or b == 0:
-            return False
-        ratios.append(a / b)
-    return all(abs(ratio / ratios[0] - 1) <= ROUNDING for ratio in ratios)
-
-
-def _points(symbols: Any) -> Iterator[dict[Any, Any]]:
-    """Values for the symbols, three times; once where there are none."""
-    from sympy import Float
-
-    names = sorted(symbols, key=str)
-    for point in POINTS[: 3 if names else 1]:
-        yield {name: Float(point, FINE) + Float(place, FINE) * 7 / 19 for place, name in enumerate(names)}
 
 
 def _nodes(expression: Any) -> int:

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from pipeline.reward.rules import quantity
+
 SMALL = 0.001  # below it, six places are not enough to tell numbers apart
 
 _UNICODE = str.maketrans(
@@ -15,7 +17,7 @@ _UNICODE = str.maketrans(
     }
 )  # fmt: skip
 # MATH writes 10,080 as `10,\!080` or `10{,}080`; such a comma parts thousands even inside a tuple.
-_THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|\\!,|\{,\}(?:\\!)?|\\!)(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,\\!|\\!,|\{,\}(?:\\!)?|\\!)\d{3}(?!\d))+")
 _GONE = re.compile(
     r"(?<!\\)\\[!,;:> ]|~|\\(?:left|right|displaystyle|textstyle|limits|bigl|bigr|big|Big|quad|qquad)(?![a-zA-Z])"
     r"|\^\{?\\circ\}?|\\degree(?![a-zA-Z])|\\?[$%]|(?<=\d)\s?percent(?![a-zA-Z])"
@@ -24,9 +26,10 @@ _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|\{([^{}]{1,99})\}\s*(\d)|(\d)\s*\{([^{}]{1,99})\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d)")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|rm)\s*\{([^{}]{0,200})\}")
-_UNIT = re.compile(r"(?<=[\d}) ])\s*\\(?:text|mbox|mathrm|textrm)\s*\{[^{}]{0,200}\}(?:\^\{?-?\d\}?)?\.?\s*\Z")
-_ASSIGNED = re.compile(r"\A(\\?[a-zA-Z]{1,7}\s?(?:_\s?\w)?)\s?=\s?([^=]+)\Z")
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\s)\d{3})+(?![\d,])")
+_UNIT = re.compile(r"(?<=[\d}) ])\s*\\(?:text|mbox|mathrm|textrm)\s*\{([^{}]{0,200})\}(?:\^\{?-?\d\}?)?\.?\s*\Z")
+_UNIT_TEXT = re.compile(r"[A-Za-z\s./()\u00b5-]*(?:\^?[23])?\s*")
+_ASSIGNED = re.compile(r"\A(\\?[a-zA-Z]{1,7}'{0,3}\s?(?:_\s?\w)?(?:\(\w\))?'{0,3})\s?=\s?([^=]+)\Z")
+_GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,\d{3})+|(?:\s\d{3})+)(?![\d,]|\s\d)")
 _SPACE = re.compile(r"\s+")
 _AND = re.compile(r"\s*,?\s*\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}\s*|(?<=[\d})])\s*,?\s(?:and|or)\s")
 _TOKEN = re.compile(r"\\[{}]|\\cup(?![a-zA-Z])|\\.|[(){}\[\],;]", re.DOTALL)
@@ -40,11 +43,10 @@ _NUMBER = re.compile(
 )
 _WORD = r"[A-Za-z]{2,20}"
 _COUNTED = re.compile(rf"(.{{1,200}}?) (?=[A-Za-z]*[AEIOUaeiou])([A-Za-z]{{3,20}}(?: {_WORD}){{0,3}})")
-# A word that changes the number, and no unit.
-_VALUED = re.compile(
-    r"(?i:hundred|thousand|[mbtr]+illion|dozen|half|halves|(?:third|fourth|quarter|fifth|sixth|seventh|eighth|ninth"
-    r"|tenth|hundredth|thousandth)s?|squared|cubed|factorial|mod|modulo|base|plus|minus|times|over|divided|less|more"
-    r"|root|power|sqrt|sin|cos|tan|cot|sec|csc|log|exp|infinity|alpha|beta|gamma|delta|theta|lambda|sigma|omega)"
+# A word of a formula, and no unit. A unit in `\text{...}` may hold `is` or `not` no more than these.
+_FORMULA = re.compile(
+    r"(?i:times|less|more|base|root|power|sqrt|sin|cos|tan|cot|sec|csc|log|exp|alpha|beta|gamma|delta|theta|lambda|sigma"
+    r"|omega|is|not|wrong|maybe)"
 )
 _WORDS = re.compile(r"[A-Z][a-z]{2,}|(?i:true|false|yes|no)")
 _IN_BASE = re.compile(r"\(?(?=[A-Fa-f.]{0,99}[0-9])([0-9A-Fa-f.]{1,100})\)?_\{?\(?([0-9]{1,2})\)?\}?")
@@ -63,8 +65,10 @@ def tidy(answer: str) -> str:
 
     Blanks stay only between two things that would run together.
     """
-    text = _GONE.sub(" ", _THOUSANDS.sub("", answer.translate(_UNICODE))).replace("{,}", ",").strip()
-    text = _UNIT.sub("", text) if not _TEXT.fullmatch(text) else text
+    text = _GONE.sub(" ", _THOUSANDS.sub(_digits, answer.translate(_UNICODE))).replace("{,}", ",").strip()
+    unit = _UNIT.search(text)
+    if unit is not None and not _TEXT.search(text[: unit.start()]) and not _TEXT.fullmatch(text):
+        text = text[: unit.start()] + ("" if _is_unit(unit[1]) else f" {unit[1]}")
     text = _FRACTION.sub(r"\\frac", text)
     text = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
@@ -72,13 +76,24 @@ def tidy(answer: str) -> str:
     while text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     if not text.startswith(("(", "[", "\\{")):  # where a comma parts numbers, as in (1,234)
-        text = _GROUPED.sub(lambda m: re.sub(r"[^\d]", "", m[0]), text)
+        text = _GROUPED.sub(_digits, text)
     counted = _COUNTED.fullmatch(text)
-    if counted is not None and not any(map(_VALUED.fullmatch, counted[2].split())):
+    if counted is not None and _is_unit(counted[2]):
         alone = _squeezed(counted[1])
         if number(assigned(alone)[1]) is not None:
             return alone
     return _squeezed(text)
+
+
+def _digits(match: re.Match[str]) -> str:
+    return re.sub(r"[^\d]", "", match[0])
+
+
+def _is_unit(text: str) -> bool:
+    """Whether a text behind a number leaves it as it is."""
+    return _UNIT_TEXT.fullmatch(text) is not None and not any(
+        quantity.changes(word) or _FORMULA.fullmatch(word) for word in re.findall(r"[A-Za-z]+", text)
+    )
 
 
 def _squeezed(text: str) -> str:

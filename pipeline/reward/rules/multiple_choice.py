@@ -3,7 +3,8 @@ r"""Reward of a multiple-choice answer: 1.0 for the right letter, 0.0 for any ot
 The first of these places that a response has decides, so that a letter in passing ("A dog ...") is no answer: the last
 closed `<answer>`, the last box, what follows the last "answer is" or "answer:", the last line that is only a letter,
 and a letter that opens the response (`B. He jumps`). The letter may stand in brackets or between asterisks, and
-`\text{B}` is B.
+`\text{B}` is B. A place that names a second letter as a choice (`A or B`, `A/B`, `(A), (B)`, `A. He B. She`) chooses
+none.
 """
 
 import re
@@ -21,6 +22,12 @@ _PHRASE = re.compile(
 )
 _LINE = re.compile(r"[ \t]*[*_(\[]{0,4}([A-Za-z])[*_)\].:]{0,4}[ \t]*")
 _OPENING = re.compile(r"\s{0,9}[*_(\[]{0,4}([A-Za-z])[*_]{0,3}(?:[).:\]]|\s*\Z)")
+_CHOICE = r"[*_(\[{$]{0,4}(?!I\b)[A-Z](?![\w'\u2019])"
+_SECOND = re.compile(
+    r"[*_)\]}$]{0,6}\s{0,3}(?:[,/;&|+-]|or\b|and\b|vs\b|\((?=or\b)|(?<=\s))\s{0,3}(?:or\s|and\s)?"
+    rf"{_CHOICE}|[*_)\]}}$.:]{{1,6}}{_CHOICE}"
+)
+_MARKED = re.compile(r"(?<!\w)[A-Z][).:\]](?!\w)")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}")
 
 
@@ -28,17 +35,26 @@ def extract_letter(solution_str: str) -> str:
     """The letter a response chooses, a capital, or "" where it chooses none."""
     for marked in (extract_answer(solution_str), last_boxed(solution_str)):
         if marked is not None:
-            match = _OPENING.match(_TEXT.sub(r"\1", marked[:WINDOW]))
-            return match[1].upper() if match else ""
+            text = _TEXT.sub(r"\1", marked[:WINDOW])
+            return _opening(text, len(text))
     end = solution_str[-WINDOW:]
-    phrases = _PHRASE.findall(end)
+    phrases = list(_PHRASE.finditer(end))
     if phrases:
-        return "".join(phrases[-1]).upper()
+        letter = phrases[-1][1] or phrases[-1][2]
+        return "" if _SECOND.match(end, phrases[-1].end()) else letter.upper()
     for line in reversed(end.splitlines()):
         if match := _LINE.fullmatch(line):
             return match[1].upper()
-    match = _OPENING.match(solution_str)
-    return match[1].upper() if match else ""
+    opening = solution_str[:WINDOW].lstrip()
+    return _opening(solution_str, solution_str.find(opening) + len(opening.partition("\n")[0]))
+
+
+def _opening(text: str, end: int) -> str:
+    """The letter that opens a text, or "" if there is none or a second one is named before `end`."""
+    match = _OPENING.match(text)
+    if match is None or _SECOND.match(text, match.end(1), end) or _MARKED.search(text, match.end(), end):
+        return ""
+    return match[1].upper()
 
 
 def compute_score(solution_str: str, ground_truth: int | str) -> dict[str, Any]:

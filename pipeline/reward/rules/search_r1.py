@@ -1,8 +1,8 @@
 """Reward of a Search-R1 answer: 1.0 for an exact match with one of the right answers, 0.0 for any other or none.
 
 The answer is the last `<answer>` that is closed. Both sides are compared in lower case, without punctuation, articles
-and surplus blanks, as in SQuAD. A response with more than `MAX_TAGS` answer tags gets a quarter of the score: it lists
-guesses.
+and surplus blanks, as in SQuAD; but signs of numbers and marks between digits count: `4.2` and `-42` are not `42`. A
+response with more than `MAX_TAGS` answer tags gets a quarter of the score: it lists guesses.
 """
 
 import re
@@ -19,8 +19,18 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+_GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_SIGNED = re.compile(r"(?<!\w)-\s?(?=\d)")
+_WITHIN = re.compile(rf"(?<=\d)[{re.escape(string.punctuation)}]+(?=\d)")
+
+
 def normalize(text: str) -> str:
-    """In lower case, without ASCII punctuation, English articles and surplus blanks."""
+    """In lower case, without ASCII punctuation, English articles and surplus blanks.
+
+    `1,000` is `1000`; other punctuation between digits parts them, and a minus before a number becomes a word.
+    """
+    text = _GROUPED.sub(lambda number: number[0].replace(",", ""), text)
+    text = _WITHIN.sub(" ", _SIGNED.sub("minus ", text))
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 

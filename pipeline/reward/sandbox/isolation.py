@@ -46,7 +46,7 @@ def mounts(config: SandboxConfig) -> list[tuple[str, str]]:
     return shown
 
 
-def job(code: str, tests: list[dict[str, str]], work: str, streams: list[int], config: SandboxConfig) -> dict[str, Any]:
+def job(code: str, tests: list[dict[str, Any]], work: str, streams: list[int], config: SandboxConfig) -> dict[str, Any]:
     """What the supervisor needs to know.
 
     Args:
@@ -69,7 +69,7 @@ def job(code: str, tests: list[dict[str, str]], work: str, streams: list[int], c
         "test_s": config.timeout_s,
         "total_s": config.total_timeout_s,
         # Without a user namespace the kernel counts all processes of this user; the runner counts those of the
-        # sandbox. Within one, the supervisor and the judge count as well.
-        "processes": None if bare else config.max_processes + 3,
+        # sandbox. Within one, the supervisor and the process outside of it count as well.
+        "processes": None if bare else config.max_processes + 2,
         "limits": {"cpu_s": config.cpu_s, "memory": config.memory_mb << 20, "file": config.file_mb << 20},
     }

@@ -1,8 +1,8 @@
 """Runs a program on a SandboxFusion server (`reward.sandbox.url`), one request for each test.
 
 A failure of the server (no connection, an HTTP error, its status `SandboxError`) is tried again with growing pauses
-until `url_timeout_s` is over, and is then an error of the reward, never a 0. Tests on functions are sent as a script
-that runs the same driver and judge as the local sandbox; there, both run as one user.
+until `url_timeout_s` is over, and is then an error of the reward, never a 0. Calls are sent as a script that hands them
+to the same driver as in the local sandbox; both run as one user there. What is expected is not sent.
 """
 
 import json
@@ -10,22 +10,23 @@ import secrets
 import time
 from collections.abc import Generator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 
 from pipeline.config.sandbox import SandboxConfig
-from pipeline.reward.sandbox.inside import driver
+from pipeline.reward.sandbox.inside import driver, values
 from pipeline.reward.sandbox.isolation import PACKAGE, SandboxError
-from pipeline.reward.sandbox.runner import MAX_RESULT, Outcome
+from pipeline.reward.sandbox.runner import Outcome
 
 PAUSE_S = 0.5  # before the second attempt; doubled for each further one
 MAX_PAUSE_S = 10.0
 MAX_FAILURES = 3  # named in an error
 SERVER_S = 10.0  # that the server may take beside running the program
-INNER = ("__init__.py", "values.py", "driver.py", "judge.py")
+INNER = ("__init__.py", "values.py", "driver.py", "dialogue.py")
 
 # Writes the inner part and the program to a folder, starts the program in a process of its own, which does not know the
-# mark, removes the folder and itself, and prints the result behind the mark.
+# mark, removes itself, hands over the calls, removes the folder, and prints the answers behind the mark.
 _SCRIPT = """\
 import json, os, shutil, subprocess, sys, tempfile
 job = json.loads({job!r})
@@ -39,29 +40,26 @@ try:
 except (NameError, OSError):
     pass
 sys.path.append(folder)
-from inside import judge
+from inside.dialogue import Dialogue
 reads, asks = os.pipe()
 hears, replies = os.pipe()
 packages = [path for path in sys.path if path.endswith("-packages")]
 start = f"import sys; sys.path.append({{folder!r}}); from inside.driver import main; "
-start += f"main({{job['kind']!r}}, {{packages!r}}, {{reads}}, {{replies}})"
-with open(folder + "/stdin") as stdin:
-    program = subprocess.Popen([sys.executable, "-I", "-S", "-c", start], cwd=folder, stdin=stdin,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(reads, replies))
+start += f"main('calls', {{packages!r}}, {{reads}}, {{replies}})"
+program = subprocess.Popen([sys.executable, "-I", "-S", "-c", start], cwd=folder, stdin=subprocess.DEVNULL,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(reads, replies))
 os.close(reads)
 os.close(replies)
-if job["kind"] == "assert":
-    result = json.dumps({{"error": judge.failure(job["source"], asks, hears)}})
-else:
-    result = open(hears, errors="replace").read({most})
+answers = []
+Dialogue(job["calls"], asks, hears, answers.append).run()
 program.kill()
 program.wait()
 shutil.rmtree(folder, ignore_errors=True)
-print(job["mark"] + result)
+print(job["mark"] + b"".join(answers).decode(errors="replace"))
 """
 
 
-def run_tests(code: str, tests: list[dict[str, str]], config: SandboxConfig) -> Generator[Outcome, None, None]:
+def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[Outcome, None, None]:
     """Outcomes of the tests of one program, as `runner.run_tests`.
 
     Raises:
@@ -85,11 +83,10 @@ def run_tests(code: str, tests: list[dict[str, str]], config: SandboxConfig) -> 
             yield _checked(outcome, mark, config)
 
 
-def _with_driver(code: str, test: dict[str, str], mark: str) -> str:
+def _with_driver(code: str, test: dict[str, Any], mark: str) -> str:
     files = {f"inside/{name}": (PACKAGE / "inside" / name).read_text(encoding="utf-8") for name in INNER}
-    files |= {driver.PROGRAM: code, "stdin": test["stdin"]}
-    job = {"files": files, "kind": test["kind"], "source": test.get("source"), "mark": mark}
-    return _SCRIPT.format(job=json.dumps(job), most=MAX_RESULT)
+    job = {"files": files | {driver.PROGRAM: code}, "calls": test["calls"], "mark": mark}
+    return _SCRIPT.format(job=json.dumps(job))
 
 
 def _checked(outcome: Outcome, mark: str, config: SandboxConfig) -> Outcome:
@@ -146,7 +143,7 @@ class _ServerFailure(Exception):
 def _post(client: httpx.Client, body: bytes, timeout: float, config: SandboxConfig) -> Outcome:
     """What one request brings; `_ServerFailure` or `httpx.HTTPError` where that is no outcome."""
     # Of an answer, JSON may write each character of stdout and stderr in six bytes.
-    most = 2 * 6 * max(config.output_kb << 10, MAX_RESULT)
+    most = 2 * 6 * max(config.output_kb << 10, values.MAX_FRAME)
     ends = time.monotonic() + timeout
     received = bytearray()
     headers = {"content-type": "application/json"}

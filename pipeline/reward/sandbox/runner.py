@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline.config.sandbox import SandboxConfig
 from pipeline.reward.sandbox import isolation, processes
-from pipeline.reward.sandbox.inside import folders
+from pipeline.reward.sandbox.inside import folders, values
 from pipeline.reward.sandbox.isolation import SandboxError
 
 START_S = 30.0  # for the supervisor to start, on a machine that is busy
@@ -29,7 +29,6 @@ END_S = 10.0  # for all processes to end
 LOOK_S = 0.02  # between two looks at what the processes use
 CLEAN_S = 2.0  # to remove the folder of a program without isolation
 MAX_REPORT = 1000  # bytes
-MAX_RESULT = 16 << 20  # bytes; a longer one is cut, and then wrong
 MAX_REASON = 200  # characters
 OWN_MEMORY = 96 << 20  # of the supervisor and the processes around it
 OWN_THREADS = 6
@@ -55,8 +54,8 @@ class Outcome:
     seconds: float = 0.0
     """Wall-clock time."""
     result: bytes = b""
-    """Of a call or an assert: JSON of what the function returned, or of why it or the test failed. It comes from the
-    program's process and may be any bytes."""
+    """Of calls: the answers, a line of JSON for each (`inside/driver.py`). They come from the program's process and may
+    be any bytes."""
 
     @property
     def failure(self) -> str:
@@ -83,14 +82,14 @@ def run(code: str, stdin: str, config: SandboxConfig) -> Outcome:
         return next(outcomes, Outcome("time"))
 
 
-def run_tests(code: str, tests: list[dict[str, str]], config: SandboxConfig) -> Generator[Outcome, None, None]:
+def run_tests(code: str, tests: list[dict[str, Any]], config: SandboxConfig) -> Generator[Outcome, None, None]:
     """Outcomes of the tests of one program, in order, each as soon as it is known; closing the iterator ends all.
 
     It ends early when `total_timeout_s` is over or a limit on all processes together is passed.
 
     Args:
-        tests: each with its `kind`, `script`, `call` or `assert`; its `stdin`, which for a call is JSON of the
-            function's name and its packed arguments (`inside/values.py`); and the `source` of an assert.
+        tests: each with its `kind`, `script` or `calls`; its `stdin`; and its `calls`, each a line of JSON
+            (`inside/driver.py`).
 
     Raises:
         SandboxError: as `run`.
@@ -129,7 +128,7 @@ def _namespaces() -> str:
     return "namespaces"
 
 
-def _run(code: str, tests: list[dict[str, str]], kind: str, config: SandboxConfig) -> Generator[Outcome, None, None]:
+def _run(code: str, tests: list[dict[str, Any]], kind: str, config: SandboxConfig) -> Generator[Outcome, None, None]:
     work = tempfile.mkdtemp(prefix="sandbox-") if kind == "none" else ""
     with ExitStack() as files:
         names = ("job", "errors", "stdout", "stderr", "result")
@@ -156,7 +155,7 @@ def _run(code: str, tests: list[dict[str, str]], kind: str, config: SandboxConfi
                 if report is None:
                     return
                 texts = [os.pread(fd, config.output_kb << 10, 0).decode(errors="replace") for fd in fds[:2]]
-                yield Outcome(stdout=texts[0], stderr=texts[1], result=os.pread(fds[2], MAX_RESULT, 0), **report)
+                yield Outcome(stdout=texts[0], stderr=texts[1], result=os.pread(fds[2], values.MAX_FRAME, 0), **report)
                 if report["ended"] in ("memory", "processes"):
                     return
         except (OSError, _Broken) as error:

@@ -1,13 +1,16 @@
 """Tests of a programming problem: what a ground truth holds, and whether an outcome is right."""
 
-import ast
 import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.reward.sandbox import grammar
+from pipeline.reward.sandbox.answers import Answers, Failed
+from pipeline.reward.sandbox.forms import Refused
+from pipeline.reward.sandbox.grammar import Assertions
 from pipeline.reward.sandbox.inside import values
-from pipeline.reward.sandbox.runner import Outcome
+from pipeline.reward.sandbox.runner import LIMITS, Outcome
 
 TOLERANCE = 1e-6  # of numbers with a decimal point, relative above 1
 # A result is read only up to its expected size: as JSON, one that is right is at most so many times as long.
@@ -20,34 +23,29 @@ WHERE = "reward_model.ground_truth of a code row"
 class Test:
     """One test: its job in the sandbox (see `runner.run_tests`), and the expected output or result."""
 
-    job: dict[str, str]
-    expected: Any = None
+    job: dict[str, Any]
+    expected: Any
+    """The output or result, or the `Assertions`."""
 
     def failure(self, outcome: Outcome) -> str:
         """Why the outcome is wrong, in a few words; "" if it is right."""
         if self.job["kind"] == "script":
             return outcome.failure or ("" if same_text(outcome.stdout, self.expected) else "wrong answer")
-        if outcome.ended != "exit":
+        # What was answered before the time was over is not lost.
+        if outcome.ended in LIMITS and outcome.ended != "time":
             return outcome.failure
-        if not outcome.result:
-            return outcome.failure or "the test was ended from inside the program"
-        # Text of the program's own making: longer, deeper or stranger than JSON has to be.
+        if isinstance(self.expected, Assertions):
+            return self.expected.failure(Answers(outcome, self.expected.most))
         try:
-            if len(outcome.result) > MIN_RESULT + MAX_GROWTH * len(json.dumps(self.expected)):
-                return "wrong answer"
-            reply = json.loads(outcome.result)
-            if reason := reply.get("error"):
-                return str(reason)
-            if self.job["kind"] == "assert":
-                return ""
-            value, wanted = values.unpack(reply["value"]), self.expected
+            value = Answers(outcome, MIN_RESULT + MAX_GROWTH * len(json.dumps(self.expected)))[0]
+            wanted = self.expected
             # Some data sets wrap a single result in a list.
             wrapped = isinstance(wanted, list) and len(wanted) == 1 and _same_value(value, wanted[0])
-            if wrapped or _same_value(value, wanted):
-                return ""
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
-            pass
-        return "wrong answer"
+            return "" if wrapped or _same_value(value, wanted) else "wrong answer"
+        except Failed as error:
+            return str(error)
+        except (OverflowError, ValueError):  # of a number as a float, or as a key
+            return "wrong answer"
 
 
 def read(ground_truth: Any) -> list[Test]:
@@ -56,10 +54,11 @@ def read(ground_truth: Any) -> list[Test]:
     Args:
         ground_truth: as data or as JSON text, `{"inputs": [...], "outputs": [...]}` of standard input and output,
             the same with `"fn_name"` of arguments and results, `{"assert_case": [...]}` (blank ones are left out; they
-            take the place of inputs and outputs), or a list of pieces of Python with asserts.
+            take the place of inputs and outputs), or a list of pieces of Python with asserts
+            (`grammar.py`).
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or its asserts cannot be judged, with `Refused` as the cause.
     """
     data = ground_truth
     if isinstance(data, str):
@@ -87,11 +86,11 @@ def read(ground_truth: Any) -> list[Test]:
     tests = []
     for i, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
         if name is None:
-            job = {"kind": "script", "stdin": _text(given, f"inputs[{i}]")}
-            tests.append(Test(job, _text(wanted, f"outputs[{i}]")))
+            script = {"kind": "script", "stdin": _text(given, f"inputs[{i}]")}
+            tests.append(Test(script, _text(wanted, f"outputs[{i}]")))
         else:
-            job = {"kind": "call", "stdin": json.dumps([name, _arguments(given, f"inputs[{i}]")])}
-            tests.append(Test(job, _result(wanted)))
+            call = json.dumps([name, _arguments(given, f"inputs[{i}]"), ["d"]])
+            tests.append(Test({"kind": "calls", "stdin": "", "calls": [call]}, _result(wanted)))
     return tests
 
 
@@ -151,15 +150,16 @@ def _several(data: Any, key: str) -> list[Any]:
 
 
 def _assert(source: Any, key: str) -> Test:
-    found = False
-    if isinstance(source, str):
-        try:
-            found = any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(source)))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ValueError(f"{WHERE}: {key} is not Python: {error}") from error
-    if not found:
+    if not isinstance(source, str):
         raise ValueError(f"{WHERE}: {key} must be Python with an assert, not {str(source)[:100]!r}")
-    return Test({"kind": "assert", "stdin": "", "source": source})
+    try:
+        assertions = grammar.read(source)
+    except Refused as error:
+        raise ValueError(
+            f"{WHERE}: {key} cannot be judged: {error}. Write calls of the program's functions with literals, compared "
+            "with values (docs/sandbox.md), or leave the row out"
+        ) from error
+    return Test({"kind": "calls", "stdin": "", "calls": list(assertions.calls)}, assertions)
 
 
 def _text(data: Any, key: str) -> str:

@@ -352,6 +352,9 @@ def test_hostile_sizes_stay_small() -> None:
     assert f"is longer than {MAX_TEXT} characters" in reason
     with pytest.raises(ScriptError, match="nested too deeply"):
         follow(f"python3 -m verl data.a=$(({'9*' * 5000}9))")
+    for opened, closed in (("{ ", "; }"), ("if true; then ", "; fi"), ("A=$(", ")"), ("A=${A:-", "}"), ("A=$((", "))")):
+        with pytest.raises(ScriptError):
+            follow(opened * 3000 + "echo" + closed * 3000)
 
 
 def test_odd_letters() -> None:

@@ -11,12 +11,15 @@ LONG = "Let us think. " * 7200  # 100 kB
 
 BOXED = [
     (r"so $\boxed{42}$.", "42", 1), (r"\boxed{\$1,234.50}", "1234.5", 1), (r"\boxed{5\text{ cm}}", "5", 1),
-    (r"\boxed{1,\!234}", "234, 1", 0),
-    (r"\boxed{True}", "true", 1), (r"\boxed{False}", "true", 0), (r"\boxed{2012_7}", "2012_{7}", 1),
-    (r"\boxed{2012_7}", "2012_5", 0), (r"\boxed{1} or \boxed{2}", "1,2", 0),
+    (r"\boxed{1,\!234}", "234, 1", 0), (r"\boxed{True}", "true", 1), (r"\boxed{False}", "true", 0),
+    (r"\boxed{2012_7}", "2012_{7}", 1), (r"\boxed{2012_7}", "2012_5", 0), (r"\boxed{1} or \boxed{2}", "1,2", 0),
     (r"\boxed{1} or rather \boxed{2}", "2", 1), (r"\boxed{2} or rather \boxed{1}", "2", 0), (r"\boxed 5", "5", 1),
     (r"\fbox{5}", "5", 1), (r"\boxed{5} then \boxed{", "5", 1), (r"\boxed{5", "5", 0), (r"\boxed{}", "5", 0),
     ("The answer is 5.", "5", 0), ("", "5", 0), ("\u7b54\u6848 \\boxed{\u53f3}", "\u53f3", 1),
+    (r"\boxed{\boxed{5}}", "5", 1), (r"\boxed{6\boxed{5}}", "5", 0), (r"\boxed{\boxed{6}5}", "5", 0),
+    (r"\boxed 5 million", "5", 0), (r"\boxed 5 apples", "5", 1), (r"\boxed{5 million}", "5", 0),
+    (r"\boxed{5, 6}", "5", 0), (r"\boxed{5 or 6}", "5", 0), (r"\boxed{\text{A}\text{B}}", "A", 0),
+    (r"\boxed{0,005}", "5", 0), (r"\boxed{4.9999996+0}", "5", 0), (r"\boxed{f'(x)}", "f(x)", 0),
     ("\\boxed{\uff15}", "5", 0), (LONG + r"\boxed{5}" + LONG, "5", 1), (r"\boxed{" + LONG + "}", "5", 0),
     (r"\boxed{5" + "}" * 100_000, "5", 1),
 ]  # fmt: skip
@@ -49,7 +52,11 @@ DAPO = [
     ("Answer: -34", 0), ("Answer: 34 degrees", 1), ("Answer: 34 dollars", 1), ("Answer: 34 points", 1),
     ("Answer: 34 million", 0), ("Answer: \\$34", 1), ("Answer: \\frac{68}{2}", 1), ("Answer: 34 or 35", 0),
     ("Answer:", 0), ("\\boxed{34}", 1), ("Answer: 1 \\boxed{34", 0), ("It is 34.", 0), ("Answer: \uff13\uff14", 0),
-    (LONG + "Answer: 34\n" + LONG, 1), ("Answer: " + LONG.replace(" ", ""), 0),
+    ("Answer: $x = \\boxed{34}$.", 1), ("Answer: \\boxed{34} or 35", 0), ("Answer: 35, or \\boxed{34}", 0),
+    ("Answer: -\\boxed{34}", 0), ("Answer: \\boxed{35} \\boxed{34}", 0), ("Answer: \\boxed{34} million", 0),
+    ("Answer: \\boxed{34}^2", 0), ("Answer: 34 vs 35", 0), ("Answer: 34k", 0), ("Answer: 34 and a half", 0),
+    ("Answer: 34 point two", 0), ("Answer: 34!", 0), ("Answer: 34\u00b2", 0), (LONG + "Answer: 34\n" + LONG, 1),
+    ("Answer: " + LONG.replace(" ", ""), 0),
 ]  # fmt: skip
 
 

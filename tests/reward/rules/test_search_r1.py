@@ -62,3 +62,17 @@ def test_forms_of_truth(truth: Any) -> None:
 def test_unusable_ground_truth_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match=r"ground_truth of a searchR1 row must hold `target`"):
         compute_score(tagged(""), truth)
+
+
+NUMBERS = [
+    ("-42", "42", 0), ("- 42", "42", 0), ("42", "-42", 0), ("4.2", "42", 0), ("42", "4.2", 0), ("1/2", "12", 0),
+    ("5-7", "57", 0), ("3.14", "314", 0), ("1,00", "100", 0), ("0,005", "5", 0), ("12:30", "1230", 0),
+    ("-42", "-42", 1), ("4.2", "4.2", 1), ("1,000", "1000", 1), ("$42", "42", 1), ("42.", "42", 1), ("42%", "42", 1),
+    ("1914-1918", "1914-1918", 1), ("Catch-22", "catch 22", 0), ("Catch-22", "Catch-22", 1), ("U.S.", "US", 1),
+    ("P-51", "P51", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "target", "acc"), NUMBERS)
+def test_a_sign_and_a_mark_within_a_number_count(answer: str, target: str, acc: int) -> None:
+    assert compute_score(f"<answer>{answer}</answer>", {"target": [target]})["acc"] == acc

@@ -62,9 +62,10 @@ def opened(fd):
     try: return bool(os.fstat(fd))
     except OSError: return False
 FDS = [fd for fd in range(3, 2000) if opened(fd)]
+def fds(): return FDS
 """
     try:
-        assert score(code, ["assert FDS == [3, 4]"], config)["score"] == 1.0
+        assert score(code, ["assert fds() == [3, 4]"], config)["score"] == 1.0
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in taken:

@@ -141,7 +141,7 @@ def test_an_answer_without_end_is_the_programs_doing(
     server: tuple[Server, SandboxConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, config = server
-    monkeypatch.setattr(remote, "MAX_RESULT", 1 << 20)
+    monkeypatch.setattr(remote.values, "MAX_FRAME", 1 << 20)
     state.answers = [lambda _: (200, b" " * (16 << 20))]
     assert run("x", "", config).failure == "output limit exceeded"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.reward.sandbox.forms import Refused
 from pipeline.reward.sandbox.inside import values
 from pipeline.reward.sandbox.runner import Outcome
 from pipeline.reward.sandbox.truth import read, same_text
@@ -24,22 +25,36 @@ def test_inputs_and_outputs(form: Any) -> None:
 
 def test_functions() -> None:
     tests = read({"fn_name": "add", "inputs": ["1\n[2]", [3, 4]], "outputs": ["[3]", 7]})
-    given = [json.loads(test.job["stdin"]) for test in tests]
-    assert given == [["add", ["l", 1, ["l", 2]]], ["add", ["l", 3, 4]]]
+    given = [json.loads(call) for test in tests for call in test.job["calls"]]
+    assert given == [["add", ["l", 1, ["l", 2]], ["d"]], ["add", ["l", 3, 4], ["d"]]]
     assert [test.expected for test in tests] == [[3], 7]
     assert read({"fn_name": None, **STDIN})[0].job["kind"] == "script"
 
 
 def test_asserts_take_the_place_of_inputs() -> None:
-    assert [test.job["source"] for test in read({**STDIN, "assert_case": ["assert a", " ", "assert b"]})] == [
-        "assert a",
-        "assert b",
-    ]
+    one, two = read({**STDIN, "assert_case": ["assert f(1) == 2", " ", "assert f(3)"]})
+    job = {"kind": "calls", "stdin": "", "calls": ['["f", ["l", 1], ["d"]]']}
+    assert one.job == job and two.job == job | {"calls": ['["f", ["l", 3], ["d"]]']}
     assert read({**STDIN, "assert_case": ["", ""]})[0].job["kind"] == "script"
-    job = {"kind": "assert", "stdin": "", "source": "assert f(1)"}
-    assert read({"assert_case": "assert f(1)"})[0].job == job
-    assert len(read(["assert a", "assert b"])) == len(read('["assert a", "assert b"]')) == 2
-    assert read("def check(f):\n  assert f(1)\ncheck(f)")[0].job["kind"] == "assert"
+    assert read({"assert_case": "assert f(1) == 5"})[0].job == job
+    assert len(read(["assert f(1)", "assert f(2)"])) == len(read('["assert f(1)", "assert f(2)"]')) == 2
+    assert read("def check(g):\n  assert g(1)\ncheck(f)")[0].job == job
+
+
+def test_what_is_expected_is_in_no_job() -> None:
+    """Jobs are all that enters the sandbox."""
+    for truth in (
+        ["assert f(1) == 'canary' and f(2) < 3.125", "assert 'canary' in f(4), 'canary'"],
+        {"fn_name": "f", "inputs": [[1]], "outputs": ["canary"]},
+        {"inputs": ["1"], "outputs": ["canary"]},
+    ):
+        assert not any(word in json.dumps([test.job for test in read(truth)]) for word in ("canary", "3.125"))
+
+
+def test_one_assert_that_cannot_be_judged_refuses_the_row() -> None:
+    with pytest.raises(ValueError, match=r"\[1\] cannot be judged: `isinstance`.*docs/sandbox\.md") as error:
+        read(["assert f(1) == 2", "assert isinstance(f(1), int)"])
+    assert isinstance(error.value.__cause__, Refused) and error.value.__cause__.form == "`isinstance`"
 
 
 @pytest.mark.parametrize(
@@ -55,10 +70,11 @@ def test_asserts_take_the_place_of_inputs() -> None:
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, r"inputs\[0\] must have an argument in JSON"),
         ({"inputs": [1], "outputs": ["1"], "fn_name": "f"}, r"inputs\[0\] must be a list"),
         ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f()"}, "fn_name"),
-        (["assert f("], r"\[0\] is not Python"),
-        (["f(1) == 2"], "with an assert"),
+        (["assert f("], r"\[0\] cannot be judged: text that is not Python"),
+        (["f(1) == 2"], "a statement that asserts nothing"),
+        ([3], "with an assert"),
         ({"assert_case": {"a": 1}}, "assert_case must be a list"),
-        ("nothing", "with an assert"),
+        ("nothing", "a statement that asserts nothing"),
     ],
 )
 def test_a_ground_truth_that_is_none_is_named(truth: Any, words: str) -> None:
@@ -108,7 +124,7 @@ def test_outputs_are_compared_by_lines_and_words(printed: str, expected: str, sa
 )
 def test_results_are_compared_as_data(result: Any, expected: Any, same: bool) -> None:
     (test,) = read({"fn_name": "f", "inputs": [[]], "outputs": [expected]})
-    text = json.dumps({"value": values.pack(result)}).encode()
+    text = json.dumps({"value": values.pack(result)}).encode() + b"\n"
     assert (test.failure(Outcome("exit", result=text)) == "") is same
 
 
@@ -130,7 +146,7 @@ def test_results_are_compared_as_data(result: Any, expected: Any, same: bool) ->
 def test_a_result_that_is_no_data_is_wrong(text: str) -> None:
     (test,) = read({"fn_name": "f", "inputs": [[]], "outputs": [[]]})
     start = time.process_time()
-    assert test.failure(Outcome("exit", result=text.encode())) == "wrong answer"
+    assert test.failure(Outcome("exit", result=text.encode() + b"\n")).startswith("an answer that is ")
     assert time.process_time() - start < 0.5
 
 
@@ -143,4 +159,8 @@ def test_reasons_of_failures_are_short() -> None:
     assert test.failure(Outcome("time", None, "1\n")) == "time limit exceeded"
     assert len(test.failure(Outcome("exit", 1, "", "x" * 10**6))) <= 200
     (test,) = read(["assert f(1)"])
-    assert "inside the program" in test.failure(Outcome("exit", 0))
+    assert test.failure(Outcome("exit", 0)) == "the program ended before it had answered"
+    # What was answered in time counts.
+    assert test.failure(Outcome("time", result=b'{"value": 1}\n')) == ""
+    assert test.failure(Outcome("time", result=b'{"value": 1}')) == "time limit exceeded"
+    assert test.failure(Outcome("output", result=b'{"value": 1}\n')) == "output limit exceeded"

@@ -17,6 +17,7 @@ import signal
 import time
 
 from . import driver, folders, limits, namespaces, values
+from .dialogue import Dialogue
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes as long to import as a small program to run
@@ -33,7 +34,6 @@ ENVIRONMENT = {
 KILL_S = 5.0  # for killed processes to end
 LOOK_S = 0.02  # between two looks at how much was printed
 ASKED, REPORTS = 0, 1  # file descriptors
-VERDICT = 5  # file descriptor of a judge's result
 READY = 39  # file descriptor by which a child says that it could not start
 STREAMS = 50  # file descriptors from here on are those of the job, out of the way of what children get
 
@@ -88,29 +88,25 @@ class Supervisor:
         given = os.memfd_create("stdin")
         values.write(given, test["stdin"].encode(errors="surrogatepass"))
         os.lseek(given, 0, os.SEEK_SET)
-        pipes: list[int] = []
         fds = {0: given, 1: out, 2: err}
+        near: list[int] = []
+        dialogue = None
         main = self.group = 0
         try:
-            if test["kind"] == "assert":
-                reads_request, asks = os.pipe()
-                reads_reply, replies = os.pipe()
-                nothing = os.open(os.devnull, os.O_RDWR)  # what a test prints is not for the program to read
-                pipes = [reads_request, asks, reads_reply, replies, nothing]
-                theirs = {0: nothing, 1: nothing, 2: nothing}
-                theirs |= {driver.REQUESTS: asks, driver.REPLIES: reads_reply, VERDICT: result}
-                # The judge comes first: the program might leave no room for another process.
-                main = self._start(theirs, lambda: _judge(test["source"]))
-                fds |= {driver.REQUESTS: reads_request, driver.REPLIES: replies}
-            elif test["kind"] == "call":
-                fds[driver.REPLIES] = result
-            program = self._start(fds, lambda: self._execute(test["kind"]))
-            main = main or program
-            for fd in (given, *pipes):
-                os.close(fd)
-            ended = self._watch(main, min(started + self.job["test_s"], self.ends))
+            if test["kind"] == "calls":
+                fds[driver.REQUESTS], requests = os.pipe()
+                replies, fds[driver.REPLIES] = os.pipe()
+                near = [requests, replies]
+                dialogue = Dialogue(test["calls"], requests, replies, lambda piece: values.write(result, piece))
+            main = self._start(fds, lambda: self._execute(test["kind"]))
+            for fd in fds.values():
+                if fd not in (out, err):
+                    os.close(fd)
+            ended = self._watch(main, min(started + self.job["test_s"], self.ends), dialogue)
         finally:
             returncode = self._end(main)
+            for fd in near:
+                os.close(fd)
         if ended == "exit" and self._printed_too_much():
             ended = "output"
         return {"ended": ended, "returncode": returncode, "seconds": time.monotonic() - started}
@@ -160,22 +156,26 @@ class Supervisor:
         start += f"main({kind!r}, {self.job['packages']!r})"
         os.execve(self.job["python"], [self.job["python"], "-I", "-S", "-c", start], ENVIRONMENT)
 
-    def _watch(self, main: int, deadline: float) -> str:
-        """Wait until process `main` ends ("exit"), the time is over ("time") or too much is printed ("output")."""
+    def _watch(self, main: int, deadline: float, dialogue: Dialogue | None) -> str:
+        """Wait until process `main` or its dialogue ends ("exit"), the time is over ("time") or too much is printed or
+        answered ("output")."""
         poll = select.poll()
         ending = os.pidfd_open(main)
         poll.register(ending, select.POLLIN)
         poll.register(ASKED, 0)  # reports that the other end is closed
         try:
-            while time.monotonic() < deadline:
+            ended = dialogue.step(poll) if dialogue else ""
+            while not ended and time.monotonic() < deadline:
                 ready = [fd for fd, _ in poll.poll(LOOK_S * 1000)]
                 if ASKED in ready:
                     raise RunnerEnded
-                if ready:
-                    return "exit"
+                if dialogue:
+                    ended = dialogue.step(poll)
+                if ending in ready:
+                    return ended or "exit"
                 if self._printed_too_much():
                     return "output"
-            return "time"
+            return ended or "time"
         finally:
             os.close(ending)
 
@@ -204,14 +204,6 @@ class Supervisor:
         raise RuntimeError(f"processes of the program were still there {KILL_S:g} s after they were killed")
 
 
-def _judge(source: str) -> None:
-    from . import judge
-
-    limits.prctl(limits.PR_SET_DUMPABLE, 0)  # no process of the program may look into this one
-    os.close(READY)
-    values.send(VERDICT, {"error": judge.failure(source, driver.REQUESTS, driver.REPLIES)})
-
-
 def main(job_fd: int) -> None:
     """Read the job, isolate this process, run the tests."""
     with open(job_fd) as file:
@@ -225,8 +217,6 @@ def main(job_fd: int) -> None:
         # Its namespace dies with the supervisor. Without one, the supervisor stays to kill what it has started.
         limits.prctl(limits.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if any(test["kind"] == "assert" for test in job["tests"]):
-        from . import judge  # noqa: F401  (while its file can still be seen)
     uid = None
     if job["namespaces"]:
         uid = namespaces.enter(job["mounts"], job["temp"])

@@ -1,8 +1,8 @@
 """Plain data that leaves the process of a program under test: JSON, with a tag for each type that JSON lacks.
 
 Only data is read back, so a hostile sender can choose a value and no more. A list in the JSON is always `[tag, ...]`:
-`l`ist, `t`uple, `s`et, `f`rozenset, `d`ict, `b`ytes, `c`omplex, `n`on-finite float, `i`nteger of many digits, `h`andle
-of an object that stays in the program's process.
+`l`ist, `t`uple, `s`et, `f`rozenset, `d`ict, `b`ytes, `c`omplex, `n`on-finite float, `i`nteger of many digits, `r`esult
+of an earlier call, which only the program's process can read.
 """
 
 from __future__ import annotations
@@ -10,27 +10,30 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes as long to import as a small program to run
+    from collections.abc import Iterable, Mapping
     from typing import Any, BinaryIO
 
-MAX_FRAME = 16 << 20  # bytes of one message, and of the result of a function
+MAX_FRAME = 16 << 20  # bytes of one message, and of all that a program answers in a test
+MAX_DEPTH = 200  # of containers within containers: as many as Python reads in a literal
+MAX_ALIKE = 64  # different keys of a set or dict with one hash; each further one takes longer
 
 _SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 
 
-def no_handle(*_: Any) -> Any:
-    """The `handle` of data that may hold no objects."""
-    raise ValueError("not plain data")
+class NotPlain(ValueError):
+    """A value that is not plain data."""
 
 
-def pack(value: Any, handle: Callable[[Any], list[Any]] = no_handle) -> Any:
+def pack(value: Any, depth: int = MAX_DEPTH) -> Any:
     """`value` as JSON data.
 
-    A subclass of a built-in type becomes the built-in type, NumPy values become what their `tolist` says, and any other
-    object what `handle` makes of it.
+    A subclass of a built-in type becomes the built-in type, and NumPy values become what their `tolist` says.
+
+    Raises:
+        NotPlain: it is, or holds, something else, or is nested too deep.
     """
     if value is None or value is True or value is False:
         return value
@@ -42,35 +45,46 @@ def pack(value: Any, handle: Callable[[Any], list[Any]] = no_handle) -> Any:
         return value if math.isfinite(value) else ["n", repr(value)]
     if isinstance(value, str):
         return str.__str__(value)
-    for tag, kind in _SEQUENCES.items():
-        if isinstance(value, kind):
-            return [tag, *(pack(item, handle) for item in kind.__iter__(value))]
-    if isinstance(value, dict):
-        return ["d", *([pack(key, handle), pack(item, handle)] for key, item in dict.items(value))]
-    if isinstance(value, bytes | bytearray):
+    if isinstance(value, (bytes, bytearray)):
         return ["b", bytes(value).hex()]
     if isinstance(value, complex):
         return ["c", pack(value.real), pack(value.imag)]
+    if depth == 0:
+        raise NotPlain(f"data that is nested more than {MAX_DEPTH} deep")
+    for tag, kind in _SEQUENCES.items():
+        if isinstance(value, kind):
+            return [tag, *(pack(item, depth - 1) for item in kind.__iter__(value))]
+    if isinstance(value, dict):
+        return ["d", *([pack(key, depth - 1), pack(item, depth - 1)] for key, item in dict.items(value))]
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
-        return pack(value.tolist(), handle)
-    return handle(value)
+        return pack(value.tolist(), depth - 1)
+    raise NotPlain(f"a value of the type {type(value).__name__}, which is not plain data")
 
 
-def unpack(data: Any, handle: Callable[[int, str], Any] = no_handle) -> Any:
+def unpack(data: Any, results: Mapping[int, Any] | None = None, depth: int = MAX_DEPTH) -> Any:
     """The value that `pack` made `data` of.
 
+    Args:
+        results: what earlier calls returned, by their numbers, for data that may refer to them.
+
     Raises:
-        ValueError, TypeError, KeyError, IndexError, RecursionError: `data` is nothing that `pack` makes.
+        ValueError, TypeError, KeyError, IndexError: `data` is nothing that `pack` makes.
     """
     if isinstance(data, dict):
         raise ValueError("a JSON object is no packed value")
     if not isinstance(data, list):
         return data
+    if depth == 0:
+        raise NotPlain(f"data that is nested more than {MAX_DEPTH} deep")
     tag, rest = data[0], data[1:]
+    if tag in ("s", "f"):
+        return _SEQUENCES[tag](distinct(unpack(item, results, depth - 1) for item in rest))
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](unpack(item, handle) for item in rest)
+        return _SEQUENCES[tag](unpack(item, results, depth - 1) for item in rest)
     if tag == "d":
-        return {unpack(key, handle): unpack(item, handle) for key, item in rest}
+        items = [(unpack(key, results, depth - 1), unpack(item, results, depth - 1)) for key, item in rest]
+        distinct(key for key, _ in items)
+        return dict(items)
     if tag == "b":
         return bytes.fromhex(rest[0])
     if tag == "c":
@@ -79,9 +93,27 @@ def unpack(data: Any, handle: Callable[[int, str], Any] = no_handle) -> Any:
         return float({"nan": "nan", "inf": "inf", "-inf": "-inf"}[rest[0]])
     if tag == "i":
         return int(rest[0], 16)
-    if tag == "h":
-        return handle(int(rest[0]), str(rest[1])[:100])
+    if tag == "r" and results is not None:
+        return results[rest[0]]
     raise ValueError(f"{tag!r} is no tag of a packed value")
+
+
+def distinct(keys: Iterable[Any]) -> list[Any]:
+    """The keys without repetitions, in their order.
+
+    Raises:
+        ValueError: so many have one hash that a set or dict of them would take the square of their number to make.
+        TypeError: one has no hash.
+    """
+    seen: dict[Any, None] = {}
+    alike: dict[int, int] = {}
+    for key in keys:
+        if key not in seen:
+            seen[key] = None
+            alike[hash(key)] = alike.get(hash(key), 0) + 1
+            if alike[hash(key)] > MAX_ALIKE:
+                raise ValueError(f"more than {MAX_ALIKE} keys with one hash")
+    return list(seen)
 
 
 def write(fd: int, data: bytes | bytearray) -> None:

@@ -1,0 +1,60 @@
+"""Bodies of requests, which anyone may have written, read so that none holds the event loop."""
+
+import asyncio
+import zlib
+from typing import Any
+
+from aiohttp import web
+
+from pipeline.agent.frames import MAX_HEARD, heard
+from pipeline.agent.refused import Refused
+
+WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
+"""Bits of zlib's window by the encoding of a body."""
+
+
+async def read(request: web.Request) -> bytes:
+    """The body of a request, unpacked. The server itself must unpack none: it has no bound and uses the event loop.
+
+    Raises:
+        Refused: it is too long, or is not packed as its header says.
+    """
+    encoding = request.headers.get("Content-Encoding", "").strip().lower() or "identity"
+    if encoding not in WINDOWS and encoding != "identity":
+        known = ", ".join(WINDOWS)
+        raise Refused(f"content-encoding {encoding!r:.40} is not read; send {known}, or no such header", "encoding")
+    try:
+        body = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_long() from None
+    return body if encoding == "identity" else await asyncio.to_thread(unpacked, body, WINDOWS[encoding])
+
+
+def unpacked(body: bytes, window: int) -> bytes:
+    """What is packed in a body.
+
+    Raises:
+        Refused: it is too long, is no such pack, or breaks off.
+    """
+    unpacking = zlib.decompressobj(window)
+    try:
+        plain = unpacking.decompress(body, MAX_HEARD + 1)
+    except zlib.error as error:
+        raise Refused(f"the body is not packed as its header content-encoding says ({error})", "encoding") from None
+    if len(plain) > MAX_HEARD:
+        raise _too_long()
+    if not unpacking.eof:
+        raise Refused("the body, which is packed, breaks off before its end", "encoding")
+    return plain
+
+
+def _too_long() -> Refused:
+    return Refused(f"the body is longer than {MAX_HEARD:,} bytes", "too_large", 413)
+
+
+def as_json(body: bytes) -> dict[str, Any]:
+    """The object in a body. Raises Refused."""
+    try:
+        return heard(body)
+    except ValueError as error:
+        raise Refused(f"the body is {error}", "invalid_json") from None

@@ -1,0 +1,124 @@
+"""The messages of an MCP server, watched: the first that answers no request ends the connection.
+
+The client passes over an answer that it cannot read, or that has the id of no request. The call that waits for it would
+wait until its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
+
+from pipeline.agent.frames import MAX_MESSAGES
+
+
+class Watch:
+    """What is known of a connection.
+
+    Args:
+        fail: takes note of why the server answers no more, in words behind its name.
+    """
+
+    def __init__(self, fail: Callable[[str], None]) -> None:
+        self.fail = fail
+        self.received = 0
+        """Messages since the last call."""
+        self._waiting: set[str] = set()
+
+    def asked(self, message: Any) -> None:
+        """Take note of a message to the server."""
+        if isinstance(message, JSONRPCRequest):
+            self._waiting.add(str(message.id))
+
+    def answers(self, item: Any) -> bool:
+        """Whether the client can do something with what the server sent; if not, `fail` is called."""
+        self.received += 1
+        if self.received > MAX_MESSAGES:
+            self.fail(f"sent more than {MAX_MESSAGES:,} messages")
+            return False
+        if isinstance(item, Exception):
+            self.fail(f"sent a message that cannot be read: {item!s:.300}")
+            return False
+        message = item.message
+        if isinstance(message, (JSONRPCResponse, JSONRPCError)):
+            if str(message.id) not in self._waiting:
+                why = f": {message.error.message:.300}" if isinstance(message, JSONRPCError) else ""
+                self.fail(f"answered a request that was not made, of the id {message.id!r:.80}{why}")
+                return False
+            self._waiting.discard(str(message.id))
+        return True
+
+
+def is_meant(line: bytes) -> bool:
+    """Whether a line that is no message is meant as one; servers print other things, too."""
+    if b'"jsonrpc"' in line:
+        return True
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return line.lstrip().startswith(b'{"')
+    return isinstance(value, dict) and "id" in value and not value.keys().isdisjoint(("result", "error"))
+
+
+class Read:
+    """The stream of a server's messages."""
+
+    def __init__(self, stream: Any, watch: Watch) -> None:
+        self._stream, self._watch = stream, watch
+
+    @property
+    def last_context(self) -> Any:
+        """See `mcp.shared._stream_protocols.ReadStream`."""
+        return getattr(self._stream, "last_context", None)
+
+    async def receive(self) -> Any:
+        """The next message."""
+        item = await self._stream.receive()
+        if not self._watch.answers(item):
+            raise anyio.EndOfStream
+        return item
+
+    async def aclose(self) -> None:
+        """Receive no more."""
+        await self._stream.aclose()
+
+    def __aiter__(self) -> Read:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def __aenter__(self) -> Read:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.aclose()
+
+
+class Written:
+    """The stream of messages to a server."""
+
+    def __init__(self, stream: Any, watch: Watch) -> None:
+        self._stream, self._watch = stream, watch
+
+    async def send(self, item: Any, /) -> None:
+        """Send a message."""
+        self._watch.asked(item.message)
+        await self._stream.send(item)
+
+    async def aclose(self) -> None:
+        """Send no more."""
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> Written:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.aclose()

@@ -1,0 +1,231 @@
+"""Arguments that set a mapping with free names, such as `reward.source_scale.openai/gsm8k=2`.
+
+Hydra's grammar takes few of the names that data sources have, so these arguments are read here and laid over the
+settings that Hydra has composed.
+
+    reward.source_scale.openai/gsm8k=2          where values are no mappings, all up to the first `=` is one name
+    'reward.source_scale."x=y"=2'               a name in quotes, as in JSON
+    'reward.rule_kwargs={"math.v2": {"strict": true}}'  JSON, or Hydra's {name: value}
+    ~reward.source_scale.openai/gsm8k           takes a name out, which a file has set
+"""
+
+import json
+import re
+import typing
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.config.schema import Key, expected
+
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One argument."""
+
+    text: str
+    """As it was typed."""
+    key: Key
+    """The mapping."""
+    names: tuple[str, ...]
+    """Where inside the mapping."""
+    value: Any
+    removes: bool = False
+
+    @property
+    def place(self) -> str:
+        """The key with its names, as they are written."""
+        return ".".join([self.key.name, *(_written(name) for name in self.names)])
+
+
+def key_of(text: str, valid: dict[str, Key]) -> Key | None:
+    """The mapping that the argument `text` sets, or sets a name of."""
+    name = text.lstrip("+~")
+    for key in valid.values():
+        begins = typing.get_origin(key.type) is dict and name.startswith(key.name)
+        if begins and name[len(key.name) :][:1] in ("", ".", "="):
+            return key
+    return None
+
+
+def read(text: str, key: Key, parse: Callable[[str], Any]) -> Entry:
+    """The argument `text`, which sets `key`; `parse` reads a value in Hydra's grammar.
+
+    Raises:
+        ValueError: the names or the value cannot be read, or the sentences of `parse`.
+    """
+    removes, rest = text.startswith("~"), text.lstrip("+~")[len(key.name) :]
+    names: list[str] = []
+    depth = _depth(key.type)
+    while rest.startswith("."):
+        rest = rest[1:]
+        if quoted := _QUOTED.match(rest):
+            names.append(json.loads(quoted[0]))
+            rest = rest[quoted.end() :]
+            continue
+        end = min((place for mark in ("=", '."') if (place := rest.find(mark)) >= 0), default=len(rest))
+        plain = rest[:end].split(".", -1 if depth is None else max(0, depth - len(names) - 1))
+        names, rest = names + plain, rest[end:]
+        if not all(plain):
+            raise ValueError(f'the argument {text!r} has an empty name; an empty name is written ""')
+    if rest[:1] not in ("", "=") or not (rest or removes):
+        raise ValueError(f"the argument {text!r} cannot be read as key=value; {_form(key)}")
+    if removes:
+        return Entry(text, key, tuple(names), None, removes=True)
+    try:
+        value = _value(rest[1:], parse)
+    except ValueError as error:
+        raise ValueError(f"the argument {text!r}: {error}; {_form(key)}") from error
+    if _inner(key.type, len(names)) is str and not isinstance(value, str | None):
+        # Read as a number or a truth value and made text again, `1.10` would be `1.1`.
+        value = rest[1:]
+    return Entry(text, key, tuple(names), value)
+
+
+def lay_over(settings: DictConfig, entries: Iterable[Entry]) -> None:
+    """Put the entries into `settings`, one after the other. A mapping is merged with the one that is there, unless it
+    is empty.
+
+    Raises:
+        ValueError: a value has the wrong type, or a name to be taken out is not there.
+    """
+    # Hydra forbids new names in mappings; sections have no others than their fields anyway.
+    OmegaConf.set_struct(settings, None)
+    for entry in entries:
+        try:
+            if entry.removes:
+                _remove(settings, entry)
+                continue
+            node: Any = settings
+            *sections, last = (*entry.key.name.split("."), *entry.names)
+            for name in sections:
+                node = _mapping(node, name)
+            _set(node, last, entry.value)
+        except OmegaConfBaseException as error:
+            value, kind = entry.text.split("=", 1)[-1], expected(_inner(entry.key.type, len(entry.names)))
+            raise ValueError(
+                f"the argument {entry.text!r}: {entry.place}={value} does not fit; expected {kind}; {_form(entry.key)}"
+            ) from error
+
+
+def check(key: Key, value: Any) -> None:
+    """Refuse values that OmegaConf lets pass.
+
+    Raises:
+        ValueError: a value of the mapping has the wrong type.
+    """
+    kind = typing.get_args(key.type)[1]
+    for name, inner in value.items():
+        if not _fits(inner, kind):
+            place = f"{key.name}.{_written(name)}"
+            raise ValueError(f"{place}={inner!r} does not fit; expected {expected(kind)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if typing.get_origin(kind) in (dict, list):
+        inner = typing.get_args(kind)[-1]
+        parts = value.values() if isinstance(value, dict) else value
+        return isinstance(value, typing.get_origin(kind)) and all(_fits(part, inner) for part in parts)
+    return isinstance(value, kind)
+
+
+def _mapping(node: Any, name: str) -> Any:
+    """The mapping `name` of `node`, made if it is not there."""
+    if not isinstance(node.get(name), DictConfig):
+        node[name] = {}
+    return node[name]
+
+
+def _set(node: Any, name: str, value: Any) -> None:
+    if not isinstance(value, dict) or not value:
+        node[name] = value
+        return
+    inner = _mapping(node, name)
+    for key, part in value.items():
+        _set(inner, key, part)
+
+
+def _remove(settings: DictConfig, entry: Entry) -> None:
+    node: Any = OmegaConf.select(settings, entry.key.name)
+    if not entry.names:
+        node.clear()
+        return
+    *parents, last = entry.names
+    for name in parents:
+        node = node.get(name, {})
+    if last not in node:
+        there = ", ".join(map(_written, node)) or "none"
+        raise ValueError(f"the argument {entry.text!r} takes out {entry.place}, which is not set; there are: {there}")
+    del node[last]
+
+
+def _form(key: Key) -> str:
+    return f"names and values can be given as JSON: '{key.name}={{\"NAME\": VALUE}}'"
+
+
+def _written(name: str) -> str:
+    return name if re.fullmatch(r"[\w/ -]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def _depth(kind: Any) -> int | None:
+    """Names from a mapping to its values; None where values may be mappings of any depth."""
+    value = typing.get_args(kind)[1]
+    if value is Any:
+        return None
+    if typing.get_origin(value) is not dict:
+        return 1
+    inner = _depth(value)
+    return None if inner is None else inner + 1
+
+
+def _inner(kind: Any, names: int) -> Any:
+    """The type of what lies so many names inside a mapping."""
+    for _ in range(names):
+        kind = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else Any
+    return kind
+
+
+def _value(text: str, parse: Callable[[str], Any]) -> Any:
+    braces = text.lstrip().startswith("{")
+    if braces:
+        with suppress(json.JSONDecodeError):
+            return json.loads(text)
+    try:
+        return _named_by_text(parse(text), text)
+    except ValueError:
+        # Hydra takes no quotes around names, and no letters but ASCII in them.
+        if braces:
+            with suppress(yaml.YAMLError):
+                return _named_by_text(yaml.safe_load(text), text)
+        raise
+
+
+def _named_by_text(value: Any, text: str) -> Any:
+    """`value` with text for names that Hydra reads as numbers, truth values or null.
+
+    Raises:
+        ValueError: it is not known how a name was written.
+    """
+    if isinstance(value, list):
+        return [_named_by_text(part, text) for part in value]
+    if not isinstance(value, dict):
+        return value
+    return {_name(name, text): _named_by_text(inner, text) for name, inner in value.items()}
+
+
+def _name(name: Any, text: str) -> str:
+    if isinstance(name, str):
+        return name
+    shown = json.dumps(name)
+    if not re.search(rf"(?<![\w.+-]){re.escape(shown)}\s*:", text):
+        raise ValueError(f"the name {shown} may be written in several ways; write it in quotes")
+    return shown

@@ -1,0 +1,140 @@
+"""Where answers end: the tokens after which generation stops.
+
+    eos of generation_config.json, or else of config.json ─┐
+    eos of the tokenizer ──────────────────────────────────┼─► ids
+    what the chat template writes behind an answer ────────┘
+
+Engines and `generate` of transformers read the first two alone. A model that learns the template of another one, as a
+base model does, would end its answers with a token at which nothing stops. So every command takes its ids from here:
+engines stop at them, answers are learnt up to them, and a model that is saved names them in generation_config.json.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.model import ModelConfig
+from pipeline.errors import short_reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTION = {"role": "user", "content": "Hello."}
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where answers end."""
+
+    ids: tuple[int, ...]
+    """Tokens after which generation stops."""
+    missing: tuple[int, ...]
+    """Those among them that the model's own files do not name as ends for `generate`."""
+    line: str
+    """One sentence that names them, and says if answers may go on behind the template's end."""
+    learnt: bool
+    """Whether the template writes one of them behind the last answer of a conversation."""
+
+
+def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> Ends:
+    """Where the answers of `model` end; reads the configuration files of `model.path`.
+
+    Args:
+        model: path of the model.
+        tokenizer: of the model, or of `model.tokenizer_path`.
+        arguments: further ones of the chat template (`data.apply_chat_template_kwargs`).
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    path, stored, vocabulary = model.path or "", None, None
+    # Who loads the model says what is wrong with its files.
+    with suppress(OSError, ValueError):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        stored, vocabulary = GenerationConfig.from_model_config(config), config.get_text_config().vocab_size
+    with suppress(OSError):
+        stored = GenerationConfig.from_pretrained(path)
+    return ends_of(tokenizer, arguments, as_list(stored and stored.eos_token_id), vocabulary)
+
+
+def ends_of(
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: Mapping[str, Any],
+    stored: Sequence[int] = (),
+    vocabulary: int | None = None,
+) -> Ends:
+    """Where answers end, by the tokenizer and the ids `stored` with a model of so many tokens; see `find_ends`."""
+    known = list(dict.fromkeys([*stored, *as_list(tokenizer.eos_token_id)]))
+    turn, learnt, problem = None, True, ""
+    if tokenizer.chat_template:
+        turn, problem, last = _turn_end(tokenizer, arguments, known)
+        learnt = not {turn, *known}.isdisjoint(last)
+    if turn is not None and vocabulary is not None and turn >= vocabulary:
+        problem = f"the chat template ends answers with token {turn}, and the model has {vocabulary} tokens"
+    ids = [number for number in dict.fromkeys([*known, *as_list(turn)]) if 0 <= number < (vocabulary or number + 1)]
+    named = [
+        f"{tokenizer.decode([number])} ({number}{', of the chat template alone' * (number not in known)})"
+        for number in ids
+    ]
+    line = f"answers end with {' or '.join(named)}" if ids else "no token ends an answer, so each is as long as can be"
+    missing = tuple(number for number in ids if number not in stored)
+    return Ends(tuple(ids), missing, f"{line}; {problem}" if problem else line, learnt)
+
+
+def as_list(ids: Any) -> list[int]:
+    """Ids that are stored as a number, a list, or null."""
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def as_stored(ids: Sequence[int]) -> int | list[int]:
+    """Ids as `generation_config.json` has them."""
+    return ids[0] if len(ids) == 1 else list(ids)
+
+
+def _turn_end(
+    tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any], known: Sequence[int]
+) -> tuple[int | None, str, list[int]]:
+    """The token that the template ends answers with, why there is none, and its tokens behind a last answer."""
+    try:
+        last = _behind(tokenizer, arguments, [])
+    # A template is foreign code and may raise anything.
+    except Exception as error:  # noqa: BLE001
+        return None, f"the chat template fails on an answer, so where it ends is not known: {short_reason(error)}", []
+    try:
+        followed = _behind(tokenizer, arguments, [QUESTION])
+    except Exception:  # noqa: BLE001
+        followed = last
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+
+    def tokens(text: str) -> list[int]:
+        ids: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(ids)
+
+    # What both have closes the answer; behind that, a template may open the next turn, or end the text.
+    closing = os.path.commonprefix([last, followed])
+    for text in (closing, last, *([] if closing.strip() else [followed])):
+        controls = [number for number in tokens(text) if number in added]
+        if controls:
+            return next((number for number in controls if number in known), controls[0]), "", tokens(last)
+    text = (closing or last).strip()
+    if not text:
+        return None, "the chat template writes no end behind an answer, so nothing but these can end one", []
+    return (
+        None,
+        f"the chat template ends an answer with {text!r:.60}, which is {len(tokens(text))} tokens, so generation does "
+        "not stop there: make it one special token of the tokenizer (rollout.stop ends answers at a text, in runs and "
+        "evaluations alone)",
+        [],
+    )
+
+
+def _behind(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any], following: list[dict]) -> str:
+    """What the template writes behind an answer that `following` messages follow."""
+    answer = f"S{secrets.token_hex(8)}S"
+    messages = [QUESTION, {"role": "assistant", "content": answer}, *following]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+    if answer not in text:
+        raise ValueError("it leaves the answer out")
+    return text.rpartition(answer)[2]

@@ -1,0 +1,79 @@
+"""A look at the assertions of all rows, before anything starts: how many cannot be judged, and why.
+
+The rows themselves are refused, or set aside, as they are read (`encode.py`).
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pipeline import cells
+from pipeline.prompts.encode import ground_truth_of, structured
+from pipeline.prompts.loader import PromptLoader
+from pipeline.prompts.parquet import Place, PromptFile, Slice
+from pipeline.reward.sandbox.forms import Refused
+from pipeline.reward.truths import TruthCheck
+
+COLUMNS = ["data_source", "agent_name", "reward_model.ground_truth"]
+MOST_FORMS = 8  # named in a sentence
+
+
+def check_assertions(loaders: Iterable[PromptLoader], check: TruthCheck, most: int) -> str:
+    """Count the rows whose assertions cannot be judged.
+
+    Args:
+        loaders: of all files that are read.
+        check: of the run.
+        most: `data.max_bad_rows`.
+
+    Returns:
+        a sentence about the rows that will be set aside; "" if there are none.
+
+    Raises:
+        ValueError: there are more than `most`; the sentence names the forms, and the first row with its reason.
+        OSError: a file cannot be read.
+    """
+    forms: Counter[str] = Counter()
+    with_assertions, first = 0, ""
+    for file, place, values in itertools.chain.from_iterable(_candidates(loader, check) for loader in loaders):
+        try:
+            truth = ground_truth_of(structured(values, "reward_model"))
+            with_assertions += check(values["data_source"], values.get("agent_name"), truth)
+        except ValueError as error:
+            # Other errors are the row's own when it is read.
+            if isinstance(error.__cause__, Refused):
+                with_assertions += 1
+                forms[error.__cause__.form] += 1
+                first = first or f"{file.key}: {place}: {error}"
+    refused = forms.total()
+    if not refused:
+        return ""
+    shown = ", ".join(f"{form} ({count})" for form, count in forms.most_common(MOST_FORMS))
+    more = f" and {len(forms) - MOST_FORMS} other forms" if len(forms) > MOST_FORMS else ""
+    counted = f"{refused} of {with_assertions} rows' assertions cannot be judged: {shown}{more}"
+    if refused <= most:
+        return f"{counted}; they are set aside (data.max_bad_rows={most})"
+    raise ValueError(
+        f"{counted}. The first: {first}. Leave these rows out, or have them set aside with data.max_bad_rows={refused}"
+    )
+
+
+def _candidates(loader: PromptLoader, check: TruthCheck) -> Iterator[tuple[PromptFile, Place, dict[str, Any]]]:
+    """Rows whose ground truth is checked, with their places; that of others is not even read."""
+    left = loader.epoch_rows
+    for file in loader.files:
+        for group, group_rows in enumerate(file.row_groups):
+            part = Slice(group, 0, min(left, group_rows))
+            left -= part.rows
+            if part.rows and _applies(file, part, check):
+                for read, batch in file.read([part], COLUMNS):
+                    for row, values in enumerate(cells.values(batch)):
+                        if check.applies(values["data_source"], values.get("agent_name")):
+                            yield file, file.place(group, read.start + row), values
+
+
+def _applies(file: PromptFile, part: Slice, check: TruthCheck) -> bool:
+    """Whether one of the rows is checked."""
+    batches = (batch.to_pylist() for _, batch in file.read([part], COLUMNS[:2]))
+    return any(check.applies(row["data_source"], row.get("agent_name")) for rows in batches for row in rows)

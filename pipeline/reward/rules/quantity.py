@@ -1,0 +1,91 @@
+"""What the text behind a number does to it: a unit leaves it as it is, `million` makes another number of it."""
+
+import re
+import unicodedata
+from itertools import dropwhile
+from string import ascii_letters
+
+
+def _words(text: str) -> frozenset[str]:
+    """The words of a text; one that ends with `(s)` stands with and without it."""
+    return frozenset(form for word in text.split() for form in (word.removesuffix("(s)"), word.replace("(s)", "s")))
+
+
+SCALES = _words("hundred(s) thousand(s) million(s) billion(s) trillion(s) milliard(s) dozen(s) lakh(s) crore(s)")
+PARTS = _words(
+    "half halves quarter third(s) fourth(s) fifth(s) sixth(s) seventh(s) eighth(s) ninth(s) tenth(s) hundredth(s) "
+    "thousandth(s)"
+)
+NUMBERS = _words(
+    "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety infinity infinite"
+)
+CHANGES = _words("point squared cubed factorial")
+OPERATIONS = CHANGES | _words(
+    "or v vs versus plus minus over divided multiplied raised doubled tripled halved mod modulo"
+)
+"""Words right behind a number that go on with a formula."""
+_LETTERS = _words("k K M B mil mn bn mln bln pi x y z n e i")
+"""Abbreviations of scales, and letters that stand for numbers."""
+_JOINING = _words("and a an one")
+_GLUED = _words(
+    "mm cm dm m km mi in ft yd feet foot inch inches mg g kg lb lbs oz ml mL cl dl l L s sec secs min mins h hr hrs "
+    "day days am pm AM PM mph kph kmh cent cents c C F st nd rd th"
+)
+"""Units that may follow a number without a blank."""
+
+LONGEST = 200  # characters behind a number that are looked at in running text
+
+_LENGTH = r"(?:[mckd]?m|in|ft|yd|mi|feet|foot|inch(?:es)?|yards?|miles?|(?:centi|kilo|milli)?met(?:er|re)s?)"
+_EXPONENT = re.compile(rf"(?<![^\W\d_])({_LENGTH})(?:\^\{{?[23]\}}?|[\u00b2\u00b3])(?![\w^])|\^\{{?\\circ\}}?")
+_POWER = re.compile(r"[\^\u207b]|_\w")
+_WORD = re.compile(r"[^\W\d_]+(?:[&'\u2019-][^\W\d_]+)*")
+_PHRASE = re.compile(rf"[ \t*_$%)\]}}\"'`\\-]{{0,9}}((?:{_WORD.pattern}[ \t-]{{0,3}}){{0,4}})")
+_FORMULA = re.compile(r"\A\s{0,9}!|[=^+~\u00b1\u00d7\u00f7\u221a\u221e\u2248]|\\(?!text|mathrm)[a-zA-Z]")
+
+
+def without_exponents(text: str) -> str:
+    """The text with `cm` for `cm^2` and without `^\\circ`: such an exponent is no number."""
+    return _EXPONENT.sub(r"\1", text)
+
+
+def changes(word: str) -> bool:
+    """Whether a word behind a number can be no part of a unit: the word of a number or of an operation."""
+    return word in _LETTERS or word.casefold() in SCALES | PARTS | NUMBERS | OPERATIONS
+
+
+def goes_on(behind: str) -> bool:
+    """Whether the text right behind a number makes another number of it: `k`, ` million`, ` and a half`, `^2`.
+
+    Latin letters that follow at once must be a unit of a list (`42km`).
+    """
+    if any(map(is_numeric, behind[:1])) or _POWER.match(behind):
+        return True
+    glued = behind[: len(behind) - len(behind.lstrip(ascii_letters))]
+    if glued:
+        return glued not in _GLUED
+    words = _next_words(behind)
+    first = [word.casefold() for word in dropwhile(_JOINING.__contains__, words)][:1]
+    return any(word in _LETTERS or word in CHANGES for word in words[:1]) or not (SCALES | PARTS).isdisjoint(first)
+
+
+def goes_on_in_line(behind: str) -> bool:
+    """The same for a number that stands alone in its line: no operator, digit or word of a number may follow at all."""
+    return (
+        goes_on(behind)
+        or any(map(is_numeric, behind))
+        or _FORMULA.search(behind) is not None
+        or any(word.casefold() in OPERATIONS for word in _next_words(behind)[:1])
+        or any(word.casefold() in SCALES | NUMBERS | {"half"} for word in _WORD.findall(behind))
+    )
+
+
+def _next_words(behind: str) -> list[str]:
+    """The first words behind a number, from which nothing but blanks and closing marks parts them."""
+    phrase = _PHRASE.match(behind)
+    return _WORD.findall(phrase[1]) if phrase is not None else []
+
+
+def is_numeric(character: str) -> bool:
+    """Whether a character of any script stands for a number: a digit, `\u00bd`, `\u00b2`, `\u4e07`."""
+    return unicodedata.numeric(character, None) is not None

@@ -1,0 +1,45 @@
+"""What a program answered to the calls of a test, as plain data.
+
+The text is the program's own making: longer, deeper or stranger than JSON has to be. Reading it costs at most as much
+as a right answer of `most` bytes.
+"""
+
+import json
+from typing import Any
+
+from pipeline.reward.sandbox.inside import values
+from pipeline.reward.sandbox.runner import MAX_REASON, Outcome
+
+
+class Failed(Exception):
+    """A call has no value; the message says why, in a few words."""
+
+
+class Answers:
+    """Values by the number of their call."""
+
+    def __init__(self, outcome: Outcome, most: int) -> None:
+        """`most`: bytes of all answers together."""
+        self._lines = outcome.result[:most].split(b"\n")
+        self._cut = len(outcome.result) > most
+        self._why = outcome.failure or "the program ended before it had answered"
+        self._known: dict[int, Any] = {}
+
+    def __getitem__(self, number: int) -> Any:
+        """The value of a call. Raises `Failed` if it has none."""
+        if number not in self._known:
+            self._known[number] = self._read(number)
+        return self._known[number]
+
+    def _read(self, number: int) -> Any:
+        # Behind the last line end there is nothing, or an answer that was not finished.
+        if number >= len(self._lines) - 1:
+            raise Failed("an answer that is longer than any right one" if self._cut else self._why)
+        try:
+            answer = json.loads(self._lines[number])
+            if "value" in answer:
+                return values.unpack(answer["value"])
+            reason = answer.get("other") or answer["error"]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
+            raise Failed("an answer that is no plain data") from None
+        raise Failed(str(reason)[:MAX_REASON])

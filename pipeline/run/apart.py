@@ -1,0 +1,74 @@
+"""Ray's processes in sessions of their own, so that a signal to the driver's group reaches the driver alone.
+
+`timeout`, batch systems and terminals signal a whole process group. Ray 2.60 starts its processes in the group of the
+driver, and its GCS ends at once at SIGTERM: the driver could save nothing any more. `start_ray_process` of
+ray/_private/services.py (https://github.com/ray-project/ray) has no setting for it, so the class that starts processes
+is replaced while Ray starts. They still die with the driver, by `PR_SET_PDEATHSIG`. With another Ray, where the class
+is missing, Ray starts as it does by itself, and a warning is printed.
+
+`ray.init` also replaces the handler of SIGTERM: in Python by one that exits without saving, and in its C++ by one that
+prints a trace and aborts. Both are undone here.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ray._private.services as services
+import ray._private.utils as utils
+
+CLASS, HANDLER = "ConsolePopen", "set_sigterm_handler"
+VITAL = ("gcs_server", "raylet")
+
+processes: list[subprocess.Popen[Any]] = []
+"""Those of the Ray that this process has started."""
+
+
+def _own_session(*args: Any, **kwargs: Any) -> subprocess.Popen[Any]:
+    processes.append(subprocess.Popen(*args, **kwargs, start_new_session=True))
+    return processes[-1]
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Start Ray's processes in sessions of their own, and leave SIGTERM to its handler, while the block runs."""
+    processes.clear()
+    replaced: dict[tuple[Any, str], Any] = {(services, CLASS): _own_session, (utils, HANDLER): lambda handler: None}
+    before = {(module, name): getattr(module, name, None) for module, name in replaced}
+    if None in before.values():
+        print("this version of Ray ends with the first signal to the run's process group", file=sys.stderr)
+        yield
+        return
+    for (module, name), value in replaced.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(module, name, value)
+        if threading.current_thread() is threading.main_thread():
+            # Python does not know that its handler was replaced.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+def end() -> None:
+    """Kill what a start that failed has left, workers included."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    processes.clear()
+
+
+def dead() -> str | None:
+    """The one that has ended of the two without which nothing works, by the name of its program; None if none has."""
+    for process in processes:
+        program = os.path.basename(str(process.args[0])) if isinstance(process.args, list) else ""
+        if program in VITAL and process.poll() is not None:
+            return program
+    return None

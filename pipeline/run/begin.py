@@ -1,0 +1,203 @@
+"""The start of Ray: each way in which it fails ends within a minute or two, with a sentence that says what to do."""
+
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+from ray._private import services
+
+from pipeline.errors import NotStarted
+from pipeline.run import apart
+
+REACH_S, JOIN_S, START_S = 10.0, 45.0, 150.0
+"""Longest waits for a head that takes connections, for joining its cluster, and for a Ray on this machine."""
+LOOK_S, GONE_S = 1.0, 10.0
+"""Seconds between two looks at Ray's processes, and those that a command has to end by itself after they are gone."""
+SOCKET = 107
+"""Bytes of a socket's path, by Linux."""
+ALONE = "unset RAY_ADDRESS to start a Ray on this machine"
+NEEDED = 64 * 2**20
+"""Bytes that Ray's logs and sockets need to begin with."""
+
+
+def join(address: str, options: dict[str, Any]) -> None:
+    """Join the cluster that `RAY_ADDRESS` names.
+
+    Raises:
+        ValueError: nothing answers there, it is no address, or the cluster asks for a token that is not here.
+        NotStarted: the cluster refuses this driver.
+    """
+    named = f"RAY_ADDRESS={address}"
+    try:
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            # Ray looks for the token before it connects.
+            _reach(_place(address))
+        late = (
+            f"{named}: nothing there has let this driver in for {JOIN_S:.0f} s; give the address of the head's GCS, "
+            f"such as HEAD:6379, on a machine that is a node of the cluster (`ray status` lists them), or {ALONE}"
+        )
+        with apart.apart(), _deadline(JOIN_S, late):
+            ray.init(**options)
+    except ray.exceptions.AuthenticationError as error:
+        raise ValueError(
+            f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and have the token of the cluster in "
+            f"~/.ray/auth_token or RAY_AUTH_TOKEN ({str(error).split('. ')[0]})"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = _line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        raise ValueError(f"{named}: no cluster can be joined there ({reason}); start its head, or {ALONE}") from error
+    except RuntimeError as error:
+        raise NotStarted(f"{named}: the cluster refuses this driver: {_line(error)}; or {ALONE}") from error
+
+
+def start_here(options: dict[str, Any]) -> None:
+    """Start a Ray on this machine; a second time if the first fails, as on a machine that is too busy for Ray's waits.
+
+    Raises:
+        ValueError: the temporary folder or the resources cannot be used.
+        NotStarted: Ray did not start.
+    """
+    check_folder()
+    late = f"Ray has not started for {START_S:.0f} s; {_where()}"
+    for last in (False, True):
+        try:
+            with apart.apart(), _deadline(START_S, late):
+                ray.init(**options)
+            threading.Thread(target=watch, name="watch over Ray", daemon=True).start()
+            return
+        except (ValueError, ImportError):
+            apart.end()
+            raise
+        except Exception as error:  # Ray raises plain exceptions, too.
+            ray.shutdown()
+            apart.end()
+            if last:
+                raise NotStarted(f"Ray did not start: {_line(error)}; {_where()}") from error
+            print(f"Ray did not start ({_line(error)}); trying once more", file=sys.stderr)
+
+
+def watch() -> None:
+    """End the process with a sentence if the Ray of this machine is gone; Ray itself would abort after a minute."""
+    while ray.is_initialized():
+        if apart.dead() is not None:
+            time.sleep(GONE_S)
+            if ray.is_initialized() and (program := apart.dead()):
+                _leave(gone(program))
+        time.sleep(LOOK_S)
+
+
+def gone(program: str) -> str:
+    """The sentence for a Ray whose process `program` has ended."""
+    return (
+        f"Ray is gone: its {program} has ended, by a signal to all processes of the job (TERM to a control group) or "
+        "for lack of memory"
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without Ray's exit handlers, which would wait for a Ray that is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def check_folder() -> None:
+    """Refuse a temporary folder in which a Ray on this machine cannot start.
+
+    Raises:
+        ValueError: it is too long for the path of a socket, is not absolute, cannot be written, or is full.
+    """
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "TMPDIR")
+    folder = os.environ.get(name, "/tmp")
+    remedy = f"choose another one: export {name}=/tmp"
+    # As Ray names them: the socket with the longest name, in the folder of a session.
+    session = f"ray/session_2000-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
+    room = SOCKET - len(os.fsencode(f"/{session}"))
+    if not os.path.isabs(folder):
+        raise ValueError(f"{name}={folder} is not an absolute path, which Ray's processes need; {remedy}")
+    if (length := len(os.fsencode(folder.rstrip("/")))) > room:
+        raise ValueError(
+            f"{name}={folder} has {length} bytes; Ray's sockets lie in it, and their paths leave {room} bytes; {remedy}"
+        )
+    try:
+        place = Path(folder, "ray")
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+    except OSError as error:
+        raise ValueError(f"{name}={folder}: Ray cannot write there ({error}); {remedy}") from error
+    if free < NEEDED:
+        raise ValueError(f"{name}={folder} has {free / 2**20:.0f} MiB free, too few for Ray; make room, or {remedy}")
+
+
+def _place(address: str) -> str | None:
+    """HOST:PORT of the head, which for `auto` stands in a file of Ray's; None if Ray finds none.
+
+    Raises:
+        ValueError, ConnectionError: `address` is of another form; Ray finds no cluster.
+    """
+    host, _, port = address.rpartition(":")
+    if address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError("an address is HOST:PORT or auto")
+    return services.canonicalize_bootstrap_address(address)
+
+
+def _reach(place: str | None) -> None:
+    """Return when something takes connections at `place`.
+
+    Raises:
+        OSError: the host has no address, or nothing took a connection in time.
+    """
+    if place is None:
+        return
+    host, _, port = place.rpartition(":")
+    end = time.monotonic() + REACH_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float, late: str) -> Iterator[None]:
+    """End the process with a sentence if the block takes too long: a wait in Ray's C++ cannot be ended otherwise."""
+
+    timer = threading.Timer(seconds, _leave, [late])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _leave(why: str) -> NoReturn:
+    print(f"error: {why}", file=sys.stderr)
+    leave(1)
+
+
+def _line(error: BaseException) -> str:
+    """What an error says; the last line of one that holds the traceback of another process."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip() if "Traceback" in str(error) else " ".join(" ".join(lines).split())
+
+
+def _where() -> str:
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    load = os.getloadavg()[0]
+    return (
+        f"the machine's load is {load:.0f} on {os.cpu_count()} CPUs; its logs are in {folder}/ray/session_latest/logs. "
+        "Start the same command again when the machine is less busy"
+    )

@@ -1,0 +1,85 @@
+"""Standard output and standard error that may go away while a command runs.
+
+The reader of a pipe ends (`| tee` at Ctrl-C, `| head`), a terminal closes, the disk under a redirected log fills up: an
+error of such a write would end a run of days. What cannot be written is dropped. `console.log` in a run's folder has
+all lines.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
+"""Errors after which no later write can succeed; after any other one, such as a full disk, it may."""
+
+
+class Lasting:
+    """A text stream that drops what its file does not take; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.problem: str | None = None
+        """Why lines are missing in a file that still exists."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self._try(lambda: self._stream.writelines(lines))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def close_quietly(self) -> None:
+        """Write what is left; what cannot be written would change the interpreter's exit code."""
+        self.flush()
+        if self.problem is not None:
+            self._let_go()
+
+    def _try(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if error.errno in GONE:
+                self._let_go()
+            else:
+                self.problem = error.strerror or str(error)
+
+    def _let_go(self) -> None:
+        """Send all later output to nowhere: what the stream's buffer still holds, and what other code writes."""
+        try:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+            self._stream.flush()
+        except (OSError, ValueError):
+            # A stream without a file of its own, or no free descriptor: its writes go on being dropped.
+            return
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Make `sys.stdout` and `sys.stderr` drop what they cannot write while the block runs."""
+    before = sys.stdout, sys.stderr
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # It was closed at the start. Without a file here, the next one that is opened would take its number.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the rest of the process)
+    streams = Lasting(sys.stdout), Lasting(sys.stderr)
+    sys.stdout, sys.stderr = cast(TextIO, streams[0]), cast(TextIO, streams[1])
+    try:
+        yield
+    finally:
+        streams[0].flush()
+        if streams[0].problem is not None:
+            print(f"standard output is incomplete: {streams[0].problem}", file=sys.stderr)
+        for stream in streams:
+            stream.close_quietly()
+        sys.stdout, sys.stderr = before

@@ -1,0 +1,55 @@
+"""Learning-rate schedules as shares of the peak rate, and where a continued run leaves the schedule it began with."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pipeline.config.learner import OptimConfig
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 0.0,
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+    "linear": lambda progress: progress,
+}
+"""Share of the way from the peak to the floor, over the progress of the decay from 0 to 1."""
+
+
+def warmup_steps(config: OptimConfig, total_steps: int) -> int:
+    """Steps of warm-up: `lr_warmup_steps`, or `lr_warmup_steps_ratio` of `total_steps` if that is negative."""
+    return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
+
+
+def rate_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
+    """The learning rate of each step, counted from 0, as a share of `lr`.
+
+    Linear warm-up from `1 / warmup` to 1, then the schedule down to `min_lr_ratio` at the last of `total_steps` steps.
+    """
+    shape, warmup = SHAPES[config.lr_scheduler_type], warmup_steps(config, total_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+        return 1 - (1 - config.min_lr_ratio) * shape(progress)
+
+    return factor
+
+
+def jumps(progress: dict[str, Any], schedules: dict[str, tuple[OptimConfig, int]]) -> Iterator[str]:
+    """One sentence for each learner whose rate jumps where a checkpoint is continued with another number of steps.
+
+    Args:
+        progress: `progress.json` of the checkpoint. Those of older versions do not name the steps of the schedules.
+        schedules: settings and steps of the schedule from now on, by the learner's name.
+    """
+    for name, (optim, steps) in schedules.items():
+        done, planned = progress["scheduler_steps"].get(name), progress.get("schedule_steps", {}).get(name)
+        if not done or planned is None:
+            continue
+        before, after = rate_factor(optim, planned), rate_factor(optim, steps)
+        if abs(after(done) - before(done)) >= 0.01:
+            yield (
+                f"the learning rate of the {name} goes on at {after(done):.2f} of its peak, after "
+                f"{before(done - 1):.2f} in its last step: {done:,} steps were made of a {optim.lr_scheduler_type} "
+                f"schedule over {planned:,}, which is now one over {steps:,}"
+            )

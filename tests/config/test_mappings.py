@@ -1,0 +1,148 @@
+"""Mappings with free names: any name can be written as an argument and in YAML, and wrong values name their place."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import Config, ConfigError, load_config, load_yaml, save_yaml
+from pipeline.config.compose import load
+from pipeline.config.preference import DPOConfig
+from pipeline.config.supervised import PreferenceConfig, SFTConfig
+
+NAMES = [
+    *("gsm8k", "openai/gsm8k", "math.v2", "2024", "1.50", "1_000", "数学", "a b", "a:b", "mean@8", "[0]", "on", "null"),
+    *("true", "{x}", "${x}", "hard math #1 50%", "-", "it's", "~", "../x", "é,ü", " a ", "a\\b"),
+]
+
+
+def refusal(*arguments: str, config_dir: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(arguments, config_dir=config_dir)
+    return str(error.value)
+
+
+def experiment(folder: Path, text: str) -> Path:
+    (folder / "experiment").mkdir(exist_ok=True)
+    (folder / "experiment" / "mine.yaml").write_text("# @package _global_\n" + text)
+    return folder
+
+
+def test_names_without_an_equals_sign_are_written_as_they_are() -> None:
+    config = load_config([*(f"reward.source_scale.{name}=2" for name in NAMES), "reward.normalize.math.v2=[1,2]"])
+    assert config.reward.source_scale == dict.fromkeys(NAMES, 2.0) and config.reward.normalize == {"math.v2": [1, 2]}
+
+
+def test_all_names_can_be_quoted_and_given_as_json(tmp_path: Path) -> None:
+    names = [*NAMES, "", "x=y", 'say "x"', "a\nb"]
+    quoted = [json.dumps(name, ensure_ascii=False) for name in names]
+    config = load_config(
+        [
+            *(f"reward.source_scale.{name}=2" for name in quoted),
+            *(f"reward.rule_kwargs.{name}.method=strict" for name in quoted),
+            f"data.source_weights={json.dumps(dict.fromkeys(names, 0.5))}",
+        ]
+    )
+    assert config.reward.source_scale == dict.fromkeys(names, 2.0)
+    assert config.data.source_weights == dict.fromkeys(names, 0.5)
+    assert config.reward.rule_kwargs == {name: {"method": "strict"} for name in names}
+    save_yaml(config, tmp_path / "config.yaml")
+    assert load_yaml(tmp_path / "config.yaml", Config) == config
+    folder = experiment(tmp_path, f"reward: {{source_scale: {{{', '.join(f'{name}: 2' for name in quoted)}}}}}")
+    assert load_config(["experiment=mine"], config_dir=folder).reward.source_scale == config.reward.source_scale
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.dictionaries(st.text(), st.integers(-9, 9), min_size=1))
+def test_json_holds_every_name(scales: dict[str, int]) -> None:
+    assert load_config([f"reward.source_scale={json.dumps(scales)}"]).reward.source_scale == scales
+
+
+@pytest.mark.parametrize(
+    ("argument", "scales"),
+    [
+        ("{openai/gsm8k: 2, math.v2: 3}", {"openai/gsm8k": 2, "math.v2": 3}),
+        ("{2024: 2, true: 1, null: 3}", {"2024": 2, "true": 1, "null": 3}),
+        ("{'a b': 2}", {"a b": 2}),
+        ("{数学: 2}", {"数学": 2}),
+        ("{a: ${trainer.seed}}", {"a": 1}),
+        ("{}", {}),
+    ],
+)
+def test_names_in_braces(argument: str, scales: dict[str, float]) -> None:
+    assert load_config([f"reward.source_scale={argument}"]).reward.source_scale == scales
+
+
+def test_names_of_names() -> None:
+    config = load_config(
+        [
+            *("trainer.placement.rollout.ray.io/node-type=gpu", "trainer.placement.agent={role: cpu}"),
+            *("rollout.engine_kwargs.a.b=[1,2]", "rollout.engine_kwargs.a.c='x, y'"),
+            *("reward.functions.f.kwargs.tag=x", "agent.env_vars.V=1.10", "trainer.placement.rollout.spot=true"),
+        ]
+    )
+    assert config.trainer.placement == {
+        "rollout": {"ray.io/node-type": "gpu", "spot": "true"},
+        "agent": {"role": "cpu"},
+    }
+    assert config.rollout.engine_kwargs == {"a": {"b": [1, 2], "c": "x, y"}}
+    assert config.reward.functions == {"f": {"kwargs": {"tag": "x"}}} and config.agent.env_vars == {"V": "1.10"}
+
+
+def test_arguments_are_laid_over_files_in_their_order(tmp_path: Path) -> None:
+    folder = experiment(tmp_path, "reward: {source_scale: {a.b: 1, c: 2}, normalize: {a: [1, 2]}}")
+
+    def scales(*arguments: str) -> dict[str, float]:
+        return load_config(["experiment=mine", *arguments], config_dir=folder).reward.source_scale
+
+    assert scales("reward.source_scale.d=3") == {"a.b": 1, "c": 2, "d": 3}
+    assert scales("reward.source_scale={c: 5}", "++reward.source_scale.c=6") == {"a.b": 1, "c": 6}
+    assert scales("~reward.source_scale.a.b") == {"c": 2}
+    assert scales("~reward.source_scale") == scales("reward.source_scale={}") == {}
+    assert load_config(["experiment=mine"], config_dir=folder).reward.normalize == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "job"), [(SFTConfig, "sft"), (DPOConfig, "dpo"), (PreferenceConfig, "reward_model")]
+)
+def test_every_job_reads_them(schema: type, job: str) -> None:
+    config = load(schema, ["data.apply_chat_template_kwargs.思 考=true"], job)
+    assert config.data.apply_chat_template_kwargs == {"思 考": True}
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("reward.source_scale.a=x", "reward.source_scale.a=x does not fit; expected a number; names and values can"),
+        ("reward.source_scale.math.v2=x", 'reward.source_scale."math.v2"=x does not fit; expected a number'),
+        ("reward.source_scale=3", "reward.source_scale=3 does not fit; expected a mapping"),
+        ("reward.source_scale={数学:2}", """as JSON: 'reward.source_scale={"NAME": VALUE}'"""),
+        ("reward.source_scale={a: {b: 1}}", "expected a mapping such as {name: value}, each value a number"),
+        ("reward.normalize.a=3", "reward.normalize.a=3 does not fit; expected a list"),
+        ("reward.source_scale.a=1,2", "these are several values"),
+        ("reward.source_scale.a={", "the value cannot be read"),
+        ("reward.source_scale.=2", 'an empty name is written ""'),
+        ("reward.source_scale", "cannot be read as key=value"),
+        ("reward.source_scale={1_000: 2}", "the name 1000 may be written in several ways; write it in quotes"),
+        ("~reward.source_scale.a", "takes out reward.source_scale.a, which is not set; there are: none"),
+        ("reward={source_scale: {a: 1}}", "sets a section; set reward.source_scale={NAME: VALUE} by itself"),
+    ],
+)
+def test_what_cannot_be_read_is_named(argument: str, sentence: str) -> None:
+    found = refusal(argument)
+    assert found.startswith(f"the argument {argument!r}") and sentence in found and "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        *((f"{name}: 2", "write it in quotes") for name in ("2024", "on", "null", "1.5")),
+        ("a: x", "reward.source_scale.a=x does not fit; expected a mapping such as {name: value}, each value a number"),
+        ("a: {b: 1}", "reward.source_scale.a={'b': 1} does not fit; expected a number"),
+    ],
+)
+def test_what_a_file_may_not_hold(text: str, sentence: str, tmp_path: Path) -> None:
+    folder = experiment(tmp_path, f"reward: {{source_scale: {{{text}}}}}")
+    assert sentence in refusal("experiment=mine", config_dir=folder)
