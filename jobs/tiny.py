@@ -31,6 +31,7 @@ from jobs.entry import command
 from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
+from pipeline.cells import check_names, values
 from pipeline.config.paths import check_out, local_path
 from pipeline.conversations import read_messages, read_tools
 
@@ -73,6 +74,7 @@ def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
         try:
             with pq.ParquetFile(file) as parquet:
                 names = parquet.schema_arrow.names
+                check_names(names, str(file))
                 columns = [name for name in ("prompt", "messages") if name in names]
                 with_tools = [*columns, "tools"] if "tools" in names else columns
                 if not columns:

@@ -6,7 +6,6 @@
 import difflib
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from pipeline.cells import is_list, is_text, may_be_object
+from pipeline.cells import check_names, is_list, is_text, may_be_object
 from pipeline.conversations import may_be_messages
 from pipeline.errors import short_reason
 
@@ -165,12 +164,7 @@ def open_parquet(
         ) from error
     if not sum(row_groups):
         raise ValueError(f"{key}: {name} has no rows; write some into it, or leave it out")
-    twice = sorted(column for column, count in Counter(schema.names).items() if count > 1)
-    if twice:
-        raise ValueError(
-            f"{key}: {name} has several columns named {twice[0]!r}, and none is to be preferred; rename or remove all "
-            "of them but one"
-        )
+    check_names(schema.names, f"{key}: {name}")
     check(schema, f"{key}: {name}")
     return PromptFile(name, key, filesystem, path, row_groups, schema)
 
