@@ -92,8 +92,14 @@ def may_be_object(kind: pa.DataType | None) -> bool:
 
 def from_json(text: str | None) -> Any:
     """The value that a text stands for; None for None. Raises ValueError if it is not JSON."""
+    if text is None:
+        return None
     try:
-        return None if text is None else json.loads(text)
+        value = json.loads(text)
+        if "\\u" in text:
+            # Half of a pair can be written, and is no text.
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}): {text:.200}") from error
 

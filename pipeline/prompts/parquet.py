@@ -120,7 +120,11 @@ class PromptFile:
         `read`."""
         whole = [Slice(number, 0, rows) for number, rows in enumerate(self.row_groups)]
         for part, batch in self.read(whole, ["data_source", "agent_name"]):
-            yield part, pa.Table.from_batches([batch])
+            # Arrow groups no rows by views.
+            views = [
+                column.cast(pa.string()) if column.type == pa.string_view() else column for column in batch.columns
+            ]
+            yield part, pa.table(views, names=batch.schema.names)
 
     def _found(self, name: str) -> str | None:
         """What a column, or a field of one, is called in the file; None if it is not there."""
