@@ -31,6 +31,7 @@ from jobs.entry import command
 from jobs.prepare import countdown
 from jobs.prepare.__main__ import Parser
 from jobs.prepare.puzzles import Ranges, puzzles
+from pipeline.cells import check_names, values
 from pipeline.config.paths import check_out, local_path
 from pipeline.conversations import read_messages, read_tools
 
@@ -73,21 +74,20 @@ def texts(files: Iterable[str | Path], rows: int) -> Iterator[str]:
         try:
             with pq.ParquetFile(file) as parquet:
                 names = parquet.schema_arrow.names
+                check_names(names, str(file))
                 columns = [name for name in ("prompt", "messages") if name in names]
                 with_tools = [*columns, "tools"] if "tools" in names else columns
                 if not columns:
                     raise ValueError(f"{file} has neither a `prompt` nor a `messages` column, but {', '.join(names)}")
                 batches = parquet.iter_batches(BATCH_ROWS, columns=with_tools)
-                some = itertools.islice((row for batch in batches for row in batch.to_pylist()), rows)
-                for messages, tools in ((row[column], row.get("tools")) for row in some for column in columns):
-                    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-                        raise ValueError(f"{file} holds no chat messages {{role, content}}, but {messages!r:.80}")
-                    schemas = read_tools(tools, f"{file}, column 'tools'")
+                some = itertools.islice((row for batch in batches for row in values(batch)), rows)
+                for row, column in ((row, column) for row in some for column in columns):
+                    messages = read_messages(row[column], f"{file}, column {column!r}")
+                    schemas = read_tools(row.get("tools"), f"{file}, column 'tools'")
                     if schemas is None:
-                        yield from (message["content"] for message in messages if message.get("content"))
+                        yield from (message["content"] for message in messages if message["content"])
                         continue
-                    checked = read_messages(messages, str(file))
-                    text = str(template.apply_chat_template(checked, tools=list(schemas), tokenize=False))
+                    text = str(template.apply_chat_template(messages, tools=list(schemas), tokenize=False))
                     yield from filter(None, re.split(f"{re.escape(START)}|{re.escape(END)}", text))
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{file} cannot be read as parquet: {error}") from error

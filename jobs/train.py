@@ -311,7 +311,7 @@ def _train(
         return 0
 
     print(ends.line)
-    for note in (*resolved.notes, *(text for name, text in preview if name == "note")):
+    for note in (*resolved.notes, *(text for name, text in preview if name.startswith("note"))):
         print(f"note: {note}")
 
     import ray

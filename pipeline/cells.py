@@ -10,6 +10,7 @@
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +40,20 @@ def values(rows: pa.Table | pa.RecordBatch, places: Sequence[str] = ()) -> Itera
             except (ValueError, OverflowError, NotImplementedError) as error:
                 raise ValueError(f"{place}column {name!r} cannot be read: {error}") from error
         yield row
+
+
+def check_names(names: Sequence[str], place: str) -> None:
+    """Refuse a file in which two columns have one name.
+
+    Raises:
+        ValueError: the sentence begins with `place`.
+    """
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(
+                f"{place} has several columns named {name!r}, and none is to be preferred; rename or remove all of "
+                "them but one"
+            )
 
 
 def reader(kind: pa.DataType) -> Read:
@@ -77,8 +92,14 @@ def may_be_object(kind: pa.DataType | None) -> bool:
 
 def from_json(text: str | None) -> Any:
     """The value that a text stands for; None for None. Raises ValueError if it is not JSON."""
+    if text is None:
+        return None
     try:
-        return None if text is None else json.loads(text)
+        value = json.loads(text)
+        if "\\u" in text:
+            # Half of a pair can be written, and is no text.
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}): {text:.200}") from error
 

@@ -5,6 +5,8 @@
    and schemas stay; those that Arrow adds are gone before (`cells.py`).
 """
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -102,6 +104,42 @@ def _call(value: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place} has arguments of {function['name']} that are no object: {function['arguments']!r:.200}"
         )
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
+    """The text of a conversation, whose template may read the arguments of calls as JSON text alone.
+
+    Args:
+        messages: as from `read_messages`.
+        render: the template; raises ValueError if it fails.
+
+    Raises:
+        ValueError: the template fails.
+    """
+    given = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+    try:
+        text = render(messages)
+    except ValueError:
+        if not given:
+            raise
+        return render(_with_texts(messages))
+    # Such a template may also write an object as Python does.
+    return render(_with_texts(messages)) if any(one and str(one) in text for one in given) else text
+
+
+def _with_texts(messages: Messages) -> Messages:
+    """Messages whose calls have their arguments as JSON text."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def read_tools(value: Any, place: str) -> Messages | None:

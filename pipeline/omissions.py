@@ -3,10 +3,7 @@
 No field is known by name. A template that renders the same text without a field does not read it.
 """
 
-import difflib
-import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.conversations import Messages
@@ -125,29 +122,4 @@ def check_tools(tools: Messages, text: str, without: Callable[[], str], place: s
         raise ValueError(
             f"{place}: the model's chat template leaves out the tools ({', '.join(names):.200}); remove them, or "
             f"{remedy('writes them')}"
-        )
-
-
-def unread_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Arguments of a chat template that do not occur in it, each with the nearest word that does, or nothing."""
-    given: Any = arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)
-    templates: list[Any] = list(given.values()) if isinstance(given, dict) else [given]
-    if not all(isinstance(template, str) for template in templates):
-        return {}
-    words = set(re.findall(r"[^\W\d]\w*", " ".join(templates)))
-    unread = set(arguments) - words - set(inspect.signature(tokenizer.apply_chat_template).parameters)
-    return {name: "".join(difflib.get_close_matches(name, sorted(words), n=1)) for name in sorted(unread)}
-
-
-def check_arguments(tokenizer: Any, arguments: Mapping[str, Any], key: str) -> None:
-    """Refuse arguments of a chat template that it does not read; `key` is their setting.
-
-    Raises:
-        ValueError: one of them does not occur in the template.
-    """
-    for name, near in unread_arguments(tokenizer, arguments).items():
-        nearest = f" (the nearest word in it is {near!r})" if near else ""
-        raise ValueError(
-            f"{key} sets {name}, which the model's chat template does not read{nearest}; leave it out, or "
-            f"{remedy('reads it')}"
         )

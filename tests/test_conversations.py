@@ -8,9 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.cells import values
-from pipeline.conversations import may_be_messages, read_messages, read_tools
+from pipeline.conversations import may_be_messages, read_messages, read_tools, rendered
 
 ASK = {"role": "user", "content": "weather?"}
 
@@ -139,3 +141,23 @@ def test_types_that_may_hold_messages() -> None:
     assert all(may_be_messages(kind) for kind in [*good, pa.list_(pa.map_(pa.string(), pa.string()))])
     texts = pa.struct([("role", pa.string()), ("text", pa.string())])
     assert not any(may_be_messages(kind) for kind in (pa.int64(), pa.list_(pa.string()), message, pa.list_(texts)))
+
+
+@pytest.mark.parametrize("arguments", ["{{ f.arguments }}", "{{ '' + f.arguments }}", "{{ f.arguments | tojson }}"])
+def test_templates_that_read_arguments_as_text_get_text(arguments: str) -> None:
+    template = (
+        f"{{% for m in messages %}}{{% set f = m.tool_calls[0].function %}}{{{{ f.name }}}}{arguments}{{% endfor %}}"
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=template)
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:
+            raise ValueError(str(error)) from error
+
+    for given in ({"city": "Köln", "days": None}, {}):
+        messages = [{"role": "assistant", "content": "", "tool_calls": [called("f", given)]}]
+        assert rendered(messages, render) == "f" + json.dumps(given, ensure_ascii=False)
+    with pytest.raises(ValueError):
+        rendered([{"role": "user", "content": ""}], render)

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.omissions import Omissions, check_arguments, check_tools, remedy
+from pipeline.omissions import Omissions, check_tools
 
 # Reads roles and contents alone, as SmolLM2's.
 PLAIN = """\
@@ -155,15 +155,3 @@ def test_tools_that_are_left_out_are_refused() -> None:
             continue
         with pytest.raises(ValueError, match=words):
             check_tools(tools, with_tools, lambda without=without: without([ASK]), "here")
-
-
-def test_arguments_that_a_template_does_not_read_are_refused() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=REASONING)
-    check_arguments(tokenizer, {"enable_thinking": True, "chat_template": REASONING, "documents": None}, "K")
-    with pytest.raises(ValueError, match=r"^K sets enable_thinkin, .*nearest word in it is 'enable_thinking'.*leave"):
-        check_arguments(tokenizer, {"enable_thinkin": True}, "K")
-    with pytest.raises(ValueError, match="^K sets enable_thinking, which the model's chat template does not read"):
-        check_arguments(tokenizer, {"enable_thinking": True, "chat_template": PLAIN}, "K")
-    tokenizer.chat_template = {"default": PLAIN, "tool_use": REASONING}
-    check_arguments(tokenizer, {"enable_thinking": True}, "K")
-    assert "model.tokenizer_path" in remedy("writes it")

@@ -155,6 +155,11 @@ class Bridge:
         return message | said(message.get("content") or "", calls, self._form)
 
     @property
+    def shows_tools(self) -> bool:
+        """Whether the template writes the schemas of the tools."""
+        return self._template.render([QUESTION], self._template.tools) != self._template.render([QUESTION], None)
+
+    @property
     def closings(self) -> frozenset[int]:
         """Tokens that end an answer."""
         return frozenset().union(*(proof.closings for proof in self.proofs.values()))

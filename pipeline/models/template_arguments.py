@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import nearest
+from pipeline.omissions import remedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,8 @@ def check_template_arguments(tokenizer: "PreTrainedTokenizerBase", arguments: Ma
             known = sorted(read - _GIVEN - set(tokenizer.special_tokens_map))
             raise ValueError(
                 f"data.apply_chat_template_kwargs.{name}: the model's chat template does not read {name!r}"
-                f"{nearest(name, known)}; it reads {', '.join(known) or 'no argument'}. Leave it out"
+                f"{nearest(name, known)}; it reads {', '.join(known) or 'no argument'}. Leave it out, "
+                f"or {remedy('reads it')}"
             )
 
 

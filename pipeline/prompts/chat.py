@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data import DataConfig
-from pipeline.conversations import Messages, read_messages
+from pipeline.conversations import Messages, read_messages, rendered
 from pipeline.errors import short_reason
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.omissions import Omissions
@@ -57,7 +57,7 @@ class ChatTokenizer:
         if not conversations:
             return []
         messages = [self.read(conversation) for conversation in conversations]
-        texts = self._render(messages, True)
+        texts = [rendered(some, lambda one: self._render(one, True)) for some in messages]
         encoded = self.tokenizer(
             texts,
             # The template writes the special tokens itself.
@@ -69,7 +69,7 @@ class ChatTokenizer:
         if not all(tokens):
             raise ValueError(f"{self._column}: the chat template makes an empty prompt of it; give the message content")
         for conversation, text in zip(messages, texts, strict=True):
-            self.omissions.check(conversation, text, lambda one: self._render([one], False)[0], self._column)
+            self.omissions.check(conversation, text, self._without_opening, self._column)
         return tokens
 
     def fit(self, ids: list[int]) -> list[int] | None:
@@ -95,10 +95,13 @@ class ChatTokenizer:
             "data.max_prompt_length, or choose data.filter_overlong_prompts=true or data.truncation=left|right|middle"
         )
 
-    def _render(self, conversations: list[Messages], generate: bool) -> list[str]:
+    def _without_opening(self, messages: Messages) -> str:
+        return rendered(messages, lambda some: self._render(some, False))
+
+    def _render(self, messages: Messages, generate: bool) -> str:
         try:
-            texts: Any = self.tokenizer.apply_chat_template(
-                conversations, tokenize=False, add_generation_prompt=generate, **self._template_kwargs
+            text: Any = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generate, **self._template_kwargs
             )
         # A template is foreign code and may raise anything.
         except Exception as error:
@@ -106,7 +109,7 @@ class ChatTokenizer:
                 f"{self._column}: the model's chat template fails on this prompt: {short_reason(error)}. "
                 "Change the messages (roles, their order) or data.apply_chat_template_kwargs."
             ) from error
-        return list(texts)
+        return str(text)
 
     def read(self, conversation: Any) -> Messages:
         """What a row holds as messages. Raises ValueError where it holds none."""

@@ -5,7 +5,6 @@
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from pipeline.cells import is_list, is_text, may_be_object
+from pipeline.cells import check_names, is_list, is_text, may_be_object
 from pipeline.conversations import may_be_messages
 from pipeline.errors import nearest, short_reason
 
@@ -120,7 +119,11 @@ class PromptFile:
         `read`."""
         whole = [Slice(number, 0, rows) for number, rows in enumerate(self.row_groups)]
         for part, batch in self.read(whole, ["data_source", "agent_name"]):
-            yield part, pa.Table.from_batches([batch])
+            # Arrow groups no rows by views.
+            views = [
+                column.cast(pa.string()) if column.type == pa.string_view() else column for column in batch.columns
+            ]
+            yield part, pa.table(views, names=batch.schema.names)
 
     def _found(self, name: str) -> str | None:
         """What a column, or a field of one, is called in the file; None if it is not there."""
@@ -164,12 +167,7 @@ def open_parquet(
         ) from error
     if not sum(row_groups):
         raise ValueError(f"{key}: {name} has no rows; write some into it, or leave it out")
-    twice = sorted(column for column, count in Counter(schema.names).items() if count > 1)
-    if twice:
-        raise ValueError(
-            f"{key}: {name} has several columns named {twice[0]!r}, and none is to be preferred; rename or remove all "
-            "of them but one"
-        )
+    check_names(schema.names, f"{key}: {name}")
     check(schema, f"{key}: {name}")
     return PromptFile(name, key, filesystem, path, row_groups, schema)
 

@@ -15,6 +15,7 @@ from pipeline.agent.episode import Episode
 from pipeline.config import Config
 from pipeline.config.agent import TOOL_AGENT
 from pipeline.generation import Generation
+from pipeline.omissions import remedy
 from pipeline.rollout.engine import Lease
 from pipeline.rollout.episodes import Episodes
 from pipeline.sampling import Sampling
@@ -72,6 +73,9 @@ async def _lines(
     if tools:
         signatures = ", ".join(_signature(tool) for tool in tools)
         lines.append(("tools", f"{signatures}; {rehearsal.reader.summary()}"))
+        if not rehearsal.bridge.shows_tools:
+            note = "the model's chat template leaves out the schemas of the tools; describe them in the prompts, or "
+            lines.append(("note", note + remedy("writes them")))
     if len(prompts):
         lines += _shown(tokenizer, await rehearsal.play(prompts))
         lines += [await rehearsal.call(prompts[:1], tool) for tool in tools if calls]

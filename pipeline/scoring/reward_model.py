@@ -20,6 +20,7 @@ from pipeline.agent.forms import for_template, prompt_length, split
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
+from pipeline.conversations import Messages, rendered
 from pipeline.derived import scoring_model
 from pipeline.errors import short_reason
 from pipeline.models.micro_batches import split_micro_batches
@@ -95,11 +96,7 @@ class RewardModelScore:
     def _tokens(self, conversation: Conversation) -> list[int]:
         prompt, written = conversation
         written = [self._as_text(message) for message in written]
-        # A template is foreign code and may raise anything.
-        try:
-            text = str(self._tokenizer.apply_chat_template([*prompt, *written], tokenize=False))
-        except Exception as error:
-            raise ValueError(f"the reward model's chat template fails: {short_reason(error)}") from error
+        text = rendered([*prompt, *written], self._render)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise ValueError("the reward model's chat template makes an empty text of the conversation")
@@ -109,6 +106,13 @@ class RewardModelScore:
                 "once (its own limit or scoring.reward_model.max_token_len)"
             )
         return ids
+
+    def _render(self, messages: Messages) -> str:
+        # A template is foreign code and may raise anything.
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:
+            raise ValueError(f"the reward model's chat template fails: {short_reason(error)}") from error
 
     def _as_text(self, value: Any) -> Any:
         """`value` of JSON's types, with spaces for the special tokens in it."""

@@ -18,8 +18,10 @@ import ray.data
 from pipeline.cells import values
 from pipeline.config.model import ModelConfig
 from pipeline.config.supervised import SupervisedDataConfig
-from pipeline.conversations import Messages
+from pipeline.conversations import Messages, rendered
+from pipeline.errors import short_reason
 from pipeline.models.ends import ends_of, find_ends
+from pipeline.models.template_arguments import arguments_of
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.omissions import Omissions
 from pipeline.prompts.files import resolve
@@ -64,6 +66,11 @@ class Encoder(ABC, Generic[D]):
     def ends(self) -> tuple[int, ...]:
         """Tokens that end an answer (`models/ends.py`); without a model, by the tokenizer alone."""
         return ends_of(self.tokenizer, self.data.apply_chat_template_kwargs).ids
+
+    @cached_property
+    def arguments_of_template(self) -> set[str]:
+        """The variables that the chat template takes from outside."""
+        return arguments_of(self.tokenizer, self.data.apply_chat_template_kwargs.get("chat_template"))
 
     @classmethod
     def find_row_groups(cls, paths: Any, key: str, data: D) -> list[RowGroup]:
@@ -129,14 +136,18 @@ class Encoder(ABC, Generic[D]):
             ValueError: the template fails.
         """
         arguments = {**self.data.apply_chat_template_kwargs, **more}
-        # A template is foreign code and may raise anything.
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generate, **arguments
-            )
-        except Exception as error:
-            raise ValueError(f"{place}: the model's chat template fails: {type(error).__name__}: {error}") from error
-        return str(text)
+
+        def render(some: Messages) -> str:
+            # A template is foreign code and may raise anything.
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    some, tokenize=False, add_generation_prompt=generate, **arguments
+                )
+            except Exception as error:
+                raise ValueError(f"{place}: the model's chat template fails: {short_reason(error)}") from error
+            return str(text)
+
+        return rendered(messages, render)
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Tokens of rendered texts: the template has written the special tokens itself."""

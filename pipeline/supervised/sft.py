@@ -19,7 +19,7 @@ from pipeline.config.supervised import SFTConfig, SFTDataConfig
 from pipeline.conversations import may_be_messages, read_messages, read_tools
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.policy import Policy, load_policy
-from pipeline.omissions import check_tools, unread_arguments
+from pipeline.omissions import check_tools
 from pipeline.rows import INTS
 from pipeline.supervised.data import Encoder, lists
 from pipeline.supervised.loop import SupervisedLoop
@@ -88,7 +88,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             raise ValueError(f"{place}, column {key!r}: {thinking!r} is neither true nor false.")
         if thinking is not None:
             arguments["enable_thinking"] = thinking
-            if unread_arguments(self.tokenizer, self.data.apply_chat_template_kwargs | arguments):
+            if "enable_thinking" not in self.arguments_of_template:
                 note = f"the model's chat template does not read enable_thinking, which the column {key!r} gives"
                 self.omissions.notes[note] = None
         return arguments

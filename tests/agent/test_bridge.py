@@ -176,8 +176,21 @@ def test_an_answer_is_what_the_template_writes_behind_the_generation_prompt() ->
     assert tokenizer("thinking").decode(made.answer("", [call])).endswith(written)
     assert made.answer("12", []) == ids_of("thinking", "12")
     assert BRIDGES["instruct"].answer("", [call])[0] == BRIDGES["instruct"].tokens.ids["[TOOL_CALLS]"]
-    with pytest.raises(ValueError, match="leaves out the tool calls"):
+    with pytest.raises(ValueError, match="leaves out the tool calls.*chat_template.jinja that .* model.tokenizer_path"):
         BRIDGES["alternating"].answer("", [call])
+
+
+def test_calls_of_a_row_need_no_id() -> None:
+    function = {"name": "calc", "arguments": {"expression": "1"}}
+    asked = [{"role": "user", "content": "1?"}]
+    for more in ({}, {"id": "call00000"}):
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function, **more}],
+        }
+        made = BRIDGES["chatml"].prompt([*asked, message, {"role": "tool", "content": "1"}])
+        assert '"arguments": {"expression": "1"}' in BRIDGES["chatml"].text(made)
 
 
 def test_what_the_proofs_say() -> None:

@@ -118,11 +118,14 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     wrong = tmp_path / "wrong.parquet"
     pq.write_table(pa.table({"text": ["x"]}), wrong)
     (tmp_path / "broken.parquet").write_text("no parquet")
+    twice = tmp_path / "twice.parquet"
+    pq.write_table(pa.table([pa.array(["x"])] * 2, names=["prompt", "prompt"]), twice)
     cases = {
         "gives heads of 33.3333 dimensions": ["--hidden", "200", "--heads", "6"],
         "is not a multiple of --kv-heads 4": ["--kv-heads", "4"],
         "--vocab 100 is too small": ["--vocab", "100"],
         "neither a `prompt` nor a `messages` column, but text": ["--data", str(wrong)],
+        "twice.parquet has several columns named 'prompt'": ["--data", str(twice)],
         "cannot be read as parquet": ["--data", str(tmp_path / "broken.parquet")],
         "absent.parquet cannot be read": ["--data", str(tmp_path / "absent.parquet")],
     }

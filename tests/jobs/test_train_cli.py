@@ -76,6 +76,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: 
         (["trainer.total_epochs=1", "data.train_batch_size=48"], ("40", "48", "trainer.total_training_steps")),
         (["data.train_files=nowhere.parquet"], ("data.train_files", "nowhere.parquet does not exist")),
         (["data.prompt_key=promt"], ("no column 'promt'", "data.prompt_key")),
+        (["data.apply_chat_template_kwargs={enable_thinkin: true}"], ("sets enable_thinkin", "model.tokenizer_path")),
         (["data.max_prompt_length=4"], ("row ", "data.truncation=left|right|middle")),
         (["model.path=./nowhere"], ("model.path", "there is no folder")),
         (["reward.custom_reward_function.path=nowhere.py"], ("no Python file",)),
@@ -133,7 +134,21 @@ def test_asserts_that_cannot_be_judged_are_counted(
     settings += ["data.max_bad_rows=3", "reward.sandbox.isolation=none"]
     assert main([*arguments, *settings, "--dry-run"]) == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert f"rows {counted}; they are set aside (data.max_bad_rows=3)" in printed
+    assert f"note {counted}; they are set aside (data.max_bad_rows=3)" in printed
+
+
+def test_dry_run_names_what_nothing_reads(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    rows = pq.read_table(arguments[0].partition("=")[2]).to_pylist()
+    for row in rows:
+        row |= {"prompt": [message | {"name": "Ann"} for message in row["prompt"]], "system": "Short."}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "named.parquet")
+    assert main(["--dry-run", *arguments, f"data.train_files={tmp_path / 'named.parquet'}"]) == 0
+    printed = capsys.readouterr().out
+    assert "named.parquet has columns that nothing reads: system" in printed
+    assert "the model's chat template leaves out `name` of messages of role user" in printed
 
 
 GAME = """

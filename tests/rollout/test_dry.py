@@ -113,6 +113,17 @@ def test_what_is_shown_of_an_environment(config: Config, tokenizer: Any) -> None
     assert len(lines) == 3
 
 
+@pytest.mark.vllm
+def test_tools_that_the_template_does_not_show_are_noted(
+    config: Config, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.agent.environment, config.agent.tools = None, [f"{tmp_path}/tools.py"]
+    config.data.max_prompt_length = 1024
+    assert "note" not in tried(config, tokenizer)
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template.replace("{% if tools %}", "{% if false %}"))
+    assert "leaves out the schemas of the tools" in tried(config, tokenizer)["note"]
+
+
 @pytest.mark.parametrize(("deaths", "failed"), [(1, False), (1000, True)])
 def test_episodes_begin_again_once_when_the_process_that_starts_theirs_dies(
     config: Config, tokenizer: Any, tmp_path: Path, deaths: int, failed: bool

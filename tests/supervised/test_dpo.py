@@ -1,5 +1,6 @@
 """Preference learning: encoding, the reference, and the update against plain torch, however work is split."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,21 @@ def test_text_prompts_whole_conversations_and_several_turns_mean_the_same(tokeni
     assert table["prompt_ids"] == wanted["prompt_ids"]
     ids, mask = (np.array(table[f"chosen_{kind}"][0].as_py()) for kind in ("ids", "mask"))
     assert tokenizer.decode(ids[mask > 0]) == "no<|im_end|>x<|im_end|>"
+
+
+def test_what_a_template_leaves_out_is_refused_with_side_and_row(tokenizer: Any) -> None:
+    for side in ("chosen", "rejected"):
+        with pytest.raises(ValueError, match=f"f.parquet, row 0, {side} answer: .*leaves out `thinking` of message 1"):
+            encode(tokenizer, [pair(said("a"), said("b")) | {side: [said("c")[0] | {"thinking": "hm"}]}])
+    asked = [PROMPT[0], {**said("x")[0], "reasoning": "hm"}, PROMPT[0]]
+    with pytest.raises(ValueError, match="f.parquet, row 0, .*leaves out `reasoning` of message 1"):
+        encode(tokenizer, [pair() | {"prompt": asked}])
+
+
+def test_json_text_of_messages_is_read(tokenizer: Any) -> None:
+    wanted = encode(tokenizer, [pair(said("x"), said("z"))])
+    texts = {"prompt": json.dumps(PROMPT), "chosen": json.dumps(said("x")), "rejected": "z"}
+    assert encode(tokenizer, [texts]) == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Preference pairs: to token rows, the Bradley-Terry loss against a plain formula, and the train worker on one rank."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,3 +295,31 @@ def test_a_model_with_too_few_positions_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="data.max_length=25 is more than the 24 tokens that the model has positions"):
         worker(folder, [pairs()], max_length=25)
     worker(folder, [pairs()], max_length=24)
+
+
+def test_columns_of_json_and_text_that_is_json_of_messages(tokenizer: Any) -> None:
+    want = encode(tokenizer, [{"prompt": ASK, "chosen": GOOD, "rejected": BAD}])
+    cells = {"prompt": ASK, "chosen": GOOD, "rejected": BAD}
+    assert encode(tokenizer, [{name: json.dumps(cell) for name, cell in cells.items()}]) == want
+    whole = {"chosen": json.dumps([*ASK, *GOOD]), "rejected": json.dumps([*ASK, *BAD])}
+    assert encode(tokenizer, [whole]) == want
+    kind = pa.json_()
+    table = {name: pa.ExtensionArray.from_storage(kind, pa.array([json.dumps(cell)])) for name, cell in cells.items()}
+    encoder = PreferenceEncoder(tokenizer, PreferenceDataConfig())
+    assert encoder.encode(pa.table(table), ["f.parquet, row 0"]).to_pylist() == want
+    # An answer that looks like JSON is an answer.
+    for text in ("[1, 2]", "42", '[{"a": 1}]'):
+        (row,) = encode(tokenizer, [{"prompt": "Q", "chosen": text, "rejected": "no"}])
+        assert f"{text}<|im_end|>" in tokenizer.decode(row["chosen_ids"])
+    with pytest.raises(
+        ValueError, match="row 0, column 'chosen': the conversation begins with the assistant; .*prompt"
+    ):
+        encode(tokenizer, [{"chosen": "a", "rejected": "b"}])
+
+
+def test_what_a_template_leaves_out_of_a_side_is_refused(tokenizer: Any) -> None:
+    thought = [GOOD[0] | {"thinking": "2 and 2"}]
+    for side in ("chosen", "rejected"):
+        pair = {"prompt": ASK, "chosen": GOOD, "rejected": BAD} | {side: thought}
+        with pytest.raises(ValueError, match=f"row 0, column '{side}': .*leaves out `thinking` of message 2"):
+            encode(tokenizer, [pair])

@@ -131,6 +131,23 @@ def test_the_command_has_its_settings(capsys: pytest.CaptureFixture[str]) -> Non
     assert "data.truncation=left must be one of error, right" in capsys.readouterr().err
 
 
+def test_rows_that_cannot_be_learnt_are_refused_before_anything_starts(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.supervised._start_ray", lambda config: pytest.fail("Ray was started"))
+    rows = [{"messages": conversation(i), "system": "Short."} for i in range(16)]
+    options = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", "data.train_batch_size=8"]
+    options += [f"data.train_files={tmp_path / 'a.parquet'}"]
+    rows[9]["messages"][1]["thinking"] = "9 + 10"  # type: ignore[index]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=16)
+    assert job.main(options) == 2
+    assert "a.parquet, row 9 (row group 0), column 'messages': the model's chat template leaves out `thinking`" in (
+        capsys.readouterr().err
+    )
+    assert job.main([*options, "data.apply_chat_template_kwargs={shout: true}"]) == 2
+    assert "sets shout, which the model's chat template does not read" in capsys.readouterr().err
+
+
 def test_adapters_that_cannot_be_are_refused(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
