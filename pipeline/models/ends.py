@@ -68,7 +68,7 @@ def ends_of(
     """Where answers end, by the tokenizer and the ids `stored` with a model of so many tokens; see `find_ends`."""
     known = list(dict.fromkeys([*stored, *as_list(tokenizer.eos_token_id)]))
     turn, learnt, problem = None, True, ""
-    if tokenizer.chat_template:
+    if getattr(tokenizer, "chat_template", None):
         turn, problem, last = _turn_end(tokenizer, arguments, known)
         learnt = not {turn, *known}.isdisjoint(last)
     if turn is not None and vocabulary is not None and turn >= vocabulary:

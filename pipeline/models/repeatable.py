@@ -44,9 +44,9 @@ def without_dropout(lm: Any) -> None:
     Raises ValueError if the model is still random. One of which this process has a part, or whose kernels are for GPUs,
     is not tried here, but by its learner (`check_repeatable`).
     """
-    configs = {id(config): config for part in lm.modules() if (config := getattr(part, "config", None)) is not None}
-    for config in [*configs.values()]:
-        configs |= {id(inner): inner for inner in vars(config).values() if hasattr(inner, "to_dict")}
+    found = [getattr(part, "config", None) for part in lm.modules()]
+    found += [inner for config in found if hasattr(config, "to_dict") for inner in vars(config).values()]
+    configs = {id(config): config for config in found if hasattr(config, "to_dict")}
     own = getattr(lm, OWN, [])
     for holder in (*lm.modules(), *configs.values()):
         for name, value in [*vars(holder).items()]:
@@ -58,11 +58,10 @@ def without_dropout(lm: Any) -> None:
     if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in lm.parameters()):
         return
     device = next(lm.parameters()).device
-    ids = few_tokens(lm, device)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "use_cache" in inspect.signature(lm.forward).parameters:
-        inputs["use_cache"] = False
+    options = {"use_cache": False} if "use_cache" in inspect.signature(lm.forward).parameters else {}
     try:
+        ids = few_tokens(lm, device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
         problem = _why_random(lm, device, lambda: lm(**inputs))
     except Exception:  # noqa: BLE001 (what does not run here is tried where it trains)
         return
