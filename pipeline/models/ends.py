@@ -49,14 +49,15 @@ def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", argument
     """
     from transformers import AutoConfig, GenerationConfig
 
-    path, stored, vocabulary = model.path or "", None, None
-    # Who loads the model says what is wrong with its files.
+    path, stored, vocabulary = model.path or "", list[int](), None
+    # What loads the model says what is wrong with its files.
     with suppress(OSError, ValueError):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-        stored, vocabulary = GenerationConfig.from_model_config(config), config.get_text_config().vocab_size
+        stored = as_list(GenerationConfig.from_model_config(config).eos_token_id)
+        vocabulary = config.get_text_config().vocab_size
     with suppress(OSError):
-        stored = GenerationConfig.from_pretrained(path)
-    return ends_of(tokenizer, arguments, as_list(stored and stored.eos_token_id), vocabulary)
+        stored = as_list(GenerationConfig.from_pretrained(path).eos_token_id) or stored
+    return ends_of(tokenizer, arguments, stored, vocabulary)
 
 
 def ends_of(

@@ -130,12 +130,13 @@ def _why_random(model: nn.Module, device: torch.device, run: Callable[[], Any]) 
         return None
     # A module that read the same and gave something else; the innermost one ends first.
     place = next((call[0] for call in apart if _distance(one[call][0], other[call][0]) <= noise), "")
-    lm = getattr(model, "lm", None) or getattr(model, "decoder", model)
+    lm: Any = getattr(model, "lm", None) or getattr(model, "decoder", model)
     where = f", first in {place}, a {type(parts[place]).__name__}" if place else ""
+    path = getattr(lm.config, "_name_or_path", "")
     return (
-        f"{type(lm).__name__} is random in training: two passes over the same tokens differ{where}, although all of "
-        "its numbers whose name speaks of drop or jitter were set to 0. The ratio of two log-probs would measure "
-        "chance; use another model."
+        f"{type(lm).__name__}{f' of {path}' if path else ''} is random in training: two passes over the same tokens "
+        f"differ{where}, although all of its numbers whose name speaks of drop or jitter were set to 0. The ratio of "
+        "two log-probs would measure chance; use another model."
     )
 
 
