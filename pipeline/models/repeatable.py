@@ -41,8 +41,8 @@ Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
 def without_dropout(lm: Any) -> None:
     """Switch off what is random in training in a model of `transformers`.
 
-    Raises ValueError if the model is still random. One of which this process has a part, or whose kernels are for GPUs,
-    is not tried here, but by its learner (`check_repeatable`).
+    Raises ValueError if the model is still random. If this process has only slices of it, or its kernels run on GPUs
+    alone, it is tried by its learner (`check_repeatable`).
     """
     found = [getattr(part, "config", None) for part in lm.modules()]
     found += [inner for config in found if hasattr(config, "to_dict") for inner in vars(config).values()]
@@ -63,7 +63,7 @@ def without_dropout(lm: Any) -> None:
         ids = few_tokens(lm, device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
         problem = _why_random(lm, device, lambda: lm(**inputs))
-    except Exception:  # noqa: BLE001 (what does not run here is tried where it trains)
+    except Exception:  # noqa: BLE001 (a model that does not run here is tried by its learner)
         return
     if problem:
         raise ValueError(problem)

@@ -133,7 +133,7 @@ def test_answers_stop_where_the_template_ends_them(
     assert line == named and dict(options.engine)["generation_config"] == str(tmp_path)
     found = GenerationConfig.from_pretrained(tmp_path)
     assert found.eos_token_id == [0, 2] and found.temperature == 0.9
-    # Whoever names a folder has chosen.
+    # An option of the user stays.
     chosen = parse(["x", "--engine", "generation_config=vllm"])
     stop_at_ends(ServedModel(str(base), "base", None), chosen, tmp_path)
     assert dict(chosen.engine) == {"generation_config": "vllm"}
