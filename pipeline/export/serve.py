@@ -175,8 +175,7 @@ def find_model_ends(model: "ServedModel", options: ServeOptions) -> Ends:
 
 
 def write_generation_config(model: "ServedModel", ends: Ends, folder: Path) -> None:
-    """Write the model's `generation_config.json` with all ends into `folder`, of which vLLM reads it
-    (`generation_config`)."""
+    """Write the model's `generation_config.json` with all ends into `folder`, for vLLM's `generation_config`."""
     from transformers import GenerationConfig
 
     own: dict[str, Any] = {}

@@ -49,14 +49,15 @@ def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", argument
     """
     from transformers import AutoConfig, GenerationConfig
 
-    path, stored, vocabulary = model.path or "", None, None
-    # Who loads the model says what is wrong with its files.
+    path, stored, vocabulary = model.path or "", list[int](), None
+    # What loads the model says what is wrong with its files.
     with suppress(OSError, ValueError):
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-        stored, vocabulary = GenerationConfig.from_model_config(config), config.get_text_config().vocab_size
+        stored = as_list(GenerationConfig.from_model_config(config).eos_token_id)
+        vocabulary = config.get_text_config().vocab_size
     with suppress(OSError):
-        stored = GenerationConfig.from_pretrained(path)
-    return ends_of(tokenizer, arguments, as_list(stored and stored.eos_token_id), vocabulary)
+        stored = as_list(GenerationConfig.from_pretrained(path).eos_token_id) or stored
+    return ends_of(tokenizer, arguments, stored, vocabulary)
 
 
 def ends_of(
@@ -68,7 +69,7 @@ def ends_of(
     """Where answers end, by the tokenizer and the ids `stored` with a model of so many tokens; see `find_ends`."""
     known = list(dict.fromkeys([*stored, *as_list(tokenizer.eos_token_id)]))
     turn, learnt, problem = None, True, ""
-    if tokenizer.chat_template:
+    if getattr(tokenizer, "chat_template", None):
         turn, problem, last = _turn_end(tokenizer, arguments, known)
         learnt = not {turn, *known}.isdisjoint(last)
     if turn is not None and vocabulary is not None and turn >= vocabulary:

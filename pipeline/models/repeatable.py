@@ -41,12 +41,12 @@ Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
 def without_dropout(lm: Any) -> None:
     """Switch off what is random in training in a model of `transformers`.
 
-    Raises ValueError if the model is still random. One of which this process has a part, or whose kernels are for GPUs,
-    is not tried here, but by its learner (`check_repeatable`).
+    Raises ValueError if the model is still random. If this process has only slices of it, or its kernels run on GPUs
+    alone, it is tried by its learner (`check_repeatable`).
     """
-    configs = {id(config): config for part in lm.modules() if (config := getattr(part, "config", None)) is not None}
-    for config in [*configs.values()]:
-        configs |= {id(inner): inner for inner in vars(config).values() if hasattr(inner, "to_dict")}
+    found = [getattr(part, "config", None) for part in lm.modules()]
+    found += [inner for config in found if hasattr(config, "to_dict") for inner in vars(config).values()]
+    configs = {id(config): config for config in found if hasattr(config, "to_dict")}
     own = getattr(lm, OWN, [])
     for holder in (*lm.modules(), *configs.values()):
         for name, value in [*vars(holder).items()]:
@@ -58,13 +58,12 @@ def without_dropout(lm: Any) -> None:
     if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in lm.parameters()):
         return
     device = next(lm.parameters()).device
-    ids = few_tokens(lm, device)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "use_cache" in inspect.signature(lm.forward).parameters:
-        inputs["use_cache"] = False
+    options = {"use_cache": False} if "use_cache" in inspect.signature(lm.forward).parameters else {}
     try:
+        ids = few_tokens(lm, device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
         problem = _why_random(lm, device, lambda: lm(**inputs))
-    except Exception:  # noqa: BLE001 (what does not run here is tried where it trains)
+    except Exception:  # noqa: BLE001 (a model that does not run here is tried by its learner)
         return
     if problem:
         raise ValueError(problem)
@@ -131,12 +130,13 @@ def _why_random(model: nn.Module, device: torch.device, run: Callable[[], Any]) 
         return None
     # A module that read the same and gave something else; the innermost one ends first.
     place = next((call[0] for call in apart if _distance(one[call][0], other[call][0]) <= noise), "")
-    lm = getattr(model, "lm", None) or getattr(model, "decoder", model)
+    lm: Any = getattr(model, "lm", None) or getattr(model, "decoder", model)
     where = f", first in {place}, a {type(parts[place]).__name__}" if place else ""
+    path = getattr(lm.config, "_name_or_path", "")
     return (
-        f"{type(lm).__name__} is random in training: two passes over the same tokens differ{where}, although all of "
-        "its numbers whose name speaks of drop or jitter were set to 0. The ratio of two log-probs would measure "
-        "chance; use another model."
+        f"{type(lm).__name__}{f' of {path}' if path else ''} is random in training: two passes over the same tokens "
+        f"differ{where}, although all of its numbers whose name speaks of drop or jitter were set to 0. The ratio of "
+        "two log-probs would measure chance; use another model."
     )
 
 

@@ -146,7 +146,7 @@ def requests(
         settings: how the samples of each prompt are sampled.
         n: samples of a prompt.
         seed: of the run; None leaves the samples to chance.
-        ends: tokens that end a response, beside those that vLLM finds in the model's files.
+        ends: tokens that end a response, in addition to the ones that vLLM finds in the model's files.
         ignore_eos: go on past all of them.
         greedy: whether each prompt has a greedy request.
     """

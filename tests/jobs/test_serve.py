@@ -138,7 +138,7 @@ def test_answers_stop_where_the_template_ends_them(
     assert line == named and dict(options.engine)["generation_config"] == str(tmp_path)
     found = GenerationConfig.from_pretrained(tmp_path)
     assert found.eos_token_id == [0, 2] and found.temperature == 0.9
-    # Whoever names a folder has chosen.
+    # An option of the user stays.
     chosen = parse(["x", "--engine", "generation_config=vllm"])
     stop_at_ends(ServedModel(str(base), "base", None), chosen, tmp_path)
     assert dict(chosen.engine) == {"generation_config": "vllm"}
@@ -306,6 +306,8 @@ def talkative_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
         for name, parameter in model.named_parameters():
             if "layers" in name and parameter.dim() == 2:
                 parameter.mul_(4)
+    # As in a base model, in whose files the template's end of turn is none.
+    model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
     return folder
 
@@ -358,6 +360,11 @@ class TestServer:
     """In this order: the last test ends the server."""
 
     pytestmark = serves
+
+    def test_the_run_and_its_model_stop_where_the_template_ends_answers(self, run: Run, server: Server) -> None:
+        line = "answers end with <|endoftext|> (0) or <|im_end|> (2)"
+        assert line in run.printed and line in server.log.read_text()
+        assert GenerationConfig.from_pretrained(run.folder / "model").eos_token_id == [0, 2]
 
     def test_greedy_answers_are_those_of_the_validation(self, run: Run, server: Server) -> None:
         """A request that says nothing of sampling is answered as the last version was validated."""

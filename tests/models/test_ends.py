@@ -76,6 +76,7 @@ def test_a_base_model_with_the_template_of_another_one(change: Change) -> None:
         ("<|endoftext|>", END, [5], (5, PAD, END)),
         (None, None, None, (END,)),
         ("<|endoftext|>", None, [PAD, 999, -1], (PAD, END)),
+        ("<|im_end|>", PAD, [], (PAD, END)),
     ],
 )
 def test_ids_are_those_of_all_files(change: Change, tokenizer: Any, config: Any, generation: Any, ids: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -92,3 +93,29 @@ def test_no_more_episodes_than_asked_for_are_played_at_once(monkeypatch: pytest.
     table = pa.table(names | columns)
     assert len(asyncio.run(go())) == 10
     assert most == {"two": 2, "three": 3}
+
+
+def test_answers_of_episodes_stop_at_all_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn may end with a token that no file of the model names; it belongs to the answer, as the engine gave it."""
+    asked: list[tuple[int, ...]] = []
+
+    def turn(ids: list[int], sampling: Sampling, seed: int | None, ends: tuple[int, ...]) -> None:
+        asked.append(ends)
+
+    class Engine:
+        def submit(self, requests: list[Any], lease: Lease) -> Future:
+            done: Future = Future()
+            done.set_result([None])
+            return done
+
+    async def go() -> Generation:
+        engine: Any = Engine()
+        episodes = Episodes({None: AgentConfig()}, DataConfig(), None, engine, 0, seed_requests=True, ends=(3, 7))
+        return await episodes._policy(Sampling(1.0, 1.0, -1, 0, 9, ()), "name", Lease(True), 0)([1, 2], 4, 0)
+
+    made = Generation(np.array([5, 7], np.int32), np.zeros(2, np.float32), "stop", ((0, 2),))
+    monkeypatch.setattr("pipeline.rollout.episodes.vllm.turn", turn)
+    monkeypatch.setattr("pipeline.rollout.episodes.vllm.read", lambda output, version: made)
+    context = Context([1, 2], [])
+    context.add_answer(asyncio.run(go()))
+    assert asked == [(3, 7)] and context.ids == [5, 7] and context.mask == [1, 1]

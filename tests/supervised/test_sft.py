@@ -1,6 +1,7 @@
 """Supervised fine-tuning: encoding, row groups, and whole runs on a local Ray."""
 
 import os
+import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -160,15 +161,22 @@ def test_adapters_that_cannot_be_are_refused(
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
-def test_adapters_are_saved_merged_and_alone(tmp_path: Path, tiny_model: Path, ray_session: None) -> None:
+def test_adapters_are_saved_merged_and_alone(
+    tmp_path: Path, tiny_model: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import PeftModel
 
+    # As in a base model, in whose files the template's end of turn is none.
+    tiny_model = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    (tiny_model / "generation_config.json").write_text('{"eos_token_id": 0}')
     files = write(tmp_path / "train.parquet", 44, row_group_size=10)
     options = [f"out={tmp_path / 'out'}", f"model.path={tiny_model}", f"data.train_files={files}", "optim.lr=1e-2"]
     options += [f"data.val_files={files}", "data.train_batch_size=8", "trainer.num_workers=2", "model.lora.rank=8"]
     found = job.run(load(SFTConfig, [*options, "trainer.total_epochs=3"], "sft"))
     assert found["val_loss"] < 5.5  # random weights give log(320) = 5.8
+    assert "sft: answers end with <|endoftext|> (0) or <|im_end|> (2)" in capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.generation_config.eos_token_id == [0, 2]
     alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "out" / "adapter")
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
