@@ -45,7 +45,7 @@ def join(address: str, options: dict[str, Any]) -> None:
             f"such as HEAD:6379, on a machine that is a node of the cluster (`ray status` lists them), or {ALONE}"
         )
         with apart.apart(), _deadline(JOIN_S, late):
-            ray.init(**options)
+            ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise ValueError(
             f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and have the token of the cluster in "
