@@ -54,7 +54,7 @@ def join(address: str, options: dict[str, Any]) -> None:
     except (OSError, ValueError) as error:
         reason = _line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
         raise ValueError(f"{named}: no cluster can be joined there ({reason}); start its head, or {ALONE}") from error
-    except RuntimeError as error:
+    except (RuntimeError, ray.exceptions.RayError) as error:
         raise NotStarted(f"{named}: the cluster refuses this driver: {_line(error)}; or {ALONE}") from error
 
 
