@@ -10,6 +10,9 @@ from pipeline.errors import NotStarted
 from pipeline.run.signals import INTERRUPTED
 from pipeline.run.versions import VersionError
 
+CONTINUES = "interrupted; the same command continues"
+"""Said by a command that was interrupted before it had anything else to say."""
+
 
 def new_parser(job: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
     """The parser of `python -m jobs.JOB`."""
@@ -34,7 +37,7 @@ def complain(error: str) -> None:
 
 
 def exit_code(
-    run: Callable[[], int | None], failed: tuple[type[Exception], ...] = (), interrupted: str | None = None
+    run: Callable[[], int | None], failed: tuple[type[Exception], ...] = (), interrupted: str = "interrupted"
 ) -> int:
     """Run a job, and print what it raises as a sentence.
 
@@ -42,15 +45,15 @@ def exit_code(
         what `run` returns (None is 0); 1 after an error of the kinds `failed`, or if Ray did not start; 2 after any
         other error in settings or input; 130 after Ctrl-C, for which `interrupted` is printed.
     """
+    broken: tuple[type[Exception], ...] = (*failed, NotStarted)
     try:
         return run() or 0
-    except (*failed, NotStarted) as error:
+    except broken as error:
         complain(str(error))
         return 1
     except (ValueError, OSError, ImportError, VersionError) as error:
         complain(str(error))
         return 2
     except KeyboardInterrupt:
-        if interrupted:
-            complain(interrupted)
+        complain(interrupted)
         return INTERRUPTED

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import add_settings, complain, exit_code, new_parser
+from jobs.command import CONTINUES, add_settings, complain, exit_code, new_parser
 from jobs.entry import command
 from jobs.train import name_from_root
 from pipeline.config import load_config, to_flat
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         Console(markup=False).print(render(evaluation))
         return 0
 
-    return exit_code(run)
+    return exit_code(run, interrupted=CONTINUES)
 
 
 def _prepared(options: argparse.Namespace) -> "Evaluation":

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from jobs.command import add_settings, exit_code, new_parser
+from jobs.command import CONTINUES, add_settings, exit_code, new_parser
 from jobs.entry import command
 from jobs.train import train
 from pipeline.config import Config, ConfigError, load_config
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = replay_config(options.run_dir, options.iterations, options.settings, options.config_dir)
         return train(config, options.dry_run, ["python", "-m", "jobs.replay", *given])
 
-    return exit_code(run)
+    return exit_code(run, interrupted=CONTINUES)
 
 
 def replay_config(run_dir: Path, iterations: str | None, settings: list[str], config_dir: str | None = None) -> Config:

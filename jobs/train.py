@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from jobs.command import add_settings, complain, exit_code, new_parser
+from jobs.command import CONTINUES, add_settings, complain, exit_code, new_parser
 from jobs.entry import command
 from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, ConfigError, load_config, to_flat
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("--gpus suggests settings and starts nothing; add --dry-run")
         return train(config, options.dry_run, ["python", "-m", "jobs.train", *given], options.gpus)
 
-    return exit_code(run)
+    return exit_code(run, interrupted=CONTINUES)
 
 
 def name_from_root(config: Config) -> None:

@@ -45,7 +45,7 @@ def join(address: str, options: dict[str, Any]) -> None:
             f"such as HEAD:6379, on a machine that is a node of the cluster (`ray status` lists them), or {ALONE}"
         )
         with apart.apart(), _deadline(JOIN_S, late):
-            ray.init(**options)
+            ray.init(address=address, **options)
     except ray.exceptions.AuthenticationError as error:
         raise ValueError(
             f"Ray at {address} asks for a token: set RAY_AUTH_MODE=token, and have the token of the cluster in "
@@ -54,7 +54,7 @@ def join(address: str, options: dict[str, Any]) -> None:
     except (OSError, ValueError) as error:
         reason = _line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
         raise ValueError(f"{named}: no cluster can be joined there ({reason}); start its head, or {ALONE}") from error
-    except RuntimeError as error:
+    except (RuntimeError, ray.exceptions.RayError) as error:
         raise NotStarted(f"{named}: the cluster refuses this driver: {_line(error)}; or {ALONE}") from error
 
 

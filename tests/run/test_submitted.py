@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import ConfigError
-from pipeline.run.submitted import check_cluster
+from pipeline.run.submitted import check_cluster, joined
 
 COPY = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_01")
 
@@ -33,3 +33,13 @@ def test_addresses_that_no_driver_can_join_are_refused(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=remedy):
         check_cluster(Path("/shared/runs/mine"))
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [(None, None), ("", None), ("local", None), (" head:6379 ", "head:6379"), ("auto", "auto")]
+)
+def test_which_cluster_a_run_joins(address: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert joined() == expected
