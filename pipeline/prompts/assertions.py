@@ -60,7 +60,7 @@ def check_assertions(loaders: Iterable[PromptLoader], check: TruthCheck, most: i
 
 
 def _candidates(loader: PromptLoader, check: TruthCheck) -> Iterator[tuple[PromptFile, Place, dict[str, Any]]]:
-    """Rows whose ground truth is checked, with their places; that of others is not even read."""
+    """Rows whose ground truth is checked, with their places; other ground truths are not read."""
     left = loader.epoch_rows
     for file in loader.files:
         for group, group_rows in enumerate(file.row_groups):

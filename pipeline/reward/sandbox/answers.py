@@ -41,5 +41,5 @@ class Answers:
                 return values.unpack(answer["value"])
             reason = answer.get("other") or answer["error"]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
-            raise Failed("an answer that is no plain data") from None
+            raise Failed("an answer that is not plain data") from None
         raise Failed(str(reason)[:MAX_REASON])

@@ -141,7 +141,7 @@ class _Reader:
             case ast.Attribute(ast.Call()):
                 target = self.target(argument)
             case _:
-                raise Refused(f"`{name}` of something that is no function of the program", argument)
+                raise Refused(f"`{name}` of something other than a function of the program", argument)
         self.entered.add(name)
         self.bound = {function.args.args[0].arg: target}
         for statement in function.body:
@@ -151,7 +151,7 @@ class _Reader:
     # Expressions
 
     def truth(self, node: ast.expr) -> Value:
-        """An expression of which only its truth counts."""
+        """An expression whose truth alone counts."""
         value = self.value(node)
         match node:
             case ast.Tuple([_, *_]) | ast.List([_, *_]) | ast.Set() | ast.Dict([_, *_]):

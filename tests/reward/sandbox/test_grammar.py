@@ -215,7 +215,7 @@ REFUSED = [
     ("for i in range(3):\n  assert add(i) == i + 1", "a `for` loop"),
     ("def check(candidate):\n  for i in range(3):\n    assert candidate(i) == i + 1\ncheck(add)", "a `for` loop"),
     ("def check(candidate):\n  assert candidate(1) == 2", "the function `check` that is not called; write check(NAME)"),
-    ("def check(candidate):\n  assert candidate(1) == 2\ncheck(len(add))", "`check` of something that is no function"),
+    ("def check(candidate):\n  assert candidate(1) == 2\ncheck(len(add))", "`check` of something other than a func"),
     ("def check(candidate, n=1):\n  assert candidate(1) == 2\ncheck(add)", "the function `check`"),
     ("def test_add():\n  assert add(1) == 2", "the function `test_add`"),
     ("try:\n  assert add(1) == 2\nexcept ValueError: pass", "`try`"),

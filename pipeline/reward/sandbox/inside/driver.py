@@ -5,7 +5,7 @@ expected value and no call but the next, and what it writes is data to its reade
 
 A call is a line of JSON, `[target, arguments, named arguments]`, the last two packed (`values.py`). The target is a
 name of the program (or of its class `Solution`), or `[number of an earlier call, name]` for a method of its result.
-The answer is a line with an object of one key: `value`, packed; `other`, what was returned if it is no plain data; or
+The answer is a line with an object of one key: `value`, packed; `other`, why the result is not plain data; or
 `error`.
 """
 
