@@ -157,10 +157,10 @@ def _map(key: Read, item: Read, value: list[tuple[Any, Any]] | None) -> dict[Any
     if value is None:
         return None
     pairs = [(key(name), item(field)) for name, field in value]
-    try:
-        found = dict(pairs)
-    except TypeError as error:
-        raise ValueError(f"a map has a key that is no text: {error}") from error
+    for name, _ in pairs:
+        if not isinstance(name, str | int | float):
+            raise ValueError(f"a map has the key {name!r:.80}, which is neither text nor a number")
+    found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a map has one key twice")
     return found

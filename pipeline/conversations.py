@@ -107,30 +107,47 @@ def _call(value: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
-    """The text of a conversation, whose template may read the arguments of calls as JSON text alone.
+    """The text of a conversation in the first form in which the template writes its calls.
+
+    Most templates read arguments as objects, some as JSON text. Some write calls only of answers without content.
 
     Args:
         messages: as from `read_messages`.
         render: the template; raises ValueError if it fails.
 
     Raises:
-        ValueError: the template fails.
+        ValueError: the template fails on all forms.
     """
-    given = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
-    try:
-        text = render(messages)
-    except ValueError:
-        if not given:
-            raise
-        return render(_with_texts(messages))
-    # Such a template may also write an object as Python does.
-    return render(_with_texts(messages)) if any(one and str(one) in text for one in given) else text
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    if not functions:
+        return render(messages)
+    texts: list[str] = []
+    failed: ValueError | None = None
+    for form in (messages, _with_texts(messages, ""), _with_texts(messages, None)):
+        try:
+            text = render(form)
+        except ValueError as error:
+            failed = failed or error
+            continue
+        # A template that expects text may write an object as Python does.
+        as_python = (str(function["arguments"]) for function in functions if function["arguments"])
+        if all(function["name"] in text for function in functions) and not any(one in text for one in as_python):
+            return text
+        texts.append(text)
+    if not texts:
+        assert failed is not None
+        raise failed
+    return texts[0]
 
 
-def _with_texts(messages: Messages) -> Messages:
-    """Messages whose calls have their arguments as JSON text."""
+def _with_texts(messages: Messages, nothing: str | None) -> Messages:
+    """Messages whose calls have their arguments as JSON text; `nothing` is the content next to them if it is empty."""
     return [
-        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        {
+            **message,
+            "content": message["content"] or nothing,
+            "tool_calls": [_with_text(c) for c in message["tool_calls"]],
+        }
         if "tool_calls" in message
         else message
         for message in messages

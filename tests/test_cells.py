@@ -86,6 +86,7 @@ def test_lists_of_any_type(kind: pa.DataType) -> None:
         (as_json("{}", "{"), "not JSON"),
         (as_json("1", "[" * 100_000), "not JSON"),
         (as_json('"\\ud83d\\ude00"', '["\\ud83d"]'), "not JSON .*surrogates"),
+        (pa.array([[], [(b"k", 1)]], pa.map_(pa.binary(), pa.int64())), "neither text nor a number"),
         (as_json("1", "1" * 5000), "not JSON .*digits"),
         (pa.array([0, 2**62], pa.timestamp("s")), "int too large"),
         (pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([1, 2])], ["a", "a"]), "duplicate field names"),

@@ -143,11 +143,17 @@ def test_types_that_may_hold_messages() -> None:
     assert not any(may_be_messages(kind) for kind in (pa.int64(), pa.list_(pa.string()), message, pa.list_(texts)))
 
 
-@pytest.mark.parametrize("arguments", ["{{ f.arguments }}", "{{ '' + f.arguments }}", "{{ f.arguments | tojson }}"])
-def test_templates_that_read_arguments_as_text_get_text(arguments: str) -> None:
-    template = (
-        f"{{% for m in messages %}}{{% set f = m.tool_calls[0].function %}}{{{{ f.name }}}}{arguments}{{% endfor %}}"
-    )
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ f.name }}{{ f.arguments }}",
+        "{{ f.name }}{{ '' + f.arguments }}",
+        "{{ f.name }}{{ f.arguments | tojson }}",
+        "{% if m.content is none %}{{ f.name }}{{ '' + f.arguments }}{% endif %}",
+    ],
+)
+def test_templates_that_read_other_forms_of_calls_get_them(call: str) -> None:
+    template = f"{{% for m in messages %}}{{% set f = m.tool_calls[0].function %}}{call}{{% endfor %}}"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=template)
 
     def render(messages: list[dict[str, Any]]) -> str:
@@ -159,5 +165,16 @@ def test_templates_that_read_arguments_as_text_get_text(arguments: str) -> None:
     for given in ({"city": "Köln", "days": None}, {}):
         messages = [{"role": "assistant", "content": "", "tool_calls": [called("f", given)]}]
         assert rendered(messages, render) == "f" + json.dumps(given, ensure_ascii=False)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="tool_calls"):
         rendered([{"role": "user", "content": ""}], render)
+
+
+def test_calls_that_no_form_writes_are_rendered_as_they_are_or_fail() -> None:
+    messages = [{"role": "assistant", "content": "x", "tool_calls": [called("f", {"a": 1})]}]
+    assert rendered(messages, lambda some: some[0]["content"]) == "x"
+
+    def fail(messages: list[dict[str, Any]]) -> str:
+        raise ValueError(f"no {messages[0]['tool_calls'][0]['function']['arguments']}")
+
+    with pytest.raises(ValueError, match="no {'a': 1}"):
+        rendered(messages, fail)

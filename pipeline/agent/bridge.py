@@ -135,7 +135,9 @@ class Bridge:
             except ValueError as error:
                 reason = str(error) if form == FORMS[0] else reason
                 continue
-            if all(call.name in whole.rpartition(QUESTION["content"])[2] for call in calls):
+            # A template that expects text may write an object as Python does.
+            as_python = any(call.arguments and str(call.arguments) in whole for call in calls)
+            if all(call.name in whole.rpartition(QUESTION["content"])[2] for call in calls) and not as_python:
                 return whole, form
         raise ValueError(f"{reason}; {remedy('writes tool calls')}")
 

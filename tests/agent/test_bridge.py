@@ -180,6 +180,15 @@ def test_an_answer_is_what_the_template_writes_behind_the_generation_prompt() ->
         BRIDGES["alternating"].answer("", [call])
 
 
+def test_arguments_are_text_for_a_template_that_writes_them_as_they_are() -> None:
+    made = tokenizer("chatml")
+    template = made.chat_template.replace("call.function.arguments | tojson", "call.function.arguments")
+    assert template != made.chat_template
+    proven = Bridge.prove(made, {"chat_template": template}, {"user"}, TOOLS)
+    answer = proven.answer("", [Call("call00000", "calc", {"expression": "1"})])
+    assert '"arguments": {"expression": "1"}' in proven.text(answer)
+
+
 def test_calls_of_a_row_need_no_id() -> None:
     function = {"name": "calc", "arguments": {"expression": "1"}}
     asked = [{"role": "user", "content": "1?"}]
