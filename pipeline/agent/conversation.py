@@ -5,6 +5,7 @@ the other. Nothing that was sampled is encoded again, so the trainer computes lo
 engine saw.
 """
 
+import asyncio
 import json
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
 USUAL = 8
 """Characters for each token that is allowed, of which the tokens are counted in pieces before the whole is encoded: a
 text of 4 MiB would take seconds, in which the engine's other episodes stand still."""
+READ_AT_ONCE = 1000
+"""Tokens of an answer that is read on the event loop; a longer one is read in a thread."""
 PIECE, SEAM = 1 << 13, 16
 """Characters of such a piece, and tokens that it may have because it is cut out."""
 
@@ -136,12 +139,15 @@ class Conversation:
         self._busy(context)
         try:
             generation = await self._ask(ids, limit, number)
+            truncated = generation.finish_reason == "length"
+            read, said = context.language.reader.read, generation.token_ids.tolist()
+            # Some parsers take 50 µs for each token, in which other episodes would wait.
+            long = len(said) > READ_AT_ONCE
+            message, malformed = await asyncio.to_thread(read, said, truncated) if long else read(said, truncated)
         finally:
             self._done(context)
         context.add_answer(generation)
         self.turns += 1
-        truncated = generation.finish_reason == "length"
-        message, malformed = context.language.reader.read(context.answer, truncated)
         context.calls, context.text = message.calls, message.text
         context.turns.append(number)
         context.messages.append(as_recorded(message))

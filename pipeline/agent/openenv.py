@@ -22,7 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidURI, WebSocketExcepti
 from websockets.sync.client import ClientConnection, connect
 
 from pipeline.agent import Environment, Message, Observation
-from pipeline.agent.frames import MAX_FRAME, decode
+from pipeline.agent.frames import MAX_FRAME, cut, decode
 from pipeline.agent.remote import ServerFailed, cause, without_login
 
 CLOSE_S = 2.0  # seconds in which the server must take leave
@@ -164,7 +164,7 @@ class OpenEnv(Environment):
         if kind == "error":
             words = f"{data.get('code')}: {data.get('message')}"
             details = f" {json.dumps(data['errors'])}" if "errors" in data else ""
-            raise ServerFailed(f"{self.name} failed in {asked} with {words}{details}"[:1000])
+            raise ServerFailed(cut(f"{self.name} failed in {asked} with {words}{details}", 1000))
         if kind != "observation":
             raise ServerFailed(f"{self.name} answered {asked} with a message of type {kind!r:.100}")
         return Observation(self._text(data.get("observation")), data.get("done", False), data.get("reward"))

@@ -87,7 +87,7 @@ class ToolOfVerl:
         name = self.schema["function"]["name"]
         self._kwargs = ((row["extra_info"] or {}).get("tools_kwargs") or {}).get(name) or {}
 
-    async def call(self, **arguments: Any) -> str:
+    async def call(self, /, **arguments: Any) -> str:
         """What the tool says."""
         if self._id is None:
             given = self._kwargs.get("create_kwargs") or {}

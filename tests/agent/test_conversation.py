@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.agent import Observation, episode
+from pipeline.agent import Message, Observation, episode
 from pipeline.agent.bridge import Bridge
 from pipeline.agent.calls import Reader
 from pipeline.agent.context import joined
@@ -128,3 +129,23 @@ def test_observations_of_many_messages_are_not_encoded() -> None:
 
     following, seconds = asyncio.run(play())
     assert following is None and seconds < 2
+
+
+def test_a_long_answer_is_read_beside_the_event_loop() -> None:
+    made = language("chatml")
+    threads = []
+
+    def read(ids: list[int], truncated: bool) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return Message("", truncated=truncated), None
+
+    made.reader.read = read  # type: ignore[method-assign]
+
+    async def play(count: int) -> None:
+        conversation = Conversation(made, Sampler([*ambiguous("chatml")] * count), 1_000_000)
+        answer = await conversation.answer(conversation.begin(ROW["prompt"]))
+        assert answer.tokens == 2 * count and conversation.turns == 1
+
+    asyncio.run(play(10))
+    asyncio.run(play(1000))
+    assert threads == [True, False]

@@ -353,3 +353,10 @@ def test_the_prompt_of_a_turn_is_everything_before_it(turns: list[tuple[str, str
     assert len(context.ids) == sum(tokens for _, tokens in context.runs)
     for start, (kind, tokens, _) in zip(places, context.spans, strict=False):
         assert context.mask[start : start + tokens] == [kind] * tokens
+
+
+def test_parts_of_all_observations_have_one_bound() -> None:
+    replies = [Observation("up", parts={f"part {turn}": "x" * 30_000}) for turn in range(5)]
+    played = play(Policy(*"12345"), ToySession(replies), max_turns=5)
+    assert played.error == "the observations of the episode have parts of more than 100,000 bytes as JSON"
+    assert played.turns == 4 and played.score == 0

@@ -12,6 +12,7 @@ from pipeline.agent.context import joined
 from pipeline.agent.conversation import Answer, Ask, Conversation
 from pipeline.agent.episode import Episode
 from pipeline.agent.forms import split
+from pipeline.agent.frames import MAX_REASON
 from pipeline.agent.language import Language
 from pipeline.agent.messages import checked_messages, checked_tools
 from pipeline.agent.replies import Returned
@@ -392,3 +393,13 @@ def test_messages_in_openais_forms() -> None:
 def test_tools_that_are_none(tools: Any) -> None:
     with pytest.raises(ValueError, match="^tools"):
         checked_tools(tools)
+
+
+def test_what_a_program_raises_is_cut() -> None:
+    async def over(chat: Chat) -> float:
+        await chat([user("go")])
+        raise EpisodeOver("x" * 5_000_000)
+
+    played = play(Policy("12"), over)
+    assert played.error is not None and len(played.error) <= MAX_REASON
+    assert played.error.startswith("EpisodeOver: xxx") and played.error.endswith("the episode was not over")
