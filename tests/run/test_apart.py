@@ -65,3 +65,15 @@ def test_another_ray_starts_as_it_does_by_itself(
     with apart.apart():
         assert utils.set_sigterm_handler is handler and not hasattr(services, apart.CLASS)
     assert "ends with the first signal to the run's process group" in capsys.readouterr().err
+
+
+def test_sigterm_keeps_its_handler_though_ray_replaces_it_in_c() -> None:
+    code = (
+        "import ctypes, os, signal, time\nfrom pipeline.run import apart\nfrom pipeline.run.signals import stops\n"
+        "with stops() as received:\n    with apart.apart():\n"
+        "        ctypes.CDLL(None).signal(signal.SIGTERM, None)\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n        print(*received)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "15\n"), done.stderr
