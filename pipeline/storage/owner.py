@@ -251,8 +251,13 @@ class _Local:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            # An empty file would hold up the next start.
+            self.delete(path)
+            raise
         return True
 
     def read(self, path: str) -> str | None:

@@ -350,6 +350,9 @@ def _reason(error: BaseException, place: str) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if isinstance(error, RuntimeError):
+        # torch's writer does not say that the disk is full.
+        text += f" ({shutil.disk_usage(place).free >> 20} MiB free there)"
     return text if text.startswith("checkpoint: ") else f"checkpoint: {place} could not be written: {text}"
 
 

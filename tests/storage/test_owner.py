@@ -309,6 +309,17 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         take(tmp_path / "file" / FILE)
 
 
+def test_a_full_disk_leaves_no_empty_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, *how: Any, **more: Any) -> None:
+        os.close(handle)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(owner.os, "fdopen", full)
+    with pytest.raises(OSError, match=r"the run in runs/a cannot be used: .*owner\.json: No space left on device"):
+        take(place)
+    assert not place.parents[1].exists()
+
+
 def test_a_run_owns_its_folder_and_its_storage(tmp_path: Path) -> None:
     def places(local: str, storage: str | None) -> list[str]:
         trainer: Any = SimpleNamespace(storage_path=storage, experiment_name="a")

@@ -308,7 +308,7 @@ def test_a_full_folder_of_temporary_files_is_named(
         with monkeypatch.context() as patch:
             patch.setattr(module, name, failing)
             with pytest.raises(
-                NotStored, match=f"checkpoint: {place}.* could not be written: (No space|.enforce fail)"
+                NotStored, match=f"checkpoint: {place}.* could not be written: (No space|.enforce.*MiB free)"
             ):
                 learners.save(saver(storage), 1)
         assert not list(place.iterdir()), name
