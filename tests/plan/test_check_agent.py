@@ -117,7 +117,7 @@ def test_a_command_of_several_words_may_be_a_tool() -> None:
         (f"{GAME} agent.episode_timeout_s=1800", "trainer.deadlines.chunk=1800 is not above agent.episode_timeout_s"),
         (f"{GAME} {SCORE}", "custom_reward_function.path=score.py does nothing: the environment or the program"),
         (f"{GAME} reward.functions.mine.path=score.py", "reward.functions.mine does nothing"),
-        (f"{GAME} reward.rule_kwargs.gsm8k.method=strict", "reward.rule_kwargs={'gsm8k': {'method': 'strict'}} does"),
+        (f"{GAME} reward.rule_kwargs.gsm8k.method=strict", 'reward.rule_kwargs={"gsm8k": {"method": "strict"}} does'),
         (f"{GAME} reward.model.path=judge", "reward.model.path=judge does nothing"),
         (f"{GAME} rollout.ignore_eos=true", "rollout.ignore_eos=true: an answer would not end"),
         (f"{TOOLS} rollout.stop=[end]", "a text could end an answer inside a call"),
