@@ -57,7 +57,7 @@ def write_shape(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = MODELS[name]
     (folder / "config.json").write_text(json.dumps(config))
-    _tokenizer().save_pretrained(folder)
+    _tokenizer("qwen3" in config["model_type"]).save_pretrained(folder)
     header, end = {}, 0
     for tensor, shape in _tensors(config):
         start, end = end, end + 2 * math.prod(shape)
@@ -70,8 +70,14 @@ def write_shape(name: str, folder: Path) -> Path:
 
 
 @functools.cache
-def _tokenizer() -> Any:
-    return build_tokenizer(countdown_texts(128, seed=0), vocab_size=300)
+def _tokenizer(thinks: bool) -> Any:
+    tokenizer = build_tokenizer(countdown_texts(128, seed=0), vocab_size=300)
+    if thinks:
+        # As the template of Qwen3.
+        tokenizer.chat_template += (
+            "{% if enable_thinking is false %}<think></think>{% endif %}"
+        )
+    return tokenizer
 
 
 def _tensors(config: dict[str, Any]) -> list[tuple[str, list[int]]]:

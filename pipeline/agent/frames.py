@@ -35,6 +35,15 @@ _LEFT_OUT = "\n[... {:,} characters are left out ...]\n"
 _READ = 1 << 16
 
 
+def text_of(error: BaseException) -> str:
+    """The message of an exception."""
+    try:
+        return str(error)
+    # The user's class may have a `__str__` that fails, and an exit of the process is no better there.
+    except BaseException:  # noqa: BLE001
+        return ""
+
+
 def cut(text: str, most: int) -> str:
     """`text`, of which the middle is left out where it is longer than `most` characters."""
     if len(text) <= most:

@@ -22,7 +22,7 @@ from types import FrameType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Environment, verl
-from pipeline.agent.frames import cut
+from pipeline.agent.frames import cut, text_of
 from pipeline.agent.preload import is_alone, prepare, write_out
 from pipeline.agent.remote import MCP, OPENENV, ServerFailed
 from pipeline.agent.schema import mark_of, schema_of
@@ -95,15 +95,6 @@ def words(error: BaseException, folders: list[str]) -> str:
     deepest = next((frame for frame in reversed(stack) if _below(frame.filename, folders)), None)
     place = f" ({os.path.basename(deepest.filename):.200}, line {deepest.lineno})" if deepest is not None else ""
     return cut(f"{name}: {text}" if text else name, MAX_ERROR) + place
-
-
-def text_of(error: BaseException) -> str:
-    """The message of an exception."""
-    try:
-        return str(error)
-    # The user's class may have a `__str__` that fails, and an exit of the process is no better there.
-    except BaseException:  # noqa: BLE001
-        return ""
 
 
 def _below(file: str, folders: list[str]) -> bool:

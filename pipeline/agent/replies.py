@@ -31,8 +31,8 @@ from types import FrameType
 from typing import Any
 
 from pipeline.agent import Call, Environment, Message, Observation, ToolError, chats, command, preload
-from pipeline.agent.frames import MAX_HEARD, MAX_MESSAGES, MAX_TEXT, cut, encode, read
-from pipeline.agent.load import MAX_ERROR, Code, text_of
+from pipeline.agent.frames import MAX_HEARD, MAX_MESSAGES, MAX_TEXT, cut, encode, read, text_of
+from pipeline.agent.load import MAX_ERROR, Code
 
 # The bounds of `pipeline/reward/result.py`, which these processes do not have.
 FLOAT32_MAX = 3.4028234663852886e38
