@@ -123,7 +123,7 @@ def train(folder: Path, model: Path, prompt_files: Any) -> Training:
     run_folder = folder_of(settings, "trained")
     metrics, deadline = run_folder / "metrics.jsonl", time.monotonic() + START_S
     log = folder / "log"
-    tee = subprocess.Popen(["tee", log], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    tee = subprocess.Popen(["tee", log], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
     process = subprocess.Popen(command, stdout=tee.stdin, stderr=subprocess.STDOUT, process_group=tee.pid)
     assert tee.stdin is not None
     tee.stdin.close()
