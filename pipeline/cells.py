@@ -1,7 +1,8 @@
 """Cells of Arrow columns as Python values.
 
-1. A struct has every field in every row, null in rows that lack it. Null fields are left out, at any depth: Arrow
-   cannot tell them from nulls that were written.
+1. A struct has every field in every row, null in rows that lack it. Within a column null fields are left out, at any
+   depth: Arrow cannot tell them from nulls that were written. The fields of a column that is itself a struct, such as
+   `extra_info`, stay with None, since functions of users index them.
 2. A map is a dict. Its nulls were written, and stay.
 3. A cell of the type `arrow.json`, alone or within others, is the value that its text stands for. Its nulls, its whole
    numbers and the order of its keys stay.
@@ -30,7 +31,7 @@ def values(rows: pa.Table | pa.RecordBatch, places: Sequence[str] = ()) -> Itera
     Raises:
         ValueError: a cell cannot be read; the sentence names its column.
     """
-    readers = {field.name: reader(field.type) for field in rows.schema}
+    readers = {field.name: _column(field.type) for field in rows.schema}
     for number in range(len(rows)):
         row, place = {}, f"{places[number]}, " if places else ""
         for name, read in readers.items():
@@ -54,6 +55,13 @@ def check_names(names: Sequence[str], place: str) -> None:
                 f"{place} has several columns named {name!r}, and none is to be preferred; rename or remove all of "
                 "them but one"
             )
+
+
+def _column(kind: pa.DataType) -> Read:
+    if not isinstance(kind, pa.StructType):
+        return reader(kind)
+    fields = {field.name: reader(field.type) for field in kind}
+    return lambda value: value and {name: read(value[name]) for name, read in fields.items()}
 
 
 def reader(kind: pa.DataType) -> Read:

@@ -74,9 +74,7 @@ def _tokenizer(thinks: bool) -> Any:
     tokenizer = build_tokenizer(countdown_texts(128, seed=0), vocab_size=300)
     if thinks:
         # As the template of Qwen3.
-        tokenizer.chat_template += (
-            "{% if enable_thinking is false %}<think></think>{% endif %}"
-        )
+        tokenizer.chat_template += "{% if enable_thinking is false %}<think></think>{% endif %}"
     return tokenizer
 
 

@@ -176,8 +176,12 @@ def placed_rows(file: Path) -> Iterator[tuple[str, Any]]:
 def _parse(raw: bytes, where: str) -> Any:
     try:
         # Editors of Windows begin a file with a byte order mark.
-        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object, parse_float=_number)
-    except UnicodeDecodeError as error:
+        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object, parse_float=_number)
+        if b"\\u" in raw:
+            # An escape may stand for half a character, which no file can hold.
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeError as error:
         raise ValueError(f"{where}: not UTF-8 text ({error})") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error

@@ -19,8 +19,6 @@ def type_of(value: Any, depth: int = 0) -> pa.DataType:
     """The Arrow type that holds a value of JSON exactly, or `JSON` if there is none."""
     if isinstance(value, int) and not isinstance(value, bool):
         return pa.int64() if value in INT64 else JSON
-    if isinstance(value, str) and not value.isascii() and not _encodes(value):
-        return JSON
     if not isinstance(value, (list, dict)):
         return SCALARS[type(value)]
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -50,11 +48,3 @@ def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         types = [joined(mine.type, its.type) for mine, its in zip(one, other, strict=True)]
         return JSON if JSON in types else pa.struct(zip(one.names, types, strict=True))
     return JSON
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
