@@ -201,7 +201,7 @@ BAD_ROWS: list[tuple[str, Any, str]] = [
     ("gsm8k", [], "line 3: must be an object with 'question' and 'answer', not a list"),
     ("gsm8k", {"answer": None}, "line 3: 'answer' must be text, not 'None'"),
     ("gsm8k", {"question": " "}, "line 3: 'question' must be text"),
-    ("gsm8k", {"question": "\ud800"}, "line 3: 'question' cannot be written as UTF-8"),
+    ("gsm8k", {"question": "\ud800"}, "line 3: not UTF-8 text"),
     ("gsm8k", {"answer": "It is 1."}, "line 3: 'answer' has no number after ####"),
     ("gsm8k", {"answer": "#### 1.2.3"}, "line 3: 'answer' has no number after ####"),
     ("math", {"solution": "It is 1."}, "line 3: 'solution' has no \\boxed{...} with an answer"),

@@ -110,16 +110,10 @@ def test_values_come_out_as_they_went_in(tmp_path: Path, truths: list[Any]) -> N
     assert json.dumps(prepared(tmp_path / "out", tmp_path / "rows.jsonl")["rows"]) == json.dumps(rows)
 
 
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=3)
 JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(codec="utf-8")),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=2), inner, max_size=3)
-    ),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=8,
 )
 

@@ -146,10 +146,7 @@ def test_rows_that_cannot_be_learnt_are_refused_before_anything_starts(
         capsys.readouterr().err
     )
     assert job.main([*options, "data.apply_chat_template_kwargs={shout: true}"]) == 2
-    assert (
-        "data.apply_chat_template_kwargs.shout: the model's chat template does not read 'shout'"
-        in capsys.readouterr().err
-    )
+    assert "the model's chat template does not read 'shout'" in capsys.readouterr().err
 
 
 def test_adapters_that_cannot_be_are_refused(
