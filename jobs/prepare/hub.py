@@ -132,13 +132,9 @@ class HubData:
 
 
 def check_text(value: Any, name: str, where: str, blanks: bool = False) -> str:
-    """`value`, which must be text that can be written; else a ValueError."""
+    """`value`, which must be text; else a ValueError."""
     if not isinstance(value, str) or not (value.strip() or blanks):
         raise ValueError(f"{where}: {name} must be text, not {str(value)[:80]!r}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: {name} cannot be written as UTF-8 ({error.reason})") from error
     return value
 
 
