@@ -144,7 +144,7 @@ def read(state: Path) -> Head | None:
     try:
         return Head(**json.loads(state.read_text())) if state.is_file() else None
     except (ValueError, TypeError) as error:
-        raise ClusterError(f"{state} is no record of a head; give another --state") from error
+        raise ClusterError(f"{state} does not describe a head; give another --state") from error
 
 
 def environment(cpus: int) -> dict[str, str]:

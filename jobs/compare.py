@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out.suffix.lower() != ".png":
             raise ValueError(f"--out {options.out} is not the name of a PNG file; let it end in .png")
         if options.out.exists() and not (options.out.is_file() and options.out.read_bytes()[:8] == PNG):
-            raise ValueError(f"--out {options.out} exists and is no PNG file; choose another name or remove it")
+            raise ValueError(f"--out {options.out} exists and is not a PNG file; choose another name or remove it")
         labels = None if options.labels is None else [label.strip() for label in options.labels.split(",")]
         runs = read_runs(options.runs, labels)
         print("validation (iteration)")

@@ -101,7 +101,7 @@ def _call(value: dict[str, Any], place: str) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"{place} has arguments of {function['name']} that are no object: {function['arguments']!r:.200}"
+            f"{place} has arguments of {function['name']} that are not an object: {function['arguments']!r:.200}"
         )
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 

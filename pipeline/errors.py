@@ -37,5 +37,5 @@ def not_importable(path: str) -> str:
     file = Path(path).expanduser()
     if not file.exists() and (file.suffix == ".py" or "/" in path):
         return f"does not exist (no {file.absolute()}); check the path"
-    what = "is a folder" if path and file.is_dir() else "is no Python file (.py) and no module (package.module)"
+    what = "is a folder" if path and file.is_dir() else "is neither a Python file (.py) nor a module (package.module)"
     return f"{what}; name one that exists"

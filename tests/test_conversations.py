@@ -126,7 +126,7 @@ def test_arrays_of_pandas() -> None:
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 0: .* has a part {'type': 'text'}"),
         ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}], "without the name of a function"),
-        ([{"role": "assistant", "tool_calls": [called("f", "[1]")]}], "arguments of f that are no object"),
+        ([{"role": "assistant", "tool_calls": [called("f", "[1]")]}], "arguments of f that are not an object"),
         ([{"role": "assistant", "tool_calls": [called("f", "{")]}], "arguments of f: not JSON"),
     ],
 )

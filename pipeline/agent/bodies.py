@@ -34,7 +34,7 @@ def unpacked(body: bytes, window: int) -> bytes:
     """What is packed in a body.
 
     Raises:
-        Refused: it is too long, is no such pack, or breaks off.
+        Refused: it is too long, is not packed like this, or breaks off.
     """
     unpacking = zlib.decompressobj(window)
     try:

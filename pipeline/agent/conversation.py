@@ -28,8 +28,8 @@ Ask = Callable[[list[int], int, int], Awaitable[Generation]]
 LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
 """Marks of a message that is cut; the short one where the other one would take more than half of what is allowed."""
 USUAL = 8
-"""Characters for each token that is allowed, of which the tokens are counted in pieces before the whole is encoded: a
-text of 4 MiB would take seconds, in which the engine's other episodes stand still."""
+"""Characters for each allowed token; a longer text is counted in pieces before the whole is encoded. A text of 4 MiB
+would take seconds, in which the engine's other episodes stand still."""
 READ_AT_ONCE = 1000
 """Tokens of an answer that is read on the event loop; a longer one is read in a thread."""
 PIECE, SEAM = 1 << 13, 16

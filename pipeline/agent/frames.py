@@ -21,7 +21,7 @@ MAX_HEARD = 4 << 20
 MAX_VALUES = 100_000
 """Values in such a piece."""
 MAX_LEVELS = 100
-"""Levels of lists and objects. Python's own limit is 1,000 calls, some of which its callers have used."""
+"""Levels of lists and objects. Python's own limit is 1,000 calls, and callers have used some."""
 MAX_MESSAGES = 4096
 """Messages of a conversation that an engine reads."""
 MAX_TOOLS = 256
@@ -39,13 +39,13 @@ def text_of(error: BaseException) -> str:
     """The message of an exception."""
     try:
         return str(error)
-    # The user's class may have a `__str__` that fails, and an exit of the process is no better there.
+    # The user's class may have a `__str__` that fails or ends the process.
     except BaseException:  # noqa: BLE001
         return ""
 
 
 def cut(text: str, most: int) -> str:
-    """`text`, of which the middle is left out where it is longer than `most` characters."""
+    """`text`; if it is longer than `most` characters, its middle is left out."""
     if len(text) <= most:
         return text
     mark = _LEFT_OUT.format(len(text) - most)
@@ -68,7 +68,7 @@ def encode(value: Any, most: int = MAX_FRAME) -> bytes:
     """A frame. NumPy values become what their `tolist` says; lone surrogates, which UTF-8 lacks, become question marks.
 
     Raises:
-        ValueError: the value is no JSON, or longer than `most` bytes.
+        ValueError: the value cannot be JSON, or longer than `most` bytes.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
@@ -90,7 +90,7 @@ def loads(text: str) -> Any:
     """The value of JSON, in which all numbers are finite.
 
     Raises:
-        ValueError: it is no JSON, or has integers of thousands of digits.
+        ValueError: it is not JSON, or has integers of thousands of digits.
         RecursionError: it is nested too deep.
     """
     return json.loads(text, parse_constant=_refused, parse_float=_finite)
@@ -100,7 +100,7 @@ def decode(body: bytes) -> dict[str, Any]:
     """The object in the body of a frame, with valid UTF-8 in all its strings, and with finite numbers.
 
     Raises:
-        ValueError: it is no JSON object, or is nested too deep.
+        ValueError: it is not a JSON object, or is nested too deep.
     """
     try:
         # Given bytes, `json` would let half characters pass.

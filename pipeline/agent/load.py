@@ -157,7 +157,7 @@ def _preload(code: Code, modules: Sequence[str], path: Sequence[str]) -> None:
     """Import what the script of the command will import."""
     script = code.command[1]
     if not os.path.isfile(script):
-        what = "is no file" if os.path.exists(script) else "does not exist"
+        what = "is not a file" if os.path.exists(script) else "does not exist"
         raise ValueError(f"agent.command names the script {script}, which {what}; name one that exists")
     prepare(script, path)
     code.folders.append(sys.path[0])
@@ -373,7 +373,7 @@ def _module(code: Code, key: str, path: str) -> ModuleType:
             sys.path.append(os.path.dirname(file))
     else:
         missing = not os.path.exists(file) and (path.endswith(".py") or "/" in path)
-        what = f"does not exist (no {file})" if missing else "is no Python file (.py) and no module"
+        what = f"does not exist (no {file})" if missing else "is neither a Python file (.py) nor a module"
         raise ValueError(f"{key} is {path}, which {what}; name one that exists")
     module = sys.modules.get(name) or _imported(code, key, path, name, spec)
     code.folders.append(os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or file)))

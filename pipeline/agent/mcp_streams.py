@@ -54,7 +54,7 @@ class Watch:
 
 
 def is_meant(line: bytes) -> bool:
-    """Whether a line that is no message is meant as one; servers print other things, too."""
+    """Whether a line that cannot be read was meant as a message; servers print other things, too."""
     if b'"jsonrpc"' in line:
         return True
     try:

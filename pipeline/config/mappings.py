@@ -3,10 +3,10 @@
 Hydra's grammar takes few of the names that data sources have, so these arguments are read here and laid over the
 settings that Hydra has composed.
 
-    reward.source_scale.openai/gsm8k=2          where values are no mappings, all up to the first `=` is one name
+    reward.source_scale.openai/gsm8k=2          if values are not mappings, all up to the first `=` is one name
     'reward.source_scale."x=y"=2'               a name in quotes, as in JSON
     'reward.rule_kwargs={"math.v2": {"strict": true}}'  JSON, or Hydra's {name: value}
-    ~reward.source_scale.openai/gsm8k           takes a name out, which a file has set
+    ~reward.source_scale.openai/gsm8k           takes out a name that a file has set
 """
 
 import json
@@ -177,7 +177,7 @@ def _written(name: str) -> str:
 
 
 def _depth(kind: Any) -> int | None:
-    """Names from a mapping to its values; None where values may be mappings of any depth."""
+    """Names from a mapping to its values; None if values may be mappings of any depth."""
     value = typing.get_args(kind)[1]
     if value is Any:
         return None

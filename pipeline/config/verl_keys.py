@@ -317,7 +317,7 @@ def _roots() -> Iterator[str]:
 
 
 def answer(key: str) -> str | None:
-    """What to say to someone who gives Slipstream a key of verl's; None if it is none."""
+    """What to say to someone who gives Slipstream a key of verl's; None for other keys."""
     ours = {**dict(RENAMED), **RULED}.get(key)
     if ours == key:
         return None
@@ -326,6 +326,6 @@ def answer(key: str) -> str | None:
     why, _ = reason(key)
     if why == UNKNOWN or key.partition(".")[0] not in set(_roots()):
         return None
-    # A pattern with a star also fits keys that verl has not.
+    # A pattern with a star also fits keys that verl lacks.
     exact = any(key in text.split() for table in (CANNOT, LOST) for text in table.values())
     return f"there is no key {key}{', which verl has; ' if exact else '; of such keys in verl: '}{why}"

@@ -108,7 +108,7 @@ def export(
 
 @contextlib.contextmanager
 def _written_whole(out: Path, replace: bool = False) -> Iterator[Path]:
-    """A new folder beside `out`: it takes that place when the block is done (`take_place`), and goes if it fails."""
+    """A new folder next to `out`: it takes that place when the block is done (`take_place`), and goes if it fails."""
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)

@@ -21,6 +21,6 @@ def check_attention(model: ModelConfig) -> None:
     known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if name not in known:
         raise ValueError(
-            f"model.attn_implementation={name} is no attention of transformers{nearest(name, known)}; there are: "
+            f"model.attn_implementation={name} is not an attention of transformers{nearest(name, known)}; there are: "
             f"{', '.join(known)}"
         )

@@ -17,7 +17,7 @@ def problems(names: Iterable[str]) -> Iterator[str]:
     for name in names:
         if known and name not in known:
             yield (
-                f"rollout.engine_kwargs.{name} is no argument of vLLM's EngineArgs{nearest(name, known)}; leave it "
+                f"rollout.engine_kwargs.{name} is not an argument of vLLM's EngineArgs{nearest(name, known)}; leave it "
                 "out, or write the name of one"
             )
 

@@ -1,4 +1,4 @@
-"""Settings that have no effect beside the others, as notes of the plan.
+"""Settings that have no effect with the others, as notes of the plan.
 
 `unread` lists keys that nothing reads in the run. `idle` has sentences on values that are read and change nothing.
 """
@@ -103,7 +103,7 @@ def idle(config: Config, iterations: int | None) -> dict[str, object]:
 
 
 def unread(config: Config) -> Iterator[str]:
-    """Keys with another value than their default that have no effect beside the others."""
+    """Keys with another value than their default that have no effect with the others."""
     algorithm, actor, mode = config.algorithm, config.actor, loss_mode(config)
     estimator = get_adv_estimator(algorithm.adv_estimator)
     sampling = config.rollout.val_kwargs

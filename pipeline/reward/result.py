@@ -22,7 +22,7 @@ def sent_answer(sent: Any) -> Answer:
     """The answer that a worker has sent as JSON.
 
     Raises:
-        ValueError, TypeError: it is no answer.
+        ValueError, TypeError: it is not an answer.
     """
     score, parts, error = sent
     if not isinstance(parts, str) or not isinstance(json.loads(parts), dict) or not isinstance(error, str | None):

@@ -162,7 +162,7 @@ class RewardWorker:
                     return {"id": message["id"], "answers": answers}
             elif isinstance(message.get("refused"), str) or isinstance(message.get("asynchronous"), list):
                 return dict(message)
-        raise WorkerLost("WorkerError: the process of the reward function sent something that is no answer")
+        raise WorkerLost("WorkerError: the process of the reward function sent something that is not an answer")
 
     def check_memory(self, now: float) -> None:
         """Raise `WorkerLost` if the process holds too much memory; looks every `LOOK_S` at most."""

@@ -26,7 +26,7 @@ CLASS, HANDLER = "ConsolePopen", "set_sigterm_handler"
 VITAL = ("gcs_server", "raylet")
 
 processes: list[subprocess.Popen[Any]] = []
-"""Those of the Ray that this process has started."""
+"""The processes of the Ray that this process has started."""
 
 
 def _own_session(*args: Any, **kwargs: Any) -> subprocess.Popen[Any]:

@@ -32,7 +32,7 @@ def join(address: str, options: dict[str, Any]) -> None:
     """Join the cluster that `RAY_ADDRESS` names.
 
     Raises:
-        ValueError: nothing answers there, it is no address, or the cluster asks for a token that is not here.
+        ValueError: nothing answers there, it is not an address, or the cluster asks for a token that is not here.
         NotStarted: the cluster refuses this driver.
     """
     named = f"RAY_ADDRESS={address}"

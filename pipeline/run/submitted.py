@@ -42,7 +42,7 @@ def check_cluster(folder: Path, key: str = "trainer.default_local_dir") -> None:
         key: the setting that says where it is.
 
     Raises:
-        ConfigError: `RAY_ADDRESS` is no address that a driver can join, or the folder lies in a copy of the working
+        ConfigError: `RAY_ADDRESS` is not an address that a driver can join, or the folder lies in a copy of the working
             directory, where no other node sees it and Ray deletes it.
     """
     check_address()

@@ -122,8 +122,8 @@ def check_metric(metric: str, sources: Mapping[str, bool | None], n: int, agent:
     if metric not in names:
         cores = [name for name in names if name.startswith("val-core/")]
         raise ValueError(
-            f"trainer.best_metric={metric} is no metric of this run's validation{nearest(metric, cores)}; there are: "
-            f"{', '.join(cores)}, and of less weight {', '.join(name for name in names if name not in cores)}"
+            f"trainer.best_metric={metric} is not a metric of this run's validation{nearest(metric, cores)}; there "
+            f"are: {', '.join(cores)}, and of less weight {', '.join(name for name in names if name not in cores)}"
         )
 
 

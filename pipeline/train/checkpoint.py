@@ -256,7 +256,7 @@ def retry(
         place: what could not be `done` ("written"), for sentences.
         done: see `place`.
         say: takes a sentence at the first failure.
-        awaited: since when somebody waits for the result; None while nobody does, and then retries have no end.
+        awaited: since when the run waits for the result; None while it does not, and then retries have no end.
 
     Raises OSError if it still fails then.
     """

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as shares of the peak rate, and where a continued run leaves the schedule it began with."""
+"""Learning-rate schedules as shares of the peak rate, and where a continued run with another length jumps in one."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,10 +31,10 @@ def rate_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]
 
 
 def jumps(progress: dict[str, Any], schedules: dict[str, tuple[OptimConfig, int]]) -> Iterator[str]:
-    """One sentence for each learner whose rate jumps where a checkpoint is continued with another number of steps.
+    """One sentence for each learner whose rate jumps if a checkpoint is continued with another number of steps.
 
     Args:
-        progress: `progress.json` of the checkpoint. Those of older versions do not name the steps of the schedules.
+        progress: `progress.json` of the checkpoint. Older versions did not write the steps of the schedules.
         schedules: settings and steps of the schedule from now on, by the learner's name.
     """
     for name, (optim, steps) in schedules.items():

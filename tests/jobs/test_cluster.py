@@ -44,5 +44,5 @@ def test_a_file_of_others_is_no_record_of_a_head(tmp_path: Path, text: str, caps
     state.write_text(text)
     for action in ("start", "stop"):
         assert main([action, "--state", str(state)]) == 1
-        assert "is no record of a head; give another --state" in capsys.readouterr().err
+        assert "does not describe a head; give another --state" in capsys.readouterr().err
     assert state.read_text() == text

@@ -31,7 +31,7 @@ def test_figure_and_table(runs: list[str], tmp_path: Path, capsys: pytest.Captur
     [
         (["--out", "compared.jpg"], 2, "compared.jpg is not the name of a PNG file"),
         (["--labels", "one", "--out", "compared.png"], 2, "1 labels (one) for 2 runs"),
-        (["--out", "mine.png"], 2, "mine.png exists and is no PNG file; choose another name or remove it"),
+        (["--out", "mine.png"], 2, "mine.png exists and is not a PNG file; choose another name or remove it"),
         (["nowhere", "--out", "compared.png"], 2, "nowhere is not a folder"),
         (["--out", "one/metrics.jsonl/compared.png"], 1, "the figure cannot be written to one/metrics.jsonl"),
     ],

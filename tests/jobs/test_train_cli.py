@@ -84,7 +84,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: 
         (["data.apply_chat_template_kwargs.thnk=1"], ("apply_chat_template_kwargs.thnk", "does not read 'thnk'")),
         (
             ["trainer.best_metric=val-core/countdown/mean@1", "trainer.test_freq=1", "trainer.save_freq=1"],
-            ("trainer.best_metric=val-core/countdown/mean@1 is no metric", "are: val-core/countdown/acc/mean@1, "),
+            ("trainer.best_metric=val-core/countdown/mean@1 is not a metric", "are: val-core/countdown/acc/mean@1, "),
         ),
         (["model.attn_implementation=sdpaa"], ("model.attn_implementation=sdpaa", "the nearest is 'sdpa'")),
         (["data.max_prompt_length=2040"], ("2040 + 12 = 2052", "the 2048 of the model", "max_position_embeddings")),

@@ -10,7 +10,7 @@ from tests.plan.test_checks import good, refusal
 
 def test_arguments_that_vllm_does_not_know_are_refused() -> None:
     sentence = refusal("rollout.engine_kwargs.max_modl_len=2048")
-    assert "rollout.engine_kwargs.max_modl_len is no argument of vLLM's EngineArgs" in sentence
+    assert "rollout.engine_kwargs.max_modl_len is not an argument of vLLM's EngineArgs" in sentence
     assert "the nearest is 'max_model_len'" in sentence
     assert good("rollout.engine_kwargs.max_model_len=2048")
     assert list(engine_arguments.problems(["max_model_len", "load_format", "enable_lora"])) == []

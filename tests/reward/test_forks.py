@@ -197,7 +197,7 @@ def test_an_answer_to_another_call_or_a_second_one_changes_nothing(forging: Rewa
 )  # fmt: skip
 def test_what_is_no_answer_is_an_error_of_its_row(forging: RewardConfig, message: str) -> None:
     result = Reward(forging)(table(["fine", message, "fine"]))
-    what = "WorkerError: the process of the reward function sent something that is no answer"
+    what = "WorkerError: the process of the reward function sent something that is not an answer"
     assert errors(result) == [None, what, None] and scores(result) == [0.5, 0.0, 0.5]
 
 

@@ -61,7 +61,7 @@ def test_files_of_one_name_are_two_modules_and_one_file_is_loaded_once(tmp_path:
     ("path", "why"),
     [
         *((path, r"does not exist \(no .*\); check the path") for path in ("no/such/file.py", "/nope.py", "folder/")),
-        *((path, r"is no Python file \(.py\) and no module") for path in ("not a module", "", "a..b")),
+        *((path, r"is neither a Python file \(.py\) nor a module") for path in ("not a module", "", "a..b")),
         ("/tmp", "is a folder"),
     ],
 )

@@ -206,7 +206,7 @@ def test_a_template_that_changes_earlier_messages_is_refused(
         ({2: {"tool_calls": [{"function": {"arguments": "{}"}}]}}, "message 2 has a tool call without the name"),
         (
             {2: {"tool_calls": [call("calc") | {"function": {"name": "calc", "arguments": "[1]"}}]}},
-            "that are no object",
+            "that are not an object",
         ),
         ({2: {"tool_calls": [call("calc") | {"function": {"name": "calc", "arguments": "3*"}}]}}, "of calc: not JSON"),
         ({3: {"content": None}}, "message 3 has no content"),

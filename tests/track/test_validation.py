@@ -119,7 +119,7 @@ def test_metrics_that_a_validation_will_report(metric: str) -> None:
 )
 def test_metrics_that_no_validation_will_report(metric: str) -> None:
     with pytest.raises(
-        ValueError, match=f"trainer.best_metric={metric} is no metric of this run's validation"
+        ValueError, match=f"trainer.best_metric={metric} is not a metric of this run's validation"
     ) as error:
         check_metric(metric, SOURCES, 4, AgentConfig())
     assert "there are: val-core/数学/acc/mean@4, " in str(error.value)

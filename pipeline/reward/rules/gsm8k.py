@@ -6,7 +6,7 @@ Two methods find the answer in the response, however much text follows it:
 
 Choices:
 1. Numbers are compared in a canonical form and not as floats: `42`, `42.0`, `$42`, `42.` and `042` are one number.
-2. A number is ASCII digits with at most one decimal point, and commas only between groups of three, the first of which
+2. A number is ASCII digits with at most one decimal point, and commas only between groups of three; the first group
    does not begin with 0. Anything else that looks like a number (`1.2.3`, `0,005`, `3/4`, `2^5`, `4½`, digits of
    other scripts) is a wrong answer as a whole.
 3. Behind it may stand marks that close something, a percent sign, a unit (`cm^2` as well) and text. What goes on as
@@ -48,7 +48,7 @@ _TRUTH = re.compile(rf"\s*{_SIGNED}\.?\s*")
 
 
 def canonical(digits: str, negative: bool) -> str | None:
-    """The one way to write a number: no commas, no needless zeros; None where `digits` is no number."""
+    """The one way to write a number: no commas, no needless zeros; None if `digits` is not a number."""
     match = _NUMBER.fullmatch(digits)
     if match is None:
         return None
@@ -58,9 +58,9 @@ def canonical(digits: str, negative: bool) -> str | None:
 
 
 def strict_answer(solution_str: str) -> tuple[str, bool] | None:
-    """Digits behind the last `####` that has any, and whether a minus stands before them; None where there is none.
+    """Digits behind the last `####` that has any, and whether a minus stands before them; None without one.
 
-    What is no number alone is returned with what makes it so, and `canonical` refuses it.
+    Digits that go on as something else come with that, and `canonical` refuses them.
     """
     match = _STRICT.match(solution_str)
     if match is None:
@@ -124,7 +124,7 @@ def read_truth(ground_truth: Any) -> str:
     """The canonical form of a ground truth.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is not a number.
     """
     number = None
     if isinstance(ground_truth, str):

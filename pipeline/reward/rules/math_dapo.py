@@ -25,7 +25,7 @@ def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[st
 
 
 def answer_line(text: str) -> str | None:
-    """The rest of the line behind the last `Answer:` of the text, its box opened; None where there is none."""
+    """The rest of the line behind the last `Answer:` of the text, its box opened; None without such a line."""
     match = _LINE.match(text)  # the greedy `.*` tries the end of the text first
     if match is None:
         return None

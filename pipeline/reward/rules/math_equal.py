@@ -29,7 +29,7 @@ MAX_NODES = 60  # of an expression that math-verify compares
 POINTS = 4  # that must agree; two lie between 0.2 and 3, and the others within a million
 TRIES = 12  # points tried, as an expression may have no value at one
 DIGITS = 1100  # of a value: as many places as the gate lets a number have
-FINE = 60  # digits of a point, which is no fraction because SymPy would factor it
+FINE = 60  # digits of a point; SymPy would factor a fraction
 TOLERANCE = "1e-1050"
 MAX_BITS = 20_000  # of an exact number
 PLACES = 6  # of a decimal that stands for the number that was rounded to it
@@ -92,7 +92,7 @@ def _equal(right: str, given: str) -> bool:
 
 
 def _rounding(decimal: math_text.Number | None) -> Fraction:
-    """The error that a decimal of `PLACES` places or more may have for a number that is none."""
+    """The error that a decimal of `PLACES` places or more may have for another number."""
     places = 0 if decimal is None else decimal.places or 0
     if decimal is None or places < PLACES or abs(decimal.value) < math_text.SMALL:
         return Fraction(0)
@@ -279,7 +279,7 @@ def _float(number: Fraction | str) -> Any:
 
 
 def _exact(expression: Any) -> Fraction | None:
-    """The value of an expression of which the four operations and whole powers make a rational number; else None."""
+    """The value if the four operations and whole powers make the expression a rational number; else None."""
     if expression.is_Rational:
         return Fraction(int(expression.p), int(expression.q))
     if not (expression.is_Add or expression.is_Mul or expression.is_Pow):
@@ -298,7 +298,7 @@ def _exact(expression: Any) -> Fraction | None:
 
 
 def _evaluated(expression: Any, values: dict[Any, Any]) -> tuple[Any, Any] | None:
-    """Real and imaginary part of an expression at a point; None where it has no finite value, as at a pole."""
+    """Real and imaginary part of an expression at a point; None if it has no finite value, as at a pole."""
     parts = expression.evalf(DIGITS, subs=values, maxn=4 * DIGITS).as_real_imag()
     return parts if all(part.is_Float or part.is_Integer for part in parts) else None
 

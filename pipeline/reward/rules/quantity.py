@@ -45,7 +45,7 @@ _FORMULA = re.compile(r"\A\s{0,9}!|[=^+~\u00b1\u00d7\u00f7\u221a\u221e\u2248]|\\
 
 
 def without_exponents(text: str) -> str:
-    """The text with `cm` for `cm^2` and without `^\\circ`: such an exponent is no number."""
+    """The text with `cm` for `cm^2` and without `^\\circ`: such an exponent is not a number."""
     return _EXPONENT.sub(r"\1", text)
 
 

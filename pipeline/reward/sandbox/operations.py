@@ -34,7 +34,7 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def number(value: Any) -> Any:
-    """`value`, a number that may be calculated with. Raises `ERRORS` if it is none, or too large."""
+    """`value`, a number that may be calculated with. Raises `ERRORS` if it is not, or too large."""
     if not isinstance(value, int | float | complex):
         raise TypeError(f"a number is needed, not a {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
