@@ -55,6 +55,8 @@ class Watch:
 
 def is_meant(line: bytes) -> bool:
     """Whether a line that is no message is meant as one; servers print other things, too."""
+    if not line.lstrip().startswith((b"{", b"[")):
+        return False
     if b'"jsonrpc"' in line:
         return True
     try:
