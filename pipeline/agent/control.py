@@ -8,6 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Call
@@ -132,6 +133,17 @@ class Tokens:
         text = text.lstrip() if strip_left else text
         text = text.rstrip() if strip_right else text
         return self.ordinary(marks.show(text))
+
+
+@lru_cache(maxsize=1)
+def tokens_of(tokenizer: "PreTrainedTokenizerBase") -> Tokens:
+    """The `Tokens` of a tokenizer. All lists of tools share them: a copy of a large vocabulary takes seconds, in which
+    the event loop stands still, and 100 MB.
+
+    Raises:
+        ValueError: as `Tokens`.
+    """
+    return Tokens(tokenizer)
 
 
 def alternatives(texts: Iterable[str]) -> re.Pattern:

@@ -16,13 +16,14 @@ import asyncio
 import hashlib
 import importlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 from pipeline.agent import EpisodeOver
 from pipeline.agent.bodies import as_json, read
@@ -56,6 +57,13 @@ LENGTHS = ("max_tokens", "max_completion_tokens")
 MODEL = "policy"
 """Name of the model in answers to requests that give none."""
 SHUTDOWN_S = 1.0
+log = logging.getLogger(__name__)
+log.addFilter(
+    lambda record: (
+        not (record.exc_info and isinstance(record.exc_info[1], (http_exceptions.HttpProcessingError, ConnectionError)))
+    )
+)
+"""aiohttp writes a traceback for each client that sends no HTTP, or that leaves before its request is whole."""
 
 
 @dataclass
@@ -247,7 +255,9 @@ class Endpoint:
         app.router.add_get("/{path}/v1/models/{name:.+}", self._model)
         app.router.add_route("*", "/{rest:.*}", self._unknown)
         # aiohttp would unpack a body on the event loop, and without an end.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S, auto_decompress=False)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=log, shutdown_timeout=SHUTDOWN_S, auto_decompress=False
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self._port = self._runner.addresses[0][1]

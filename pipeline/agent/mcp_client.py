@@ -5,6 +5,7 @@ named. Each episode has a connection of its own and, where a command is named, a
 with it. The client runs on an event loop in a thread, so that it answers the server between two calls, too.
 
 What a server sends is bounded: `LIMIT` bytes for one line, for all that follows one call, and for one HTTP response.
+Lines are, too: millions of short ones take many seconds.
 What cannot be read as an answer ends the connection at once (`mcp_streams.py`).
 Deadlines are those of the episode, whose process is killed after them, and the server with it.
 """
@@ -37,7 +38,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
 from pipeline.agent import ToolError
-from pipeline.agent.frames import MAX_FRAME, MAX_TOOLS
+from pipeline.agent.frames import MAX_FRAME, MAX_TOOLS, MAX_VALUES
 from pipeline.agent.mcp_streams import Read, Watch, Written, is_meant
 from pipeline.agent.remote import ServerFailed, cause, without_login
 from pipeline.agent.schema import NAME
@@ -68,7 +69,7 @@ class Server:
         self._portal: BlockingPortal
         self._client: Client
         self._problem = ""  # why the server answers no more, as far as is known
-        self._received = 0  # bytes since the last call
+        self._received = self._lines = 0  # bytes and lines since the last call
         self._watch = Watch(self._fail)
 
     def schemas(self, within_s: float) -> list[dict[str, Any]]:
@@ -134,7 +135,7 @@ class Server:
             ToolError: it replied that the call failed.
             ServerFailed: it did not reply.
         """
-        self._received = self._watch.received = 0
+        self._received = self._lines = self._watch.received = 0
         try:
             result = self._portal.call(partial(self._client.call_tool, name, arguments))
         except MCPError as error:
@@ -248,8 +249,11 @@ class Server:
                 self.too_much()
                 return
             self._received += len(line)
+            self._lines += 1
             if self._received > LIMIT:
                 self.too_much()
+            elif self._lines > MAX_VALUES:
+                self._fail(f"printed more than {MAX_VALUES:,} lines")
             if not line or self._problem:
                 return
             try:

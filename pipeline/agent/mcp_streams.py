@@ -55,6 +55,8 @@ class Watch:
 
 def is_meant(line: bytes) -> bool:
     """Whether a line that cannot be read was meant as a message; servers print other things, too."""
+    if not line.lstrip().startswith((b"{", b"[")):
+        return False
     if b'"jsonrpc"' in line:
         return True
     try:

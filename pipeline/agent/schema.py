@@ -165,9 +165,10 @@ def mistake(schema: dict[str, Any], arguments: dict[str, Any]) -> str | None:
         if name not in arguments:
             return f"the argument {name} of {function['name']} is missing"
     for name, value in arguments.items():
-        problem = _problem(known.get(name, parameters.get("additionalProperties")), value, _MAX_DEPTH)
-        if not problem and _is_large(value):
-            problem = f"must have numbers of at most {sys.float_info.max_10_exp} digits, but is {_shown(value)}"
+        if _is_large(value):
+            problem: str | None = f"must have numbers of at most {sys.float_info.max_10_exp} digits"
+        else:
+            problem = _problem(known.get(name, parameters.get("additionalProperties")), value, _MAX_DEPTH)
         if problem:
             return f"the argument {name:.80} of {function['name']} {problem}"
     return None
@@ -207,7 +208,7 @@ def _problem(schema: Any, value: Any, depth: int) -> str | None:
         return "is nested too deeply"
     if value is None and schema.get("nullable"):
         return None
-    if "enum" in schema and not any(value == one and type(value) is type(one) for one in schema["enum"]):
+    if "enum" in schema and not any(value == one and _kind(value) is _kind(one) for one in schema["enum"]):
         return f"must be one of {', '.join(map(repr, schema['enum'])):.1000}, but is {_shown(value)}"
     kinds: Any = schema.get("type")
     if kinds is not None:
@@ -240,6 +241,11 @@ def _member_problem(schema: dict[str, Any], value: dict[str, Any], depth: int) -
         if problem:
             return f"at {_shown(name)} {problem}"
     return None
+
+
+def _kind(value: Any) -> type:
+    """The type of a value in JSON, in which 1 and 1.0 are one number, and `true` is none."""
+    return float if type(value) is int else type(value)
 
 
 def _is(kind: str, value: Any) -> bool:

@@ -116,7 +116,8 @@ class Session:
         """
         if name not in self._schemas:
             raise PolicyMistake(f"there is no tool {name!r:.80}; the tools are: {', '.join(self._schemas) or 'none'}")
-        problem = mistake(self._schemas[name], arguments)
+        # A server's schema may have many forms, and an answer many values, for each of which all are tried.
+        problem = await asyncio.to_thread(mistake, self._schemas[name], arguments)
         if problem is not None:
             raise PolicyMistake(problem)
         arguments = whole(self._schemas[name]["function"].get("parameters"), arguments)
@@ -319,6 +320,8 @@ class Session:
             if not data:
                 raise EOFError
             self._inbox += data
+            # asyncio's own loop does not turn if something is there, and a process may send without an end.
+            await asyncio.sleep(0)
 
     async def _place(self) -> str:
         """Where the process is, which has not answered in time; "" if it does not tell."""

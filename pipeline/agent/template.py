@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.agent import Call
-from pipeline.agent.control import Tokens
+from pipeline.agent.control import tokens_of
 from pipeline.agent.forms import call_id, tool_call
 from pipeline.errors import short_reason
 
@@ -42,7 +42,7 @@ class Template:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", kwargs: dict[str, Any], tools: list[dict]) -> None:
         self.tokenizer, self.kwargs, self.tools = tokenizer, kwargs, tools
-        self.tokens = Tokens(tokenizer)
+        self.tokens = tokens_of(tokenizer)
         self._sentinel = f"S{secrets.token_hex(8)}S"
 
     def render(self, messages: list[dict], tools: list[dict] | None, generate: bool = True) -> str:

@@ -145,6 +145,12 @@ def test_a_message_that_a_template_would_leave_out_is_refused() -> None:
         BRIDGES["channels"].after([], [*reply("2", "tool"), *reply("v", "tool")], calls)
 
 
+def test_the_bridges_of_all_lists_of_tools_share_one_copy_of_the_tokenizer() -> None:
+    of = tokenizer(next(iter(FAMILIES)))
+    first, second = (Bridge.prove(of, {}, {"user"}, tools) for tools in (TOOLS, TOOLS[:1]))
+    assert first.tokens is second.tokens
+
+
 def spaced() -> PreTrainedTokenizerFast:
     """A tokenizer whose words carry the space in front of them, and that puts one in front of a text."""
     backend = Tokenizer(models.BPE(byte_fallback=True))

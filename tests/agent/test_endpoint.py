@@ -150,6 +150,24 @@ def test_bodies_that_are_none_and_other_paths() -> None:
     assert talk(Policy(), use) == [400, 400, 400, 400, 413, 404, 410]
 
 
+def test_clients_that_send_no_http_or_leave_write_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    requests = (b"Content-Length: -5\r\n\r\n", b"x: " + b"a" * 10_000 + b"\r\n\r\n", b"Content-Length: 9\r\n\r\n{")
+
+    async def use(client: Any, conversation: Conversation, line: Line) -> None:
+        address = client.base_url
+        for rest in requests:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(f"POST {address.path}chat/completions HTTP/1.1\r\nHost: a\r\n".encode() + rest)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+        await asyncio.sleep(0.05)
+        assert await client.chat.completions.create(model="m", messages=[user("go")])
+
+    talk(Policy("12"), use)
+    assert not caplog.records
+
+
 def test_a_client_that_asks_again_gets_the_first_answer() -> None:
     policy = Slow("12", "40", "99")
 

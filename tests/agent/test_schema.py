@@ -1,5 +1,6 @@
 """Schemas of tools, and what the model reads about arguments that do not fit."""
 
+import time
 from typing import Any, Dict, List, Literal, Optional, Union  # noqa: UP035
 
 import pytest
@@ -203,6 +204,27 @@ def test_integers_that_no_float_holds_are_mistakes(value: Any) -> None:
         assert told is not None and "the argument x of f" in told and len(told) < 300
     fits = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
     assert mistake(fits, {"x": 10**300}) is None
+
+
+def test_a_number_is_in_an_enum_however_it_is_written() -> None:
+    def of(values: list[Any], value: Any) -> str | None:
+        parameters = {"type": "object", "properties": {"x": {"enum": values}}}
+        return mistake({"type": "function", "function": {"name": "f", "parameters": parameters}}, {"x": value})
+
+    assert of([0.5, 1], 1.0) is None
+    assert of([0.5, 1.0], 1) is None
+    assert of([[1]], [1]) is None
+    assert "must be one of 0, 1, but is True" in str(of([0, 1], True))
+    assert "must be one of True, but is 1.0" in str(of([True], 1.0))
+
+
+def test_a_large_integer_is_not_written_once_for_each_form() -> None:
+    forms = [{"type": "string"}] * 100_000
+    parameters = {"type": "object", "properties": {"x": {"anyOf": forms}}}
+    start = time.process_time()
+    found = mistake({"type": "function", "function": {"name": "f", "parameters": parameters}}, {"x": 10**4200})
+    assert str(found).endswith("must have numbers of at most 308 digits")
+    assert time.process_time() - start < 2
 
 
 def test_whole_numbers_come_as_integers() -> None:
