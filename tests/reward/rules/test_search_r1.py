@@ -17,7 +17,8 @@ def tagged(text: str) -> str:
 
 CASES = [
     (tagged("Eiffel Tower"), 1), (tagged("the eiffel tower."), 1), (tagged(" The  Eiffel\nTower! "), 1),
-    (tagged("tour eiffel"), 1), (tagged("'Eiffel' Tower"), 1), (tagged("\u2019Eiffel\u2019 \u201cTower\u201d"), 1), (tagged("(an) Eiffel-Tower"), 0),
+    (tagged("tour eiffel"), 1), (tagged("'Eiffel' Tower"), 1), (tagged("(an) Eiffel-Tower"), 0),
+    (tagged("\u2019Eiffel\u2019 \u201cTower\u201d"), 1),
     (tagged("Eiffel Tower, Paris"), 0), (tagged("Tower"), 0), (tagged("Eiffel"), 0), (tagged(""), 0),
     (tagged("."), 0),
     (tagged("the"), 0), (tagged("{Eiffel Tower}"), 1), (tagged("$Eiffel Tower%"), 1),
