@@ -7,8 +7,8 @@ Two methods find the answer in the response, however much text follows it:
 Choices:
 1. Numbers are compared in a canonical form and not as floats: `42`, `42.0`, `$42`, `42.` and `042` are one number.
 2. A number is ASCII digits with at most one decimal point, and commas only between groups of three; the first group
-   does not begin with 0. Anything else that looks like a number (`1.2.3`, `0,005`, `3/4`, `2^5`, `4½`, digits of
-   other scripts) is a wrong answer as a whole.
+   does not begin with 0 (LaTeX's `1{,}000` is one, too). Anything else that looks like a number (`1.2.3`, `0,005`,
+   `3/4`, `2^5`, `f(5)`, `4½`, digits of other scripts) is a wrong answer as a whole.
 3. Behind it may stand marks that close something, a percent sign, a unit (`cm^2` as well) and text. What goes on as
    another number is a wrong answer as a whole (`42 million`, `42k`, `42 and a half`), and on the line of the `####` so
    is a further digit, an operator or the word of a number (`42 vs 43`, `42 or forty`).
@@ -37,8 +37,10 @@ _STRICT = re.compile(rf"(?s:.*)####{_BLANKS}{_SIGNED}")
 _LAST = re.compile(rf"(?s:.*)(?<![{_DIGIT}.,])({_RUN})")
 _JOINED = re.compile(
     r"(?:\d[ ]?/[ ]?|\^[{(]?|\d[ ]?\*\*[ ]?|\d[eE][-+]?|\d[A-Za-z_']{1,2}|\d\}\{|(?:\u221a|sqrt)[ ]?[({]?|(\d\s)"
+    r"|\d:|\d[ ]?[\u00f7\u2044\u2215][ ]?|(?<![A-Za-z])(?:[a-z]_?|[a-zA-Z]\(|(?:log|ln|sin|cos|tan)[ ]?[ ({])"
     r"|\d,?\s(?i:or|vs\.?|versus)\s\$?|(?i:between)\s\$?[\d.,]{1,20}\sand\s\$?)\Z"
 )
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\!,?)(?=\d{3}(?!\d))")  # as LaTeX has them
 _BEFORE = 40  # characters before a number that are looked at
 _SIGN = re.compile(
     r"(?:(?<![\w)\]}%\u2212\u2013-])[-\u2212\u2013]|=\s?[-\u2212\u2013]\s?|\b(?i:minus|negative)\s)\\?\$?\Z"
@@ -110,6 +112,7 @@ def compute_score(
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, but must be one of {', '.join(METHODS)}")
     truth = read_truth(ground_truth)
+    solution_str = _THOUSANDS.sub(",", solution_str)
     strict = strict_answer(solution_str)
     answer = last_number(solution_str) if strict is None and method == "flexible" else strict
     if answer is None:

@@ -39,6 +39,9 @@ INTERVALS = ("()", "(]", "[)", "[]")
 _OPEN = re.compile(r"[<>]|\\(?:pm|mp|le|leq|ge|geq|lt|gt|in)(?![a-zA-Z])")
 _MEMBER = re.compile(r"\A[a-zA-Z]\s?\\in(?![a-zA-Z])\s?")
 
+_LETTER = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mathbb)\s?\{[^{}]*\}|\\[a-zA-Z]+|([a-zA-Z])")
+_FREE = "qwzkvmnpusabcyxtr"  # letters that are no constant, function or differential
+
 
 class AlgebraError(Exception):
     """SymPy or the parser failed on an answer, as on `\\lceil\\infty\\rceil` or the inverse of a singular matrix."""
@@ -114,6 +117,10 @@ def _equal_lists(brackets: str, right: list[str], given_brackets: str, given: li
 
 
 def _equal_values(truth: str, answer: str, rounding: Fraction) -> bool:
+    apart = _apart(truth, answer)
+    if apart is None:
+        return False
+    truth, answer = apart
     seed = hashlib.sha256(f"{truth}\n{answer}".encode()).digest()
     # Neither library says which exceptions it may raise for hostile text, and about any type has been seen.
     try:
@@ -121,6 +128,24 @@ def _equal_values(truth: str, answer: str, rounding: Fraction) -> bool:
         return right is not None and given is not None and _Comparison(seed, rounding).same(right, given)
     except Exception as error:
         raise AlgebraError(f"{type(error).__name__}: {error}") from error
+
+
+def _apart(truth: str, answer: str) -> tuple[str, str] | None:
+    """The texts with other letters for capitals whose small letter stands in them, too: the parser takes both for one.
+
+    None if there are not enough other letters.
+    """
+    used = {letter for text in (truth, answer) for letter in _LETTER.findall(text) if letter}
+    capitals = sorted(letter for letter in used if letter.isupper() and letter.lower() in used)
+    free = [letter for letter in _FREE if not used & {letter, letter.upper()}]
+    if len(free) < len(capitals):
+        return None
+    other = dict(zip(capitals, free, strict=False))
+
+    def renamed(match: re.Match[str]) -> str:
+        return other.get(match[1], match[0])
+
+    return _LETTER.sub(renamed, truth), _LETTER.sub(renamed, answer)
 
 
 def _read(text: str) -> Any:
@@ -176,9 +201,9 @@ class _Comparison:
 
         if right == given:
             return True
-        if isinstance(right, sympy.Expr) and isinstance(given, sympy.Eq):
+        if isinstance(right, sympy.Expr | sympy.FiniteSet) and isinstance(given, sympy.Eq):
             return self._states(given) and self.same(right, given.rhs)
-        if isinstance(right, sympy.Eq) and isinstance(given, sympy.Expr):
+        if isinstance(right, sympy.Eq) and isinstance(given, sympy.Expr | sympy.FiniteSet):
             return self._states(right) and self.same(right.rhs, given)
         if both(sympy.Eq):
             return self._same_equation(right, given)

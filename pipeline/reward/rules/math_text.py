@@ -24,16 +24,18 @@ _GONE = re.compile(
     r"|\^\{?\\circ\}?|\\degree(?![a-zA-Z])|\\?[$%]|(?<=\d)\s?percent(?![a-zA-Z])"
 )
 _PRIME = re.compile(r"\^\s?(?:\{\s?\\prime\s?\}|\\prime(?![a-zA-Z]))")
-_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_FRACTION = re.compile(r"\\[dtc](frac|binom)(?![a-zA-Z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|\{([^{}]{1,99})\}\s*(\d)|(\d)\s*\{([^{}]{1,99})\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d)")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|rm)\s*\{([^{}]{0,200})\}")
+_WRITTEN = re.compile(rf"\A\s*{_TEXT.pattern}\s*\Z")  # the whole answer is text
 _UNIT = re.compile(r"(?<=[\d}) ])\s*\\(?:text|mbox|mathrm|textrm)\s*\{([^{}]{0,200})\}(?:\^\{?-?\d\}?)?\.?\s*\Z")
 _UNIT_TEXT = re.compile(r"[A-Za-z\s./()\u00b5-]*(?:\^?[23])?\s*")
 _ASSIGNED = re.compile(r"\A(\\?[a-zA-Z]{1,7}'{0,3}\s?(?:_\s?\w)?(?:\(\w\))?'{0,3})\s?=\s?([^=]+)\Z")
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,\d{3})+|(?:\s\d{3})+)(?![\d,]|\s\d)")
+_IMAGINARY = re.compile(r"(?<=\d)(?: |\\cdot ?)(?=i(?![a-zA-Z]))")  # else the parser takes the i for a letter
 _SPACE = re.compile(r"\s+")
-_AND = re.compile(r"\s*,?\s*\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}\s*|(?<=[\d})])\s*,?\s(?:and|or)\s")
+_AND = re.compile(r"\s*,?\s*\\(?:text|mbox)\s*\{\s*(?:and|or)\s*\}\s*|(?<=[\d})])\s*,?\s(?:and|or)\s|,\s(?:and|or)\s")
 _TOKEN = re.compile(r"\\[{}]|\\cup(?![a-zA-Z])|\\.|[(){}\[\],;]", re.DOTALL)
 
 _DECIMAL = r"(?:[0-9]{1,100}(?:\.[0-9]{0,100})?|\.[0-9]{1,100})"
@@ -69,13 +71,17 @@ def tidy(answer: str) -> str:
     """
     text = _GONE.sub(" ", _THOUSANDS.sub(_digits, answer.translate(_UNICODE))).replace("{,}", ",").strip()
     text = _PRIME.sub("'", text)
+    written = _WRITTEN.match(text)
+    if written is not None and re.search(r"[\d,]", written[1]):
+        text = written[1].strip()
     unit = _UNIT.search(text)
     if unit is not None and not _TEXT.search(text[: unit.start()]) and not _TEXT.fullmatch(text):
         text = text[: unit.start()] + ("" if _is_unit(unit[1]) else f" {unit[1]}")
-    text = _FRACTION.sub(r"\\frac", text)
+    text = _FRACTION.sub(r"\\\1", text)
     text = _SHORT_FRACTION.sub(lambda m: rf"\frac{{{m[1] or m[3] or m[5]}}}{{{m[2] or m[4] or m[6]}}}", text)
+    text = re.sub(r"\\varnothing(?![a-zA-Z])", r"\\emptyset", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
-    text = _AND.sub(",", _SPACE.sub(" ", text)).strip()
+    text = _IMAGINARY.sub("", _AND.sub(",", _SPACE.sub(" ", text))).strip()
     while text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     if not text.startswith(("(", "[", "\\{")):  # where a comma parts numbers, as in (1,234)

@@ -11,7 +11,10 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(form for word in text.split() for form in (word.removesuffix("(s)"), word.replace("(s)", "s")))
 
 
-SCALES = _words("hundred(s) thousand(s) million(s) billion(s) trillion(s) milliard(s) dozen(s) lakh(s) crore(s)")
+SCALES = _words(
+    "tens hundred(s) thousand(s) million(s) billion(s) trillion(s) quadrillion(s) quintillion(s) milliard(s) dozen(s) "
+    "lac(s) lakh(s) crore(s) mio mrd millionen milliarden millones"
+)
 PARTS = _words(
     "half halves quarter third(s) fourth(s) fifth(s) sixth(s) seventh(s) eighth(s) ninth(s) tenth(s) hundredth(s) "
     "thousandth(s)"
@@ -27,7 +30,10 @@ OPERATIONS = CHANGES | _words(
 """Words right behind a number that go on with a formula."""
 _LETTERS = _words("k K M B mil mn bn mln bln pi x y z n")
 """Abbreviations of scales, and letters that stand for numbers."""
+_SIGNS = frozenset("\u2030\u2031\u03c0")  # per mille, per ten thousand, pi
 _JOINING = _words("and a an one")
+_SHARED = _words("third fourth fifth sixth seventh eighth ninth tenth")
+"""Parts that are adjectives as well, unless a joining word stands before them: `42 third graders`."""
 _GLUED = _words(
     "mm cm dm m km mi in ft yd feet foot inch inches mg g kg lb lbs oz ml mL cl dl l L s sec secs min mins h hr hrs "
     "day days am pm AM PM mph kph kmh cent cents c C F st nd rd th"
@@ -39,8 +45,8 @@ LONGEST = 200  # characters behind a number that are looked at in running text
 _LENGTH = r"(?:[mckd]?m|in|ft|yd|mi|feet|foot|inch(?:es)?|yards?|miles?|(?:centi|kilo|milli)?met(?:er|re)s?)"
 _EXPONENT = re.compile(rf"(?<![^\W\d_])({_LENGTH})(?:\^\{{?[23]\}}?|[\u00b2\u00b3])(?![\w^])|\^\{{?\\circ\}}?")
 _POWER = re.compile(r"[\^\u207b]|_\w")
-_WORD = re.compile(r"[^\W\d_]+(?:[&'\u2019-][^\W\d_]+)*")
-_PHRASE = re.compile(rf"[ \t*_$%)\]}}\"'`\\-]{{0,9}}((?:{_WORD.pattern}[ \t-]{{0,3}}){{0,4}})")
+_WORD = re.compile(r"[^\W\d_]+(?:[&'\u2019\u2010\u2011-][^\W\d_]+)*")
+_PHRASE = re.compile(rf"[ \t*_$%)\]}}\"'`\\\u2010\u2011-]{{0,9}}((?:{_WORD.pattern}[ \t-]{{0,3}}){{0,4}})")
 _FORMULA = re.compile(r"\A\s{0,9}!|[=^+~\u00b1\u00d7\u00f7\u221a\u221e\u2248]|\\(?!text|mathrm)[a-zA-Z]")
 
 
@@ -59,14 +65,15 @@ def goes_on(behind: str) -> bool:
 
     Latin letters that follow at once must be a unit of a list (`42km`).
     """
-    if any(map(is_numeric, behind[:1])) or _POWER.match(behind):
+    if any(map(is_numeric, behind[:1])) or behind[:1] in _SIGNS or _POWER.match(behind):
         return True
     glued = behind[: len(behind) - len(behind.lstrip(ascii_letters))]
     if glued:
         return glued not in _GLUED
     words = _next_words(behind)
-    first = [word.casefold() for word in dropwhile(_JOINING.__contains__, words)][:1]
-    return any(word in _LETTERS or word in CHANGES for word in words[:1]) or not (SCALES | PARTS).isdisjoint(first)
+    rest = [word.casefold() for word in dropwhile(_JOINING.__contains__, words)]
+    parts = PARTS if len(rest) < len(words) else PARTS - _SHARED
+    return any(word in _LETTERS or word in CHANGES for word in words[:1]) or not (SCALES | parts).isdisjoint(rest[:1])
 
 
 def goes_on_in_line(behind: str) -> bool:
@@ -75,9 +82,15 @@ def goes_on_in_line(behind: str) -> bool:
         goes_on(behind)
         or any(map(is_numeric, behind))
         or _FORMULA.search(behind) is not None
-        or any(word.casefold() in OPERATIONS for word in _next_words(behind)[:1])
+        or any(word.casefold() in OPERATIONS or _counts(word) for word in _next_words(behind)[:1])
         or any(word.casefold() in SCALES | NUMBERS | {"half"} for word in _WORD.findall(behind))
     )
+
+
+def _counts(word: str) -> bool:
+    """Whether a word is the number of two words with a hyphen, as `forty-two`."""
+    tens, hyphen, ones = word.casefold().partition("-")
+    return hyphen != "" and tens in NUMBERS and ones in NUMBERS | {"one"}
 
 
 def _next_words(behind: str) -> list[str]:

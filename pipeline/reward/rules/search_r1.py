@@ -20,6 +20,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_TYPED = str.maketrans({"\u2212": "-", "\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"'})
+_POINT = re.compile(r"(?<![\w.])\.(?=\d)")  # of a number without a whole part
 _SIGNED = re.compile(r"(?<!\w)-\s?(?=\d)")
 _WITHIN = re.compile(rf"(?<=\d)[{re.escape(string.punctuation)}]+(?=\d)")
 
@@ -27,9 +29,11 @@ _WITHIN = re.compile(rf"(?<=\d)[{re.escape(string.punctuation)}]+(?=\d)")
 def normalize(text: str) -> str:
     """In lower case, without ASCII punctuation, English articles and surplus blanks.
 
-    `1,000` is `1000`; other punctuation between digits parts them, and a minus before a number becomes a word.
+    `1,000` is `1000`, `.5` is `0.5`; other punctuation between digits parts them, and a minus before a number becomes a
+    word.
     """
-    text = _GROUPED.sub(lambda number: number[0].replace(",", ""), text)
+    text = _GROUPED.sub(lambda number: number[0].replace(",", ""), text.translate(_TYPED))
+    text = _POINT.sub("0.", text)
     text = _WITHIN.sub(" ", _SIGNED.sub("minus ", text))
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 

@@ -24,6 +24,15 @@ NAMES: dict[type[ast.AST], str] = {
     ast.ClassDef: "a class",
     ast.Expr: "a statement that asserts nothing",
 }
+SIGNS: dict[type[ast.AST], str] = {
+    ast.BitAnd: "&",
+    ast.BitOr: "|",
+    ast.BitXor: "^",
+    ast.LShift: "<<",
+    ast.RShift: ">>",
+    ast.MatMult: "@",
+    ast.Invert: "~",
+}
 
 
 class Refused(ValueError):
@@ -54,4 +63,6 @@ def form_of(node: ast.AST) -> str:
             return f"the statement `{name}(...)`"
         case ast.FunctionDef():
             return f"the function `{node.name}`"
+        case ast.BinOp(op=sign) | ast.UnaryOp(op=sign):
+            return f"`{SIGNS[type(sign)]}`"
     return NAMES.get(type(node), f"`{type(node).__name__}`")

@@ -23,6 +23,7 @@ from pipeline.reward.sandbox.operations import BINARY, COMPARISONS, CONSTANTS, E
 from pipeline.reward.sandbox.runner import MAX_REASON
 
 MATH = "math"
+PROGRAM = "solution"  # the module that the program is
 SOLUTION = "Solution"  # the class of LeetCode's programs, whose methods are functions
 
 # A class of the program, whose objects have methods of their own.
@@ -119,6 +120,8 @@ class _Reader:
                 self.claims.append((self.truth(node.test), str(message)))
             case ast.Import():
                 self.imported |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+            case ast.ImportFrom(module) if module == PROGRAM and all(alias.asname is None for alias in node.names):
+                pass  # its functions are called by their own names
             case ast.ImportFrom():
                 self.imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             case ast.FunctionDef(args=ast.arguments([], [_], None, [], [], None, []), decorator_list=[]):

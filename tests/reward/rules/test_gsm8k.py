@@ -173,7 +173,7 @@ RIGHT = [
     "42 cm\u00b2", "42m\u00b2", "42 ft^{3}", "42 km/h", "42mph", "42am", "42nd", "42 p.m.", "42 miles per hour",
     "42 T-shirts", "42 M&Ms", "42 points", "42 seconds", "42 quarters", "42-year-old", "42 more than Tom", "42</s>",
     "42<|im_end|>", "42 (apples)", "42\\text{ apples}", "42\\%", "42**", "42`", "42 \u5143", "42\u4e2a\u82f9\u679c",
-    "42, I think", "42 apples!", "42 is the answer", "42\r", "42\t",
+    "42 (forty-two)", "42 third graders", "42, I think", "42 apples!", "42 is the answer", "42\r", "42\t",
 ]  # fmt: skip
 
 
@@ -231,6 +231,19 @@ def test_a_minus_in_running_text(said: str) -> None:
 )
 def test_no_other_number_is_read(answer: str, truth: float) -> None:
     assert compute_score(f"#### {answer}", truth)["acc"] == compute_score(f"It is {answer}.", truth)["acc"] == 0
+
+
+@pytest.mark.parametrize(
+    "said", ["x_42", "x42", "f(42)", "log 42", "ln(42)", "7\u00f742", "7\u204442", "7\u221542", "7:42"]
+)
+def test_the_last_number_is_no_part_of_a_formula(said: str) -> None:
+    assert compute_score(f"So it is {said}.", "42")["acc"] == 0
+
+
+@pytest.mark.parametrize("said", ["1{,}234", "1,\\!234", "1\\!234", "$1{,}234$"])
+def test_thousands_as_latex_has_them(said: str) -> None:
+    assert compute_score(f"So it is {said}.", "1234")["acc"] == compute_score(f"#### {said}", "1234")["acc"] == 1
+    assert compute_score(f"So it is {said}.", "234")["acc"] == 0
 
 
 def test_unknown_method_is_an_error() -> None:

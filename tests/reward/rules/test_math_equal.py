@@ -65,6 +65,12 @@ EQUAL = [
     # units in text
     (r"5\text{ million}", "5 million"), (r"5\text{ m/s}", "5"), ("12", r"12\text{ cm}^3"), ("3", r"3\text{ p.m.}"),
     ("12", r"12\text{ square feet}"), (r"12\text{ ft}^2", r"12\mbox{ square feet}"),
+    # text around the whole answer
+    ("5", r"\text{5}"), ("5", r"\mathbf{5}"), ("5", r"\text{5 cm}"), (r"\text{June 20}", "June 20"),
+    (r"\text{A, C, D}", "A, C, and D"), ("1,234", r"\text{1,234}"),
+    # other ways to write what models write
+    ("3+4i", "3+4 i"), ("3+4i", r"3+4\cdot i"), (r"\pm 6", r"x=\pm 6"), (r"\emptyset", r"\varnothing"),
+    (r"\dbinom{4}{2}", "6"), ("2Rr", "2rR"), (r"\pi(R^2-r^2)", r"\pi R^2-\pi r^2"), ("Pt", "tP"),
 ]  # fmt: skip
 
 DIFFERENT = [
@@ -115,6 +121,9 @@ DIFFERENT = [
     ("x", "|x|"), ("x", "|x+1000|-1000"), ("x", r"x+\lfloor\frac{x}{1000}\rfloor"),
     ("x", r"x+\lfloor\frac{x^2}{1000}\rfloor"), ("x", r"\sqrt{(x+1000)^2}-1000"), ("y=x", "y=|x|"), ("xy", "|xy|"),
     ("x", r"x+\lfloor\sin x\rfloor"),
+    # a capital is another letter
+    ("p-q", "P-Q"), ("p-q", "p-Q"), ("R-r", "0"), ("R-r", "r-R"), (r"\pi(R^2-r^2)", "0"), ("2Rr", "2r^2"),
+    ("x+X", "2x"), (r"\pm 6", r"x=\pm 5"), (r"\text{5 or 6}", "5"), ("3+4i", r"3+4\cdot x"),
 ]  # fmt: skip
 
 

@@ -7,10 +7,12 @@ from pipeline.reward.rules.quantity import changes, goes_on, goes_on_in_line, is
 OTHER = [
     "k", "K", "M", "x", "abc", " million", " Thousand", "-hundred", " and a half", " one third", " point five",
     " squared", "^2", "^x", "\u00b2", "\u207b\u00b9", "\u00bd", "_1", "\u4e07", " k", "** million",
+    "\u03c0", "\u2030", " quadrillion", " Mio", "\u2011million", " tens", " thirds", " and a third",
 ]  # fmt: skip
 SAME = [
     "", " ", ".", ". Million", ", half", " apples", "km", "%", "% of all", "nd", " and so on", " points", " seconds",
     "**", "}$", "-year-old", "\u5143", " T-shirts", " M&Ms", " is the answer", "_", "\n million", " (a half)",
+    " third graders", " fifth-grade pupils",
 ]  # fmt: skip
 ALONE = [
     " or more",
@@ -25,6 +27,7 @@ ALONE = [
     " \u00b1",
     " over x",
     " in 3 days",
+    " forty-three",
 ]
 
 

@@ -18,6 +18,7 @@ def tagged(text: str) -> str:
 CASES = [
     (tagged("Eiffel Tower"), 1), (tagged("the eiffel tower."), 1), (tagged(" The  Eiffel\nTower! "), 1),
     (tagged("tour eiffel"), 1), (tagged("'Eiffel' Tower"), 1), (tagged("(an) Eiffel-Tower"), 0),
+    (tagged("\u2019Eiffel\u2019 \u201cTower\u201d"), 1),
     (tagged("Eiffel Tower, Paris"), 0), (tagged("Tower"), 0), (tagged("Eiffel"), 0), (tagged(""), 0),
     (tagged("."), 0),
     (tagged("the"), 0), (tagged("{Eiffel Tower}"), 1), (tagged("$Eiffel Tower%"), 1),
@@ -65,6 +66,7 @@ def test_unusable_ground_truth_is_an_error(truth: Any) -> None:
 
 
 NUMBERS = [
+    (".5", "5", 0), (".5", "0.5", 1), ("-.5", "-0.5", 1), ("\u22125", "-5", 1), ("\u22125", "5", 0),
     ("-42", "42", 0), ("- 42", "42", 0), ("42", "-42", 0), ("4.2", "42", 0), ("42", "4.2", 0), ("1/2", "12", 0),
     ("5-7", "57", 0), ("3.14", "314", 0), ("1,00", "100", 0), ("0,005", "5", 0), ("12:30", "1230", 0),
     ("-42", "-42", 1), ("4.2", "4.2", 1), ("1,000", "1000", 1), ("$42", "42", 1), ("42.", "42", 1), ("42%", "42", 1),

@@ -95,6 +95,7 @@ HOLDS = [
     "def check(candidate):\n  'doc'\n  import math\n  assert tuple(candidate([1])) == tuple(same([1]))\ncheck(same)",
     "assert same([]) == [] and same('a') != 'b', 'Error: ' + str(same('a'))",
     "assert nothing() is None and same(True) is True and same(1) is not None",
+    "from solution import add, same\nassert add(1) == same(2)",
     # LeetCode
     "assert Solution().twoSum([1, 2], 9) == [1, 9]",
     "assert Solution().twoSum(nums = [2], target=3) == [0, 3]\nassert Solution().reverse(12) == 21",
@@ -184,8 +185,8 @@ REFUSED = [
     ("assert add(*x) == 2", "`*`"),
     ("assert add(**{'a': 1}) == 2", "`**`"),
     ("assert add(1) is 2", "`is` with something other than None, True and False"),
-    ("assert ~add(1) == -3", "`UnaryOp`"),
-    ("assert add(1) | 4 == 6", "`BinOp`"),
+    ("assert ~add(1) == -3", "`~`"),
+    ("assert add(1) | 4 == 6", "`|`"),
     ("assert add(... ) == 2", "`Constant`"),
     ("assert add([...]) == 2", "an argument with a value of the type ellipsis"),
     # methods of results would be asked of the program
@@ -206,7 +207,8 @@ REFUSED = [
     ("assert LIMIT == add(1)", "the name `LIMIT`"),
     ("import numpy as np\nassert np.allclose(add(1), 2)", "`np.allclose`"),
     ("assert np.allclose(add(1), 2)", "`np.allclose`"),
-    ("from solution import add\nassert add(1) == 2", "`add`"),
+    ("from solution import add as plus\nassert plus(1) == 2", "`plus`"),
+    ("from adders import add\nassert add(1) == 2", "`add`"),
     ("assert math.floor(add(1)) == 2", "`math.floor`"),
     # statements
     ("x = [3, 1]\nassert same(x) == [3, 1]", "an assignment"),
