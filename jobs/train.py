@@ -183,6 +183,9 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
             got = dry_call(tables, config.reward, read, config.agent)
             if loader is validation and (metric := config.trainer.best_metric) is not None:
                 names = {name: got.get(name) for names in found[-1].values() for name in names}
+                if config.data.val_max_samples > 0:
+                    # The rows that are validated may be of some sources only.
+                    names = {name: got.get(name) for t in loader.epoch(256) for name in t["data_source"].to_pylist()}
                 has_acc = {name: own and own.acc for name, own in names.items()}
                 check_metric(metric, has_acc, config.rollout.val_kwargs.n, config.agent)
             tried, first = got | tried, first or tables

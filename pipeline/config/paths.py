@@ -51,13 +51,17 @@ def check_out(out: Path, sources: Iterable[str | None] = ()) -> None:
     Raises:
         ValueError: `out` is not empty, or is one of the `sources`, or lies in or around one, links followed.
     """
-    place = out.resolve()
+    # `Path.resolve` raises RuntimeError for links in a circle.
+    place = Path(os.path.realpath(out))
     for source in filter(None, sources):
-        read = local_path(source).resolve()
-        if read.exists() and (place == read or read in place.parents or place in read.parents):
+        read = Path(os.path.realpath(local_path(source)))
+        if os.path.exists(read) and (place == read or read in place.parents or place in read.parents):
             relation = "is" if place == read else "lies in" if read in place.parents else "holds"
             raise ValueError(f"{out} {relation} {source}, which is read; choose another folder")
-    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out) and not out.is_dir():
+        what = "a link to no folder" if out.is_symlink() else "a file"
+        raise ValueError(f"{out} is {what}; choose another folder or remove it")
+    if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose another folder or remove it")
 
 

@@ -4,20 +4,26 @@ Engines generate with the model as it is in evaluation. If the trainer drew anot
 log-probs of a token would measure chance.
 
 1. Every family has its own names for what is random. A number whose name speaks of dropping or of jitter becomes 0, in
-   modules and in configurations, which some modules read in each pass. A saved model keeps its own numbers.
+   modules and in configurations, which some modules read in each pass. A saved model keeps its own numbers. If a
+   number also changes what the model computes in evaluation, as engines do, the model is refused.
 2. What is left is found by its effect: two passes in training mode over the same tokens, with different seeds, may
-   differ by no more than two passes in evaluation mode with one seed do. On CPUs these are equal.
+   differ by no more than two passes in evaluation mode with one seed do. On CPUs these are equal. A model that draws
+   random numbers is tried more often: layers that are seldom dropped may both times be there.
 """
 
 import inspect
 import itertools
+import pickle
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,12 +33,14 @@ RANDOM = re.compile("drop|jitter")
 """In the names of numbers that make a pass random."""
 ROWS, TOKENS = 2, 8
 """Size of a pass that is tried."""
+MORE = 14
+"""Further passes of a model that draws random numbers."""
 KEPT = 256
 """Numbers of a tensor that are compared."""
 NOISE = 4.0
 """By which factor two pairs of passes may differ in the rounding of a GPU's kernels."""
 OWN = "own_randomness"
-"""Attribute of a model: the numbers of its configurations that were set to 0, as (configuration, name, number)."""
+"""Attribute of a model: what was set to 0, as (module or configuration, name, number)."""
 
 Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
 """What modules read and gave, by their name and the number of the call, in the order in which the calls ended."""
@@ -52,7 +60,7 @@ def without_dropout(lm: Any) -> None:
         for name, value in [*vars(holder).items()]:
             named = RANDOM.search(name) or (name == "p" and isinstance(holder, nn.modules.dropout._DropoutNd))
             if named and isinstance(value, float) and value:
-                own = [*own, (holder, name, value)] if id(holder) in configs else own
+                own = [*own, (holder, name, value)]
                 setattr(holder, name, 0.0)
     setattr(lm, OWN, own)
     if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in lm.parameters()):
@@ -71,15 +79,15 @@ def without_dropout(lm: Any) -> None:
 
 @contextmanager
 def own_randomness(lm: Any) -> Iterator[None]:
-    """Inside, the configurations of `lm` have the numbers that `without_dropout` has set to 0."""
+    """Inside, `lm` and its configurations have the numbers that `without_dropout` has set to 0."""
     own = getattr(lm, OWN, [])
-    for config, name, value in own:
-        setattr(config, name, value)
+    for holder, name, value in own:
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        for config, name, _ in own:
-            setattr(config, name, 0.0)
+        for holder, name, _ in own:
+            setattr(holder, name, 0.0)
 
 
 def few_tokens(lm: Any, device: torch.device) -> Tensor:
@@ -101,47 +109,73 @@ def check_repeatable(model: Any, device: torch.device) -> None:
         model: with a method `try_pass`.
         device: this rank's device.
 
-    Raises ValueError, which names the model and the first module that gives other numbers each time.
+    Raises ValueError, which names the model, and the first module that gives other numbers each time.
     """
-    if problem := _why_random(model, device, lambda: model.try_pass(device)):
+    if problem := _why_random(model, device, lambda: model.try_pass(device), together=True):
         raise ValueError(problem)
 
 
 @torch.no_grad()
-def _why_random(model: nn.Module, device: torch.device, run: Callable[[], Any]) -> str | None:
-    """A sentence on a model that is random in training; None if it is not."""
+def _why_random(model: nn.Module, device: torch.device, run: Callable[[], Any], together: bool = False) -> str | None:
+    """A sentence on a model that is random in training; None if it is not. All ranks try it if `together`."""
+    lm: Any = getattr(model, "lm", None) or getattr(model, "decoder", model)
+    path, own = getattr(lm.config, "_name_or_path", ""), getattr(lm, OWN, [])
+    name = f"{type(lm).__name__}{f' of {path}' if path else ''}"
     parts = dict(model.named_modules())
     modes = {name: part.training for name, part in parts.items()}
+    noise = 0.0
     try:
-        noise = 0.0
+        model.eval()
+        if own or device.type != "cpu":
+            first, _ = _calls(parts, device, run, seed=0)
         if device.type != "cpu":
-            model.eval()
-            first, second = (_calls(parts, device, run, seed=0) for _ in range(2))
-            noise = NOISE * max(_distances(first, second).values(), default=0.0)
+            noise = NOISE * max(_distances(first, _calls(parts, device, run, seed=0)[0]).values(), default=0.0)
+        if own:
+            with own_randomness(lm):
+                theirs, _ = _calls(parts, device, run, seed=0)
+            if _apart(first, theirs, noise) is not None:
+                numbers = ", ".join(dict.fromkeys(f"{name}={value}" for _, name, value in own))
+                return (
+                    f"{name} computes something else, in evaluation too, if what is random in training is switched "
+                    f"off ({numbers} set to 0), so trainer and engine would differ; use another model."
+                )
         model.train()
-        one, other = (_calls(parts, device, run, seed) for seed in (1, 2))
+        one, drew = _calls(parts, device, run, seed=1)
+        if together and dist.is_initialized():
+            any_drew = torch.tensor(int(drew), device=device)
+            dist.all_reduce(any_drew, dist.ReduceOp.MAX)
+            drew = bool(any_drew)
+        for seed in range(2, 3 + MORE * drew):
+            other, _ = _calls(parts, device, run, seed)
+            if (place := _apart(one, other, noise)) is not None:
+                break
+        else:
+            return None
     finally:
-        for name, part in parts.items():
-            part.training = modes[name]
+        for part_name, part in parts.items():
+            part.training = modes[part_name]
             if isinstance(part, FSDPModule):
                 part.reshard()
-    apart = [call for call, distance in _distances(one, other).items() if distance > noise]
-    if not apart and one.keys() == other.keys():
-        return None
-    # A module that read the same and gave something else; the innermost one ends first.
-    place = next((call[0] for call in apart if _distance(one[call][0], other[call][0]) <= noise), "")
-    lm: Any = getattr(model, "lm", None) or getattr(model, "decoder", model)
     where = f", first in {place}, a {type(parts[place]).__name__}" if place else ""
-    path = getattr(lm.config, "_name_or_path", "")
     return (
-        f"{type(lm).__name__}{f' of {path}' if path else ''} is random in training: two passes over the same tokens "
-        f"differ{where}, although all of its numbers whose name speaks of drop or jitter were set to 0. The ratio of "
-        "two log-probs would measure chance; use another model."
+        f"{name} is random in training: two passes over the same tokens differ{where}, although all of its numbers "
+        "whose name speaks of drop or jitter were set to 0. The ratio of two log-probs would measure chance; use "
+        "another model."
     )
 
 
-def _calls(parts: dict[str, nn.Module], device: torch.device, run: Callable[[], Any], seed: int) -> Calls:
-    """What the modules read and gave in a pass that begins with `seed`."""
+def _apart(one: Calls, other: Calls, noise: float) -> str | None:
+    """The innermost module that read the same in both passes and gave something else, "" if it is not known which;
+    None if the passes are the same."""
+    apart = [call for call, distance in _distances(one, other).items() if distance > noise]
+    if not apart and one.keys() == other.keys():
+        return None
+    # The innermost module ends first.
+    return next((call[0] for call in apart if _distance(one[call][0], other[call][0]) <= noise), "")
+
+
+def _calls(parts: dict[str, nn.Module], device: torch.device, run: Callable[[], Any], seed: int) -> tuple[Calls, bool]:
+    """What the modules read and gave in a pass that begins with `seed`, and whether it drew random numbers."""
     calls: Calls = {}
     numbers: Counter[str] = Counter()
     reading: list[list[Tensor]] = []
@@ -162,11 +196,19 @@ def _calls(parts: dict[str, nn.Module], device: torch.device, run: Callable[[], 
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
+            began = _generators(device)
             run()
+            drew = _generators(device) != began
     finally:
         for hook in hooks:
             hook.remove()
-    return calls
+    return calls, drew
+
+
+def _generators(device: torch.device) -> list[bytes]:
+    """The states of the generators from which a model may draw."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [*(state.numpy().tobytes() for state in states), pickle.dumps([random.getstate(), np.random.get_state()])]
 
 
 def _sample(values: Any) -> list[Tensor]:

@@ -58,9 +58,11 @@ def check_names(config: RewardConfig, training: Collection[str], others: Collect
             if name not in there:
                 rows = "validation rows alone" if name in others else "no row"
                 known = ", ".join(map(repr, sorted(there)))
+                cut = min((other for other in there if other.startswith(f"{name}.")), default=None)
+                form = f'; a name with dots is written in quotes: {key}."{cut}"' if cut else ""
                 raise ValueError(
                     f"{key} sets {name!r}, the data_source of {rows}, so it would do nothing; it may name those of the "
-                    f"{'rows' if there is not training else 'training rows'}: {known}{nearest(name, there)}"
+                    f"{'rows' if there is not training else 'training rows'}: {known}{nearest(name, there)}{form}"
                 )
 
 

@@ -69,8 +69,11 @@ class Owner:
     @classmethod
     def read(cls, text: str) -> "Owner | None":
         """The owner that a file names; None for a file that is only half there, or of others."""
-        with contextlib.suppress(ValueError, TypeError):
-            return cls(**json.loads(text))
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            owner = cls(**json.loads(text))
+            texts = (owner.host, owner.machine, owner.started, owner.since, owner.token)
+            if all(isinstance(value, str) for value in texts) and type(owner.pid) is int and 0 < owner.pid < 2**31:
+                return owner
         return None
 
     def alive(self) -> bool | None:
@@ -170,7 +173,8 @@ class Lock:
             alive, owner = text != first, Owner.read(text) or owner
         if alive:
             raise Owned(
-                f"{self._what} is in use by {owner}; wait for its end, or end it, or choose another name or folder"
+                f"{self._what} is in use by {owner or 'an unknown process'}; wait for its end, or end it, or choose "
+                "another name or folder"
             )
         if owner and path == self._path:
             say(f"{self._what}: its last owner ({owner}) is gone, this process takes over")
@@ -261,11 +265,11 @@ class _Local:
         return True
 
     def read(self, path: str) -> str | None:
-        """The content; None without the file."""
+        """The content, empty for a link that leads nowhere; None without the file."""
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            return None
+            return "" if os.path.islink(path) else None
 
     def write(self, path: str, text: str) -> None:
         """Replace the file at once."""

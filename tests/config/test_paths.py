@@ -81,6 +81,7 @@ def test_home_in_arguments_and_settings(home: Path) -> None:
 def test_a_model_goes_into_a_new_or_empty_folder_alone(home: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(home / "model")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
     for out, said in (
         ("home/model", "home/model is ~/model, which is read; choose another folder"),
         ("folder/../home/model", "is ~/model, which is read"),
@@ -89,8 +90,9 @@ def test_a_model_goes_into_a_new_or_empty_folder_alone(home: Path, tmp_path: Pat
         ("home", "holds ~/model, which is read"),
         (".", "holds ~/model, which is read"),
         ("home/..", "holds ~/model, which is read"),
-        ("file", "file is not empty; choose another folder or remove it"),
-        ("dangling", "dangling is not empty"),
+        ("file", "file is a file; choose another folder or remove it"),
+        ("dangling", "dangling is a link to no folder; choose another folder or remove it"),
+        (str(tmp_path / "circle"), "circle is a link to no folder"),
     ):
         with pytest.raises(ValueError, match=said):
             check_out(Path(out), ["gpt2", None, "~/model"])

@@ -97,6 +97,19 @@ def test_settings_that_cannot_be_run(refused: Refused, settings: list[str], part
     refused(*settings, parts=parts)
 
 
+def test_a_metric_of_rows_that_are_not_validated_is_refused(
+    refused: Refused, tmp_path: Path, prompt_files: Any
+) -> None:
+    rows = pq.read_table(prompt_files.val)
+    sources = pa.array(["countdown", "countdown", *["gsm8k"] * (len(rows) - 2)])
+    place = rows.schema.get_field_index("data_source")
+    pq.write_table(rows.set_column(place, "data_source", sources), tmp_path / "two.parquet")
+    settings = [f"data.val_files={tmp_path / 'two.parquet'}", "data.val_max_samples=2"]
+    settings += ["trainer.best_metric=val-core/gsm8k/acc/mean@1", "trainer.test_freq=1", "trainer.save_freq=1"]
+    sentence = refused(*settings, parts=("is no metric of this run's validation", "val-core/countdown/acc/mean@1"))
+    assert "val-aux/gsm8k" not in sentence
+
+
 def test_run_folder_of_another_run(refused: Refused, arguments: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)

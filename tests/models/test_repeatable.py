@@ -1,10 +1,12 @@
 """Nothing is random in training, whatever families call it, or the model is refused by name."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -36,7 +38,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "bloom": lambda: hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2, hidden_dropout=0.5),
     "falcon": lambda: hf.FalconConfig(**ANY | {"hidden_dropout": 0.5, "attention_dropout": 0.5}, parallel_attn=False),
     "mixtral": lambda: hf.MixtralConfig(**ANY, **EXPERTS),
-    "phimoe": lambda: hf.PhimoeConfig(**ANY, **EXPERTS, input_jitter_noise=0.5),
     "seed-oss": lambda: hf.SeedOssConfig(**ANY, **HALF, residual_dropout=0.5, head_dim=16),
     "persimmon": lambda: hf.PersimmonConfig(**ANY, attention_dropout=0.5, hidden_dropout=0.5),
 }
@@ -119,6 +120,34 @@ def test_what_cannot_be_switched_off_is_refused_by_name(learner: str, always: bo
         wrapper(random_lm(auto, always))
 
 
+def test_a_number_that_evaluation_reads_too_is_refused() -> None:
+    """PhiMoE chooses experts by its router's jitter, in evaluation as in training; engines do so with its number."""
+    torch.manual_seed(0)
+    config = hf.PhimoeConfig(**ANY, **EXPERTS, input_jitter_noise=0.5)
+    with pytest.raises(
+        ValueError, match=r"^PhimoeForCausalLM computes something else.*router_jitter_noise=0\.5"
+    ) as error:
+        Policy(hf.AutoModelForCausalLM.from_config(config))
+    assert "use another model" in str(error.value)
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand([])), random.random, np.random.rand])
+def test_layers_that_are_seldom_dropped_are_found(draw: Callable[[], float]) -> None:
+    lm = build("gpt-neox")
+    layer = lm.base_model.layers[1]
+
+    class Seldom(type(layer.mlp)):  # type: ignore[misc]
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            dropped = self.training and draw() < 0.3
+            return super().forward(hidden) * (0.0 if dropped else 1.0)
+
+    layer.mlp.__class__ = Seldom
+    random.seed(3)
+    np.random.seed(3)
+    with pytest.raises(ValueError, match=r"first in gpt_neox\.layers\.1\.mlp, a Seldom, "):
+        without_dropout(lm)
+
+
 def test_dropped_layers_are_refused_with_the_module_that_drops_them() -> None:
     lm = build("opt", dropout=0.0, attention_dropout=0.0)
 
@@ -142,7 +171,7 @@ def test_a_sharded_learner_is_tried_as_it_trains(learner: str, one_rank: None, m
     modes = [part.training for part in module.modules()]
     check_repeatable(module, CPU)
     assert [part.training for part in module.modules()] == modes
-    monkeypatch.setattr("pipeline.models.repeatable._why_random", lambda *_: None)
+    monkeypatch.setattr("pipeline.models.repeatable._why_random", lambda *_, **__: None)
     module = wrapper(random_lm(auto))
     monkeypatch.undo()
     with pytest.raises(ValueError, match=REFUSED):
@@ -154,7 +183,7 @@ def test_rounding_that_evaluation_shows_too_is_no_randomness(monkeypatch: pytest
     """Kernels of GPUs may sum in another order each time."""
     lm = build("gpt2")
     without_dropout(lm)
-    sizes = iter([1e-6] * 4)
+    sizes = iter([1e-6] * 5)
     sample = repeatable._sample
 
     def noisy(values: Any) -> Any:
@@ -171,6 +200,7 @@ def test_rounding_that_evaluation_shows_too_is_no_randomness(monkeypatch: pytest
     monkeypatch.setattr(repeatable, "_calls", passes)
     ids = few_tokens(lm, CPU)
     monkeypatch.setattr(repeatable.torch.random, "fork_rng", lambda devices: torch.no_grad())
+    monkeypatch.setattr(repeatable, "_generators", lambda _: [])
     assert repeatable._why_random(lm, torch.device("cuda"), lambda: lm(input_ids=ids)) is None
-    sizes = iter([1e-6] * 2)
-    assert repeatable._why_random(lm, CPU, lambda: lm(input_ids=ids)) is not None
+    sizes = iter([0.0, 0.0, 1e-6, 1e-6])
+    assert "is random" in str(repeatable._why_random(lm, CPU, lambda: lm(input_ids=ids)))

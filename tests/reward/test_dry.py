@@ -83,12 +83,13 @@ def test_the_metric_to_filter_by_must_be_a_number_of_the_reward() -> None:
         ({"source_scale": {"gsm8k": 2.0}}, r"\(the nearest is 'openai/gsm8k'\)$"),
         ({"normalize": {"数": [0.0, 1.0]}}, "reward.normalize sets '数'"),
         ({"source_scale": {"val": 2.0}}, "of validation rows alone, so it would do nothing; .* training rows: 'a b'"),
+        ({"rule_kwargs": {"a b": {}, "math": {"v2": {}}}}, r"""in quotes: reward\.rule_kwargs\."math\.v2"$"""),
         ({"rule_kwargs": {"gsm8k": {}}}, "reward.rule_kwargs sets 'gsm8k', .* the rows: 'a b', 'openai/gsm8k', 'val'"),
     ],
 )
 def test_settings_by_source_name_a_source_of_the_data(settings: dict, sentence: str) -> None:
     sources = {"a b", "openai/gsm8k", "数学"}
     with pytest.raises(ValueError, match=sentence):
-        check_names(RewardConfig(**settings), sources, {"val", "a b"})
+        check_names(RewardConfig(**settings), sources, {"val", "a b", *["math.v2"] * ("math" in str(settings))})
     known = RewardConfig(source_scale={"数学": 2.0}, normalize={"a b": [0, 1]}, rule_kwargs={"val": {}, "a b": {}})
     check_names(known, sources, {"val"})

@@ -148,13 +148,38 @@ def test_an_owner_that_ends_meanwhile_is_followed(place: Path, monkeypatch: pyte
     assert len(said) == 1 and "waiting up to" in said[0]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "x"}', "\x00\xff"])
+DAMAGED = [json.dumps(asdict(Owner.here()) | {"pid": pid}) for pid in ("7", None, 1.5, True, 0, -1, 10**30)]
+DAMAGED += [json.dumps(asdict(Owner.here()) | {"host": ["a"]}), json.dumps(asdict(Owner.here()) | {"later": 1})]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "x"}', "\x00\xff", "[" * 10_000, *DAMAGED])
 def test_a_file_without_an_owner_counts_as_silent(place: Path, content: str) -> None:
     place.parent.mkdir(parents=True)
     place.write_text(content)
     said: list[str] = []
     take(place, said).release()
     assert "which is unknown" in said[0]
+
+
+@pytest.mark.parametrize("name", [FILE, f"{FILE}.next"])
+def test_a_link_that_leads_nowhere_counts_as_silent(place: Path, name: str) -> None:
+    write(place, replace(Owner.here(), pid=2**22 + 1))
+    place.with_name(name).unlink(missing_ok=True)
+    place.with_name(name).symlink_to("nowhere")
+    said: list[str] = []
+    take(place, said).release()
+    assert "which is unknown" in said[-1 if name == FILE else 1]
+    assert not os.path.lexists(place.with_name(name))
+
+
+def test_an_owner_of_another_version_whose_heart_beats_lives(place: Path) -> None:
+    place.parent.mkdir(parents=True)
+    place.write_text('{"later": 1}')
+    beat = threading.Timer(0.3, place.write_text, ['{"later": 2}'])
+    beat.start()
+    with pytest.raises(Owned, match="in use by an unknown process; wait"):
+        take(place)
+    beat.join()
 
 
 def test_processes_of_other_users_that_cannot_be_seen_are_judged_by_their_heart(
