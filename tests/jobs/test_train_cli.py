@@ -79,7 +79,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: 
         (["trainer.total_epochs=1", "data.train_batch_size=48"], ("40", "48", "trainer.total_training_steps")),
         (["data.train_files=nowhere.parquet"], ("data.train_files", "nowhere.parquet does not exist")),
         (["data.prompt_key=promt"], ("no column 'promt'", "data.prompt_key")),
-        (["data.apply_chat_template_kwargs={enable_thinkin: true}"], ("sets enable_thinkin", "model.tokenizer_path")),
+        (
+            ["data.apply_chat_template_kwargs={enable_thinkin: true}"],
+            ("does not read 'enable_thinkin'", "model.tokenizer_path"),
+        ),
         (["data.max_prompt_length=4"], ("row ", "data.truncation=left|right|middle")),
         (["model.path=./nowhere"], ("model.path", "there is no folder")),
         (["reward.custom_reward_function.path=nowhere.py"], ("nowhere.py', which does not exist",)),
@@ -106,7 +109,7 @@ def test_a_metric_of_rows_that_are_not_validated_is_refused(
     pq.write_table(rows.set_column(place, "data_source", sources), tmp_path / "two.parquet")
     settings = [f"data.val_files={tmp_path / 'two.parquet'}", "data.val_max_samples=2"]
     settings += ["trainer.best_metric=val-core/gsm8k/acc/mean@1", "trainer.test_freq=1", "trainer.save_freq=1"]
-    sentence = refused(*settings, parts=("is no metric of this run's validation", "val-core/countdown/acc/mean@1"))
+    sentence = refused(*settings, parts=("is not a metric of this run's validation", "val-core/countdown/acc/mean@1"))
     assert "val-aux/gsm8k" not in sentence
 
 
