@@ -13,7 +13,7 @@ P = ParamSpec("P")
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """A `main` that raises `KeyboardInterrupt` at any signal of `STOPS` and writes to a console that may go away.
 
-    Its exit code is 128 and the number of the signal where a signal interrupted it.
+    Its exit code is 128 and the number of the signal if a signal interrupted it.
     """
 
     @functools.wraps(main)

@@ -152,7 +152,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
 
     Returns:
         the number of training prompts, None where it is not known; and lines for `--dry-run` as (name, text): the first
-        prompt as the model reads it, and the reward of a made-up response to it; also notes on what nothing reads.
+        prompt as the model reads it, and the reward of a made-up response to it; also notes on all that nothing reads.
 
     Raises:
         ValueError, FileNotFoundError, OSError: a file or the tokenizer cannot be used, the reward cannot, or the

@@ -1,4 +1,4 @@
-"""Conversations as chat templates take them, from what rows, programs and generators hold.
+"""Conversations as chat templates take them, from rows, programs and generators.
 
 1. Contents are texts. Arguments of calls are objects, and calls have OpenAI's form.
 2. Templates test whether a field is there, so a message and a call have no field that is None. Nulls within arguments

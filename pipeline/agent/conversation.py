@@ -281,7 +281,7 @@ class Conversation:
         return found
 
     def _may_fit(self, messages: list[dict[str, Any]], tokens: int) -> bool:
-        """Whether it is worth encoding messages where so many tokens fit; each message takes at least one."""
+        """Whether it is worth encoding messages if so many tokens fit; each message takes at least one."""
         if len(messages) > tokens or (characters := _characters(messages)) > tokens * TOKEN:
             return False
         if characters <= tokens * USUAL:

@@ -118,7 +118,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def heard(body: bytes) -> dict[str, Any]:
-    """The same of what anyone may have written, as an engine reads it.
+    """The same of text that anyone may have written, as an engine reads it.
 
     Raises:
         ValueError: as `decode`, or there is more of it than an engine reads.

@@ -57,7 +57,7 @@ class Evaluation:
     ends: str
     """Where responses end."""
     notes: list[str]
-    """Sentences on what nothing reads of the prompt files."""
+    """Sentences on columns and fields of the prompt files that nothing reads."""
     summary: Summary = field(repr=False)
     """Of the responses that are there already."""
     tokens_per_s: float | None = None

@@ -238,7 +238,7 @@ def rescue(save: Callable[[str], None], folders: Sequence[str], reason: str) -> 
 
     Args:
         save: saves it in a folder; raises NotSavedError on every rank.
-        folders: where it may go.
+        folders: places where it may go.
         reason: why it is not saved where it should be.
 
     Returns `reason`, and the folder that has the model.

@@ -112,5 +112,5 @@ class ChatTokenizer:
         return str(text)
 
     def read(self, conversation: Any) -> Messages:
-        """What a row holds as messages. Raises ValueError where it holds none."""
+        """The messages of a row. Raises ValueError if it holds none."""
         return read_messages(conversation, self._column)

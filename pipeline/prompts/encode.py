@@ -132,7 +132,7 @@ def data_source(values: dict[str, Any]) -> str:
 
 
 def ground_truth_of(values: dict[str, Any]) -> Any:
-    """The ground truth of a row, as read. Raises ValueError where it has no place for one."""
+    """The ground truth of a row, as read. Raises ValueError if it has no place for one."""
     if "reward_model" not in values:
         raise ValueError('it has no `reward_model`; write {"ground_truth": the answer} there')
     reward_model = values["reward_model"]

@@ -72,7 +72,7 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         os.environ.setdefault(name, value)
     # Ray counts the machine's cores and warns when more processes than that start together.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(num_cpus or 0))
-    # Without an address Ray would first look for a cluster that somebody else started on this machine.
+    # Without an address Ray would first look for another cluster on this machine.
     options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     if object_store_gb:
         options["object_store_memory"] = int(object_store_gb * 2**30)

@@ -21,7 +21,7 @@ def stops() -> Iterator[list[int]]:
     """While the block runs, each signal of `STOPS` raises `KeyboardInterrupt` in the main thread, as Ctrl-C does.
 
     A run ends its iteration at the first one and saves; a second one ends it at once. A signal that is ignored when
-    the block is entered stays ignored (`nohup`, a script's `&`), and so does a handler that somebody else has set.
+    the block is entered stays ignored (`nohup`, a script's `&`), and so does a handler of other code.
 
     Yields:
         the signals that came, in order.

@@ -190,7 +190,7 @@ def _read(group: RowGroup, encoder: Encoder[Any], rows: int) -> pa.Table:
 
 
 def notes(groups: list[RowGroup], encoder: Encoder[Any]) -> Iterator[str]:
-    """Encode the first rows of the files; sentences on what is read by nothing.
+    """Encode the first rows of the files; sentences on columns and fields that nothing reads.
 
     Raises:
         ValueError: one of these rows cannot be learnt.

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as shares of the peak rate, and where a continued run with another length jumps in one."""
+"""Learning-rate schedules as shares of the peak rate, and their jumps in a continued run of another length."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -104,12 +104,12 @@ def test_a_call_that_cannot_be_read_is_said_in_words(
 ) -> None:
     vllm = logging.getLogger("vllm")
     vllm.addHandler(caplog.handler)
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         message, problem = hermes.read(ids_of(hermes, text), truncated=False)
     finally:
         vllm.removeHandler(caplog.handler)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert message.calls == [] and message.text
     assert problem is not None and len(problem) < 600
     assert re.search(reason, problem), problem
@@ -138,12 +138,12 @@ def test_a_call_that_a_parser_drops_is_malformed() -> None:
 
 def test_a_megabyte_is_read_in_bounded_time(hermes: Reader) -> None:
     ids = ids_of(hermes, " higher") * 150_000
-    started = time.perf_counter()
+    started = time.process_time()
     message, problem = hermes.read(ids, truncated=True)
     assert problem is None and len(message.text) == 1_050_000
     _, problem = hermes.read([*ids_of(hermes, "<tool_call>"), *ids], truncated=True)
     assert problem is not None and "characters" in problem
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
 
 
 GARBAGE = st.lists(
@@ -168,9 +168,9 @@ def test_hostile_values_in_calls_are_at_worst_mistakes(name: str) -> None:
     assert written in text
     for literal in (literal for literal in LITERALS if len(literal) < 6000):
         answer = text.replace(written, literal).encode("utf-8", "replace").decode()
-        began = time.perf_counter()
+        began = time.process_time()
         message, problem = made.read(ids_of(made, answer), truncated=False)
-        assert time.perf_counter() - began < 2, literal[:40]
+        assert time.process_time() - began < 2, literal[:40]
         assert problem is None or len(problem) < 1000
         json.dumps([each.arguments for each in message.calls], ensure_ascii=False, allow_nan=False).encode()
         for each in message.calls:

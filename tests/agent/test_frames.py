@@ -24,7 +24,7 @@ from tests.agent.hostile_values import LITERALS
 @pytest.mark.parametrize("literal", LITERALS, ids=lambda literal: literal[:20])
 def test_whatever_is_read_can_be_written(literal: str) -> None:
     """Within 2 s it is refused by a ValueError, or it is JSON without half characters, of few levels."""
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         value = heard(b'{"a": %b}' % literal.encode())
     except ValueError as error:
@@ -33,7 +33,7 @@ def test_whatever_is_read_can_be_written(literal: str) -> None:
         assert depth(value) <= MAX_LEVELS
         repr({"a": json.dumps(value, ensure_ascii=False, allow_nan=False).encode()})
         assert decode(encode(value)[HEADER.size :]) == value
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_more_than_an_engine_reads_is_refused_before_it_is_read() -> None:

@@ -139,7 +139,7 @@ def test_modules_are_imported_once(both: tuple[dict[str, Any], dict[str, Any]]) 
             r"^agent.preload: importing ready starts threads, which a fork would lose; leave it out$",
         ),
         ("", r"^agent.preload: importing ready.py failed with ModuleNotFoundError: No module named 'ready.py'"),
-        (None, r"^agent.command names the script .*game.py, which is not a file; name one that exists$"),
+        (None, r"^agent.command names the script .*game.py, which does not exist; name one that exists$"),
     ],
 )
 def test_what_cannot_be_preloaded_is_a_sentence(text: str | None, words: str, tmp_path: Path) -> None:

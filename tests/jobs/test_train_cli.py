@@ -1,5 +1,6 @@
 """The command line of a training run: what it refuses, how, and what it prints without starting anything."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import pytest
 from jobs.train import main, name_from_root
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.plan.placement import Node
+from pipeline.storage.checkpoints import PROGRESS
 from pipeline.storage.owner import FILE, Lock, owned
+from tests.storage.test_checkpoints import written
 
 Refused = Callable[..., str]
 
@@ -76,7 +79,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: 
         (["trainer.total_epochs=1", "data.train_batch_size=48"], ("40", "48", "trainer.total_training_steps")),
         (["data.train_files=nowhere.parquet"], ("data.train_files", "nowhere.parquet does not exist")),
         (["data.prompt_key=promt"], ("no column 'promt'", "data.prompt_key")),
-        (["data.apply_chat_template_kwargs={enable_thinkin: true}"], ("sets enable_thinkin", "model.tokenizer_path")),
+        (
+            ["data.apply_chat_template_kwargs={enable_thinkin: true}"],
+            ("does not read 'enable_thinkin'", "model.tokenizer_path"),
+        ),
         (["data.max_prompt_length=4"], ("row ", "data.truncation=left|right|middle")),
         (["model.path=./nowhere"], ("model.path", "there is no folder")),
         (["reward.custom_reward_function.path=nowhere.py"], ("nowhere.py', which does not exist",)),
@@ -103,7 +109,7 @@ def test_a_metric_of_rows_that_are_not_validated_is_refused(
     pq.write_table(rows.set_column(place, "data_source", sources), tmp_path / "two.parquet")
     settings = [f"data.val_files={tmp_path / 'two.parquet'}", "data.val_max_samples=2"]
     settings += ["trainer.best_metric=val-core/gsm8k/acc/mean@1", "trainer.test_freq=1", "trainer.save_freq=1"]
-    sentence = refused(*settings, parts=("is no metric of this run's validation", "val-core/countdown/acc/mean@1"))
+    sentence = refused(*settings, parts=("is not a metric of this run's validation", "val-core/countdown/acc/mean@1"))
     assert "val-aux/gsm8k" not in sentence
 
 
@@ -116,6 +122,33 @@ def test_run_folder_of_another_run(refused: Refused, arguments: list[str], tmp_p
     refused("trainer.resume=never", parts=(str(folder), "already holds a run", "trainer.resume=never"))
     (folder / "config.yaml").rename(folder / "notes.txt")
     refused(parts=(str(folder), "is not a run", "trainer.experiment_name"))
+
+
+@pytest.mark.parametrize("kind", ["linear", "constant"])
+@pytest.mark.parametrize("dry", [True, False], ids=["dry run", "start"])
+def test_a_longer_run_says_where_its_rate_goes_on(
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    dry: bool,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    folder = tmp_path / "runs" / "mine"
+    settings = [*arguments, f"actor.optim.lr_scheduler_type={kind}", "trainer.val_before_train=false"]
+    progress = json.loads((written(folder, 2) / PROGRESS).read_text())
+    steps = {"scheduler_steps": {"actor": 2}, "schedule_steps": {"actor": 2}}
+    (folder / "checkpoints" / "iteration_000002" / PROGRESS).write_text(json.dumps(progress | steps))
+    save_yaml(load_config([*settings, "trainer.total_training_steps=2"]), folder / "config.yaml")
+    longer = [*settings, "trainer.total_training_steps=4"]
+    if dry:
+        assert main(["--dry-run", *longer]) == 0
+    else:
+        with pytest.raises(AssertionError, match="Ray was started"):
+            main(longer)
+    line = "the learning rate of the actor goes on at 0.33 of its peak, after 0.00 in its last step"
+    assert (line in capsys.readouterr().out) == (kind == "linear")
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(

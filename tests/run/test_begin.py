@@ -172,18 +172,19 @@ WATCHED = """
 import sys, time, ray
 from pipeline.run import apart, begin
 begin.LOOK_S, begin.GONE_S = 0.05, 0.2
-ends = time.monotonic() + 1
+ends, shut = float("inf"), time.monotonic() + 0.1
 ray.is_initialized = lambda: True
 if sys.argv[1] == "gone":
     apart.dead = lambda: "gcs_server" if time.monotonic() > ends else None
 if sys.argv[1] == "shut down":
     # As `ray.shutdown` ends its processes.
     apart.dead = lambda: "raylet"
-    ray.is_initialized = lambda: time.monotonic() < ends - 0.9
+    ray.is_initialized = lambda: time.monotonic() < shut
 ray.init = lambda **options: None
 begin.start_here({})
 print("working", flush=True)
-time.sleep(3)
+ends = 0.0
+time.sleep(60 if sys.argv[1] == "gone" else 2)
 """
 
 

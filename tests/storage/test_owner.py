@@ -73,12 +73,12 @@ def write(place: Path, content: Owner) -> None:
 
 def test_an_owner_that_lives_is_named_and_leaves_nothing(place: Path) -> None:
     lock = take(place)
-    began = time.monotonic()
+    said: list[str] = []
     with pytest.raises(
         Owned, match=rf"the run in runs/a is in use by process {os.getpid()} on .*, since 20\d\d-.*; wait"
     ):
-        take(place)
-    assert time.monotonic() - began < 0.5
+        take(place, said)
+    assert not said, "it did not wait"
     lock.release()
     assert not (place.parents[1]).exists(), "folders that were made for it go with it"
     place.parent.mkdir(parents=True)
@@ -95,16 +95,14 @@ def test_a_killed_owner_is_followed_at_once(place: Path, start: Start, waited_fo
         process.wait()
     else:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    began = time.monotonic()
     take(place, said).release()
-    assert time.monotonic() - began < 0.5
     assert len(said) == 1 and f"process {process.pid} on" in said[0] and "is gone, this process takes over" in said[0]
 
 
 def test_a_stopped_owner_lives(place: Path, start: Start) -> None:
     process = start()
     process.send_signal(signal.SIGSTOP)
-    time.sleep(1.0)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     with pytest.raises(Owned, match=f"process {process.pid} on"):
         take(place)
 
@@ -121,13 +119,16 @@ def test_a_silent_owner_of_another_host_is_waited_for(place: Path) -> None:
     said: list[str] = []
     began = time.monotonic()
     lock = take(place, said)
-    assert 0.8 <= time.monotonic() - began < 3
+    assert time.monotonic() - began >= 0.8
     assert "owner, process 77 on far, since 2026-01-02 03:04:05 +0000; waiting up to 1 s for a sign of life" in said[0]
     lock.release()
 
 
 @pytest.mark.parametrize("machine", ["other", "none"])
-def test_an_owner_of_another_host_whose_heart_beats_lives(place: Path, machine: str) -> None:
+def test_an_owner_of_another_host_whose_heart_beats_lives(
+    place: Path, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "DEAD_S", 600.0)
     there = elsewhere() if machine == "other" else replace(elsewhere(), machine="")
     write(place, there)
     beating = threading.Timer(0.3, lambda: write(place, replace(there, beat=1)))
@@ -137,10 +138,14 @@ def test_an_owner_of_another_host_whose_heart_beats_lives(place: Path, machine: 
     beating.join()
 
 
-def test_an_owner_that_ends_meanwhile_is_followed(place: Path) -> None:
+def test_an_owner_that_ends_meanwhile_is_followed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: nothing is said of a takeover."""
+    monkeypatch.setattr(owner, "DEAD_S", 600.0)
     write(place, elsewhere())
+    said: list[str] = []
     threading.Timer(0.2, place.unlink).start()
-    take(place).release()
+    take(place, said).release()
+    assert len(said) == 1 and "waiting up to" in said[0]
 
 
 DAMAGED = [json.dumps(asdict(Owner.here()) | {"pid": pid}) for pid in ("7", None, 1.5, True, 0, -1, 10**30)]
@@ -254,6 +259,7 @@ def test_an_owner_that_returns_during_a_takeover_keeps_the_folder(place: Path, m
 
     def created(self: Any, path: str, text: str) -> bool:
         if path.endswith(".next"):
+            monkeypatch.setattr(owner, "DEAD_S", 600.0)
             write(place, replace(there, beat=1))
             threading.Timer(0.3, lambda: write(place, replace(there, beat=2))).start()
         return create(self, path, text)
@@ -270,11 +276,14 @@ def test_a_disk_that_is_away_for_a_while_ends_nothing(
     lock = take(place)
     before, write = json.loads(place.read_text())["beat"], owner._Local.write
 
+    tries = threading.Semaphore(0)
+
     def full(*arguments: Any) -> None:
+        tries.release()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(owner._Local, "write", full)
-    time.sleep(0.4)
+    assert all(tries.acquire(timeout=60) for _ in range(3))
     monkeypatch.setattr(owner._Local, "write", write)
     assert [record.message for record in caplog.records] == [
         f"the heartbeat {place} cannot be written ([Errno 28] No space left on device); it is tried again"
@@ -292,8 +301,10 @@ def test_an_object_store(tmp_path: Path) -> None:
     lock = take(url)
     with pytest.raises(Owned):
         take(url)
-    time.sleep(0.3)
-    assert Owner.read(lock._files.read(lock._path)).beat > 0  # type: ignore[union-attr]
+    deadline = time.monotonic() + 60
+    while Owner.read(lock._files.read(lock._path)).beat == 0:  # type: ignore[union-attr]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     lock.release()
     assert lock._files.read(lock._path) is None
     lock._files.write(lock._path, json.dumps(asdict(elsewhere())))

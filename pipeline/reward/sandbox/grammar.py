@@ -375,7 +375,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _name(node: ast.expr) -> str:
-    """The name of what a call calls."""
+    """The name that a call calls."""
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
