@@ -121,6 +121,8 @@ def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
     functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     if not functions:
         return render(messages)
+    # A template that expects text may write an object as Python does.
+    as_python = [str(function["arguments"]) for function in functions if _differs_in_python(function["arguments"])]
     texts: list[str] = []
     failed: ValueError | None = None
     for form in (messages, _with_texts(messages, ""), _with_texts(messages, None)):
@@ -129,15 +131,26 @@ def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
         except ValueError as error:
             failed = failed or error
             continue
-        # A template that expects text may write an object as Python does.
-        as_python = (str(function["arguments"]) for function in functions if function["arguments"])
-        if all(function["name"] in text for function in functions) and not any(one in text for one in as_python):
+        named = all(function["name"] in text for function in functions)
+        if named and not any(one in text for one in as_python) and _writes_calls(form, text, render):
             return text
         texts.append(text)
     if not texts:
         assert failed is not None
         raise failed
     return texts[0]
+
+
+def _differs_in_python(arguments: dict[str, Any]) -> bool:
+    return bool(arguments) and str(arguments) != json.dumps(arguments, ensure_ascii=False)
+
+
+def _writes_calls(messages: Messages, text: str, render: Callable[[Messages], str]) -> bool:
+    """Whether the text is another one without the calls, whose names may also stand elsewhere."""
+    try:
+        return text != render([{k: v for k, v in message.items() if k != "tool_calls"} for message in messages])
+    except ValueError:
+        return True
 
 
 def _with_texts(messages: Messages, nothing: str | None) -> Messages:

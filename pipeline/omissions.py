@@ -63,6 +63,34 @@ class Omissions:
                     self.notes[f"the model's chat template leaves out `{name}` of messages of role {role}"] = None
 
 
+def check_answer(messages: Messages, text: str, render: Render, place: str) -> None:
+    """Refuse an answer of which a template leaves out the beginning or the end, such as its thinking.
+
+    Args:
+        messages: the conversation up to the answer.
+        text: its rendering.
+        render: as for `Omissions.check`.
+        place: beginning of the error.
+
+    Raises:
+        ValueError: the template leaves out a part.
+    """
+    *before, answer = messages
+    content = answer["content"].strip()
+    if not content or content in text:
+        return
+    for part, what in ((content[1:], "beginning"), (content[:-1], "end")):
+        try:
+            left_out = render([*before, {**answer, "content": part}]) == text
+        except ValueError:
+            left_out = False
+        if left_out:
+            raise ValueError(
+                f"{place}: the model's chat template leaves out the {what} of the answer {content!r:.80}; remove it, "
+                f"or {remedy('writes the whole answer')}"
+            )
+
+
 def _says(value: Any) -> bool:
     """Whether a field has content."""
     if isinstance(value, str):
@@ -90,19 +118,23 @@ def _without(message: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 def _changes_nothing(messages: Messages, number: int, other: dict[str, Any], render: Render) -> bool:
     """Whether the text is the same with `other` instead of a message.
 
-    The message is the last one, if the template renders that: templates leave reasoning out of earlier answers.
+    The text of all messages counts, and the text up to this one: some templates leave reasoning out of earlier answers,
+    others write the system's message only with a user's.
     """
-    for end in (number + 1, len(messages)):
+    rendered = False
+    for end in {number + 1, len(messages)}:
         try:
             text = render(messages[:end])
         except ValueError:
             continue
+        rendered = True
         try:
-            return render([*messages[:number], other, *messages[number + 1 : end]]) == text
+            if render([*messages[:number], other, *messages[number + 1 : end]]) != text:
+                return False
         except ValueError:
             # The template asks for it.
             return False
-    return False
+    return rendered
 
 
 def check_tools(tools: Messages, text: str, without: Callable[[], str], place: str) -> None:

@@ -162,7 +162,7 @@ def test_templates_that_read_other_forms_of_calls_get_them(call: str) -> None:
         except Exception as error:
             raise ValueError(str(error)) from error
 
-    for given in ({"city": "Köln", "days": None}, {}):
+    for given in ({"city": "Köln", "days": None}, {}, {"it's": 1}):
         messages = [{"role": "assistant", "content": "", "tool_calls": [called("f", given)]}]
         assert rendered(messages, render) == "f" + json.dumps(given, ensure_ascii=False)
     with pytest.raises(ValueError, match="tool_calls"):
@@ -178,3 +178,13 @@ def test_calls_that_no_form_writes_are_rendered_as_they_are_or_fail() -> None:
 
     with pytest.raises(ValueError, match="no {'a': 1}"):
         rendered(messages, fail)
+
+
+def test_names_that_stand_elsewhere_do_not_count_as_written_calls() -> None:
+    messages = [{"role": "assistant", "content": "", "tool_calls": [called("f", {"a": 1})]}]
+
+    def render(some: list[dict[str, Any]]) -> str:
+        calls = some[0].get("tool_calls", []) if some[0]["content"] is None else []
+        return "of" + "".join(call["function"]["arguments"] for call in calls)
+
+    assert rendered(messages, render) == 'of{"a": 1}'

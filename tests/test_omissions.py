@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.omissions import Omissions, check_tools
+from pipeline.omissions import Omissions, check_answer, check_tools
 
 # Reads roles and contents alone, as SmolLM2's.
 PLAIN = """\
@@ -46,6 +46,15 @@ SINGLE = """\
 TWO_ROLES = """\
 {%- for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
 {%- elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"""
+
+# The system's message stands in the user's that follows, as in Gemma 3, or in the last one, as in Mistral.
+SYSTEM_WITH_FIRST = """\
+{%- set system = messages[0].content + ' ' if messages[0].role == 'system' else '' %}
+{%- for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ system if loop.first }}{{ m.content }}{% endfor %}"""
+SYSTEM_WITH_LAST = SYSTEM_WITH_FIRST.replace("loop.first", "loop.last and m.role == 'user'")
+
+# Leaves thinking out of all answers, as DeepSeek-R1's.
+WITHOUT_THINKING = PLAIN.replace("m['content']", "m['content'].split('</think>')[-1]")
 
 NAMES_ALONE = PLAIN.replace(
     "<|im_end|>", "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|im_end|>"
@@ -92,6 +101,9 @@ def look(template: str, *messages: dict[str, Any], found: Omissions | None = Non
         (SINGLE, [ASK, answer(tool_calls=[call("f")]), RESULT, answer("y")]),
         (TWO_ROLES, [ASK, answer("y"), ASK]),
         (PLAIN, [ASK, answer("y", tags=[], note="", score=None)]),
+        (SYSTEM_WITH_FIRST, [{"role": "system", "content": "s"}, ASK, answer("y"), ASK]),
+        (SYSTEM_WITH_LAST, [{"role": "system", "content": "s"}, ASK, answer("y"), ASK]),
+        (WITHOUT_THINKING, [ASK, answer("<think>hm</think>y"), ASK]),
     ],
 )
 def test_conversations_that_are_written_as_a_whole(template: str, messages: list[dict[str, Any]]) -> None:
@@ -111,6 +123,7 @@ def test_conversations_that_are_written_as_a_whole(template: str, messages: list
         (SINGLE, [ASK, answer(tool_calls=[call("f"), call("g")])], "`tool_calls` of message 1"),
         (SINGLE, [ASK, answer("Let me look.", tool_calls=[call("f")])], "`content` of message 1"),
         (TWO_ROLES, [{"role": "system", "content": "Short."}, ASK, answer("y")], "`content` of message 0 .role system"),
+        (SYSTEM_WITH_LAST, [{"role": "system", "content": "s"}, ASK, answer("y")], "`content` of message 0"),
         (TWO_ROLES, [ASK, answer("weather"), {"role": "tool", "content": "weather"}], "`content` of message 2"),
     ],
 )
@@ -155,3 +168,22 @@ def test_tools_that_are_left_out_are_refused() -> None:
             continue
         with pytest.raises(ValueError, match=words):
             check_tools(tools, with_tools, lambda without=without: without([ASK]), "here")
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "what"),
+    [
+        (WITHOUT_THINKING, "<think>4 is y</think> 4 is y", "beginning"),
+        (PLAIN.replace("m['content']", "m['content'].split('ENDE')[0]"), "y ENDE z", "end"),
+        (WITHOUT_THINKING, " y </think ", None),
+        (PLAIN.replace("m['content']", "m['content'] | trim"), "\n<think>hm</think>y\n", None),
+        (PLAIN.replace("m['content']", "m['content'] | tojson"), 'a "12"', None),
+        (PLAIN, "", None),
+    ],
+)
+def test_answers_that_are_written_in_part_are_refused(template: str, content: str, what: str | None) -> None:
+    render, messages = renderer(template), [ASK, answer(content)]
+    if what is None:
+        return check_answer(messages, render(messages), render, "f, row 0")
+    with pytest.raises(ValueError, match=f"^f, row 0: .* leaves out the {what} of the answer .*tokenizer_path"):
+        check_answer(messages, render(messages), render, "f, row 0")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cells import parsed
+from pipeline.cells import parsed, plain
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.parquet import MEDIA, Place
 from pipeline.prompts.quarantine import Quarantine
@@ -118,7 +118,7 @@ def check_text_only(values: dict[str, Any], media: Collection[str]) -> None:
         ValueError: a media column has content.
     """
     for name in sorted(media):
-        if values.get(name) is not None and len(values[name]) > 0:
+        if plain(values.get(name)):
             raise ValueError(f"the column `{name}` has content, and only text can be trained; leave the row out")
 
 

@@ -152,8 +152,10 @@ def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
             )
     splits: dict[str, str] = {}
     for name in names:
-        if name.endswith(".parquet"):
-            splits |= {SPLITS[word]: name for word in re.split("[^a-z]+", name.lower()) if word in SPLITS}
+        found = {SPLITS[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLITS}
+        # A name with the words of two splits, such as train_unit_test, says nothing.
+        if name.endswith(".parquet") and len(found) == 1 and _visible(name, ""):
+            splits[found.pop()] = name
     if len(splits) > 1:
         files = " and ".join(splits.values())
         return f"{path} holds files of two splits, {files}; name those of one, as in {path}/{splits['train']}"

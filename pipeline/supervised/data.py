@@ -23,7 +23,7 @@ from pipeline.errors import short_reason
 from pipeline.models.ends import ends_of, find_ends
 from pipeline.models.template_arguments import arguments_of
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.omissions import Omissions
+from pipeline.omissions import Omissions, check_answer
 from pipeline.prompts.files import resolve
 from pipeline.prompts.parquet import PromptFile, Slice
 
@@ -122,6 +122,10 @@ class Encoder(ABC, Generic[D]):
     def check_written(self, messages: Messages, text: str, place: str, start: int = 0, **more: Any) -> None:
         """Refuse a conversation that the template does not write as a whole; see `Omissions.check` and `render`."""
         self.omissions.check(messages, text, lambda some: self.render(some, False, place, **more), place, start)
+
+    def check_answer(self, messages: Messages, text: str, place: str, **more: Any) -> None:
+        """Refuse an answer, the last message, that the template does not write as a whole; see `render`."""
+        check_answer(messages, text, lambda some: self.render(some, False, place, **more), place)
 
     def render(self, messages: Messages, generate: bool, place: str, **more: Any) -> str:
         """The text of `messages`, followed by the opening of the assistant's next turn if `generate`.

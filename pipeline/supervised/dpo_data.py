@@ -156,6 +156,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
                 continue
             before = self.render([*prompt, *answer[:number]], True, place) if number else opening
             whole = self.render([*prompt, *answer[: number + 1]], False, place)
+            self.check_answer([*prompt, *answer[: number + 1]], whole, place)
             if not before.startswith(done) or not whole.startswith(before):
                 raise ValueError(
                     f"{place}: the chat template changes earlier messages at message {number}, so the tokens of the "

@@ -94,6 +94,7 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
             conversation = [*(prompt or ()), *messages]
             texts.append(self.render(conversation, False, place))
             self.check_written(conversation, texts[-1], place)
+            self.check_answer(conversation, texts[-1], place)
         tokens = self.tokenize(texts)
         for ids, place in zip(tokens, places, strict=True):
             if not ids:

@@ -110,6 +110,8 @@ class SFTEncoder(Encoder[SFTDataConfig]):
                 continue
             prompt = self.render(messages[:number], True, place, **arguments)
             whole = self.render(messages[: number + 1], False, place, **arguments)
+            if learnt[number]:
+                self.check_answer(messages[: number + 1], whole, place, **arguments)
             if not prompt.startswith(done) and not any(taught for _, taught in segments):
                 # What the template changes is context alone.
                 segments, done = [], ""

@@ -126,3 +126,9 @@ def test_to_json_refuses(value):
 def test_empty_media_columns_are_no_media(encoder_of, prompt_row):
     rows = encoder_of()(prompts(prompt_row(0, images=[], videos=None)))
     assert len(rows) == 1
+
+
+def test_media_columns_of_other_types(encoder_of, prompt_row):
+    assert len(encoder_of()(prompts(prompt_row(0, images=0, audios=np.array([]))))) == 1
+    with pytest.raises(ValueError, match="the column `images` has content"):
+        encoder_of()(prompts(prompt_row(0, images=2)))

@@ -196,9 +196,10 @@ def test_a_folder_with_two_splits_is_refused(write, tmp_path, prompt_row, train,
 
 
 def test_words_that_only_contain_the_name_of_a_split_are_no_splits(write, tmp_path, prompt_row):
-    for name in ("latest.parquet", "trainer.parquet", "contest.parquet", "train_1.parquet"):
+    for name in ("latest.parquet", "trainer.parquet", "contest.parquet", "train_1.parquet", "train_unit_test.parquet"):
         write([prompt_row(0)], name)
-    assert len(resolve(str(tmp_path), KEY)) == 4
+    write([prompt_row(0)], "_old/test.parquet")
+    assert len(resolve(str(tmp_path), KEY)) == 5
 
 
 @pytest.mark.parametrize(

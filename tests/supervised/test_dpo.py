@@ -96,6 +96,13 @@ def test_what_a_template_leaves_out_is_refused_with_side_and_row(tokenizer: Any)
         encode(tokenizer, [pair() | {"prompt": asked}])
 
 
+def test_answers_without_their_thinking_are_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = tokenizer.chat_template.replace("message['content'] or ''", "message['content'].split('</think>')[-1]")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="f.parquet, row 0, rejected answer: .*leaves out the beginning of the answer"):
+        encode(tokenizer, [pair(said("a"), said("<think>hm</think>b"))])
+
+
 def test_json_text_of_messages_is_read(tokenizer: Any) -> None:
     wanted = encode(tokenizer, [pair(said("x"), said("z"))])
     texts = {"prompt": json.dumps(PROMPT), "chosen": json.dumps(said("x")), "rejected": "z"}

@@ -317,6 +317,14 @@ def test_columns_of_json_and_text_that_is_json_of_messages(tokenizer: Any) -> No
         encode(tokenizer, [{"chosen": "a", "rejected": "b"}])
 
 
+def test_answers_without_their_thinking_are_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = tokenizer.chat_template.replace("message['content'] or ''", "message['content'].split('</think>')[-1]")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    thought = [{"role": "assistant", "content": "<think>hm</think>4"}]
+    with pytest.raises(ValueError, match="row 0, column 'chosen': .*leaves out the beginning of the answer"):
+        encode(tokenizer, [{"prompt": ASK, "chosen": thought, "rejected": BAD}])
+
+
 def test_what_a_template_leaves_out_of_a_side_is_refused(tokenizer: Any) -> None:
     thought = [GOOD[0] | {"thinking": "2 and 2"}]
     for side in ("chosen", "rejected"):

@@ -132,6 +132,16 @@ def test_the_command_has_its_settings(capsys: pytest.CaptureFixture[str]) -> Non
     assert "data.truncation=left must be one of error, right" in capsys.readouterr().err
 
 
+def test_answers_without_their_thinking_are_context_alone(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = tokenizer.chat_template.replace("message['content'] or ''", "message['content'].split('</think>')[-1]")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    thought = {"role": "assistant", "content": "<think>hm</think>7."}
+    with pytest.raises(ValueError, match="row 0, column 'messages': .*leaves out the beginning of the answer '<think>"):
+        encode(tokenizer, [[conversation(3)[0], thought]])
+    context = [conversation(3)[0], {**thought, "loss_mask": 0}, *conversation(3)]
+    assert sum(encode(tokenizer, [context])["loss_mask"][0].as_py()) > 0
+
+
 def test_rows_that_cannot_be_learnt_are_refused_before_anything_starts(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
