@@ -76,7 +76,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: 
         (["trainer.total_epochs=1", "data.train_batch_size=48"], ("40", "48", "trainer.total_training_steps")),
         (["data.train_files=nowhere.parquet"], ("data.train_files", "nowhere.parquet does not exist")),
         (["data.prompt_key=promt"], ("no column 'promt'", "data.prompt_key")),
-        (["data.apply_chat_template_kwargs={enable_thinkin: true}"], ("does not read 'enable_thinkin'", "model.tokenizer_path")),
+        (
+            ["data.apply_chat_template_kwargs={enable_thinkin: true}"],
+            ("does not read 'enable_thinkin'", "model.tokenizer_path"),
+        ),
         (["data.max_prompt_length=4"], ("row ", "data.truncation=left|right|middle")),
         (["model.path=./nowhere"], ("model.path", "there is no folder")),
         (["reward.custom_reward_function.path=nowhere.py"], ("nowhere.py', which does not exist",)),
