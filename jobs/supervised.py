@@ -175,7 +175,7 @@ class Job(Generic[C]):
             TimeoutError, ray.exceptions.RayError, ray.train.TrainingFailedError: the run failed.
         """
         self.check(config)
-        out = Path(config.out or "").resolve()
+        out = Path(os.path.realpath(config.out or ""))
         config.out = str(out)
         with owned([of_folder(out)], partial(print, flush=True)):
             # Another command may have filled it a moment ago.

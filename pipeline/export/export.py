@@ -10,6 +10,7 @@
 """
 
 import contextlib
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -109,6 +110,7 @@ def export(
 @contextlib.contextmanager
 def _written_whole(out: Path, replace: bool = False) -> Iterator[Path]:
     """A new folder next to `out`: it takes that place when the block is done (`take_place`), and goes if it fails."""
+    out = Path(os.path.realpath(out))
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.mkdir(parents=True)

@@ -39,7 +39,15 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
     old = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
     if replace and folder.exists():
         folder.rename(old)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:
+        # The place of an empty folder that another disk is mounted at cannot be taken.
+        if replace or not folder.is_dir() or any(folder.iterdir()):
+            raise
+        for path in partial.iterdir():
+            shutil.move(path, folder / path.name)
+        partial.rmdir()
     if old.exists():
         for path in old.iterdir():
             if not (folder / path.name).exists() and not WEIGHTS.fullmatch(path.name):

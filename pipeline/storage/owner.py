@@ -222,7 +222,7 @@ def of_run(run_dir: Path, trainer: "TrainerConfig") -> list[Lock]:
 
 def of_folder(folder: Path) -> Lock:
     """The lock of a folder that a command fills; it lies next to the folder."""
-    folder = folder.resolve()
+    folder = Path(os.path.realpath(folder))
     return Lock(f"{folder.parent}/.{folder.name}.{FILE}", f"the folder {folder}")
 
 

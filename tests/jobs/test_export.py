@@ -93,7 +93,8 @@ def made_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: i
     stand_in = vars(ray.train) | {"report": report, "get_context": lambda: context}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.ray, "train", SimpleNamespace(**stand_in))
-        saver = checkpoint.Saver(str(folder), str(folder), 30.0, partial(save_yaml, config), lambda version: None)
+        written = partial(save_yaml, config)
+        saver = checkpoint.Saver(str(folder), str(folder), 30.0, written, lambda version: None, pytest.fail)
         for iteration in (2, 3, 4):
             with torch.no_grad():
                 for module in (actor.module, critic.module):
@@ -281,6 +282,14 @@ def test_a_checkpoint_whose_saving_was_interrupted_is_skipped(
     if missing == "complete_0":
         assert "is incomplete" in refused(capsys, newest, "--out", tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_link_to_an_empty_folder(own: Path, run: Made, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "model")
+    same(exported(own, "--out", tmp_path / "link"), run.actor[4])
+    assert (tmp_path / "disk" / "model" / "config.json").is_file() and (tmp_path / "link").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
 
 
 def test_a_checkpoint_runs_no_code(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

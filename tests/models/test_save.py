@@ -1,0 +1,43 @@
+"""The written folder of a model takes its place."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.models.save import take_place
+
+
+def _partial(tmp_path: Path) -> Path:
+    partial = tmp_path / ".model.partial"
+    (partial / "adapter").mkdir(parents=True)
+    (partial / "config.json").write_text("{}")
+    (partial / "adapter" / "weights").write_text("w")
+    return partial
+
+
+def test_a_folder_that_another_disk_is_mounted_at_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    number, partial = folder.stat().st_ino, _partial(tmp_path)
+    rename = Path.rename
+
+    def mounted(path: Path, target: Any) -> Path:
+        if Path(target) == folder:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", mounted)
+    take_place(partial, folder, replace=False)
+    assert (folder / "adapter" / "weights").read_text() == "w" and (folder / "config.json").is_file()
+    assert folder.stat().st_ino == number and not partial.exists()
+
+
+def test_a_folder_that_was_filled_meanwhile_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "notes").write_text("mine")
+    with pytest.raises(OSError, match="not empty"):
+        take_place(_partial(tmp_path), folder, replace=False)
+    assert [path.name for path in folder.iterdir()] == ["notes"]
