@@ -113,7 +113,7 @@ class Saver:
                 "validated": state.validated,
                 "kl_coef": kl.coef,
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
-                "schedule_steps": {learner.name: learner.schedule_steps for learner in learners},
+                "learning_rates": {learner.name: float(learner.scheduler.get_last_lr()[0]) for learner in learners},
                 "world_size": ranks.count(),
                 "mlflow_run_id": self._mlflow_run_id(),
             }

@@ -63,8 +63,7 @@ class Learner(ABC):
         self.module = shard(module, config.fsdp, device, mesh)
         check_repeatable(self.module, device)
         self.optimizer = build_optimizer(self.module, config.optim, config.fsdp.offload)
-        self.schedule_steps = iterations * shape.steps
-        self.scheduler = build_scheduler(self.optimizer, config.optim, self.schedule_steps)
+        self.scheduler = build_scheduler(self.optimizer, config.optim, iterations * shape.steps)
 
     @property
     def shares_prompts(self) -> bool:

@@ -31,20 +31,20 @@ def rate_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]
 
 
 def jumps(progress: dict[str, Any], schedules: dict[str, tuple[OptimConfig, int]]) -> Iterator[str]:
-    """One sentence for each learner whose rate jumps if a checkpoint is continued with another number of steps.
+    """One sentence for each learner whose learning rate jumps when a checkpoint is continued.
 
     Args:
-        progress: `progress.json` of the checkpoint. Older versions did not write the steps of the schedules.
+        progress: `progress.json` of the checkpoint. Older versions did not write the learning rates.
         schedules: settings and steps of the schedule from now on, by the learner's name.
     """
     for name, (optim, steps) in schedules.items():
-        done, planned = progress["scheduler_steps"].get(name), progress.get("schedule_steps", {}).get(name)
-        if not done or planned is None:
+        done, rate = progress["scheduler_steps"].get(name), progress.get("learning_rates", {}).get(name)
+        if not done or rate is None:
             continue
-        before, after = rate_factor(optim, planned), rate_factor(optim, steps)
-        if abs(after(done) - before(done)) >= 0.01:
+        factor = rate_factor(optim, steps)(done)
+        if abs(factor * optim.lr - rate) >= 0.01 * optim.lr:
             yield (
-                f"the learning rate of the {name} goes on at {after(done):.2f} of its peak, after "
-                f"{before(done - 1):.2f} in its last step: {done:,} steps were made of a {optim.lr_scheduler_type} "
-                f"schedule over {planned:,}, which is now one over {steps:,}"
+                f"the learning rate of the {name} goes on at {factor * optim.lr:.3g}, which is {factor:.2f} of its "
+                f"peak, and stood at {rate:.3g}: its {optim.lr_scheduler_type} schedule now has {steps:,} optimiser "
+                f"steps, with {done:,} done"
             )

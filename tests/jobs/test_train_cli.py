@@ -138,16 +138,18 @@ def test_a_longer_run_says_where_its_rate_goes_on(
     folder = tmp_path / "runs" / "mine"
     settings = [*arguments, f"actor.optim.lr_scheduler_type={kind}", "trainer.val_before_train=false"]
     progress = json.loads((written(folder, 2) / PROGRESS).read_text())
-    steps = {"scheduler_steps": {"actor": 2}, "schedule_steps": {"actor": 2}}
+    config = load_config([*settings, "trainer.total_training_steps=2"])
+    rate = config.actor.optim.lr if kind == "constant" else 0.0
+    steps = {"scheduler_steps": {"actor": 2}, "learning_rates": {"actor": rate}}
     (folder / "checkpoints" / "iteration_000002" / PROGRESS).write_text(json.dumps(progress | steps))
-    save_yaml(load_config([*settings, "trainer.total_training_steps=2"]), folder / "config.yaml")
+    save_yaml(config, folder / "config.yaml")
     longer = [*settings, "trainer.total_training_steps=4"]
     if dry:
         assert main(["--dry-run", *longer]) == 0
     else:
         with pytest.raises(AssertionError, match="Ray was started"):
             main(longer)
-    line = "the learning rate of the actor goes on at 0.33 of its peak, after 0.00 in its last step"
+    line = "which is 0.33 of its peak, and stood at 0: its linear schedule now has 4 optimiser steps, with 2 done"
     assert (line in capsys.readouterr().out) == (kind == "linear")
 
 

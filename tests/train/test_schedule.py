@@ -16,10 +16,11 @@ def rates(total: int, **keys: Any) -> list[float]:
 
 def said(done: int, planned: int | None, now: int, **keys: Any) -> list[str]:
     """The lines for a checkpoint after `done` of `planned` steps that is continued with a schedule over `now`."""
+    optim = OptimConfig(lr=1e-5, **keys)
     progress: dict[str, Any] = {"scheduler_steps": {"actor": done}}
     if planned is not None:
-        progress["schedule_steps"] = {"actor": planned}
-    return list(jumps(progress, {"actor": (OptimConfig(**keys), now), "critic": (OptimConfig(**keys), now)}))
+        progress["learning_rates"] = {"actor": 1e-5 * rate_factor(optim, planned)(done)}
+    return list(jumps(progress, {"actor": (optim, now), "critic": (optim, now)}))
 
 
 def test_schedules_by_hand() -> None:
@@ -37,8 +38,8 @@ def test_the_ratio_counts_if_the_steps_of_warmup_are_negative() -> None:
 
 def test_a_longer_run_says_where_its_rate_goes_on() -> None:
     (line,) = said(10, 10, 20, lr_scheduler_type="linear", min_lr_ratio=0.1)
-    assert "of the actor goes on at 0.53 of its peak, after 0.10" in line
-    assert "10 steps were made of a linear schedule over 10, which is now one over 20" in line
+    assert "of the actor goes on at 5.26e-06, which is 0.53 of its peak, and stood at 1e-06" in line
+    assert "its linear schedule now has 20 optimiser steps, with 10 done" in line
 
 
 @pytest.mark.parametrize(
@@ -55,5 +56,5 @@ def test_a_rate_that_goes_on_needs_no_line(done: int, planned: int | None, now: 
 
 
 def test_a_shorter_run_and_a_warmup_that_grows_jump_too() -> None:
-    assert "at 0.00 of its peak, after 0.71" in said(3, 8, 3, lr_scheduler_type="linear")[0]
-    assert "at 0.60 of its peak, after 1.00" in said(5, 5, 20, lr_warmup_steps_ratio=0.5)[0]
+    assert "at 0, which is 0.00 of its peak, and stood at 5.71e-06" in said(3, 8, 3, lr_scheduler_type="linear")[0]
+    assert "which is 0.60 of its peak, and stood at 1e-05" in said(5, 5, 20, lr_warmup_steps_ratio=0.5)[0]
