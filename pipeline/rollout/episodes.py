@@ -37,8 +37,8 @@ class Episodes:
         engine: generates the answers.
         seed: of the run, from which episodes and answers get theirs.
         seed_requests: whether each answer has a seed of its own (`rollout.seed_per_request`).
-        ends: tokens that end an answer (`models/ends.py`).
         hosts: hold the processes; with none of them, these are beside the engine.
+        ends: tokens that end an answer (`models/ends.py`).
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Episodes:
         engine: EngineLoop,
         seed: int,
         seed_requests: bool,
-        ends: Sequence[int] = (),
         hosts: Hosts = BESIDE_ENGINES,
+        ends: Sequence[int] = (),
     ) -> None:
         self._engine, self._seed, self._seed_requests, self._ends = engine, seed, seed_requests, ends
         self._endpoint = Endpoint()

@@ -112,8 +112,8 @@ class Rollout:
         )
         self._episodes: Episodes | None = None
         if agent.used:
-            run = self.engine, trainer.seed, rollout.seed_per_request, self._ends
-            self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts)
+            run = self.engine, trainer.seed, rollout.seed_per_request
+            self._episodes = Episodes(agent.agents(), data, self._tokenizer, *run, hosts, self._ends)
         if rollout.sleep:
             # An engine that starts while the trainer computes would otherwise be awake beside it.
             self.engine.call(self._sleep, when_idle=True).result(timeout=self._deadlines.publish)
