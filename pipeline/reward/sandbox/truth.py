@@ -18,7 +18,7 @@ TOLERANCE = 1e-6  # of numbers with a decimal point, relative above 1
 # has it. Results that asserts calculate with may be longer; the asserts of a row share what is read of them.
 MAX_GROWTH = 32
 MIN_RESULT = 4096  # bytes
-MAX_CALCULATED = 4 << 20  # bytes
+MAX_CALCULATED = 2 << 20  # bytes
 WHERE = "reward_model.ground_truth of a code row"
 
 
