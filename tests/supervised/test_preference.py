@@ -114,7 +114,9 @@ def test_a_missing_prompt_and_a_failing_template_are_named(tokenizer: Any, monke
         encode(tokenizer, [{"asked": ASK, "chosen": GOOD, "rejected": BAD}])
     for template, sentence in {
         "{{ raise_exception('no') }}": "column 'chosen': the model's chat template fails",
-        "{% if messages[-1]['content'] == '' %}{% else %}x{% endif %}": "column 'rejected': .* makes an empty text",
+        "{% if messages[-1].content %}{{ messages | map(attribute='content') | join }}{% endif %}": (
+            "column 'rejected': .* makes an empty text"
+        ),
     }.items():
         monkeypatch.setattr(tokenizer, "chat_template", template)
         with pytest.raises(ValueError, match=f"row 0, {sentence}"):

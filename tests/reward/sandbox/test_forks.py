@@ -28,5 +28,6 @@ def test_a_fork_of_a_function_answers_nothing(way: str, kind: str, config: Sandb
 
 def test_a_program_that_forks_as_it_is_loaded_answers_once(config: SandboxConfig) -> None:
     code = "import os\nparent = os.fork()\ndef f(x):\n    return x + 1 if parent else 99\n"
-    for tests in TESTS.values():
+    # The fork waits for calls next to its parent, and would take some of them.
+    for tests in [*TESTS.values()] * 4:
         assert score(code, tests, config)["score"] == 1.0

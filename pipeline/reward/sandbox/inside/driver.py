@@ -30,8 +30,9 @@ def main(kind: str, packages: list[str], requests: int = REQUESTS, replies: int 
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     sys.argv = [PROGRAM]
     if kind != "script":
-        # A fork that the program does not end fails, and answers nothing.
-        os.register_at_fork(after_in_child=lambda: os.close(replies))
+        # A fork that the program does not end fails: it takes no call from its parent, and answers nothing.
+        for pipe in (requests, replies):
+            os.register_at_fork(after_in_child=lambda pipe=pipe: os.close(pipe))
     with open(PROGRAM, encoding="utf-8", errors="surrogateescape") as file:
         source = file.read()
     if kind == "calls":
