@@ -29,6 +29,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.envir
 gc.set_threshold(10_000, 10, 10)
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the runs that they interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # Under `nohup` as well: commands of the tests inherit what is ignored, and get the default of what is handled.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 # A tracking server or a cluster of the developer's own is no place for test runs.
 for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
     os.environ.pop(name, None)
