@@ -64,7 +64,7 @@ class Omissions:
 
 
 def check_answer(messages: Messages, text: str, render: Render, place: str) -> None:
-    """Refuse an answer of which a template leaves out the beginning or the end, such as its thinking.
+    """Refuse an answer whose beginning or end a template leaves out, such as its thinking.
 
     Args:
         messages: the conversation up to the answer.

@@ -82,7 +82,7 @@ def checked_tools(tools: Any) -> list[dict[str, Any]]:
         return []
     wanted = "must be {type: function, function: {name, description, parameters}}"
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS or depth(tools) > MAX_DEPTH:
-        raise ValueError(f"tools must be a list of at most {MAX_TOOLS}, each of which {wanted}")
+        raise ValueError(f"tools must be a list of at most {MAX_TOOLS}; each {wanted}")
     names = set()
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None

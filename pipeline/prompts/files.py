@@ -158,7 +158,7 @@ def _ambiguity(entries: list[str], folder: str, path: str) -> str | None:
             splits[found.pop()] = name
     if len(splits) > 1:
         files = " and ".join(splits.values())
-        return f"{path} holds files of two splits, {files}; name those of one, as in {path}/{splits['train']}"
+        return f"{path} holds files of two splits, {files}; name the files of one split, as in {path}/{splits['train']}"
     return None
 
 

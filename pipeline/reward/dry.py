@@ -61,8 +61,9 @@ def check_names(config: RewardConfig, training: Collection[str], others: Collect
                 cut = min((other for other in there if other.startswith(f"{name}.")), default=None)
                 form = f'; a name with dots is written in quotes: {key}."{cut}"' if cut else ""
                 raise ValueError(
-                    f"{key} sets {name!r}, the data_source of {rows}, so it would do nothing; it may name those of the "
-                    f"{'rows' if there is not training else 'training rows'}: {known}{nearest(name, there)}{form}"
+                    f"{key} sets {name!r}, the data_source of {rows}, so it would do nothing; it may name the "
+                    f"sources of the {'rows' if there is not training else 'training rows'}: {known}"
+                    f"{nearest(name, there)}{form}"
                 )
 
 

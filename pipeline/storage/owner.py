@@ -339,7 +339,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started; empty if it has ended, None if that of another user cannot be seen."""
+    """When a process started; empty if it has ended, None if the process is another user's and cannot be seen."""
     try:
         # The name stands in brackets, and may hold any character.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

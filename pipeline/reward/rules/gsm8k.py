@@ -13,7 +13,7 @@ Choices:
    another number is a wrong answer as a whole (`42 million`, `42k`, `42 and a half`), and on the line of the `####` so
    is a further digit, an operator or the word of a number (`42 vs 43`, `42 or forty`).
 4. Before it may stand one sign and a sign of money: `#### - 42` is -42, and `#### --42` is wrong. In other text a minus
-   is a sign unless something stands right before it: the last number of `5-7` is 7, that of `= -7` is -7.
+   is a sign unless something stands right before it: the last number of `5-7` is 7, and of `= -7` it is -7.
 """
 
 import re
