@@ -31,7 +31,7 @@ USUAL = 8
 """Characters for each allowed token; a longer text is counted in pieces before the whole is encoded. A text of 4 MiB
 would take seconds, in which the engine's other episodes stand still."""
 READ_AT_ONCE = 1000
-"""Tokens of an answer that is read on the event loop; a longer one is read in a thread."""
+"""Tokens that take no time on the event loop: of an answer that is read there, not in a thread, and of a reply."""
 PIECE, SEAM = 1 << 13, 16
 """Characters of such a piece, and tokens that it may have because it is cut out."""
 
@@ -180,7 +180,9 @@ class Conversation:
         keeps = self.config.history == "keep"
         room = self._room(context) if keeps else language.max_prompt_length + self._longest
         most = self.config.max_observation_tokens
-        if not self._may_fit([message | {"content": message["content"][:most]} for message in messages], room):
+        # What may be long is not even cut. A short reply is kept in the record, also if no answer to it fits.
+        begun = [message | {"content": message["content"][:most]} for message in messages]
+        if not self._may_fit(begun, max(room, READ_AT_ONCE)):
             return None
         uncut, messages = messages, [self.cut(message) for message in messages]
         self.cut_observations += sum(message is not one for message, one in zip(messages, uncut, strict=True))

@@ -82,7 +82,7 @@ class FuzzPlace(Place):
             config.agent.named = agents(name, self.dice)
             config.agent.same_seed_in_group = False
             config.agent.env_vars = {"CONTROLS": controls}
-            config.data.max_prompt_length, config.data.max_response_length = 1200, 400
+            config.data.max_prompt_length, config.data.max_response_length = 1500, 400
             config.rollout.n, config.rollout.enable_prefix_caching = SAMPLES, prefix_cache
             config.rollout.max_num_batched_tokens = 8192
 

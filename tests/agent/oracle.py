@@ -183,7 +183,8 @@ class Oracle:
                 waiting.remove(request)
                 found.append(request)
                 trains = int(not self.masked(row["agent_name"], sequence.messages, place))
-                check(mask == [trains] * tokens, "span", number, "has the mask", mask, "and not", trains)
+                said = sequence.messages[place : place + 2]
+                check(mask == [trains] * tokens, "span", number, "has the mask", mask, "and not", trains, "in", said)
                 got = np.asarray(request.log_probs, np.float32).tolist()
                 check(log_probs == got and max(log_probs) <= 0, "span", number, "has", log_probs, "and not", got)
                 check(versions == list(request.versions), "span", number, "has the versions", versions)
