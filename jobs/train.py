@@ -18,6 +18,7 @@ from jobs.command import CONTINUES, add_settings, complain, exit_code, new_parse
 from jobs.entry import command
 from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, ConfigError, load_config, to_flat
+from pipeline.config.trainer import RESUME
 from pipeline.run.submitted import check_cluster, joined
 from pipeline.run.versions import check_versions
 
@@ -88,8 +89,11 @@ def name_from_root(config: Config) -> None:
     data = config.data
     data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
     data.recorded_run = absolute(data.recorded_run)
-    if config.trainer.storage_path is not None:
-        config.trainer.storage_path = absolute_files(config.trainer.storage_path)
+    trainer = config.trainer
+    if trainer.storage_path is not None:
+        trainer.storage_path = absolute_files(trainer.storage_path)
+    if trainer.resume not in RESUME:
+        trainer.resume = absolute_files(trainer.resume)
 
 
 def _absolute_code(key: str, value: Any) -> Any:
@@ -274,12 +278,12 @@ def _train(
     from pipeline.plan.suggest import suggested
     from pipeline.plan.table import render
     from pipeline.replay import checks as replay
-    from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
+    from pipeline.run.origin import origin
+    from pipeline.storage.resume import reached, recover
     from pipeline.train.schedule import jumps
 
     count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
-    resume = check_run_folder(run_dir, config, config.trainer.resume)
-    begin = starting_point(run_dir, config)
+    begin = origin(run_dir, config)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_attention(config.model)
@@ -290,14 +294,19 @@ def _train(
     resolved = plan(config, prompts, gpu)
     tokenizer = load_tokenizer(config.model, needs_chat_template=False)
     ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
-    if begin and resolved.iterations:
-        preview += [("note", note) for note in jumps(begin.progress, resolved.schedules)]
+    if begin.own and resolved.iterations:
+        begin.notes += jumps(begin.own.progress, resolved.schedules)
+    preview += [("note", note) for note in begin.notes]
+    last = reached(run_dir, config) if begin.exists else 0
+    finished = resolved.iterations is not None and last >= resolved.iterations
+    nothing = f"{run_dir} has reached iteration {last} of {resolved.iterations}; nothing is left to do"
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = joined() is None
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
-        for name, text in [("run folder", str(run_dir)), ("ends", ends.line), *preview]:
+        left = [("note", f"{nothing}; raise trainer.total_training_steps or trainer.total_epochs")] if finished else []
+        for name, text in [("run folder", str(run_dir)), ("ends", ends.line), *left, *preview]:
             table.add_row(name, text)
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
@@ -308,9 +317,9 @@ def _train(
     if on_this_machine:
         check_resources(resolved.stages, config.trainer.ray_num_cpus)
     assert resolved.iterations is not None
-    if resume and reached(run_dir, config) >= resolved.iterations:
-        print(f"{run_dir} has reached iteration {resolved.iterations}; nothing is left to do.")
-        print(f"to continue: {_command(command, resolved.iterations * 2)}")
+    if finished:
+        print(f"{nothing}. To continue, raise trainer.total_training_steps or trainer.total_epochs:")
+        print(_command(command, last * 2))
         return 0
 
     print(ends.line)
@@ -326,8 +335,8 @@ def _train(
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     run_dir.mkdir(parents=True, exist_ok=True)
-    resume = resume or recover(run_dir, begin, config)
-    trainer = config.trainer
+    resume = begin.exists or recover(run_dir, begin.own)
+    kept, trainer = begin.fingerprints(config), config.trainer
     tracked = TrackedRun(run_dir, to_flat(config), trainer.project_name, trainer.experiment_name, resume)
     tracker = Tracker(tracked, resolved.iterations, trainer.logger)
     started = start_ray(config)
@@ -337,13 +346,15 @@ def _train(
     tracker.start()
     status, places, error, ray_gone = "failed", {}, None, False
     try:
-        outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None, lost)
+        outcome = run(config, resolved, tracker, run_dir, kept, begin.policy.place if begin.policy else None, lost)
         status, error, ray_gone = outcome.status, outcome.error, outcome.ray_gone
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = shown(run_dir / "model")
     except KeyboardInterrupt:
         status = "interrupted"
     finally:
+        if kept.accepted:
+            places["other files"] = kept.history
         places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)
         tracker.finish(status, places)
         if started and not ray_gone:

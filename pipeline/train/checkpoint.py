@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from pipeline.advantage.kl_controller import KLController
 from pipeline.models.checkpoint_reader import load_checkpoint
+from pipeline.storage import fingerprints
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.store.cursor import PromptCursor
@@ -107,6 +108,7 @@ class Saver:
         progress: dict[str, Any] | None = None
         if self._rank == 0:
             assert state is not None
+            mlflow_run = self._record("mlflow_run_id")
             progress = {
                 "version": version,
                 "cursor": state.cursor.to_json(),
@@ -115,7 +117,7 @@ class Saver:
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
                 "learning_rates": {learner.name: float(learner.scheduler.get_last_lr()[0]) for learner in learners},
                 "world_size": ranks.count(),
-                "mlflow_run_id": self._mlflow_run_id(),
+                "mlflow_run_id": mlflow_run.strip() if mlflow_run else None,
             }
             with self._noted(f"{self._root}/{FOLDER}"):
                 # Files of an earlier attempt would count as parts of this checkpoint.
@@ -132,6 +134,8 @@ class Saver:
                 if progress is not None:
                     (folder / PROGRESS).write_text(json.dumps(progress))
                     self._save_settings(folder / "config.yaml")
+                    if (kept := self._record(fingerprints.FILE)) is not None:
+                        (folder / fingerprints.FILE).write_text(kept)
                 torch.save(_rng(), folder / f"rng_{self._rank}.pt")
             self._agree()
         except NotStored:
@@ -217,11 +221,12 @@ class Saver:
         if filesystem.get_file_info(path).type == pafs.FileType.Directory:
             filesystem.delete_dir(path)
 
-    def _mlflow_run_id(self) -> str | None:
-        filesystem, path = filesystem_of(f"{self._run_dir}/mlflow_run_id")
+    def _record(self, name: str) -> str | None:
+        """The content of a file of the run's folder, if it is there."""
+        filesystem, path = filesystem_of(f"{self._run_dir}/{name}")
         try:
             with filesystem.open_input_stream(path) as stream:
-                return stream.read().decode().strip()
+                return stream.read().decode()
         except OSError:
             return None
 
@@ -288,19 +293,20 @@ def restore(
     learners: Sequence[Learner],
     kl: KLController,
     root: str,
-    begin: str | None = None,
+    policy: str | None = None,
     patience: float = 0.0,
     say: Callable[[str], None] = print,
 ) -> TrainerState:
     """Load the newest complete checkpoint of the run into `learners` and `kl`; a collective.
 
-    The files decide which one is complete, because Ray Train's own list lags behind them.
+    The files decide which one is complete, because Ray Train's own list lags behind them. A run without one may begin
+    with the policy of another run: only its weights are loaded.
 
     Args:
         learners: actor and critic, sharded over any number of ranks.
         kl: the controller of the KL's coefficient.
         root: folder or URL that holds the run's folder of checkpoints.
-        begin: folder or URL of the checkpoint that a run without one of its own begins with.
+        policy: folder or URL of the checkpoint of another run, for a run without one of its own.
         patience: seconds of retries while the storage does not answer.
         say: takes a sentence about what is tried again.
 
@@ -311,17 +317,20 @@ def restore(
         OSError: the storage did not answer.
         ValueError: the newest checkpoint is damaged.
     """
-    place = begin
-    if ranks.rank() == 0 and (own := retry(lambda: newest(root), patience, root, "read", say)):
-        place = own.place
+    own = retry(lambda: newest(root), patience, root, "read", say) if ranks.rank() == 0 else None
     # One rank decides: others might find another checkpoint.
-    place = ranks.broadcast(place)
-    if place is None:
+    place = ranks.broadcast(own.place if own else None)
+    if (given := place or policy) is None:
         return TrainerState(0, PromptCursor(), False)
-    filesystem, path = filesystem_of(place)
+    filesystem, path = filesystem_of(given)
     checkpoint = Checkpoint(path, filesystem)
     with contextlib.ExitStack() as stack:
-        folder = retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read", say)
+        folder = retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, given, "read", say)
+        if place is None:
+            from pipeline.train.take_weights import take_weights
+
+            take_weights(learners, Path(folder))
+            return TrainerState(0, PromptCursor(), False)
         state = _state(learners)
         load_checkpoint(state, folder)
         for learner in learners:
@@ -333,7 +342,7 @@ def restore(
                 model_state_dict=model,
                 optim_state_dict=optimizer,
                 # The weights of a frozen base are those of its own folder.
-                options=StateDictOptions(strict=not _frozen(learner)),
+                options=StateDictOptions(strict=not frozen(learner)),
             )
         progress = json.loads((Path(folder) / PROGRESS).read_text())
         rng = Path(folder) / f"rng_{ranks.rank()}.pt"
@@ -377,13 +386,13 @@ def _state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
             # torch creates the state by a step with learning rate 0, which AdamW would count in its bias correction.
             for moments in learner.optimizer.state.values():
                 moments["step"].zero_()
-        frozen = _frozen(learner)
-        trained = {name: tensor for name, tensor in model.items() if name not in frozen}
+        untrained = frozen(learner)
+        trained = {name: tensor for name, tensor in model.items() if name not in untrained}
         state[learner.name] = {"model": trained, "optimizer": optimizer}
     return state
 
 
-def _frozen(learner: Learner) -> set[str]:
+def frozen(learner: Learner) -> set[str]:
     """Names of weights that are not trained, also of tied ones: with adapters, the base's."""
     parameters = learner.module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in parameters if not parameter.requires_grad}

@@ -74,7 +74,7 @@ class Loop:
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
         root = checkpoints.root(trainer, self.run_dir)
-        state = restore(self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint, self._say)
+        state = restore(self.learners, self.kl, root, settings.policy, trainer.deadlines.checkpoint, self._say)
         self.version = self.saved = state.version
         self.record = Record(self.run_dir)
         save_settings = partial(save_yaml, self.config)

@@ -23,6 +23,8 @@ from pipeline.rows import flat
 from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.storage import checkpoints
 from pipeline.storage.checkpoints import newest
+from pipeline.storage.fingerprints import Fingerprints
+from pipeline.storage.fingerprints import load as load_fingerprints
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import checkpoint
@@ -136,6 +138,8 @@ def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Storage, wa
 def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage: Storage) -> None:
     learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
     (storage.run_dir / "mlflow_run_id").write_text("abc\n")
+    kept = Fingerprints({"model.path": {"config.json": "1 bytes 0"}})
+    kept.save(storage.run_dir)
     storage.held.clear()
     learners.save(one, 1, wait=False)
     assert newest(str(storage.run_dir)) is None
@@ -146,6 +150,7 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage
     found = newest(str(storage.run_dir))
     assert found is not None and found.progress["mlflow_run_id"] == "abc" and found.progress["cursor"] == {"offset": 4}
     assert load_yaml(Path(found.place) / "config.yaml", Config).trainer.deadlines.checkpoint == 0.3
+    assert load_fingerprints(found.place) == kept
 
 
 def test_a_storage_that_is_away_is_tried_again(tiny_model: Path, storage: Storage) -> None:
@@ -157,25 +162,6 @@ def test_a_storage_that_is_away_is_tried_again(tiny_model: Path, storage: Storag
         f"checkpoint: {storage.run_dir}/checkpoints cannot be written: the storage is away; free space there or allow "
         "access: it is tried again, for 30 s after the run has to wait for it"
     ]
-
-
-def test_a_run_begins_with_a_given_checkpoint_until_it_has_its_own(tiny_model: Path, storage: Storage) -> None:
-    learners, untouched = Learners(tiny_model), Learners(tiny_model)
-    own = storage.run_dir / "own"
-    assert learners.restore(own) == TrainerState(0, PromptCursor(), False)
-    assert learners.distance(untouched) == 0 and learners.kl.coef == 0.3
-    state = learners.save(saver(storage), 3)
-    given = newest(str(storage.run_dir))
-    assert given is not None
-    assert learners.restore(own, given.place) == state
-    later = own / "checkpoints" / "iteration_000005"
-    shutil.copytree(given.place, later)
-    progress = later / "progress.json"
-    progress.write_text(progress.read_text().replace('"version": 3', '"version": 5'))
-    assert learners.restore(own, given.place).version == 5
-    # An incomplete checkpoint is not read.
-    (later / "complete_0").unlink()
-    assert learners.restore(own, given.place) == state
 
 
 def test_checkpoints_may_lie_behind_a_url(
