@@ -9,6 +9,7 @@ current iteration end, saves and stops; the second one ends the run at once.
 import itertools
 import os
 import threading
+import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ from pipeline.storage.filesystem import filesystem_of
 from pipeline.storage.fingerprints import Fingerprints
 from pipeline.store.admission import Admission
 from pipeline.store.client import StoreClient
-from pipeline.store.events import TrainingEnded
-from pipeline.store.policy_store import PolicyStore, milliseconds
+from pipeline.store.events import TrainingEnded, milliseconds
+from pipeline.store.policy_store import PolicyStore
 from pipeline.track.history import read_history
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
@@ -137,7 +138,9 @@ def run(
         checkpoints.forget_list(place)
         return TorchTrainer(
             train_loop,  # type: ignore[arg-type]
-            train_loop_config={"settings": LoopSettings(config, schedule, store, str(run_dir), policy)},
+            train_loop_config={
+                "settings": LoopSettings(config, schedule, store, str(run_dir), uuid.uuid4().hex, policy)
+            },
             datasets={"rollouts": rollouts},
             dataset_config=DataConfig(execution_options=options),
             torch_config=TorchConfig(ranks.backend(trainer.use_gpu), timeout_s=round(deadlines.collective)),

@@ -16,6 +16,8 @@ class LoopSettings:
     schedule: Schedule
     store: Any
     run_dir: str
+    start: str = ""
+    """Name of this start of the run, which restarts of its workers share."""
     policy: str | None = None
     """Folder or URL of another run's checkpoint, with whose weights a new run begins; None begins with `model.path`."""
 
