@@ -299,13 +299,16 @@ def _train(
     preview += [("note", note) for note in begin.notes]
     last = reached(run_dir, config) if begin.exists else 0
     finished = resolved.iterations is not None and last >= resolved.iterations
-    nothing = f"{run_dir} has reached iteration {last} of {resolved.iterations}; nothing is left to do"
+    nothing = (
+        f"{run_dir} has reached iteration {last} of {resolved.iterations}; nothing is left to do, unless "
+        "trainer.total_training_steps (or trainer.total_epochs) is raised"
+    )
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = joined() is None
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
-        left = [("note", f"{nothing}; raise trainer.total_training_steps or trainer.total_epochs")] if finished else []
+        left = [("note", nothing)] if finished else []
         for name, text in [("run folder", str(run_dir)), ("ends", ends.line), *left, *preview]:
             table.add_row(name, text)
         if gpu and (count or resolved.too_large):
@@ -318,8 +321,8 @@ def _train(
         check_resources(resolved.stages, config.trainer.ray_num_cpus)
     assert resolved.iterations is not None
     if finished:
-        print(f"{nothing}. To continue, raise trainer.total_training_steps or trainer.total_epochs:")
-        print(_command(command, last * 2))
+        print(f"{nothing}.")
+        print(f"to continue: {_command(command, last * 2)}")
         return 0
 
     print(ends.line)

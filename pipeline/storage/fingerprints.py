@@ -62,6 +62,10 @@ class Fingerprints:
         """The marks of one kind of `FILES`, by setting."""
         return getattr(self, kind)
 
+    def compares(self, key: str) -> bool:
+        """Whether the files that the setting `key` names have marks that say all about it: models and prompts."""
+        return key in self.model or key in self.prompts
+
     def covers(self, key: str) -> bool:
         """Whether the files that the setting `key` names have marks."""
         names = [name for kind in FILES for name in self.of(kind)]

@@ -7,6 +7,15 @@ from typing import Any
 from pipeline.agent.remote import MCP
 
 
+def names(value: Any) -> Any:
+    """A value without the places of files: of absolute paths the last part is left, with what stands behind a colon."""
+    if isinstance(value, dict):
+        return {key: names(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [names(inner) for inner in value]
+    return " ".join(_name(word) for word in _words(value)) if isinstance(value, str) else value
+
+
 def same(old: Any, new: Any, compared: bool) -> bool:
     """Whether two values differ at most in the places of files.
 
@@ -16,34 +25,43 @@ def same(old: Any, new: Any, compared: bool) -> bool:
         compared: whether the contents of these files are compared by their fingerprints. If not, the files count as
             moved if nothing is in the old place any more, and a file of the same name is in the new one.
     """
-    if isinstance(old, str) and isinstance(new, str):
-        words = [text.split() if text.startswith(MCP) else [text] for text in (old, new)]
-        return len(words[0]) == len(words[1]) and all(map(_same_word, *words, [compared] * len(words[0])))
-    if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(same(*pair, compared) for pair in zip(old, new, strict=True))
-    if isinstance(old, dict) and isinstance(new, dict):
-        return old.keys() == new.keys() and all(same(old[key], new[key], compared) for key in old)
-    return bool(old == new)
+    if names(old) != names(new):
+        return False
+    before, after = _paths(old), _paths(new)
+    return compared or (len(before) == len(after) and all(map(_moved, before, after)))
 
 
-def _same_word(old: str, new: str, compared: bool) -> bool:
-    if old == new:
+def _moved(old: str, new: str) -> bool:
+    if os.path.realpath(old) == os.path.realpath(new):
         return True
-    if not (os.path.isabs(old) and os.path.isabs(new)):
-        return False
-    (old_file, old_name), (new_file, new_name) = _split(old), _split(new)
-    if old_name != new_name:
-        return False
-    if os.path.realpath(old_file) == os.path.realpath(new_file):
-        return True
-    moved = compared or (not _there(old_file) and _there(new_file))
-    return moved and os.path.basename(old_file.rstrip("/")) == os.path.basename(new_file.rstrip("/"))
+    return not _there(old) and _there(new)
+
+
+def _paths(value: Any) -> list[str]:
+    """The absolute paths in a value."""
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value, key=str)]
+    if isinstance(value, list):
+        return [path for inner in value for path in _paths(inner)]
+    words = _words(value) if isinstance(value, str) else []
+    return [_split(word)[0] for word in words if os.path.isabs(word)]
+
+
+def _words(text: str) -> list[str]:
+    return text.split() if text.startswith(MCP) else [text]
+
+
+def _name(word: str) -> str:
+    if not os.path.isabs(word):
+        return word
+    file, name = _split(word)
+    return os.path.basename(file.rstrip("/")) + (f":{name}" if name else "")
 
 
 def _split(word: str) -> tuple[str, str]:
     """The file, and the name behind it in `file.py:Name`."""
     file, colon, name = word.rpartition(":")
-    return (file, name) if colon and not os.path.exists(word) else (word, "")
+    return (file, name) if colon and "/" not in name else (word, "")
 
 
 def _there(path: str) -> bool:

@@ -101,7 +101,7 @@ def other_settings(stored: Config, config: Config, known: Fingerprints | None) -
             here.
     """
     changed = [entry for entry in diff(stored, config) if not may_differ(entry[0])]
-    return [entry for entry in changed if not _same(*entry, known) or _lost(entry[0], config)]
+    return [entry for entry in changed if not same_files(*entry, known) or _lost(entry[0], config)]
 
 
 def _lost(key: str, config: Config) -> bool:
@@ -109,8 +109,9 @@ def _lost(key: str, config: Config) -> bool:
     return key == "trainer.storage_path" and not iterations(root(config.trainer, ""))
 
 
-def _same(key: str, old: Any, new: Any, known: Fingerprints | None) -> bool:
-    if known is not None and (key in known.model or key in known.prompts):
+def same_files(key: str, old: Any, new: Any, known: Fingerprints | None) -> bool:
+    """Whether two values of the setting `key` may name the same files, by all that is known without reading these."""
+    if known is not None and known.compares(key):
         return old is not None and new is not None
     return places.same(old, new, known is not None and known.covers(key))
 
@@ -153,7 +154,7 @@ def given_policy(config: Config) -> Saved | None:
     problems = [
         f"{key} is {new} and was {old}"
         for key, old, new in diff(stored, config)
-        if key in compared and not _same(key, old, new, known)
+        if key in compared and not same_files(key, old, new, known)
     ]
     if problems:
         raise ConfigError(f"trainer.resume={found.place} has weights of another model: {'; '.join(problems)}")
