@@ -31,7 +31,7 @@ from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import flat, policy_tokens, prompt_tokens
-from pipeline.stats import Stat, Stats, reduce
+from pipeline.stats import Stat, Stats, merge, reduce
 from pipeline.storage import checkpoints
 from pipeline.store.client import ANSWER_S, StoreClient
 from pipeline.store.events import CheckpointSaved, IterationTrained, TrainingEnded, Trouble
@@ -39,7 +39,7 @@ from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.threads import compute_threads
-from pipeline.track.metrics import iteration_metrics
+from pipeline.track.metrics import iteration_metrics, missing_rates
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import Record, discard_trajectories
 from pipeline.train import ranks
@@ -292,7 +292,8 @@ class Loop:
         parts = ranks.all_gather(stats)
         verdict: tuple[str | None, bool] = (None, False)
         if self.rank == 0:
-            metrics = reduce(part for rank in parts for part in rank)
+            merged = merge(part for rank in parts for part in rank)
+            metrics = reduce([merged, missing_rates(merged)])
             prompt, response, policy = (metrics.pop(name) for name in tokens)
             metrics |= derived(metrics, prompt, response, policy, self.world_size)
             reason = stop_reason(metrics, table, self.version, self.config)
