@@ -26,6 +26,7 @@ from pipeline.errors import NotStarted
 from pipeline.models import adapter
 from pipeline.models.attention_names import check_attention
 from pipeline.models.ends import find_ends
+from pipeline.models.save_settings import check_settings
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
@@ -196,6 +197,7 @@ class Job(Generic[C]):
         steps, epochs = plan(config, train_groups)
         tokenizer = load_tokenizer(config.model)
         check_attention(config.model)
+        check_settings(config.model, tokenizer)
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
             print(f"{self.name}: note: {note}", flush=True)

@@ -268,6 +268,7 @@ def _train(
     from pipeline.derived import uses_engines
     from pipeline.models.attention_names import check_attention
     from pipeline.models.ends import find_ends
+    from pipeline.models.save_settings import check_settings
     from pipeline.models.tokenizer import load_tokenizer
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
@@ -289,6 +290,7 @@ def _train(
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
     tokenizer = load_tokenizer(config.model, needs_chat_template=False)
+    check_settings(config.model, tokenizer)
     ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
     if begin and resolved.iterations:
         preview += [("note", note) for note in jumps(begin.progress, resolved.schedules)]
