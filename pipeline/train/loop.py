@@ -44,12 +44,13 @@ from pipeline.track.metrics import iteration_metrics
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import Record, discard_trajectories
 from pipeline.train import ranks
-from pipeline.train.checkpoint import NotStored, Saver, restore
+from pipeline.train.checkpoint import NotStored, Saver
 from pipeline.train.deal import Dealer
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.train.learner import Learner
 from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop_reason, timed
+from pipeline.train.restore import restore
 from pipeline.train.setup import build_actor, build_critic, build_publishers
 from pipeline.train.update import StreamedUpdate
 
