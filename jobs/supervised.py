@@ -20,6 +20,7 @@ from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.paths import check_out
+from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.errors import NotStarted
@@ -186,11 +187,7 @@ class Job(Generic[C]):
     def _run(self, config: C, out: Path) -> dict[str, float]:
         """Train, and save into the folder `out`, which this process owns; returns the last metrics."""
         data, trainer = config.data, config.trainer
-        config.model.path = cluster.absolute(config.model.path)
-        config.model.tokenizer_path = cluster.absolute(config.model.tokenizer_path)
-        config.model.lora.path = cluster.absolute(config.model.lora.path)
-        data.train_files = cluster.absolute_files(data.train_files)
-        data.val_files = cluster.absolute_files(data.val_files)
+        name_from_root(config)
         encoder = self.loop.encoder
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []

@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"
     out_help = "folder for model and tokenizer; new or empty"
     add("--out", type=local_path, required=True, metavar="DIR", help=out_help)
-    add("--data", nargs="+", default=[], metavar="FILE", help=data_help)
+    add("--data", type=local_path, nargs="+", default=[], metavar="FILE", help=data_help)
     add("--rows", type=int, default=4096, metavar="N", help="rows read of each file (default: %(default)s)")
     add("--vocab", type=int, default=512, metavar="N", help="most tokens (default: %(default)s)")
     add("--digits", type=int, default=1, metavar="N", help="most digits in one token (default: %(default)s)")
