@@ -37,7 +37,7 @@ class Spellings:
         texts = [*texts_of(given)]
         self._found = sorted({found for text in texts for found in special.findall(text)})
         if self._found:
-            whole = json.dumps(texts, ensure_ascii=False) + json.dumps(texts)
+            whole = "\n".join(texts)
             unused = (letter for letter in STAND_INS if letter not in whole and _escaped(letter) not in whole)
             # What is left of a spelling may spell a shorter one.
             characters = sorted({character for text in self._found for character in text})
