@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -23,7 +24,8 @@ TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-CORPUS = [*"user assistant system hello world im_start im_end INST start of turn".split(), "12"] * 3
+WORDS = "user assistant system hello world im_start im_end INST start of turn 12"
+CORPUS = re.findall(r"\w+", WORDS) * 3
 
 
 def made(backend: Tokenizer, template: str = TEMPLATE, **flags: bool) -> PreTrainedTokenizerFast:
