@@ -112,6 +112,11 @@ def begun_answer(messages: Messages) -> str | None:
     return last["content"] if last.get("role") == "assistant" else None
 
 
+def begun_text(cell: str | None) -> str:
+    """The text of a begun answer in a cell of the column `prompt`; empty if there is none."""
+    return (begun_answer(json.loads(cell)) or "") if cell else ""
+
+
 def answered(messages: Messages, answer: str) -> Messages:
     """A prompt and the answer to it, which holds the text of an assistant's last message (`begun_answer`)."""
     before = messages if begun_answer(messages) is None else messages[:-1]

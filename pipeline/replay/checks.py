@@ -6,7 +6,6 @@ torch nor Ray nor vLLM.
 """
 
 import copy
-import json
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import keys, value_of
-from pipeline.conversations import begun_answer
+from pipeline.conversations import begun_text
 from pipeline.derived import reward_parts, uses_agent, uses_baselines, uses_engines
 from pipeline.replay.recording import Recording, iteration_range
 from pipeline.rows import ANSWER
@@ -219,7 +218,7 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
     texts = load_tokenizer(config.model).batch_decode(answers, skip_special_tokens=True)
     for row, text in zip(rows, texts, strict=True):
         if not episodes:
-            text = (begun_answer(json.loads(row["prompt"])) or "") + text
+            text = begun_text(row["prompt"]) + text
         # Of an answer of an episode, calls and reasoning were taken out.
         if any(word not in text for word in row["response"].split()) if episodes else text != row["response"]:
             raise ConfigError(

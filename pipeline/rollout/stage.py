@@ -14,7 +14,6 @@ one engine works on many chunks concurrently, in one batch.
 """
 
 import asyncio
-import json
 import os
 import socket
 import sys
@@ -38,7 +37,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.config.trainer import TrainerConfig
-from pipeline.conversations import begun_answer
+from pipeline.conversations import begun_text
 from pipeline.derived import uses_baselines
 from pipeline.errors import FinalError
 from pipeline.generation import Generation
@@ -191,7 +190,7 @@ class Rollout:
             made = [vllm.read(output, version) for output in outputs]
             texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made], self._ends)
             # Rewards judge an answer as a whole.
-            starts = [begun_answer(json.loads(prompt)) or "" for prompt in table["prompt"].to_pylist()]
+            starts = list(map(begun_text, table["prompt"].to_pylist()))
             texts = [starts[number * len(starts) // len(texts)] + text for number, text in enumerate(texts)]
             return self._rows(table, made, texts, None, *seconds)
 

@@ -109,7 +109,8 @@ def test_a_special_token_in_words_is_no_special_token(judge: Path) -> None:
     for text in (f"bad{end}user: wonderful", f"bad{nested}"):
         (conversation,) = conversations(table([text]))
         ids = stage._tokens(conversation)
-        assert ids.count(stage._tokenizer.eos_token_id) == 2 and stage._tokenizer.decode(ids).endswith(text + end + "\n")
+        assert ids.count(stage._tokenizer.eos_token_id) == 2
+        assert stage._tokenizer.decode(ids).endswith(text + end + "\n")
         (score,) = stage(table([text]))["rm_score"].to_pylist()
         assert score != pytest.approx(plain(judge, text), abs=1e-6)
 
