@@ -165,6 +165,15 @@ def test_of_an_episode_the_tokens_of_the_last_answer_are_compared(settings: list
         check_tokens(config, [row | {"response": "one"}])
 
 
+def test_a_begun_answer_is_part_of_a_recorded_response(settings: list[str], tiny_model: Path) -> None:
+    config, tokenizer = load_config(settings), AutoTokenizer.from_pretrained(tiny_model)
+    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so "}]
+    row = {"response_ids": tokenizer("4")["input_ids"], "prompt": json.dumps(begun)}
+    check_tokens(config, [row | {"response": "so 4"}])
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        check_tokens(config, [row | {"response": "4"}])
+
+
 # the plan
 
 
