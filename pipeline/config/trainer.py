@@ -46,9 +46,6 @@ PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "ref
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with options of torch's allocator."""
 
-RESUME = ("auto", "never")
-"""Values of `trainer.resume` that name no checkpoint."""
-
 FILES = ("model", "prompts", "code")
 """Kinds of files that a run reads."""
 

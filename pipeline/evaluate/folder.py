@@ -27,7 +27,7 @@ from pipeline.evaluate.settings import result_settings
 from pipeline.evaluate.summary import COLUMNS, OF_EPISODES, Summary
 from pipeline.run.inputs import fingerprints
 from pipeline.storage.fingerprints import Fingerprints
-from pipeline.storage.places import names
+from pipeline.storage.moved import names
 from pipeline.storage.resume import same_files
 
 DESCRIPTION = "evaluation.json"

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, load_yaml
+from pipeline.config.places import NO_PATH
 from pipeline.config.schema import value_of
-from pipeline.config.trainer import FILES, RESUME
+from pipeline.config.trainer import FILES
 from pipeline.derived import reads_reference, reference_is_base, uses_critic
 from pipeline.run.inputs import fingerprints
 from pipeline.storage import resume
@@ -54,10 +55,10 @@ def origin(run_dir: Path, config: Config) -> Origin:
         ValueError, OSError: a checkpoint is damaged, or a file cannot be read.
     """
     made = Origin(resume.check_run_folder(run_dir, config, config.trainer.resume))
-    made.own = resume.own_checkpoint(run_dir, config)
+    made.own = resume.own_checkpoint(run_dir, config, made.notes.append)
     if made.own is None:
-        made.policy = resume.given_policy(config)
-    elif config.trainer.resume not in RESUME:
+        made.policy = resume.given_policy(config, made.notes.append)
+    elif config.trainer.resume not in NO_PATH:
         made.notes.append(
             f"trainer.resume={config.trainer.resume} is not read: the run goes on from a checkpoint of its own, behind "
             f"iteration {made.own.iteration}; choose another trainer.experiment_name to begin a new run"

@@ -7,13 +7,14 @@ may name other places: the files count (`fingerprints.py`).
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, ConfigError, diff, load_yaml
-from pipeline.config.trainer import RESUME
+from pipeline.config.places import NO_PATH
 from pipeline.derived import uses_critic
-from pipeline.storage import places
+from pipeline.storage import moved
 from pipeline.storage.checkpoints import Saved, find, iterations, newest, root
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.storage.fingerprints import Fingerprints, load
@@ -113,19 +114,21 @@ def same_files(key: str, old: Any, new: Any, known: Fingerprints | None) -> bool
     """Whether two values of the setting `key` may name the same files, by all that is known without reading these."""
     if known is not None and known.compares(key):
         return old is not None and new is not None
-    return places.same(old, new, known is not None and known.covers(key))
+    return moved.same(old, new, known is not None and known.covers(key))
 
 
-def own_checkpoint(run_dir: str | Path, config: Config) -> Saved | None:
+def own_checkpoint(run_dir: str | Path, config: Config, say: Callable[[str], None] = print) -> Saved | None:
     """The newest checkpoint of the run in `run_dir`, which goes on from it; None without one.
+
+    `say` takes a sentence for each later one that is damaged.
 
     Raises:
         ConfigError: the run's folder was lost, and the checkpoint is of a run with other settings.
-        ValueError, OSError: a checkpoint is damaged, or its storage does not answer.
+        ValueError, OSError: all checkpoints are damaged, or their storage does not answer.
     """
     place = root(config.trainer, run_dir)
     try:
-        own = newest(place)
+        own = newest(place, say)
     except OSError as error:
         raise OSError(
             error.errno or 5, f"the checkpoints in {place} cannot be read: {error.strerror or error}"
@@ -135,17 +138,19 @@ def own_checkpoint(run_dir: str | Path, config: Config) -> Saved | None:
     return own
 
 
-def given_policy(config: Config) -> Saved | None:
+def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | None:
     """The checkpoint that `trainer.resume` names, with whose weights a new run begins; None if it names none.
+
+    `say` takes a sentence for each later one that is damaged.
 
     Raises:
         ConfigError: it names no whole checkpoint, or one of another model.
         ValueError, OSError: the checkpoint is damaged, or its storage does not answer.
     """
-    if config.trainer.resume in RESUME:
+    if config.trainer.resume in NO_PATH:
         return None
     try:
-        found = find(config.trainer.resume)
+        found = find(config.trainer.resume, say)
     except ValueError as error:
         raise ConfigError(f"trainer.resume: {error}") from error
     stored, known = stored_config(found), load(found.place)

@@ -3,7 +3,8 @@
     all ranks     write their shards to a local folder     collective; training waits
     each rank     copies it to the run's storage           during the next iteration, with retries; the first failure is
                                                            said, and the last one ends the run with its model saved
-    each rank     writes `complete_RANK` beside it         the last file; with all of them the checkpoint is complete
+    each rank     writes `complete_RANK` beside it         the last file, a list of the others; with all of them the
+                                                           checkpoint is complete
 
 A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others. Of a model with adapters it
 holds the adapters alone.
@@ -22,20 +23,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs as pafs
 import ray.train
 import torch
 import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointUploadMode
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from pipeline.advantage.kl_controller import KLController
-from pipeline.models.checkpoint_reader import load_checkpoint
 from pipeline.storage import fingerprints
-from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest
+from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, delete, folder_name
 from pipeline.storage.filesystem import filesystem_of
-from pipeline.store.cursor import PromptCursor
+from pipeline.storage.manifest import listed
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
 from pipeline.train.learner import Learner
@@ -119,9 +118,11 @@ class Saver:
                 "world_size": ranks.count(),
                 "mlflow_run_id": mlflow_run.strip() if mlflow_run else None,
             }
-            with self._noted(f"{self._root}/{FOLDER}"):
+            storage = f"{self._root}/{FOLDER}"
+            with self._noted(storage):
                 # Files of an earlier attempt would count as parts of this checkpoint.
-                retry(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written", self._say)
+                place = f"{storage}/{folder_name(version)}"
+                retry(lambda: delete(place), self._deadline, storage, "written", self._say)
         folder: Path | None = None
         with self._noted(self.staging):
             folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-", dir=self.staging))
@@ -130,7 +131,7 @@ class Saver:
         assert folder is not None
         try:
             with self._noted(str(folder)):
-                dcp.save(_state(learners), checkpoint_id=folder)
+                dcp.save(training_state(learners), checkpoint_id=folder)
                 if progress is not None:
                     (folder / PROGRESS).write_text(json.dumps(progress))
                     self._save_settings(folder / "config.yaml")
@@ -184,6 +185,7 @@ class Saver:
 
     def _copy(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
         storage = ray.train.get_context().get_storage()
+        files = listed(Path(checkpoint.path)).encode()
 
         def copy() -> Checkpoint:
             try:
@@ -191,8 +193,8 @@ class Saver:
             except OSError:
                 self._withdraw(checkpoint, name)
                 raise
-            with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}"):
-                pass
+            with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}") as mark:
+                mark.write(files)
             return persisted
 
         try:
@@ -215,11 +217,6 @@ class Saver:
         for file in Path(checkpoint.path).iterdir():
             with contextlib.suppress(OSError):
                 filesystem.delete_file(f"{path}/{file.name}")
-
-    def _clear(self, version: int) -> None:
-        filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{folder_name(version)}")
-        if filesystem.get_file_info(path).type == pafs.FileType.Directory:
-            filesystem.delete_dir(path)
 
     def _record(self, name: str) -> str | None:
         """The content of a file of the run's folder, if it is there."""
@@ -289,71 +286,6 @@ def retry(
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def restore(
-    learners: Sequence[Learner],
-    kl: KLController,
-    root: str,
-    policy: str | None = None,
-    patience: float = 0.0,
-    say: Callable[[str], None] = print,
-) -> TrainerState:
-    """Load the newest complete checkpoint of the run into `learners` and `kl`; a collective.
-
-    The files decide which one is complete, because Ray Train's own list lags behind them. A run without one may begin
-    with the policy of another run: only its weights are loaded.
-
-    Args:
-        learners: actor and critic, sharded over any number of ranks.
-        kl: the controller of the KL's coefficient.
-        root: folder or URL that holds the run's folder of checkpoints.
-        policy: folder or URL of the checkpoint of another run, for a run without one of its own.
-        patience: seconds of retries while the storage does not answer.
-        say: takes a sentence about what is tried again.
-
-    Returns:
-        the restored state; version 0 for a new run.
-
-    Raises:
-        OSError: the storage did not answer.
-        ValueError: the newest checkpoint is damaged.
-    """
-    own = retry(lambda: newest(root), patience, root, "read", say) if ranks.rank() == 0 else None
-    # One rank decides: others might find another checkpoint.
-    place = ranks.broadcast(own.place if own else None)
-    if (given := place or policy) is None:
-        return TrainerState(0, PromptCursor(), False)
-    filesystem, path = filesystem_of(given)
-    checkpoint = Checkpoint(path, filesystem)
-    with contextlib.ExitStack() as stack:
-        folder = retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, given, "read", say)
-        if place is None:
-            from pipeline.train.take_weights import take_weights
-
-            take_weights(learners, Path(folder))
-            return TrainerState(0, PromptCursor(), False)
-        state = _state(learners)
-        load_checkpoint(state, folder)
-        for learner in learners:
-            part = state[learner.name]
-            model, optimizer = part["model"], part["optimizer"]
-            set_state_dict(
-                learner.module,
-                learner.optimizer,
-                model_state_dict=model,
-                optim_state_dict=optimizer,
-                # The weights of a frozen base are those of its own folder.
-                options=StateDictOptions(strict=not frozen(learner)),
-            )
-        progress = json.loads((Path(folder) / PROGRESS).read_text())
-        rng = Path(folder) / f"rng_{ranks.rank()}.pt"
-        if rng.is_file():
-            _set_rng(torch.load(rng, weights_only=True))
-    kl.coef = progress["kl_coef"]
-    for learner in learners:
-        learner.restore_schedule(progress["scheduler_steps"][learner.name])
-    return TrainerState(progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"])
-
-
 def _reason(error: BaseException, place: str) -> str:
     """Why a checkpoint could not be written to `place`, by the error that torch has wrapped, if so."""
     if isinstance(error, CheckpointException):
@@ -370,13 +302,7 @@ def _rng() -> dict[str, torch.Tensor]:
     return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def _set_rng(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def _state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
+def training_state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
     """Models and optimiser states by the learner's name, as tensors that `dcp` saves from or loads into."""
     state = {}
     for learner in learners:

@@ -67,6 +67,7 @@ def test_an_own_checkpoint_comes_before_the_policy(tiny_model: Path, storage: St
     shutil.copytree(place(storage), later)
     progress = json.loads((later / "progress.json").read_text())
     (later / "progress.json").write_text(json.dumps(progress | {"version": 5}))
+    test_checkpoint.listed_again(later)
     assert new.restore(own, place(storage)).version == 5 and new.kl.coef == trained.kl.coef
     # One that is not whole is not read.
     (later / "complete_0").unlink()
