@@ -44,8 +44,12 @@ class Spellings:
             self._characters = dict(zip(unused, characters, strict=False))
         self._stand_ins = {character: letter for letter, character in self._characters.items()}
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
+    @property
+    def note(self) -> str:
+        """A sentence on those that are there; empty if there are none."""
+        if not self._found:
+            return ""
+        return f"texts spell special tokens of the tokenizer ({', '.join(self._found):.200}), and are read as text"
 
     def hide(self, value: Any) -> Any:
         """`value` of JSON's types, with stand-ins."""

@@ -1,5 +1,6 @@
 """The command line of a replay: the settings it begins with, what it refuses and how, and what it prints."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
