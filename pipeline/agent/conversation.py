@@ -74,7 +74,7 @@ class Conversation:
         """Seconds in which the policy answered."""
         self.cut_observations = 0
         self.calls: Counter[str] = Counter()
-        """Calls in answers of `chat`, by the name of the tool."""
+        """Calls in answers of `chat`, by the name of the tool; 0 for a tool that was offered in vain."""
         self.mistakes: Counter[str] = Counter()
         """Calls in answers of `chat` that could not be read (`malformed`), or name no tool (`unknown`)."""
         self._asked = self._made = 0
@@ -262,6 +262,7 @@ class Conversation:
         answer = replace(answer, message=replace(answer.message, calls=calls))
         names = {tool["function"]["name"] for tool in language.tools}
         called = [call.name if call.name in names else None for call in answer.message.calls]
+        self.calls.update(dict.fromkeys(names, 0))
         self.calls.update(name for name in called if name is not None)
         self.mistakes["unknown"] += called.count(None)
         self.mistakes["malformed"] += answer.malformed is not None

@@ -34,8 +34,8 @@ class Tried(NamedTuple):
 
     score: float | None
     """Of the first prompt; None if its reward failed."""
-    acc: bool
-    """Whether the reward has the part `acc`."""
+    acc: bool | None
+    """Whether the reward has the part `acc`; None if a function of the user may give it for other responses."""
 
 
 def check_names(config: RewardConfig, training: Collection[str], others: Collection[str] = ()) -> None:
@@ -147,7 +147,8 @@ def dry_call(
                 f"{key}: the reward of data_source {source!r} has no number {name!r}, tried with a made-up response; "
                 f"it has {', '.join(numbers)}{nearest(name, numbers)}"
             )
-        found[source] = Tried(None if scored[0]["reward_error"] else scored[0]["score"], "acc" in numbers)
+        acc = "acc" in numbers or (None if any(function.path for function in functions(config)) else False)
+        found[source] = Tried(None if scored[0]["reward_error"] else scored[0]["score"], acc)
     return found
 
 

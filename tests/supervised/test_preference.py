@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from jobs.prepare import hh_rlhf
 from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
+from pipeline.models.fsdp import NotSavedError
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.supervised.data import held_rows, read
 from pipeline.supervised.loop import Settings
@@ -238,6 +239,16 @@ def worker(folder: Path, tables: list[pa.Table], **changes: Any) -> tuple[Prefer
         patch.object(ray.train.torch, "get_device", return_value=torch.device("cpu")),
     ):
         return PreferenceLoop(Settings(PreferenceLoop, config, len(tables), [], progress)), posted
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_end_is_tried_before_the_first_step(folder: Path) -> None:
+    (folder.parent / "out").write_text("no folder")
+    with pytest.raises(NotSavedError, match="out at the end: it is a file"):
+        worker(folder, [pairs()])
+    (folder.parent / "out").unlink()
+    worker(folder, [pairs()])
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
 def plain(rows: pa.Table) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
