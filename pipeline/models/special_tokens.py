@@ -177,7 +177,7 @@ class SpecialTokens:
             model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
         if isinstance(unknown := model.get("unk_token"), str):
             model["unk_token"] = names.get(unknown, unknown)
-        if "merges" in model:
+        if "merges" in model and not names.keys().isdisjoint(vocabulary):
             model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_parts(merge))]
         return Tokenizer.from_str(json.dumps(state))
 

@@ -165,7 +165,7 @@ class ChatTokenizer:
         opening = self._with_opening(before) if before else ""
         head = text[: len(text) - len(begun)]
         inserted = head[len(os.path.commonprefix([opening, head])) :]
-        for token in self.tokenizer.added_tokens_decoder.values():
+        for token in self.tokenizer.added_tokens_decoder.values() if inserted.strip() else ():
             if token.content in inserted and token.content in begun and token.content not in self._special.texts:
                 raise ValueError(
                     f"{self._column}: the last message is the assistant's, which the policy is to continue, and the "
