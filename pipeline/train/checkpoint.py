@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -34,9 +35,11 @@ from pipeline.advantage.kl_controller import KLController
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, delete, folder_name
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.storage.manifest import listed
+from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, disk, lacking
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
 from pipeline.train.learner import Learner
+from pipeline.train.optim import bytes_kept
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Seconds between attempts to reach the storage."""
@@ -88,6 +91,26 @@ class Saver:
         """Why this rank's part could not be staged or copied."""
         self._awaited: float | None = None
         """Since when training waits for the copy."""
+
+    def check_room(self, learners: Sequence[Learner]) -> None:
+        """Say so if a disk has no room for a checkpoint of these learners; a collective."""
+        needed = sum(
+            bytes_kept(parameter, learner.optimizer)
+            for learner in learners
+            for parameter in learner.module.parameters()
+            if parameter.requires_grad
+        )
+        here = (socket.gethostname(), disk(self.staging))
+        parts = ranks.all_gather((*here, needed))
+        beside = [rank for rank, (*place, _) in enumerate(parts) if tuple(place) == here]
+        checks = []
+        if beside[0] == self._rank:
+            checks.append((self.staging, sum(parts[rank][-1] for rank in beside), STAGING_REMEDY))
+        if self._rank == 0:
+            checks.append((f"{self._root}/{FOLDER}", sum(part[-1] for part in parts), STORAGE_REMEDY))
+        for place, count, remedy in checks:
+            if problem := lacking(place, count, remedy):
+                self._say(f"checkpoint: {problem}")
 
     def save(self, learners: Sequence[Learner], kl: KLController, version: int, state: TrainerState | None) -> None:
         """Write a checkpoint and begin to copy it; a collective. It waits until the previous one has been copied.

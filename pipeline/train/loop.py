@@ -83,6 +83,7 @@ class Loop:
         self.record = Record(self.run_dir)
         save_settings = partial(save_yaml, self.config)
         self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved, self._say)
+        self.saver.check_room(self.learners)
         if self.rank == 0:
             # An interrupted attempt may have recorded later iterations.
             discard_trajectories(self.run_dir, self.version + 1)
