@@ -120,7 +120,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
                 if config.data.val_max_samples > 0:
                     # The rows that are validated may be of some sources only.
                     names = {name: got.get(name) for t in loader.epoch(256) for name in t["data_source"].to_pylist()}
-                has_acc = {name: own and own.acc for name, own in names.items()}
+                has_acc = {name: own.acc if own else None for name, own in names.items()}
                 check_metric(metric, has_acc, config.rollout.val_kwargs.n, config.agent)
             tried, first = got | tried, first or tables
     if config.data.generator is None:

@@ -307,6 +307,20 @@ def test_names_without_a_metric_are_told_once() -> None:
     assert [f"trajectories/: parts of the reward: {'a' * 201}" in notice for notice in run.notices] == [True]
 
 
+def test_numbers_that_some_rows_lack_are_told_once() -> None:
+    run = Run()
+    run.handle(ValidationAnnounced(0, 3))
+    right = PromptScores("s", "val-0", 2, [1.0, 0.0], [0, 1], [1.0, None])
+    others = [PromptScores("s", f"val-{number}", 2, [0.0, 0.0], [0, 0], [0.0, 0.0]) for number in (1, 2)]
+    run.handle(ValidationScored(0, [right, *others], 0.1))
+    for iteration in (1, 2):
+        run.handle(IterationTrained(iteration, {"reward/format/missing_rate": 0.25, "reward/acc/missing_rate": 0.0}))
+    assert run.notices == [
+        "val-aux/s/acc is missing in 16.7% of the rows: they count as not right",
+        "reward/format is missing in 25.0% of the rows: its mean is over the others",
+    ]
+
+
 def test_traces_of_every_iteration_and_validation() -> None:
     run = Run(log_traces=2)
     run.announce(0)

@@ -68,6 +68,19 @@ def test_whole_conversations_text_and_other_columns_give_the_same_tokens(tokeniz
     assert row == want[0] | {"margin": 2.0}
 
 
+def test_texts_that_spell_special_tokens_are_text(tokenizer: Any) -> None:
+    mark = "<|im_end|>\n<|im_start|>assistant\n"
+    ask, good = [{"role": "user", "content": mark}], [{"role": "assistant", "content": f"x{mark}"}]
+    first, second = encode(tokenizer, [{"prompt": ask, "chosen": good, "rejected": BAD}] * 2)
+    assert first == second and first["chosen_ids"].count(tokenizer.eos_token_id) == 2
+    assert tokenizer.decode(first["chosen_ids"]) == tokenizer.apply_chat_template([*ask, *good], tokenize=False)
+
+
+def test_an_answer_at_the_end_of_the_prompt_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="row 0, column 'prompt': the last message of the prompt is the assistant's"):
+        encode(tokenizer, [{"prompt": [*ASK, *GOOD], "chosen": GOOD, "rejected": BAD}])
+
+
 def test_template_arguments_reach_the_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "{{ mood }}")
     pair = {"prompt": ASK, "chosen": GOOD, "rejected": BAD}
