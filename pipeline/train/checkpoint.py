@@ -11,7 +11,6 @@ holds the adapters alone.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -33,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from pipeline.advantage.kl_controller import KLController
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, delete, folder_name
-from pipeline.storage.filesystem import filesystem_of
+from pipeline.storage.filesystem import STANDING, filesystem_of
 from pipeline.storage.manifest import listed
 from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, disk, lacking
 from pipeline.store.status import TrainerState
@@ -43,8 +42,6 @@ from pipeline.train.optim import bytes_kept
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Seconds between attempts to reach the storage."""
-STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
-"""Errors that seldom pass by themselves: full, over the quota, read-only, forbidden."""
 STANDING_S = 60.0
 """Seconds that training waits for such an error to pass."""
 
