@@ -12,7 +12,7 @@ PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "mock")
 
 
 STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR}
-"""Errors that seldom pass by themselves: full, over the quota, read-only, forbidden, a file in the place of a folder."""
+"""Errors that seldom pass by themselves: full, over the quota, read-only, forbidden, a file for a folder."""
 
 
 def check_scheme(place: str) -> None:
