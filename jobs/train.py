@@ -225,6 +225,8 @@ def _train(
     from pipeline.plan.table import render
     from pipeline.replay import checks as replay
     from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
+    from pipeline.storage.targets import try_targets
+    from pipeline.track.mlflow_logger import local_store
     from pipeline.train.schedule import jumps
 
     count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
@@ -265,6 +267,8 @@ def _train(
         print(f"to continue: {_command(command, resolved.iterations * 2)}")
         return 0
 
+    with_store = "mlflow" in config.trainer.logger and not os.environ.get("MLFLOW_TRACKING_URI")
+    try_targets(run_dir, local_store(run_dir) if with_store else None)
     print(ends.line)
     for note in (*resolved.notes, *(text for name, text in preview if name.startswith("note"))):
         print(f"note: {note}")
@@ -273,15 +277,11 @@ def _train(
 
     from pipeline.run.begin import leave
     from pipeline.run.driver import run, start_ray
-    from pipeline.storage.targets import try_targets
     from pipeline.track.loggers import TrackedRun, shown
-    from pipeline.track.mlflow_logger import local_store
     from pipeline.track.tracker import Tracker
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     run_dir.mkdir(parents=True, exist_ok=True)
-    with_store = "mlflow" in config.trainer.logger and not os.environ.get("MLFLOW_TRACKING_URI")
-    try_targets(run_dir, local_store(run_dir) if with_store else None)
     resume = resume or recover(run_dir, begin, config)
     trainer = config.trainer
     tracked = TrackedRun(run_dir, to_flat(config), trainer.project_name, trainer.experiment_name, resume)
