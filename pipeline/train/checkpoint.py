@@ -206,11 +206,11 @@ class Saver:
         def copy() -> Checkpoint:
             try:
                 persisted = storage.persist_current_checkpoint(checkpoint, name)
+                with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}") as mark:
+                    mark.write(files)
             except OSError:
                 self._withdraw(checkpoint, name)
                 raise
-            with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}") as mark:
-                mark.write(files)
             return persisted
 
         try:
@@ -230,9 +230,9 @@ class Saver:
     def _withdraw(self, checkpoint: Checkpoint, name: str) -> None:
         """Delete this rank's files of a copy that failed: they would take the room of the run's records."""
         filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{name}")
-        for file in Path(checkpoint.path).iterdir():
+        for file in (complete_name(self._rank), *(file.name for file in Path(checkpoint.path).iterdir())):
             with contextlib.suppress(OSError):
-                filesystem.delete_file(f"{path}/{file.name}")
+                filesystem.delete_file(f"{path}/{file}")
 
     def _mlflow_run_id(self) -> str | None:
         filesystem, path = filesystem_of(f"{self._run_dir}/mlflow_run_id")

@@ -25,7 +25,7 @@ from pipeline.rows import flat
 from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.storage import checkpoints, room
 from pipeline.storage.checkpoints import newest
-from pipeline.storage.manifest import listed
+from pipeline.storage.manifest import listed, parse
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import checkpoint, restore
@@ -294,6 +294,34 @@ def test_a_copy_that_failed_leaves_room_for_records(
     Learners(tiny_model).save(saver(storage), 1)
     assert left == [[], ["of_another_rank"], ["of_another_rank"]]
     assert newest(str(storage.run_dir)) is not None
+
+
+def test_a_list_of_files_that_is_half_written_goes_with_them(
+    tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a list would be that of a damaged checkpoint."""
+    folder, left = storage.run_dir / "checkpoints" / "iteration_000001", list[list[str]]()
+    real = checkpoint.listed
+
+    class Full:
+        def open_output_stream(self, path: str) -> Any:
+            Path(path).write_text('{"a')
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    copy = storage.persist_current_checkpoint
+
+    def once(staged: ray.train.Checkpoint, name: str) -> Any:
+        left.append(sorted(path.name for path in folder.iterdir()) if folder.exists() else [])
+        made = copy(staged, name)
+        return SimpleNamespace(filesystem=Full(), path=made.path) if len(left) < 3 else made
+
+    monkeypatch.setattr(storage, "persist_current_checkpoint", once)
+    Learners(tiny_model).save(saver(storage), 1)
+    assert left == [[], [], []]
+    found = newest(str(storage.run_dir))
+    assert found is not None and found.files == parse((folder / "complete_0").read_text()) and found.files
+    (folder / "complete_0").unlink()
+    assert parse(real(folder)) == found.files
 
 
 def test_a_full_folder_of_temporary_files_is_named(
