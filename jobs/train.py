@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -161,6 +162,21 @@ def _say_whether_it_fits(resolved: "Plan") -> None:
         Console().print(f"[yellow]this machine cannot run it:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
+def _say_what_lacks_room(resolved: "Plan", run_dir: Path) -> None:
+    """Print which disks of this machine have no room for a checkpoint of the run."""
+    from pipeline.storage.checkpoints import root
+    from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, lacking
+
+    if (memory := resolved.memory) is None:
+        return
+    trainer = resolved.config.trainer
+    needed = memory.checkpoint * trainer.num_workers
+    staging = str(trainer.env_vars.get("TMPDIR") or tempfile.gettempdir())
+    for place, remedy in ((staging, STAGING_REMEDY), (root(trainer, run_dir), STORAGE_REMEDY)):
+        if problem := lacking(place, needed, remedy):
+            Console().print(f"[yellow]no room:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+
+
 def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[None, Gpu | None]":
     """The GPUs of `--gpus`; without it their kind alone, None for a run on CPUs."""
     from pipeline.plan.gpus import DEFAULT, GPUS, local_gpu, parse
@@ -210,6 +226,8 @@ def _train(
     from pipeline.replay import checks as replay
     from pipeline.run.origin import origin
     from pipeline.storage.resume import reached, recover
+    from pipeline.storage.targets import try_targets
+    from pipeline.track.mlflow_logger import local_store
     from pipeline.train.schedule import jumps
 
     count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
@@ -247,6 +265,7 @@ def _train(
         Console(markup=False).print(table)
         if on_this_machine:
             _say_whether_it_fits(resolved)
+            _say_what_lacks_room(resolved, run_dir)
         return 0
     if on_this_machine:
         check_resources(resolved.stages, config.trainer.ray_num_cpus)
@@ -256,6 +275,8 @@ def _train(
         print(f"to continue: {_command(command, last * 2)}")
         return 0
 
+    with_store = "mlflow" in config.trainer.logger and not os.environ.get("MLFLOW_TRACKING_URI")
+    try_targets(run_dir, local_store(run_dir) if with_store else None)
     print(ends.line)
     for note in (*resolved.notes, *(text for name, text in preview if name.startswith("note"))):
         print(f"note: {note}")

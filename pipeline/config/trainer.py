@@ -43,6 +43,9 @@ class DeadlineConfig:
 PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "reference", "value", "policy")
 """Stages that `trainer.placement` may name; `reward` means all tasks without an actor of their own."""
 
+LONGEST_NAME = 200
+"""Bytes of a run's name, which files with longer names begin with; a disk takes 255."""
+
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with options of torch's allocator."""
 
@@ -187,9 +190,10 @@ class TrainerConfig:
         name, waits, nixl = self.experiment_name, self.deadlines, self.weight_transport == "nixl"
         first_rows = waits.engine_start + waits.chunk
         table: dict[str, object] = {
-            f"trainer.experiment_name={name!r} names the run's folder; it may not be empty or hold a slash": (
-                name in ("", ".", "..") or "/" in name
-            ),
+            f"trainer.experiment_name={name!r:.50} names the run's folder; it may not be empty, hold a slash, or have "
+            f"more than {LONGEST_NAME} bytes": name in ("", ".", "..")
+            or "/" in name
+            or len(name.encode()) > LONGEST_NAME,
             "{trainer.best_metric} needs versions that are validated and saved; set {trainer.test_freq} and "
             "{trainer.save_freq} to numbers of iterations, one a multiple of the other": (
                 self.best_metric is not None and min(self.save_freq, self.test_freq) < 1

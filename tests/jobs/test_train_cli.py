@@ -1,6 +1,7 @@
 """The command line of a training run: what it refuses, how, and what it prints without starting anything."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from jobs.train import main
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.config.places import name_from_root
+from pipeline.plan.models import read_model
 from pipeline.plan.placement import Node
 from pipeline.run.inputs import fingerprints
 from pipeline.storage.checkpoints import PROGRESS
@@ -411,3 +413,37 @@ def test_a_run_that_another_process_owns_is_refused_before_its_prompts_are_read(
         capsys.readouterr()
     refused(storage, "data.prompt_key=promt", parts=("no column",))
     assert not list(tmp_path.glob("runs")) and not list(tmp_path.glob("store")), "a refused run leaves no folder"
+
+
+def test_disks_without_room_for_a_checkpoint_are_named(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def none(place: str, needed: int, remedy: str) -> str:
+        asked.append((place, needed))
+        return f"{place} is too small; {remedy}"
+
+    monkeypatch.setattr("pipeline.storage.room.lacking", none)
+    assert main(["--dry-run", *arguments, "trainer.env_vars={TMPDIR: /small}", "trainer.storage_path=stored"]) == 0
+    printed = capsys.readouterr().out
+    assert "no room: /small is too small; make room, or name another folder (trainer.env_vars.TMPDIR)" in printed
+    assert f"no room: {os.getcwd()}/stored/mine is too small; make room, or name another place" in printed
+    # Weights and two averages in float32.
+    (_, needed), _ = asked
+    config = load_config(arguments)
+    assert needed == pytest.approx(3 * 4 * read_model(config.model.path).parameters, rel=0.01)  # type: ignore[union-attr]
+    assert {size for _, size in asked} == {needed}
+
+
+@pytest.mark.parametrize("taken", ["model", "trajectories", "best.json"])
+def test_what_the_run_cannot_write_is_named_before_anything_starts(
+    arguments: list[str], refused: Refused, tmp_path: Path, taken: str
+) -> None:
+    config = load_config(arguments)
+    name_from_root(config)
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    save_yaml(config, run_dir / "config.yaml")
+    (run_dir / taken).mkdir() if "." in taken else (run_dir / taken).write_text("of another kind")
+    refused(*arguments, parts=(f"{run_dir}/{taken}", "free space, allow writing, or choose another"))

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
-from pipeline.models.save import take_place
+from pipeline.models.save import take_place, written_whole
 
 
 def _partial(tmp_path: Path) -> Path:
@@ -41,3 +42,21 @@ def test_a_folder_that_was_filled_meanwhile_stays(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         take_place(_partial(tmp_path), folder, replace=False)
     assert [path.name for path in folder.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize(
+    "error", [SafetensorError("I/O error: No space left on device"), OSError(28, "full"), KeyboardInterrupt()]
+)
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    """safetensors has an error of its own for a full disk."""
+    folder = tmp_path / "model"
+    kind = OSError if isinstance(error, Exception) else KeyboardInterrupt
+    with pytest.raises(kind) as raised, written_whole(folder) as partial:
+        (partial / "a.safetensors").write_text("half")
+        raise error
+    assert not list(tmp_path.iterdir())
+    if isinstance(error, SafetensorError):
+        assert str(raised.value) == f"{folder} could not be written: I/O error: No space left on device"
+    with written_whole(folder) as partial:
+        (partial / "a.safetensors").touch(0o600)
+    assert (folder / "a.safetensors").stat().st_mode & 0o777 == 0o644
