@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pipeline.models.save import take_place
+from pipeline.models.save import gathered_blocks, take_place
+from tests.weights.model import Model
 
 
 def _partial(tmp_path: Path) -> Path:
@@ -41,3 +43,13 @@ def test_a_folder_that_was_filled_meanwhile_stays(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         take_place(_partial(tmp_path), folder, replace=False)
     assert [path.name for path in folder.iterdir()] == ["notes"]
+
+
+def test_parameters_are_saved_in_another_type_and_buffers_in_their_own() -> None:
+    model = Model()
+    blocks = list(gathered_blocks(model, True, torch.bfloat16))
+    found, wanted = {name: tensor for block in blocks for name, tensor in block.items()}, model.state(torch.bfloat16)
+    assert list(found) == list(wanted) and "frequencies" not in found
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+    assert list(gathered_blocks(model, False, torch.bfloat16)) == [{}]
