@@ -69,7 +69,9 @@ def adapted(run: "Made", tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def made_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: int = 0) -> Iterator["Made"]:
+def made_run(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: int = 0, targets: str | list[str] = "all-linear"
+) -> Iterator["Made"]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     folder = tmp_path_factory.mktemp("runs") / "puzzles"
     folder.mkdir()
@@ -78,6 +80,7 @@ def made_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: i
     for name in ("train", "val"):
         (data / f"{name}.parquet").write_bytes(name.encode())
     config = settings(tiny_model, data, rank)
+    config.model.lora.target_modules = targets
     save_yaml(config, folder / "config.yaml")
     lines = [json.dumps({"iteration": i, "elapsed_s": i, ACC: score}) for i, score in SCORES.items()]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -214,7 +217,7 @@ def test_biases_of_routers_are_kept_and_keep_their_type(
     lm.save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")
     dist.destroy_process_group()
-    for made in made_run(tmp_path / "base", tmp_path_factory, rank=rank):
+    for made in made_run(tmp_path / "base", tmp_path_factory, rank, ["q_proj", "v_proj"]):
         out = exported(made.folder, "--out", tmp_path / "half", "--dtype", "bfloat16")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     saved = load_file(out / "model.safetensors")
