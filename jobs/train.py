@@ -273,6 +273,7 @@ def _train(
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
     from pipeline.plan.table import render
+    from pipeline.plan.trial import try_models
     from pipeline.replay import checks as replay
     from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
     from pipeline.train.schedule import jumps
@@ -289,6 +290,7 @@ def _train(
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
     tokenizer = load_tokenizer(config.model, needs_chat_template=False)
+    preview += [("note", note) for note in try_models(config, tokenizer)]
     ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
     if begin and resolved.iterations:
         preview += [("note", note) for note in jumps(begin.progress, resolved.schedules)]

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.architecture import longer_positions
 from pipeline.models.ends import Ends, as_stored, find_ends
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.models.weight_files import read_config
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -98,6 +100,10 @@ def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]
     _, gpus = options.resources(model)
     if gpus > 1:
         arguments["tensor_parallel_size"] = int(gpus)
+    if longer := longer_positions(read_config(model.path)):
+        arguments["hf_overrides"] = longer
+    # By itself vLLM prefers files in Mistral's own form to those that a run reads.
+    arguments["config_format"] = arguments["load_format"] = "hf"
     arguments |= model.calls | chosen
     if not gpus:
         # vLLM rewinds the random generator of a request whose prompt takes two steps, which generators on CPUs refuse.

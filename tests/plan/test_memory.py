@@ -205,7 +205,7 @@ def test_row_longer_than_the_model(tmp_path):
 def test_damaged_weights_are_named(tmp_path, content):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="model.safetensors is not a complete safetensors file"):
+    with pytest.raises(ValueError, match="model.safetensors is (not a complete safetensors file|empty)"):
         read_model(tmp_path)
 
 
