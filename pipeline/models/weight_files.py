@@ -69,6 +69,16 @@ class WeightFiles:
         """Whether an adapter lies next to the model."""
         return not set(ADAPTER).isdisjoint(self.others)
 
+    @property
+    def mislead_engines(self) -> bool:
+        """Whether vLLM, which reads all files of one ending or those of an index, would read others."""
+        if self.places and all(place.endswith(SAFETENSORS) for place in self.places.values()):
+            return any(name.startswith("consolidated") and name.endswith(SAFETENSORS) for name in self.others)
+        endings = (
+            (SAFETENSORS, NAMES[1]) if self.files and self.files[0].suffix == SAFETENSORS else (SAFETENSORS, PYTORCH)
+        )
+        return bool(self.files) and any(name.endswith(endings) for name in self.others)
+
 
 def find_weights(folder: Path) -> WeightFiles:
     """The files of weights in `folder`, of which nothing but indexes is read.
