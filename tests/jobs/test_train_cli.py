@@ -1,6 +1,8 @@
 """The command line of a training run: what it refuses, how, and what it prints without starting anything."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pipeline.config import Config, load_config, save_yaml
 from pipeline.plan.placement import Node
 from pipeline.storage.checkpoints import PROGRESS
 from pipeline.storage.owner import FILE, Lock, owned
+from tests.folders import configured, copied
 from tests.storage.test_checkpoints import written
 
 Refused = Callable[..., str]
@@ -361,3 +364,23 @@ def test_a_run_that_another_process_owns_is_refused_before_its_prompts_are_read(
         capsys.readouterr()
     refused(storage, "data.prompt_key=promt", parts=("no column",))
     assert not list(tmp_path.glob("runs")) and not list(tmp_path.glob("store")), "a refused run leaves no folder"
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_folder_with_other_files_is_refused_before_the_start(
+    more: tuple[str, ...], arguments: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised = configured(copied(tiny_model, tmp_path / "few"), quantization_config={"quant_method": "awq", "bits": 4})
+    narrow = configured(copied(tiny_model, tmp_path / "narrow"), vocab_size=100)
+    for folder, part in ((quantised, "quantised weights: awq in 4 bits"), (narrow, "has 100 rows (vocab_size")):
+        assert main([*arguments, f"model.path={folder}", *more]) == 2
+        assert part in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_not_read_stands_in_the_plan(
+    arguments: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(tiny_model, tmp_path / "two")
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    assert main([*arguments, f"model.path={folder}", "--dry-run"]) == 0
+    assert "(adapter_model.safetensors), not loaded" in " ".join(re.sub("[│ ]+", " ", capsys.readouterr().out).split())
