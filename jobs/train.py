@@ -223,6 +223,7 @@ def _train(
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
     from pipeline.plan.table import render
+    from pipeline.plan.trial import try_models
     from pipeline.replay import checks as replay
     from pipeline.run.origin import origin
     from pipeline.storage.resume import reached, recover
@@ -242,6 +243,7 @@ def _train(
     resolved = plan(config, prompts, gpu)
     tokenizer = load_tokenizer(config.model, needs_chat_template=False)
     check_settings(config.model, tokenizer)
+    preview += [("note", note) for note in try_models(config, tokenizer)]
     ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
     if begin.own and resolved.iterations:
         begin.notes += jumps(begin.own.progress, resolved.schedules)
