@@ -26,6 +26,7 @@ from pipeline.errors import NotStarted
 from pipeline.models import adapter
 from pipeline.models.attention_names import check_attention
 from pipeline.models.ends import find_ends
+from pipeline.models.lora import coverage
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
@@ -196,6 +197,9 @@ class Job(Generic[C]):
         steps, epochs = plan(config, train_groups)
         tokenizer = load_tokenizer(config.model)
         check_attention(config.model)
+        auto = "AutoModelForCausalLM" if self.causal else "AutoModelForSequenceClassification"
+        if found := coverage(config.model, auto=auto):
+            print(f"{self.name}: {'' if found.complete else 'note: '}adapters are {found.text}", flush=True)
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
             print(f"{self.name}: note: {note}", flush=True)
