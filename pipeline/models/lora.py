@@ -107,7 +107,9 @@ def coverage(config: ModelConfig, key: str = "model.path", auto: str = "AutoMode
     import transformers
 
     try:
-        settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        settings = transformers.AutoConfig.from_pretrained(
+            config.path or "", trust_remote_code=config.trust_remote_code
+        )
         with torch.device("meta"):
             lm = getattr(transformers, auto).from_config(settings, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.train import main, name_from_root
+from jobs.train import _adapters, main, name_from_root
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.plan.placement import Node
 from pipeline.storage.checkpoints import PROGRESS
 from pipeline.storage.owner import FILE, Lock, owned
+from tests.models.test_lora import EXPERTS, HEADS, SMALL, family
 from tests.storage.test_checkpoints import written
 
 Refused = Callable[..., str]
@@ -361,3 +362,15 @@ def test_a_run_that_another_process_owns_is_refused_before_its_prompts_are_read(
         capsys.readouterr()
     refused(storage, "data.prompt_key=promt", parts=("no column",))
     assert not list(tmp_path.glob("runs")) and not list(tmp_path.glob("store")), "a refused run leaves no folder"
+
+
+def test_adapters_that_cover_less_than_the_targets_say_are_a_note(tmp_path: Path) -> None:
+    config = family(tmp_path / "moe", "Qwen3Moe", **SMALL, **HEADS, **EXPERTS)
+    config.critic.enable, config.critic.path = True, str(tmp_path / "dense")
+    family(tmp_path / "dense", "Qwen3", **SMALL, **HEADS)
+    (note, experts), (line, dense) = _adapters(config)
+    assert (note, line) == ("note", "adapters")
+    assert experts.startswith("adapters are on 8 linear layers with ") and "mlp.experts.gate_up_proj (" in experts
+    assert dense == "adapters are on 14 linear layers with 100.0% of the weights inside"
+    config.model.lora.rank = 0
+    assert _adapters(config) == []
