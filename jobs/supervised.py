@@ -28,6 +28,7 @@ from pipeline.models import adapter
 from pipeline.models.architecture import most_positions
 from pipeline.models.attention_names import check_attention
 from pipeline.models.ends import find_ends
+from pipeline.models.lora import coverage
 from pipeline.models.policy import load_policy
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.save_settings import check_settings
@@ -204,6 +205,9 @@ class Job(Generic[C]):
         tokenizer = load_tokenizer(config.model)
         check_attention(config.model)
         check_settings(config.model, tokenizer)
+        auto = "AutoModelForCausalLM" if self.causal else "AutoModelForSequenceClassification"
+        if found := coverage(config.model, auto=auto):
+            print(f"{self.name}: {'' if found.complete else 'note: '}adapters are {found.text}", flush=True)
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         load: Load = load_policy if self.causal else partial(load_reward_model, new_head=True)
         tried = [*try_tokenizer(tokenizer, config.model), *try_model(config.model, "model.path", load)]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.train import main
+from jobs.train import _adapters, main
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.config.places import name_from_root
 from pipeline.plan.models import read_model
@@ -23,6 +23,7 @@ from pipeline.run.inputs import fingerprints
 from pipeline.storage.checkpoints import PROGRESS
 from pipeline.storage.owner import FILE, Lock, owned
 from tests.folders import configured, copied
+from tests.models.test_lora import EXPERTS, HEADS, SMALL, family
 from tests.storage.test_checkpoints import written
 
 Refused = Callable[..., str]
@@ -470,3 +471,15 @@ def test_what_is_not_read_stands_in_the_plan(
     shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
     assert main([*arguments, f"model.path={folder}", "--dry-run"]) == 0
     assert "(adapter_model.safetensors), not loaded" in " ".join(re.sub("[│ ]+", " ", capsys.readouterr().out).split())
+
+
+def test_adapters_that_cover_less_than_the_targets_say_are_a_note(tmp_path: Path) -> None:
+    config = family(tmp_path / "moe", "Qwen3Moe", **SMALL, **HEADS, **EXPERTS)
+    config.critic.enable, config.critic.path = True, str(tmp_path / "dense")
+    family(tmp_path / "dense", "Qwen3", **SMALL, **HEADS)
+    (note, experts), (line, dense) = _adapters(config)
+    assert (note, line) == ("note", "adapters")
+    assert experts.startswith("adapters are on 8 linear layers with ") and "mlp.experts.gate_up_proj (" in experts
+    assert dense == "adapters are on 14 linear layers with 100.0% of the weights inside"
+    config.model.lora.rank = 0
+    assert _adapters(config) == []

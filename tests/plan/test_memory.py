@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from pipeline.config import ConfigError, load_config
+from pipeline.config.learner import OptimConfig
 from pipeline.plan.memory import Models, estimate
 from pipeline.plan.models import ModelFiles, read_model
+from pipeline.train.optim import build_optimizer
 from tests.plan.test_plan import PPO, shown, small
 
 
@@ -42,6 +45,18 @@ def test_memory_of_a_local_model(tmp_path):
     assert memory.engine_kv_needed == 2 * 2 * 2 * 16 * 2 * 40 * 5  # K and V, layers, heads, head size, bytes, tokens
     assert memory.train_logits == 3 * 4 * 7 * 100
     assert "1024" not in shown(*overrides) and "memory of an engine" in shown(*overrides)
+
+
+def test_bfloat16_weights_have_a_state_of_ten_bytes(tmp_path):
+    write_model(tmp_path, {"a": [32, 32]}, vocab_size=100, num_hidden_layers=1, num_attention_heads=2, hidden_size=10)
+    memory = small(f"model.path={tmp_path}", *LENGTHS, "model.dtype=bfloat16", "trainer.num_workers=1").memory
+    assert (memory.train_weights, memory.train_gradients, memory.train_optimizer) == (2 * 1024, 2 * 1024, 10 * 1024)
+    # As the optimiser has it.
+    weight = torch.nn.Parameter(torch.ones(32, 32, dtype=torch.bfloat16))
+    optimizer = build_optimizer(torch.nn.ParameterList([weight]), OptimConfig())
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert sum(part.nbytes for name, part in optimizer.state[weight].items() if name != "step") == 10 * 1024
 
 
 def test_memory_of_adapters(tmp_path):
