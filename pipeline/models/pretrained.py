@@ -1,6 +1,5 @@
 """Code that all models made of `transformers` models share."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
@@ -16,12 +15,11 @@ from pipeline.errors import short_reason
 from pipeline.models.attention_choice import choose_attention
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh
+from pipeline.models.notes import add_notes
 from pipeline.models.offload import offload_activations
 from pipeline.models.repeatable import without_dropout
 from pipeline.models.rope import fix_ropes
 from pipeline.models.slices import reading_slices
-
-logger = logging.getLogger(__name__)
 
 PREFIX = "lm."
 
@@ -74,9 +72,8 @@ def load_pretrained(
             model, report = auto.from_pretrained(folder or config.path, output_loading_info=True, **arguments)
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
-    fix_ropes(model, longest)
-    if note := choose_attention(model):
-        logger.warning("%s=%s: %s", key, config.path, note)
+    chosen = fix_ropes(model, longest), choose_attention(model)
+    add_notes(model, *(note and f"{key}={config.path}: {note}" for note in chosen))
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.activation_offload:
