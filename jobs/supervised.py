@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,15 @@ class Progress:
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
+        self.notes: list[str] = []
+
+    def note(self, notes: Sequence[str]) -> None:
+        """Keep what was chosen for the model."""
+        self.notes = [*notes]
+
+    def read_notes(self) -> list[str]:
+        """What was chosen for the model, in words."""
+        return self.notes
 
     def post(self, metrics: dict[str, float]) -> None:
         """Update the metrics."""
@@ -265,13 +275,18 @@ class Job(Generic[C]):
         return dict(ray.get(progress.read.remote(), timeout=ANSWER_S))
 
     def _print(self, progress: Any, steps: int, done: threading.Event) -> None:
-        """Print the metrics every few seconds until `done` is set."""
-        while not done.wait(LINE_S):
+        """Print what was chosen for the model, and the metrics every few seconds until `done` is set."""
+        over, said = False, 0
+        while not over:
+            over = done.wait(LINE_S)
             try:
-                metrics = ray.get(progress.read.remote(), timeout=LINE_S)
+                found, metrics = ray.get([progress.read_notes.remote(), progress.read.remote()], timeout=LINE_S)
             except ray.exceptions.GetTimeoutError:
                 continue  # A busy machine answers a moment later, and the run does not depend on it.
-            if metrics:
+            for note in found[said:]:
+                print(f"{self.name}: note: {note}", flush=True)
+            said = len(found)
+            if metrics and not over:
                 print(f"{self.name} {metrics['step']}/{steps} {self.describe(metrics)}", flush=True)
 
 

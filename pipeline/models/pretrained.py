@@ -1,6 +1,5 @@
 """Code that all models made of `transformers` models share."""
 
-import logging
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
@@ -16,14 +15,13 @@ from pipeline.errors import short_reason
 from pipeline.models.attention_choice import choose_attention
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh
+from pipeline.models.notes import add_notes
 from pipeline.models.offload import offload_activations
 from pipeline.models.quantised import check_not_quantised
 from pipeline.models.repeatable import without_dropout
 from pipeline.models.rope import fix_ropes
 from pipeline.models.slices import reading_slices
 from pipeline.models.weight_files import alone, check_weights
-
-logger = logging.getLogger(__name__)
 
 PREFIX = "lm."
 
@@ -98,9 +96,8 @@ def load_pretrained(
                 f"{key}={config.path} holds {name} of shape {list(shape)}, but its config.json says {list(needed)}; "
                 "give a complete checkpoint of one model."
             )
-    fix_ropes(model, longest)
-    if note := choose_attention(model):
-        logger.warning("%s=%s: %s", key, config.path, note)
+    chosen = fix_ropes(model, longest), choose_attention(model)
+    add_notes(model, *(note and f"{key}={config.path}: {note}" for note in chosen))
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.activation_offload:

@@ -29,6 +29,7 @@ from pipeline.models.special_tokens import special_tokens
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import REWARD_MODEL, append
 from pipeline.scoring.replica import Replica
+from pipeline.store.client import StoreClient
 
 KEY = "reward.model.path"
 
@@ -59,12 +60,25 @@ class RewardModelScore:
     """
 
     def __init__(
-        self, model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None, longest: int | None = None
+        self,
+        model: ModelConfig,
+        scorer: ScorerConfig,
+        fsdp: FSDPConfig,
+        path: str | None,
+        longest: int | None = None,
+        store: StoreClient | None = None,
+        patience: float = 0.0,
     ) -> None:
         model = scoring_model(model, scorer, fsdp, path)
         model.tokenizer_path = None
         self._tokenizer = load_tokenizer(model, key=KEY)
-        self._replica = Replica(lambda: load_reward_model(model, KEY, longest=longest), scorer, "reward_model")
+        self._replica = Replica(
+            lambda: load_reward_model(model, KEY, longest=longest),
+            scorer,
+            "reward_model",
+            store=store,
+            patience=patience,
+        )
         self._special = special_tokens(self._tokenizer)
         module = self._replica.module
         # Rotary positions go on beyond what the model has seen, and its numbers mean nothing there.
@@ -113,6 +127,7 @@ class RewardModelScore:
     @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:
         """The model's number for each row of tokens, [R] float32; rows run in micro-batches."""
+        self._replica.settle()
         lengths, packed = [len(tokens) for tokens in ids], self._replica.passes.packed
         scores = np.zeros(len(ids), dtype=np.float32)
         for index in split_micro_batches(lengths, self._replica.max_token_len, packed=packed):

@@ -129,12 +129,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
 
 
 def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's part of a trained parameter and of AdamW's two averages of it."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    weights = local.numel() * local.element_size()
+    """Bytes of this rank's part of a trained parameter and of what AdamW keeps of it."""
+    count = _local(parameter).numel()
+    if isinstance(optimizer, torch.optim.AdamW):
+        # The weight and two averages in float32; of a bfloat16 weight the lower half is in the state.
+        return 3 * 4 * count
     # With 8 bits: a byte a number, and a scale of four bytes for 256 of them.
-    averages = weights if isinstance(optimizer, torch.optim.AdamW) else local.numel() * (256 + 4) // 256
-    return weights + 2 * averages
+    return count * parameter.element_size() + 2 * (count * (256 + 4) // 256)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
