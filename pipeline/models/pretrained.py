@@ -93,16 +93,18 @@ def float32_head(head: nn.Linear, hidden: Tensor) -> Tensor:
     return numbers if head.bias is None else numbers + head.bias.float()
 
 
+class _States(tuple[Tensor]):
+    """What a decoder returns: hidden states alone, without all that some families add and pass on."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
 def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[Tensor, Tensor]:
     """Random last hidden states [1, 4, H], and the logits that `lm` computes from them for a row of `token`."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
     generator = torch.Generator().manual_seed(0)
     hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
-    states: Any = MoeModelOutputWithPast(last_hidden_state=hidden)
-    # GPT-2 and its relatives pass it on, and fail without it.
-    states.cross_attentions = None
-    with patch.object(decoder, "forward", return_value=states):
+    with patch.object(decoder, "forward", return_value=_States((hidden,))):
         return hidden, lm(input_ids=torch.full((1, 4), token, device=hidden.device)).logits.float()
 
 

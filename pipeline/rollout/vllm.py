@@ -56,7 +56,11 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         **engine_args(rollout.tensor_parallel_size),
         **lora.engine_args(model.lora),
     }
-    engine = LLMEngine.from_engine_args(EngineArgs(**(args | rollout.engine_kwargs)))
+    chosen = EngineArgs(**(args | rollout.engine_kwargs))
+    if not chosen.enable_chunked_prefill and chosen.create_model_config().has_inner_state:
+        # Without chunks vLLM cannot keep the states of recurrent layers between requests, and does not start.
+        chosen.enable_prefix_caching = False
+    engine = LLMEngine.from_engine_args(chosen)
     if model.lora.alone:
         lora.use_adapter(engine)
     return engine

@@ -10,6 +10,8 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
@@ -42,6 +44,10 @@ FAMILIES = {
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)),
     "gemma2-softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=0.5)),
+    # It passes states on that others do not have.
+    "gemma4-softcap": lambda: Gemma4ForCausalLM(
+        Gemma4TextConfig(**SIZES, global_head_dim=8, hidden_size_per_layer_input=0, final_logit_softcapping=0.5)
+    ),
     "cohere-scale": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25)),
     "gpt2-tied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "granite-scaling": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)),
