@@ -1,0 +1,257 @@
+"""The two sides of a trial of a model family, each in a process of its own: the trainer and an engine.
+
+Both are what a run has: the actor, sharded over one rank, and the loop around vLLM. Weights go as published shards.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from benchmarks.family_forms import build, move
+from jobs.tiny import build_tokenizer, countdown_texts
+from pipeline.config import Config
+from pipeline.models.batch import TrainBatch
+from pipeline.models.fsdp import save_hf, torch_dtype
+from pipeline.models.sharing import Passes
+from pipeline.rows import SCHEMA
+from pipeline.stats import reduce
+from pipeline.train.setup import build_actor
+from pipeline.train.update import StreamedUpdate
+from pipeline.weights.publish import WeightPublisher
+
+PROMPTS = (3, 20, 40, 63)
+"""Tokens of the prompts."""
+RESPONSES = (5, 17, 48, 64)
+"""Tokens of the responses to each of them."""
+CALL_S = 180.0
+"""Seconds that a step may take."""
+COLUMNS = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
+
+Generated = list[tuple[np.ndarray, np.ndarray]]
+"""Token ids and log-probs of the responses: one length after the other, in each of them the prompts."""
+
+
+def settings(folder: Path) -> Config:
+    """Of a run on CPUs with the model in `folder`."""
+    config = Config()
+    config.model.path = str(folder)
+    config.data.max_prompt_length, config.data.max_response_length = max(PROMPTS), max(RESPONSES)
+    config.data.train_batch_size, config.rollout.n = len(PROMPTS), len(RESPONSES)
+    config.rollout.num_gpus, config.rollout.max_num_seqs, config.rollout.cpu_kvcache_space_gb = 0, 16, 1
+    config.rollout.dtype, config.rollout.enforce_eager, config.rollout.ignore_eos = "float32", True, True
+    config.actor.optim.lr = 1e-2
+    config.actor.old_log_probs = "engine"
+    return config
+
+
+class Trainer:
+    """The model and the actor that trains it."""
+
+    def make(self, name: str, folder: Path) -> tuple[str, list[list[int]]]:
+        """Make the model of a form in `folder`; its class, and prompts for it."""
+        self.tokenizer = build_tokenizer(countdown_texts(256, seed=0), vocab_size=320)
+        model = build(name, self.tokenizer)
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        random = np.random.default_rng(5)
+        self.prompts = [random.integers(3, len(self.tokenizer), length).tolist() for length in PROMPTS]
+        return type(model).__name__, self.prompts
+
+    def load(self, folder: Path) -> str:
+        """Load it as a train worker does; the way in which its rows pass."""
+        config = settings(folder)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.actor = build_actor(config, torch.device("cpu"), 100)
+        dtype = torch_dtype(config.rollout.dtype, "rollout.dtype")
+        self.publisher = WeightPublisher(0, dtype, 2**20, np.copy, self.actor.module.hf_name)
+        return self.way()
+
+    def way(self) -> str:
+        passes = self.actor._passes
+        return "shared" if passes.shared else "packed" if passes.packed else "padded"
+
+    def publish(self, version: int) -> Any:
+        """The shard of a version."""
+        return self.publisher.pack(self.actor.module, version)
+
+    def shake_hands(self, generated: Generated) -> dict[str, Any]:
+        """What the handshake finds with these responses."""
+        return {"gaps": [self.gaps(generated)], "way": self.way()}
+
+    @torch.no_grad()
+    def gaps(self, generated: Generated) -> dict[str, float]:
+        """The largest difference between log-probs of engine and trainer, by the form in which rows pass."""
+        rows = TrainBatch.from_table(self._table(generated))
+        own, index = self.actor._passes, list(range(len(rows)))
+        forms = {
+            "alone": ([[row] for row in index], Passes(own.packed, False)),
+            "padded": ([index], Passes(False, False)),
+        }
+        if own.packed:
+            forms["packed"] = ([index], Passes(True, False))
+        if own.shared:
+            forms["shared"] = ([index], own)
+        found = {}
+        for form, (groups, passes) in forms.items():
+            log_probs = np.full(len(rows.mask), np.nan, np.float32)
+            for group in groups:
+                for batch in self.actor.micro_batches(rows, group, passes=passes):
+                    log_probs[batch.token_index] = self.actor._forward(batch, False)[0].cpu().numpy()
+            found[form] = float(np.abs(log_probs - rows.rollout_log_probs).max())
+        return found
+
+    def update(self, generated: Generated) -> list[str]:
+        """Train on these responses; the parameters that stay as they were.
+
+        Raises ArithmeticError if there is no gradient.
+        """
+        before = {name: tensor.detach().clone() for name, tensor in self.actor.module.named_parameters()}
+        update = StreamedUpdate(self.actor, 1)
+        update.add(TrainBatch.from_table(self._table(generated)))
+        norm = reduce([update.finish()])["actor/grad_norm"]
+        if not norm > 0:
+            raise ArithmeticError(f"the norm of the gradient is {norm}")
+        return [name for name, tensor in self.actor.module.named_parameters() if torch.equal(before[name], tensor)]
+
+    def move(self, seed: int) -> None:
+        """Change all weights by random amounts."""
+        move(self.actor.module, seed, 0.05)
+
+    def save(self, folder: Path) -> None:
+        """Save the model as a run does."""
+        save_hf(self.actor.module, self.tokenizer, folder)
+
+    def _table(self, generated: Generated) -> pa.Table:
+        """Rows for an update: the responses of each prompt, one after the other."""
+        rows = []
+        for number, prompt in enumerate(self.prompts):
+            for sample in range(len(RESPONSES)):
+                ids, log_probs = generated[sample * len(self.prompts) + number]
+                rows.append(
+                    {
+                        "uid": str(number),
+                        "sample": sample,
+                        "prompt_ids": prompt,
+                        "response_ids": ids,
+                        "response_mask": np.ones(len(ids), np.int8),
+                        "rollout_log_probs": log_probs,
+                        "advantages": np.full(len(ids), (-1.0) ** sample, np.float32),
+                        "returns": np.zeros(len(ids), np.float32),
+                    }
+                )
+        return pa.Table.from_pylist(rows, schema=pa.schema([SCHEMA.field(name) for name in COLUMNS]))
+
+
+class Engine:
+    """An engine on the model in a folder."""
+
+    def start(self, folder: Path, saved: bool) -> str:
+        """Start it, with the weights in `folder` if they are `saved` there; vLLM's class of the model."""
+        from pipeline.rollout import vllm
+        from pipeline.rollout.engine import EngineLoop
+
+        self.vllm, self.config = vllm, settings(folder)
+        if saved:
+            self.config.rollout.engine_kwargs["load_format"] = "auto"
+        known_class(folder)
+        data = self.config.data
+        length = data.max_prompt_length + data.max_response_length
+        self.loop = EngineLoop(
+            lambda: vllm.build(self.config.model, self.config.rollout, length, 0), CALL_S, vllm.drain, vllm.salt
+        )
+        found = self.loop.call(lambda engine: engine.collective_rpc("get_model"))
+        return type(found.result(CALL_S)[0]).__name__
+
+    def load(self, shard: Any, version: int) -> None:
+        """Take a version as a rollout stage does."""
+        self.loop.call(lambda engine: self.vllm.load(engine, [shard], CALL_S, version), True).result(CALL_S)
+
+    def generate(self, prompts: Sequence[list[int]]) -> Generated:
+        """Responses to the prompts."""
+        from pipeline.sampling import Sampling
+
+        pairs = []
+        for number, length in enumerate(RESPONSES):
+            chosen = Sampling.of(self.config.rollout, length, "train")
+            uids = [f"{number}-{i}" for i in range(len(prompts))]
+            pairs += self.vllm.requests(prompts, uids, [chosen] * len(prompts), 1, seed=0, ignore_eos=True)
+        found = [self.vllm.read(output, -1) for output in self.loop.submit(pairs).result(CALL_S)]
+        return [(made.token_ids, made.log_probs) for made in found]
+
+
+def known_class(folder: Path) -> None:
+    """Let vLLM have the model's class: one that it knows by name alone is looked at in one more process."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    for name in AutoConfig.from_pretrained(folder).architectures or ():
+        lazy = ModelRegistry.models.get(name)
+        if lazy is not None:
+            ModelRegistry.register_model(name, lazy.load_model_cls())
+
+
+class Failed(RuntimeError):
+    """An error of a side: the name of its class, and what it says."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+
+_side: Any = None
+
+
+def _open(kind: Callable[[], Any], log: Path) -> int:
+    global _side
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    torch.set_num_threads(1)
+    _side = kind()
+    return os.getpid()
+
+
+def _call(method: str, args: tuple[Any, ...]) -> Any:
+    try:
+        return getattr(_side, method)(*args)
+    except Exception as error:  # noqa: BLE001 (whatever a family's code raises is a finding)
+        traceback.print_exc()
+        # Some errors of libraries cannot be sent to another process.
+        raise Failed(type(error).__name__, str(error)) from None
+
+
+class Side:
+    """A `Trainer` or an `Engine` in a process of its own, whose output goes into `log`."""
+
+    def __init__(self, kind: Callable[[], Any], log: Path) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__, "vllm.v1.engine.llm_engine"])
+        self._pool = ProcessPoolExecutor(1, context)
+        self._pid = self._pool.submit(_open, kind, log).result(CALL_S)
+
+    def begin(self, method: str, *args: Any) -> "Future[Any]":
+        """Call a method there."""
+        return self._pool.submit(_call, method, args)
+
+    def __call__(self, method: str, *args: Any) -> Any:
+        """What the method returns. Raises TimeoutError if it takes longer than `CALL_S`."""
+        return self.begin(method, *args).result(CALL_S)
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            os.kill(self._pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
