@@ -62,11 +62,13 @@ class RewardModelScore:
         ValueError: the model cannot be loaded, has no head with one label, or its tokenizer has no chat template.
     """
 
-    def __init__(self, model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None) -> None:
+    def __init__(
+        self, model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None, longest: int | None = None
+    ) -> None:
         model = scoring_model(model, scorer, fsdp, path)
         model.tokenizer_path = None
         self._tokenizer = load_tokenizer(model, key=KEY)
-        self._replica = Replica(lambda: load_reward_model(model, KEY), scorer, "reward_model")
+        self._replica = Replica(lambda: load_reward_model(model, KEY, longest=longest), scorer, "reward_model")
         special = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         module = self._replica.module

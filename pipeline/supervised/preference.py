@@ -171,8 +171,8 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
 
     def load(self) -> RewardModel:
         # A language model gets a new head.
-        model = load_reward_model(self.config.model, new_head=True, mesh=self.mesh)
         longest = self.config.data.max_length
+        model = load_reward_model(self.config.model, new_head=True, mesh=self.mesh, longest=longest)
         if model.max_length is not None and longest > model.max_length:
             raise ValueError(
                 f"data.max_length={longest} is more than the {model.max_length} tokens that the model has positions "

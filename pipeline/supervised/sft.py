@@ -175,7 +175,7 @@ class SFTLoop(SupervisedLoop[SFTConfig]):
     measured = ("loss",)
 
     def load(self) -> Policy:
-        return load_policy(self.config.model, mesh=self.mesh)
+        return load_policy(self.config.model, mesh=self.mesh, longest=self.config.data.max_length)
 
     def count(self, table: pa.Table) -> int:
         return sum(int(mask[1:].sum()) for mask in lists(table["loss_mask"]))

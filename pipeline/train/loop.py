@@ -24,6 +24,7 @@ from pipeline.advantage.kl_controller import kl_controller
 from pipeline.config import save_yaml
 from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
+from pipeline.greeting import Greeting
 from pipeline.models.batch import TrainBatch
 from pipeline.models.ends import find_ends
 from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype
@@ -46,6 +47,7 @@ from pipeline.train.checkpoint import NotStored, Saver, restore
 from pipeline.train.deal import Dealer
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
+from pipeline.train.handshake import Handshake
 from pipeline.train.learner import Learner
 from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop_reason, timed
 from pipeline.train.setup import build_actor, build_critic, build_publishers
@@ -76,13 +78,16 @@ class Loop:
         root = checkpoints.root(trainer, self.run_dir)
         state = restore(self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint, self._say)
         self.version = self.saved = state.version
+        self.handshake = Handshake(
+            self.config, self.actor, self.run_dir, settings.start, self.version >= self.schedule.iterations
+        )
         self.record = Record(self.run_dir)
         save_settings = partial(save_yaml, self.config)
         self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved, self._say)
         if self.rank == 0:
             # An interrupted attempt may have recorded later iterations.
             discard_trajectories(self.run_dir, self.version + 1)
-            self._store.call(PolicyStore.register_trainer, state, self.world_size)
+            self._store.call(PolicyStore.register_trainer, state, self.world_size, self.handshake.plan)
         ranks.barrier()
 
     def run(self) -> TrainingEnded:
@@ -124,8 +129,22 @@ class Loop:
         chunks = self.schedule.chunks_per_iteration // self.world_size
         parts = chunks if streams_gradients(self.config) else 1
         limit = self.config.trainer.deadlines.rows
-        self.feed = RowsFeed(TimedIterator(iter(blocks), limit, self._describe), chunks, parts)
+        rows = TimedIterator(iter(blocks), limit, self._describe)
+        self.feed = RowsFeed(rows, chunks, parts)
+        if self.handshake.due and not self.config.rollout.sleep:
+            # The engines generate the first rows meanwhile.
+            self._shake_hands(rows.wait(self._greeting, "rows of an engine for the handshake"))
         self.deal = Dealer.of(self.actor, self.critic, self.config.rollout.n, parts)
+
+    def _greeting(self) -> Greeting | None:
+        return self._store.call(PolicyStore.greeting)
+
+    def _shake_hands(self, greeting: Greeting | None) -> None:
+        """Compare the engine's log-probs with the trainer's; a collective."""
+        greeting = ranks.broadcast(greeting)
+        text = self.handshake.settle(greeting) if greeting else "the engines sent no rows to compare the trainer with"
+        if self.rank == 0:
+            self._say(text)
 
     def _run(self) -> TrainingEnded:
         self._begin()
@@ -204,6 +223,10 @@ class Loop:
                 ranks.barrier()
             if table is None:
                 return None
+            if self.handshake.due and self.config.rollout.sleep:
+                # All engines that share GPUs with the train workers have given back their memory.
+                self._shake_hands(self._greeting())
+                self.deal = Dealer.of(self.actor, self.critic, self.config.rollout.n, self.feed.parts)
             tables.append(table)
             with timed(timings, "deal"):
                 dealt.append(self.deal(table))

@@ -26,7 +26,8 @@ from pipeline.store.events import (
     ValidationScored,
     VersionLoaded,
 )
-from pipeline.store.policy_store import PolicyStore, milliseconds
+from pipeline.store.events import milliseconds
+from pipeline.store.policy_store import PolicyStore
 from pipeline.store.prompt_ledger import PageGrant, PromptBatch
 from pipeline.store.status import StoreStatus, TrainerState
 from pipeline.store.versions import CRITIC, POLICY, Ticket
