@@ -97,7 +97,7 @@ class Trial:
         self.engine = self.side(Engine)
         # As in a run, both start at the same time.
         self.started = self.engine.begin("start", self.model, False)
-        self.found["way"] = self.trainer("load", self.model)
+        self.plan = self.trainer("load", self.model)
 
     def start(self) -> None:
         self.found["engine"] = self.started.result(CALL_S)
@@ -106,7 +106,7 @@ class Trial:
         self.engine("load", self.trainer("publish", version), version)
 
     def shake_hands(self) -> None:
-        self.found |= self.trainer("shake_hands", self.engine("generate", self.prompts))
+        self.found |= self.trainer("shake_hands", self.engine("greet", self.plan))
 
     def versions(self) -> None:
         for version in range(1, VERSIONS):

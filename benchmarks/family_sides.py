@@ -21,11 +21,15 @@ import torch.distributed as dist
 from benchmarks.family_forms import build, move
 from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline.config import Config
+from pipeline.greeting import Greeting, GreetingPlan
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import save_hf, torch_dtype
-from pipeline.models.sharing import Passes
+from pipeline.models.handshake import Compared, Way
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import SCHEMA
+from pipeline.sampling import Sampling
 from pipeline.stats import reduce
+from pipeline.train.handshake import Handshake
 from pipeline.train.setup import build_actor
 from pipeline.train.update import StreamedUpdate
 from pipeline.weights.publish import WeightPublisher
@@ -37,9 +41,6 @@ RESPONSES = (5, 17, 48, 64)
 CALL_S = 180.0
 """Seconds that a step may take."""
 COLUMNS = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "advantages", "returns")
-
-Generated = list[tuple[np.ndarray, np.ndarray]]
-"""Token ids and log-probs of the responses: one length after the other, in each of them the prompts."""
 
 
 def settings(folder: Path) -> Config:
@@ -68,57 +69,44 @@ class Trainer:
         self.prompts = [random.integers(3, len(self.tokenizer), length).tolist() for length in PROMPTS]
         return type(model).__name__, self.prompts
 
-    def load(self, folder: Path) -> str:
-        """Load it as a train worker does; the way in which its rows pass."""
+    def load(self, folder: Path) -> GreetingPlan:
+        """Load it as a train worker does; the rows of the handshake."""
         config = settings(folder)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.actor = build_actor(config, torch.device("cpu"), 100)
         dtype = torch_dtype(config.rollout.dtype, "rollout.dtype")
         self.publisher = WeightPublisher(0, dtype, 2**20, np.copy, self.actor.module.hf_name)
-        return self.way()
+        self.handshake = Handshake(config, self.actor, str(folder.parent), "trial", False)
+        assert self.handshake.plan is not None
+        return self.handshake.plan
 
-    def way(self) -> str:
-        passes = self.actor._passes
-        return "shared" if passes.shared else "packed" if passes.packed else "padded"
+    @property
+    def way(self) -> Way:
+        """How rows pass through the model."""
+        passes, config = self.actor.passes, self.actor.module.decoder.config.get_text_config()
+        return Way(config._attn_implementation, passes.packed, passes.shared)
 
     def publish(self, version: int) -> Any:
         """The shard of a version."""
         return self.publisher.pack(self.actor.module, version)
 
-    def shake_hands(self, generated: Generated) -> dict[str, Any]:
-        """What the handshake finds with these responses."""
-        return {"gaps": [self.gaps(generated)], "way": self.way()}
+    def shake_hands(self, greeting: Greeting) -> dict[str, str]:
+        """What the handshake finds, and the way that it chooses. Raises FinalError if it refuses the model."""
+        return {"handshake": self.handshake.settle(greeting), "way": str(self.way)}
 
-    @torch.no_grad()
-    def gaps(self, generated: Generated) -> dict[str, float]:
+    def gaps(self, rows: Greeting) -> dict[str, float]:
         """The largest difference between log-probs of engine and trainer, by the form in which rows pass."""
-        rows = TrainBatch.from_table(self._table(generated))
-        own, index = self.actor._passes, list(range(len(rows)))
-        forms = {
-            "alone": ([[row] for row in index], Passes(own.packed, False)),
-            "padded": ([index], Passes(False, False)),
-        }
-        if own.packed:
-            forms["packed"] = ([index], Passes(True, False))
-        if own.shared:
-            forms["shared"] = ([index], own)
-        found = {}
-        for form, (groups, passes) in forms.items():
-            log_probs = np.full(len(rows.mask), np.nan, np.float32)
-            for group in groups:
-                for batch in self.actor.micro_batches(rows, group, passes=passes):
-                    log_probs[batch.token_index] = self.actor._forward(batch, False)[0].cpu().numpy()
-            found[form] = float(np.abs(log_probs - rows.rollout_log_probs).max())
-        return found
+        compared = Compared(self.actor.module, rows, self.actor.device, self.actor.shape.max_tokens)
+        return {found.form: found.largest for found in compared.differences(self.way)}
 
-    def update(self, generated: Generated) -> list[str]:
-        """Train on these responses; the parameters that stay as they were.
+    def update(self, rows: Greeting) -> list[str]:
+        """Train on these rows; the parameters that stay as they were.
 
         Raises ArithmeticError if there is no gradient.
         """
         before = {name: tensor.detach().clone() for name, tensor in self.actor.module.named_parameters()}
         update = StreamedUpdate(self.actor, 1)
-        update.add(TrainBatch.from_table(self._table(generated)))
+        update.add(TrainBatch.from_table(table(rows)))
         norm = reduce([update.finish()])["actor/grad_norm"]
         if not norm > 0:
             raise ArithmeticError(f"the norm of the gradient is {norm}")
@@ -132,25 +120,27 @@ class Trainer:
         """Save the model as a run does."""
         save_hf(self.actor.module, self.tokenizer, folder)
 
-    def _table(self, generated: Generated) -> pa.Table:
-        """Rows for an update: the responses of each prompt, one after the other."""
-        rows = []
-        for number, prompt in enumerate(self.prompts):
-            for sample in range(len(RESPONSES)):
-                ids, log_probs = generated[sample * len(self.prompts) + number]
-                rows.append(
-                    {
-                        "uid": str(number),
-                        "sample": sample,
-                        "prompt_ids": prompt,
-                        "response_ids": ids,
-                        "response_mask": np.ones(len(ids), np.int8),
-                        "rollout_log_probs": log_probs,
-                        "advantages": np.full(len(ids), (-1.0) ** sample, np.float32),
-                        "returns": np.zeros(len(ids), np.float32),
-                    }
-                )
-        return pa.Table.from_pylist(rows, schema=pa.schema([SCHEMA.field(name) for name in COLUMNS]))
+
+def table(rows: Greeting) -> pa.Table:
+    """Rows for an update, every other one with a negative advantage."""
+    return pa.Table.from_pylist(
+        [
+            {
+                "uid": str(number // len(RESPONSES)),
+                "sample": number % len(RESPONSES),
+                "prompt_ids": prompt,
+                "response_ids": ids,
+                "response_mask": np.ones(len(ids), np.int8),
+                "rollout_log_probs": log_probs,
+                "advantages": np.full(len(ids), (-1.0) ** number, np.float32),
+                "returns": np.zeros(len(ids), np.float32),
+            }
+            for number, (prompt, ids, log_probs) in enumerate(
+                zip(rows.prompts, rows.responses, rows.log_probs, strict=True)
+            )
+        ],
+        schema=pa.schema([SCHEMA.field(name) for name in COLUMNS]),
+    )
 
 
 class Engine:
@@ -165,8 +155,7 @@ class Engine:
         if saved:
             self.config.rollout.engine_kwargs["load_format"] = "auto"
         known_class(folder)
-        data = self.config.data
-        length = data.max_prompt_length + data.max_response_length
+        length = self.config.data.longest_row
         self.loop = EngineLoop(
             lambda: vllm.build(self.config.model, self.config.rollout, length, 0), CALL_S, vllm.drain, vllm.salt
         )
@@ -177,17 +166,23 @@ class Engine:
         """Take a version as a rollout stage does."""
         self.loop.call(lambda engine: self.vllm.load(engine, [shard], CALL_S, version), True).result(CALL_S)
 
-    def generate(self, prompts: Sequence[list[int]]) -> Generated:
-        """Responses to the prompts."""
-        from pipeline.sampling import Sampling
+    def greet(self, plan: GreetingPlan) -> Greeting:
+        """The rows of the handshake."""
+        from pipeline.rollout.greetings import greeting_requests
 
-        pairs = []
-        for number, length in enumerate(RESPONSES):
-            chosen = Sampling.of(self.config.rollout, length, "train")
-            uids = [f"{number}-{i}" for i in range(len(prompts))]
-            pairs += self.vllm.requests(prompts, uids, [chosen] * len(prompts), 1, seed=0, ignore_eos=True)
-        found = [self.vllm.read(output, -1) for output in self.loop.submit(pairs).result(CALL_S)]
-        return [(made.token_ids, made.log_probs) for made in found]
+        return self._generated(greeting_requests(plan, load_tokenizer(self.config.model)))
+
+    def generate(self, prompts: Sequence[list[int]]) -> Greeting:
+        """Responses of all lengths to each prompt."""
+        chosen = [Sampling.of(self.config.rollout, length, "train") for length in RESPONSES] * len(prompts)
+        repeated = [prompt for prompt in prompts for _ in RESPONSES]
+        uids = [str(number) for number in range(len(repeated))]
+        return self._generated(self.vllm.requests(repeated, uids, chosen, 1, seed=0, ignore_eos=True))
+
+    def _generated(self, requests: list[tuple[Any, Any]]) -> Greeting:
+        from pipeline.rollout.greetings import read_greeting
+
+        return read_greeting("engine", self.loop.submit(requests).result(CALL_S))
 
 
 def known_class(folder: Path) -> None:

@@ -24,6 +24,8 @@ from pipeline.models.slices import reading_slices
 logger = logging.getLogger(__name__)
 
 PREFIX = "lm."
+NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
+"""What `transformers` says of families with attention of their own, and of those without attention."""
 
 
 class Pretrained(nn.Module):
@@ -68,10 +70,23 @@ def load_pretrained(
         "trust_remote_code": config.trust_remote_code,
         **options,
     }
-    slices = reading_slices(mesh) if mesh and mesh.slices else nullcontext()
+
+    def read() -> tuple[Any, dict[str, Any]]:
+        with reading_slices(mesh) if mesh and mesh.slices else nullcontext():
+            made: tuple[Any, dict[str, Any]] = auto.from_pretrained(
+                folder or config.path, output_loading_info=True, **arguments
+            )
+            return made
+
     try:
-        with slices:
-            model, report = auto.from_pretrained(folder or config.path, output_loading_info=True, **arguments)
+        try:
+            model, report = read()
+        except ValueError as error:
+            if arguments["attn_implementation"] != "sdpa" or NO_SDPA not in str(error):
+                raise
+            logger.warning("%s=%s: its family has no attention 'sdpa', so 'eager' computes it", key, config.path)
+            arguments["attn_implementation"] = "eager"
+            model, report = read()
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
     fix_ropes(model, longest)

@@ -1,10 +1,14 @@
 """The policy's log-probs against the plain model's, on ragged batches."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
     CohereConfig,
     CohereForCausalLM,
     FalconH1Config,
@@ -16,6 +20,7 @@ from transformers import (
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    MambaConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -185,6 +190,24 @@ def test_load_policy_round_trip_and_names(tmp_path) -> None:
     names = {loaded.hf_name(name) for name, _ in loaded.named_parameters()}
     assert names == {name for name, _ in policy.lm.named_parameters()}
     torch.testing.assert_close(loaded(*pack(ROWS))[0], policy(*pack(ROWS))[0])
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba"])
+def test_a_family_without_sdpa_is_computed_by_its_own_code(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs = {
+        "bloom": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+        "mamba": MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4),
+    }
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(configs[family]).save_pretrained(tmp_path)
+    plain = Policy(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"))
+    loaded = load_policy(ModelConfig(path=str(tmp_path)))
+    torch.testing.assert_close(loaded(*pack(ROWS))[0], plain(*pack(ROWS))[0])
+    assert "its family has no attention 'sdpa', so 'eager' computes it" in caplog.text
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_policy(ModelConfig(path=str(tmp_path), attn_implementation="flex_attention"))
 
 
 def test_load_policy_says_what_is_missing(tmp_path) -> None:
