@@ -66,7 +66,7 @@ def rope(kind: str, length: int = LENGTH, **options: Any) -> dict[str, Any]:
 
 def by_length(dims: int, **more: Any) -> dict[str, Any]:
     """A rope of `dims` rotated dimensions with factors for short rows and others for long ones."""
-    factors = {
+    factors: dict[str, Any] = {
         "short_factor": [1.0 + 0.01 * i for i in range(dims // 2)],
         "long_factor": [1.5 + i for i in range(dims // 2)],
     }
