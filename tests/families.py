@@ -60,5 +60,5 @@ def greet(folder: Path, dtype: str = "float32", longest: int = LONGEST) -> tuple
     from transformers import AutoConfig
 
     plan = GreetingPlan.of(AutoConfig.from_pretrained(folder).get_text_config(), longest, 1)
-    with forking(ProcessPoolExecutor(1)) as pool:
+    with ProcessPoolExecutor(1, mp_context=forking()) as pool:
         return plan, pool.submit(generate, str(folder), plan, dtype, longest).result(timeout=START_S)

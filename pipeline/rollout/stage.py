@@ -37,6 +37,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.config.trainer import TrainerConfig
+from pipeline.conversations import begun_text
 from pipeline.derived import uses_baselines
 from pipeline.errors import FinalError
 from pipeline.generation import Generation
@@ -190,6 +191,9 @@ class Rollout:
                 return with_episodes(self._rows(table, made, texts, mask, *seconds), episodes)
             made = [vllm.read(output, version) for output in outputs]
             texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made], self._ends)
+            # Rewards judge an answer as a whole.
+            starts = list(map(begun_text, table["prompt"].to_pylist()))
+            texts = [starts[number * len(starts) // len(texts)] + text for number, text in enumerate(texts)]
             return self._rows(table, made, texts, None, *seconds)
 
         # Other chunks are admitted and added meanwhile.

@@ -71,10 +71,8 @@ class PromptScores:
     scores: list[float]
     votes: list[int]
     """A number for each answer; equal answers have equal numbers."""
-    accuracies: list[float] = field(default_factory=list)
-    """`acc` of the reward function; empty if it returns none."""
-    accuracy_votes: list[int] = field(default_factory=list)
-    """`votes` of the responses with an `acc`."""
+    accuracies: list[float | None] = field(default_factory=list)
+    """`acc` of the reward function; None if it returned none."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ generate the next ones.
 """
 
 import os
+import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +29,11 @@ from pipeline.errors import FinalError
 from pipeline.greeting import Greeting
 from pipeline.models.batch import TrainBatch
 from pipeline.models.ends import find_ends
-from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype
+from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype, try_save
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import flat, policy_tokens, prompt_tokens
-from pipeline.stats import Stat, Stats, reduce
+from pipeline.stats import Stat, Stats, merge, reduce
 from pipeline.storage import checkpoints
 from pipeline.store.client import ANSWER_S, StoreClient
 from pipeline.store.events import CheckpointSaved, IterationTrained, TrainingEnded, Trouble
@@ -39,17 +41,18 @@ from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.threads import compute_threads
-from pipeline.track.metrics import iteration_metrics
+from pipeline.track.metrics import iteration_metrics, missing_rates
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import Record, discard_trajectories
 from pipeline.train import ranks
-from pipeline.train.checkpoint import NotStored, Saver, restore
+from pipeline.train.checkpoint import NotStored, Saver
 from pipeline.train.deal import Dealer
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
 from pipeline.train.handshake import Handshake
 from pipeline.train.learner import Learner
 from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop_reason, timed
+from pipeline.train.restore import restore
 from pipeline.train.setup import build_actor, build_critic, build_publishers
 from pipeline.train.update import StreamedUpdate
 
@@ -73,6 +76,7 @@ class Loop:
             build_critic(self.config, self.device, iterations, self.actor.mesh) if uses_critic(self.config) else None
         )
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
+        self._try_to_save()
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
         root = checkpoints.root(trainer, self.run_dir)
@@ -190,14 +194,31 @@ class Loop:
         """Where the model goes if the run's folder cannot be written."""
         return f"{self.saver.staging}/{Path(self.run_dir).name}-model-{os.getpid()}"
 
-    def _save_model(self, folder: str) -> None:
+    def _try_to_save(self) -> None:
+        """Write what the end of the run writes, without weights; a collective.
+
+        Raises FinalError on every rank.
+        """
+        shared = (Path(self.run_dir) / "config.yaml").is_file()
+        nodes = [node for node in ranks.all_gather(None if shared else socket.gethostname()) if node]
+        if nodes:
+            raise FinalError(
+                f"{self.run_dir} is not on the node {nodes[0]}, which trains; set trainer.default_local_dir to a "
+                "folder that all nodes share"
+            )
+        try:
+            self._save_model(self._model_folder, try_save)
+        except NotSavedError as error:
+            raise FinalError(str(error)) from error
+
+    def _save_model(self, folder: str, save: Callable[..., None] = save_hf) -> None:
         """Save the model with the settings of its training; a collective. Raises NotSavedError on every rank."""
         dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
         tokenizer = load_tokenizer(self.config.model, needs_chat_template=False)
         ends = find_ends(self.config.model, tokenizer, self.config.data.apply_chat_template_kwargs)
-        save_hf(self.actor.module, tokenizer, folder, dtype, ends.ids, replace=True)
+        save(self.actor.module, tokenizer, folder, dtype, ends.ids, replace=True)
         problem = None
-        if self.rank == 0:
+        if self.rank == 0 and save is save_hf:
             try:
                 ModelSettings.of(self.config, self.version).save(Path(folder))
             except OSError as error:
@@ -292,7 +313,8 @@ class Loop:
         parts = ranks.all_gather(stats)
         verdict: tuple[str | None, bool] = (None, False)
         if self.rank == 0:
-            metrics = reduce(part for rank in parts for part in rank)
+            merged = merge(part for rank in parts for part in rank)
+            metrics = reduce([merged, missing_rates(merged)])
             prompt, response, policy = (metrics.pop(name) for name in tokens)
             metrics |= derived(metrics, prompt, response, policy, self.world_size)
             reason = stop_reason(metrics, table, self.version, self.config)
