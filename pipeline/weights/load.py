@@ -10,7 +10,6 @@ With `trainer.weight_transport=delta` a shard also holds what has changed since 
 """
 
 import contextlib
-import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -204,20 +203,6 @@ def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
             yield done
 
 
-@contextlib.contextmanager
-def _as_if_uncompiled(vllm_config: Any) -> Iterator[None]:
-    """Inside, models can be made of classes of `transformers` that vLLM has taken for its own engine.
-
-    Such a class then asks for vLLM's configuration, and may compile the model.
-    """
-    from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
-
-    config = copy.copy(vllm_config)
-    config.compilation_config = CompilationConfig(mode=CompilationMode.NONE)
-    with set_current_vllm_config(config):
-        yield
-
-
 def register() -> None:
     """Make the transport known to vLLM in this process (also called in every vLLM process by the entry point)."""
     from vllm.distributed.weight_transfer.base import (
@@ -243,10 +228,7 @@ def register() -> None:
             self._reload: Reload | None = None
             # Models without experts have the names of their checkpoints.
             config = self.model_config
-            self._lm: Any = None
-            if config.is_moe:
-                with _as_if_uncompiled(self.vllm_config):
-                    self._lm = skeleton(config.model, config.trust_remote_code)
+            self._lm = skeleton(config.model, config.trust_remote_code) if config.is_moe else None
 
         def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
             pass

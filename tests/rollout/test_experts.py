@@ -13,10 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 class Experts(Place):
-    """A policy of which a token sees 2 of 4 experts in each layer, and of one family in all layers but the last.
-
-    vLLM computes `flex_olmo` with the classes of `transformers`.
-    """
+    """A policy of which a token sees 2 of 4 experts in each layer, and of one family in all layers but the last."""
 
     kind = "qwen3_moe"
 
@@ -31,6 +28,7 @@ class Experts(Place):
             "num_hidden_layers": 3,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
+            "head_dim": 32,
             "num_experts_per_tok": 2,
             "tie_word_embeddings": tie,
             "eos_token_id": tokenizer.eos_token_id,
@@ -38,9 +36,9 @@ class Experts(Place):
         }
         if self.kind == "qwen3_moe":
             experts = {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [2]}
-            sizes |= {"head_dim": 32, "intermediate_size": 96, **experts}
+            sizes |= {"intermediate_size": 96, **experts}
         else:
-            sizes |= {"intermediate_size": 32, "num_experts" if self.kind == "flex_olmo" else "num_local_experts": 4}
+            sizes |= {"intermediate_size": 32, "num_local_experts": 4}
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(self.kind, **sizes))
 
 
@@ -61,7 +59,7 @@ def published_names() -> list[str]:
     return sorted({piece.name for shard in place.versions.shards[0] for piece in shard.pieces})
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "flex_olmo"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     running = Engine(open_place, request.param, str(tmp_path_factory.mktemp("engine") / "model"))
     yield running
