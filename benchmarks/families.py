@@ -45,9 +45,9 @@ STEPS = {
     "model": "no tiny model can be made",
     "trainer": "the trainer refuses it",
     "engine": "vLLM refuses it",
-    "publish": "vLLM does not take its weights",
+    "publish": "its weights do not reach vLLM",
     "handshake": "the handshake refuses it",
-    "versions": "a version cannot be used",
+    "versions": "a later version cannot be used",
     "export": "it cannot be saved",
     "exported": "the saved model cannot be used",
 }
@@ -139,15 +139,14 @@ def largest(found: dict[str, Any]) -> dict[str, float]:
 
 
 def verdict(found: dict[str, Any]) -> tuple[str, str]:
-    """`works` and by which way, `refused` and why, or `fails` and how."""
+    """`works` and by which way, `refused` with a sentence before the first iteration, or `fails` and how."""
     if failed := found.get("failed"):
-        # The product's own sentences are ValueErrors, and vLLM says before the run begins what it cannot do.
-        step = found["step"]
-        refused = step in ("engine", "publish", "handshake") or (step == "trainer" and failed["kind"] == "ValueError")
+        # vLLM says at its start what it cannot compute; the product's own sentences are of these kinds.
+        refused = found["step"] == "engine" or failed["kind"] in ("ValueError", "FinalError")
         reason = " ".join(re.sub(r"\S*/(?=model\b)", "", failed["error"]).split())
         if len(reason) > SHOWN:
             reason = reason[:SHOWN].rsplit(" ", 1)[0] + " ..."
-        return "refused" if refused else "fails", f"{STEPS[step]}: {reason}"
+        return "refused" if refused else "fails", f"{STEPS[found['step']]}: {reason}"
     if apart := [f"{form} {gap:.1e}" for form, gap in largest(found).items() if not gap <= LIMIT]:
         return "fails", f"engine and trainer differ: {', '.join(apart)} nats"
     if found["still"]:

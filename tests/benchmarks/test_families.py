@@ -59,9 +59,11 @@ def test_verdicts() -> None:
         assert result == "fails" and "packed" in why and "alone" not in why, gap
     assert verdict(GOOD | {"still": ["a.weight"]}) == ("fails", "the update leaves 1 parameters as they were: a.weight")
     for step in STEPS:
-        result, why = verdict({"name": "a", "gaps": [], "step": step, "failed": {"kind": "ValueError", "error": "no"}})
-        assert result == ("refused" if step in ("trainer", "engine", "publish", "handshake") else "fails")
-        assert why == f"{STEPS[step]}: no"
+        for kind in ("ValueError", "FinalError", "EngineDead"):
+            failed = {"name": "a", "gaps": [], "step": step, "failed": {"kind": kind, "error": "no"}}
+            result, why = verdict(failed)
+            assert result == ("fails" if kind == "EngineDead" and step != "engine" else "refused")
+            assert why == f"{STEPS[step]}: no"
     crash = {"name": "a", "gaps": [], "step": "trainer", "failed": {"kind": "IndexError", "error": "x " * 200}}
     result, why = verdict(crash)
     assert result == "fails" and why.endswith(" ...") and len(why) < 300
