@@ -5,6 +5,7 @@ ropes are made for `ORIGINAL` positions, so that rows of some tens of tokens pas
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -331,11 +332,15 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, tokenizer: Any) -> Any:
     """A model of the form `name` with random weights, all of which matter, for the tokens of `tokenizer`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind, changes = FORMS[name]
+    family = CONFIG_MAPPING[kind]
+    known = {field.name for field in fields(family)} | family.attribute_map.keys()
+    # Numbers that a family does not have may mislead the engine.
+    common = {key: value for key, value in COMMON.items() if key in known}
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(kind, **{**COMMON, "vocab_size": len(tokenizer), **ids, **changes})
+    config = family(**{**common, "vocab_size": len(tokenizer), **ids, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     move(model, seed=1, size=0.05)
