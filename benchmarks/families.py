@@ -2,7 +2,7 @@
 
     python -m benchmarks.families                                    # all forms, half a minute each
     python -m benchmarks.families --only gemma-2 phi-4-mini          # some of them
-    python -m benchmarks.families --page docs/families.md            # and their table, in the page of families
+    python -m benchmarks.families --page docs/families.md            # what was found so far, in the page of families
 
 A trial of a form, on CPUs in float32:
 
@@ -46,6 +46,7 @@ STEPS = {
     "trainer": "the trainer refuses it",
     "engine": "vLLM refuses it",
     "publish": "its weights do not reach vLLM",
+    "greeting": "vLLM does not compute it",
     "handshake": "the handshake refuses it",
     "versions": "a later version cannot be used",
     "export": "it cannot be saved",
@@ -68,6 +69,7 @@ class Trial:
             "trainer": self.load,
             "engine": self.start,
             "publish": lambda: self.publish(0),
+            "greeting": self.greet,
             "handshake": self.shake_hands,
             "versions": self.versions,
             "export": lambda: self.trainer("save", self.export),
@@ -105,8 +107,11 @@ class Trial:
     def publish(self, version: int) -> None:
         self.engine("load", self.trainer("publish", version), version)
 
+    def greet(self) -> None:
+        self.greeting = self.engine("greet", self.plan)
+
     def shake_hands(self) -> None:
-        self.found |= self.trainer("shake_hands", self.engine("greet", self.plan))
+        self.found |= self.trainer("shake_hands", self.greeting)
 
     def versions(self) -> None:
         for version in range(1, VERSIONS):
@@ -204,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS), metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("runs/families"), help="what was found, a folder a form")
     parser.add_argument("--again", action="store_true", help="try forms again that have been tried")
-    parser.add_argument("--page", type=Path, help="a page with marks, which gets the table")
+    parser.add_argument("--page", type=Path, help="a page with marks, which gets all that was found")
     args = parser.parse_args(argv)
     rows = []
     for name in args.only:
@@ -215,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.add_row(*cells(found))
     Console().print(table)
     if args.page:
-        write(args.page, rows)
+        write(args.page, [tried(name, args.out, False) for name in FORMS if (args.out / name / FOUND).exists()])
 
 
 if __name__ == "__main__":
