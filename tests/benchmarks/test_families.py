@@ -56,7 +56,7 @@ def test_verdicts() -> None:
     assert cells(GOOD)[-1] == "3.0e-06" and largest(GOOD) == {"alone": 2e-6, "packed": 3e-6}
     for gap in (2e-4, math.nan, math.inf):
         result, why = verdict(GOOD | {"gaps": [{"alone": 1e-6, "packed": gap}, {"alone": 1e-6, "packed": 1e-6}]})
-        assert result == "fails" and "packed" in why and "alone" not in why, gap
+        assert result == "differs" and "packed" in why and "alone" not in why, gap
     assert verdict(GOOD | {"still": ["a.weight"]}) == ("fails", "the update leaves 1 parameters as they were: a.weight")
     for step in STEPS:
         for kind in ("ValueError", "FinalError", "EngineDead"):
