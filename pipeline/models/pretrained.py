@@ -24,6 +24,8 @@ from pipeline.models.slices import reading_slices
 from pipeline.models.weight_files import alone, check_weights
 
 PREFIX = "lm."
+NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
+"""What `transformers` says of families with attention of their own, and of those without attention."""
 
 
 class Pretrained(nn.Module):
@@ -77,14 +79,22 @@ def load_pretrained(
         "trust_remote_code": config.trust_remote_code,
         **options,
     }
+    # Else `transformers` would name no weight in its error.
+    arguments["ignore_mismatched_sizes"] = True
+    own_attention = None
     with ExitStack() as inside:
         place = inside.enter_context(alone(folder)) if folder else config.path
         if mesh and mesh.slices:
             inside.enter_context(reading_slices(mesh))
         try:
-            # Else `transformers` would name no weight in its error.
-            arguments["ignore_mismatched_sizes"] = True
-            model, report = auto.from_pretrained(place, output_loading_info=True, **arguments)
+            try:
+                model, report = auto.from_pretrained(place, output_loading_info=True, **arguments)
+            except ValueError as error:
+                if arguments["attn_implementation"] != "sdpa" or NO_SDPA not in str(error):
+                    raise
+                own_attention = "its family has no attention 'sdpa', so 'eager' computes it"
+                arguments["attn_implementation"] = "eager"
+                model, report = auto.from_pretrained(place, output_loading_info=True, **arguments)
         # Formats, families and their packages raise errors of their own.
         except Exception as error:
             raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
@@ -96,7 +106,7 @@ def load_pretrained(
                 f"{key}={config.path} holds {name} of shape {list(shape)}, but its config.json says {list(needed)}; "
                 "give a complete checkpoint of one model."
             )
-    chosen = fix_ropes(model, longest), choose_attention(model)
+    chosen = own_attention, fix_ropes(model, longest), choose_attention(model)
     add_notes(model, *(note and f"{key}={config.path}: {note}" for note in chosen))
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -126,16 +136,18 @@ def float32_head(head: nn.Linear, hidden: Tensor) -> Tensor:
     return numbers if head.bias is None else numbers + head.bias.float()
 
 
+class _States(tuple[Tensor]):
+    """What a decoder returns: hidden states alone, without all that some families add and pass on."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
 def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[Tensor, Tensor]:
     """Random last hidden states [1, 4, H], and the logits that `lm` computes from them for a row of `token`."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
     generator = torch.Generator().manual_seed(0)
     hidden: Any = torch.randn(1, 4, head.in_features, generator=generator).to(head.weight)
-    states: Any = MoeModelOutputWithPast(last_hidden_state=hidden)
-    # GPT-2 and its relatives pass it on, and fail without it.
-    states.cross_attentions = None
-    with patch.object(decoder, "forward", return_value=states):
+    with patch.object(decoder, "forward", return_value=_States((hidden,))):
         return hidden, lm(input_ids=torch.full((1, 4), token, device=hidden.device)).logits.float()
 
 

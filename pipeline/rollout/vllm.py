@@ -65,7 +65,11 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
     args["hf_overrides"] = longer_positions(read_config(model.path)) | args.get("hf_overrides", {})
     # The folder is read while the engine is built, and not later.
     with alone(model.path or "") as path:
-        engine = LLMEngine.from_engine_args(EngineArgs(**(args | {"model": path})))
+        chosen = EngineArgs(**(args | {"model": path}))
+        if not chosen.enable_chunked_prefill and chosen.create_model_config().has_inner_state:
+            # Without chunks vLLM cannot keep the states of recurrent layers between requests, and does not start.
+            chosen.enable_prefix_caching = False
+        engine = LLMEngine.from_engine_args(chosen)
     if model.lora.alone:
         lora.use_adapter(engine)
     return engine

@@ -65,8 +65,9 @@ class Replica(Generic[M]):
         self.module = load().to(self.device).eval().requires_grad_(False)
         self.passes = Passes.of(self.module, share_prompts)
         self._store, self._patience = store, patience
-        for note in self.passes.notes if store else ():
-            store.call(PolicyStore.post, Noted(note))
+        if store is not None:
+            for note in self.passes.notes:
+                store.call(PolicyStore.post, Noted(note))
 
     def settle(self) -> None:
         """Before the first rows: let them pass as the handshake found it right for models of this class."""
