@@ -20,6 +20,7 @@ from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.paths import check_out
+from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.errors import NotStarted
@@ -27,6 +28,7 @@ from pipeline.models import adapter
 from pipeline.models.attention_names import check_attention
 from pipeline.models.ends import find_ends
 from pipeline.models.lora import coverage
+from pipeline.models.save_settings import check_settings
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
@@ -186,11 +188,7 @@ class Job(Generic[C]):
     def _run(self, config: C, out: Path) -> dict[str, float]:
         """Train, and save into the folder `out`, which this process owns; returns the last metrics."""
         data, trainer = config.data, config.trainer
-        config.model.path = cluster.absolute(config.model.path)
-        config.model.tokenizer_path = cluster.absolute(config.model.tokenizer_path)
-        config.model.lora.path = cluster.absolute(config.model.lora.path)
-        data.train_files = cluster.absolute_files(data.train_files)
-        data.val_files = cluster.absolute_files(data.val_files)
+        name_from_root(config)
         encoder = self.loop.encoder
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
@@ -200,6 +198,7 @@ class Job(Generic[C]):
         auto = "AutoModelForCausalLM" if self.causal else "AutoModelForSequenceClassification"
         if found := coverage(config.model, auto=auto):
             print(f"{self.name}: {'' if found.complete else 'note: '}adapters are {found.text}", flush=True)
+        check_settings(config.model, tokenizer)
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
             print(f"{self.name}: note: {note}", flush=True)

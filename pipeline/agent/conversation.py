@@ -20,6 +20,7 @@ from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.language import TOKEN, Language
 from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
+from pipeline.conversations import begun_answer
 from pipeline.generation import Generation
 
 Ask = Callable[[list[int], int, int], Awaitable[Generation]]
@@ -90,6 +91,11 @@ class Conversation:
             EpisodeOver: it is too long, and not the first.
         """
         language, most = language or self._language, self.config.max_contexts
+        if begun_answer(messages) is not None:
+            raise EpisodeFailed(
+                "the messages with which the episode begins end with the assistant's, and an answer of an episode "
+                "cannot be continued; end with a message that the policy is to answer"
+            )
         if language.tools and self._stop:
             raise EpisodeFailed(
                 f"rollout.stop or extra_info.sampling_params.stop is {list(self._stop)!r:.200} where the policy is "

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.model import LoraConfig, ModelConfig
 from pipeline.errors import short_reason
 from pipeline.models import adapter
+from pipeline.models.state import tensors
 
 if TYPE_CHECKING:
     from pipeline.models.pretrained import Pretrained
@@ -169,18 +170,19 @@ def published(model: nn.Module, adapter_alone: bool = False) -> Iterator[tuple[s
         adapter_alone: the adapter's tensors, and no others.
 
     Yields:
-        `(name, tensor)` in the order of the model's parameters. Merged weights are float32, new tensors, sharded as the
-        base's; all others are the parameters themselves.
+        `(name, tensor)` in the order of `state.tensors`: parameters, and buffers that are none. Merged weights are
+        float32, new, sharded as the base's; all others are the model's own tensors.
     """
     _reshard(model)
-    for name, parameter in model.named_parameters():
+    for name, tensor in tensors(model):
         if ".lora_" in name or adapter_alone:
             if ".lora_" in name and adapter_alone:
-                yield name, parameter
+                yield name, tensor
             continue
         stem, inside, last = name.rpartition(BASE)
         merges = inside and last == "weight"
-        yield stem + last, _merged(model.get_submodule(stem.removesuffix("."))) if merges else parameter
+        merged = _merged(model.get_submodule(stem.removesuffix("."))) if merges else None
+        yield stem + last, tensor if merged is None else nn.Parameter(merged, requires_grad=False)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Code that all models made of `transformers` models share."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
@@ -12,11 +13,15 @@ from torch import Tensor, nn
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.errors import short_reason
+from pipeline.models.attention_choice import choose_attention
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh
 from pipeline.models.offload import offload_activations
 from pipeline.models.repeatable import without_dropout
+from pipeline.models.rope import fix_ropes
 from pipeline.models.slices import reading_slices
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "lm."
 
@@ -37,7 +42,7 @@ class Pretrained(nn.Module):
 
 
 def load_pretrained(
-    auto: Any, config: ModelConfig, key: str, mesh: Mesh | None = None, **options: Any
+    auto: Any, config: ModelConfig, key: str, mesh: Mesh | None = None, longest: int | None = None, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The model of `config.path`, in training mode, and the loading report of `transformers`.
 
@@ -47,6 +52,7 @@ def load_pretrained(
         key: the configuration key of the path, for errors.
         mesh: ranks that read their slices of the weights (`slices.py`); None, or one rank, reads whole weights on the
             CPU.
+        longest: tokens of the longest row (`fix_ropes`); None for what the model was made for.
         options: arguments of `from_pretrained` that override those of `config`.
 
     Raises ValueError for no path, an incomplete model folder, or one that `transformers` cannot load.
@@ -68,6 +74,9 @@ def load_pretrained(
             model, report = auto.from_pretrained(folder or config.path, output_loading_info=True, **arguments)
     except (OSError, ValueError) as error:
         raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
+    fix_ropes(model, longest)
+    if note := choose_attention(model):
+        logger.warning("%s=%s: %s", key, config.path, note)
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.activation_offload:

@@ -13,9 +13,11 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import keys, value_of
+from pipeline.conversations import begun_text
 from pipeline.derived import reward_parts, uses_agent, uses_baselines, uses_engines
 from pipeline.replay.recording import Recording, iteration_range
 from pipeline.rows import ANSWER
+from pipeline.storage.moved import same
 from pipeline.storage.resume import CONFIG_FILE, may_differ
 from pipeline.train.correction import parse
 
@@ -62,7 +64,7 @@ def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
         iterations: which recorded iterations to train on, in the form of `data.recorded_iterations`.
     """
     config, default = copy.deepcopy(recorded), Config()
-    for name in (*UNREAD, "trainer.val_before_train", "trainer.test_freq", "trainer.resume"):
+    for name in (*UNREAD, "trainer.val_before_train", "trainer.test_freq", "trainer.resume", "trainer.accept_changed"):
         section, _, last = name.rpartition(".")
         setattr(value_of(config, section), last, value_of(default, name))
     folder, trainer = run_dir.resolve(), config.trainer
@@ -162,7 +164,8 @@ def check_recording(config: Config) -> int:
         )
     sources = recording.check()
     rows = recording.rows(0, min(CHECKED_GROUPS, recording.groups))
-    _check_tokens(config, rows.select(["response_ids", "response", *["spans"] * uses_agent(config)]).to_pylist())
+    read = ["prompt", "response_ids", "response", *["spans"] * uses_agent(config)]
+    _check_tokens(config, rows.select(read).to_pylist())
     check_sources(sources, config.reward, config.agent)
     check_names(config.reward, {source for found in sources.values() for source in found})
     prompts = rows.take(list(range(0, len(rows), recording.n)))
@@ -181,8 +184,9 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
                 "leave it as it was"
             )
     for name in ("agent.environment", "agent.tools", "agent.program", "agent.command", "agent.named"):
+        moved = same(value_of(recorded, name), value_of(config, name), compared=False)
         was, now = (as_argument(value_of(of, name)) for of in (recorded, config))
-        if was != now:
+        if was != now and not moved:
             yield (
                 f"{name}={now}: the rows of {run_dir} were made with {name}={was}, and a replay plays no episodes; "
                 "leave it as it was"
@@ -200,7 +204,8 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
             f"is {recorded.algorithm.adv_estimator}), and a replay generates none; choose another estimator"
         )
     for name, was, now in diff(recorded, config):
-        if name.startswith(("reward.", "scoring.reward_model.")) and not may_differ(name):
+        scores = name.startswith(("reward.", "scoring.reward_model.")) and not may_differ(name)
+        if scores and not same(was, now, compared=False):
             yield (
                 f"{name}={now}: {estimator} compares with the recorded scores of greedy responses, whose text is not "
                 f"recorded, so the reward must be that of the recording ({was}); leave it, or choose another estimator"
@@ -215,6 +220,8 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
     answers = [_last_answer(row) if episodes else row["response_ids"] for row in rows]
     texts = load_tokenizer(config.model).batch_decode(answers, skip_special_tokens=True)
     for row, text in zip(rows, texts, strict=True):
+        if not episodes:
+            text = begun_text(row["prompt"]) + text
         # Of an answer of an episode, calls and reasoning were taken out.
         if any(word not in text for word in row["response"].split()) if episodes else text != row["response"]:
             raise ConfigError(

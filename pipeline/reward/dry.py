@@ -9,6 +9,7 @@ import pyarrow as pa
 from pipeline import rows
 from pipeline.config.agent import AgentConfig
 from pipeline.config.reward import RewardConfig
+from pipeline.conversations import answered
 from pipeline.errors import nearest
 from pipeline.reward.functions import functions
 from pipeline.reward.pool import close
@@ -153,5 +154,5 @@ def dry_call(
 
 def _episode(prompt: str) -> dict[str, Any]:
     """The columns `EPISODE` of a row whose only answer is `RESPONSE`."""
-    messages = [*json.loads(prompt), {"role": "assistant", "content": RESPONSE}]
+    messages = answered(json.loads(prompt), RESPONSE)
     return {"messages": json.dumps(messages), "turns": 1, "env_score": 0.0, "env_parts": "{}", "env_error": None}

@@ -15,7 +15,7 @@ from pipeline.generation import Generation
 from pipeline.rollout import lora
 from pipeline.rollout.tensor_parallel import engine_args
 from pipeline.sampling import Sampling
-from pipeline.weights.load import BACKEND, Shard, register
+from pipeline.weights.load import BACKEND, Shard, accept, confirm, register
 
 
 def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: int) -> Any:
@@ -64,7 +64,10 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
 
 def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> None:
     """Replace the engine's weights, or its adapter, in place, and label what it generates from now on. No request may
-    be running."""
+    be running.
+
+    Raises FinalError if the engine does not read all that is published, or needs more (`weights/confirm.py`).
+    """
     if any(shard.adapter for shard in shards):
         lora.load(engine, shards, timeout)
         engine.set_weight_version(str(version))
@@ -72,6 +75,12 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float, version: int) -> 
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"shards": list(shards), "timeout": timeout}})
     engine.collective_rpc("finish_weight_update")
+    from pipeline.weights.confirm import check
+
+    found = [confirmation for confirmation in engine.collective_rpc(confirm) if confirmation is not None]
+    if found:
+        check(found, f"{engine.model_config.hf_config.model_type} ({engine.model_config.model})")
+        engine.collective_rpc(accept)
     engine.set_weight_version(str(version))
 
 

@@ -251,7 +251,7 @@ class RunMonitor:
             )
             self._prompts.clear()
             self._loads.clear()
-            self._keeper.restarted()
+        self._keeper.forget_after(version)
         # A validation that was cut off is made again.
         self._validations = {
             i: validation for i, validation in self._validations.items() if i <= version and validation.metrics

@@ -1,5 +1,6 @@
 """Where a run's files are: a folder on a local or shared disk, or a URL that pyarrow or fsspec knows (`s3://`, ...)."""
 
+import errno
 import os
 
 import fsspec
@@ -8,6 +9,10 @@ import pyarrow.fs as pafs
 
 PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "mock")
 """Schemes of URLs that pyarrow knows itself."""
+
+
+STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR}
+"""Errors that seldom pass by themselves: full, over the quota, read-only, forbidden, a file for a folder."""
 
 
 def check_scheme(place: str) -> None:
@@ -41,3 +46,14 @@ def filesystem_of(place: str) -> tuple[pafs.FileSystem, str]:
             raise ValueError(f"{place!r} is on no file system that pyarrow or fsspec knows: {unknown}") from error
         filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(other))
     return filesystem, root.rstrip("/")
+
+
+def move_folder(filesystem: pafs.FileSystem, source: str, target: str) -> None:
+    """Rename a folder; on a storage that cannot, copy and delete it. Raises OSError if neither can be done."""
+    try:
+        filesystem.move(source, target)
+    except (OSError, NotImplementedError):
+        if isinstance(filesystem, pafs.LocalFileSystem):
+            raise
+        pafs.copy_files(source, target, source_filesystem=filesystem, destination_filesystem=filesystem)
+        filesystem.delete_dir(source)

@@ -104,7 +104,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something fails and is tried again."""
+    """What has to be seen: something that fails and is tried again, or that the run has found out."""
 
     text: str
 
@@ -131,6 +131,11 @@ Event = (
     | Trouble
     | TrainingEnded
 )
+
+
+def milliseconds() -> int:
+    """Milliseconds since 1970. No earlier store of the run has reached this number: none counts 1,000 per second."""
+    return time.time_ns() // 1_000_000
 
 
 class EventLog:

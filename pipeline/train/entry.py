@@ -16,8 +16,10 @@ class LoopSettings:
     schedule: Schedule
     store: Any
     run_dir: str
-    checkpoint: str | None = None
-    """Folder or URL of the checkpoint that the run begins with; None begins with `model.path`."""
+    start: str = ""
+    """Name of this start of the run, which restarts of its workers share."""
+    policy: str | None = None
+    """Folder or URL of another run's checkpoint, with whose weights a new run begins; None begins with `model.path`."""
 
 
 def train_loop(settings: dict[str, LoopSettings]) -> TrainingEnded:

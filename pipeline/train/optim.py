@@ -128,6 +128,16 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
     return torch.optim.AdamW(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
+def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's part of a trained parameter and of AdamW's state of it."""
+    local = _local(parameter)
+    if isinstance(optimizer, torch.optim.AdamW):
+        # A weight and two averages in float32; of a bfloat16 weight, too, the state has the other half.
+        return 3 * 4 * local.numel()
+    # With 8 bits: a byte a number, and a scale of four bytes for 256 of them.
+    return local.numel() * local.element_size() + 2 * (local.numel() * (256 + 4) // 256)
+
+
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
     """The schedule of `rate_factor` over `total_steps` optimiser steps; `step()` is called after each."""
     return LambdaLR(optimizer, rate_factor(config, total_steps))

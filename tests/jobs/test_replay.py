@@ -1,5 +1,6 @@
 """The command line of a replay: the settings it begins with, what it refuses and how, and what it prints."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pipeline.config.schema import value_of
 from pipeline.plan.plan import plan
 from pipeline.replay.checks import UNREAD
 from pipeline.replay.checks import _check_tokens as check_tokens
+from pipeline.replay.checks import _mismatches as mismatches
 from pipeline.rows import ANSWER, OBSERVATION
 from tests.recordings import BATCH, CHUNK, SAMPLES, record
 
@@ -152,6 +154,23 @@ def test_episodes_stay_those_of_the_recording(refused: Refused, given: str, part
     refused(given, parts=(part, "leave it as it was"))
 
 
+def test_code_of_a_project_that_moved_is_the_same(tmp_path: Path) -> None:
+    old, new = (
+        load_config(
+            [f"agent.environment={tmp_path}/{place}/game.py:Game", f"agent.tools=[{tmp_path}/{place}/tools.py]"]
+        )
+        for place in ("old", "new")
+    )
+    (tmp_path / "new").mkdir()
+    for name in ("game.py", "tools.py"):
+        (tmp_path / "new" / name).touch()
+    assert list(mismatches(new, old)) == []
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "game.py").touch()
+    [sentence] = mismatches(new, old)
+    assert sentence.startswith(f"agent.environment={tmp_path}/new/game.py:Game")
+
+
 def test_of_an_episode_the_tokens_of_the_last_answer_are_compared(settings: list[str], tiny_model: Path) -> None:
     config, tokenizer = load_config([*settings, "agent.tools=[a:b]"]), AutoTokenizer.from_pretrained(tiny_model)
     first, reply, last, closing = (tokenizer(text)["input_ids"] for text in ("12", "one two", "call(3) so 4", "!"))
@@ -163,6 +182,15 @@ def test_of_an_episode_the_tokens_of_the_last_answer_are_compared(settings: list
     check_tokens(config, [row | {"response": "so 4"}])
     with pytest.raises(ConfigError, match="another tokenizer .* reads the tokens of a response as 'call.3. so 4'"):
         check_tokens(config, [row | {"response": "one"}])
+
+
+def test_a_begun_answer_is_part_of_a_recorded_response(settings: list[str], tiny_model: Path) -> None:
+    config, tokenizer = load_config(settings), AutoTokenizer.from_pretrained(tiny_model)
+    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so "}]
+    row = {"response_ids": tokenizer("4")["input_ids"], "prompt": json.dumps(begun)}
+    check_tokens(config, [row | {"response": "so 4"}])
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        check_tokens(config, [row | {"response": "4"}])
 
 
 # the plan

@@ -41,7 +41,7 @@ class Run:
         self.notices: list[str] = []
         self.recorded_for_keeper: list[int] = []
         self.parts: list[tuple[int, int, int]] = []
-        self.restarts = 0
+        self.kept_from: list[int] = []
         self.monitor = RunMonitor(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -86,8 +86,8 @@ class Run:
     def saved(self, version: int, rank: int, ranks: int) -> None:
         self.parts.append((version, rank, ranks))
 
-    def restarted(self) -> None:
-        self.restarts += 1
+    def forget_after(self, version: int) -> None:
+        self.kept_from.append(version)
 
     # Events.
 
@@ -374,7 +374,7 @@ def test_a_restart_is_reported_with_the_first_reason() -> None:
     run.handle(AttemptFailed("StaleAttempt: a consequence"))
     run.begun(4)
     assert run.notices == ["restarted the train workers from iteration 4 because the process of train rank 1 ended"]
-    assert run.monitor.training and run.restarts == 1
+    assert run.monitor.training and run.kept_from == [0, 4]
     run.begun(4)
     assert run.notices[1] == "restarted the train workers from iteration 4 because they failed"
 

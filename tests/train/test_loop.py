@@ -1,5 +1,6 @@
 """Errors of the train loop that say what was waited for."""
 
+import errno
 import socket
 import time
 from collections.abc import Callable
@@ -134,7 +135,7 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
 
     monkeypatch.setattr("pipeline.train.loop.StreamedUpdate", LoggedUpdate)
     monkeypatch.setattr("pipeline.train.loop.TrainBatch", SimpleNamespace(from_table=lambda table: table))
-    monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(barrier=lambda: None))
+    monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(all_gather=lambda value: [value]))
     loop: Any = Loop.__new__(Loop)
     loop.config, loop.version, loop.rank, loop.critic = Config(), 4, 1, None
     loop.actor = SimpleNamespace(needs_old_log_probs=True, leads=True)
@@ -236,3 +237,60 @@ def test_a_model_that_can_be_saved_nowhere_is_said_with_all_reasons(
     with pytest.raises(FinalError) as error:
         loop.run()
     assert str(error.value).count("the model could not be saved in") == 2 and "The model is in" not in str(error.value)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_end_of_a_run_is_tried_at_its_start(
+    storing: Callable[..., Storing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, run_dir = storing(True, not_stored), tmp_path / "runs" / "a"
+    with pytest.raises(FinalError, match=f"^{run_dir} is not on the node {socket.gethostname()}, which trains; set"):
+        loop._try_to_save()
+    (run_dir / "config.yaml").write_text("written by the driver")
+    loop._try_to_save()
+    assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+    (run_dir / "model").write_text("no folder")
+    with pytest.raises(FinalError, match=f"could not be saved in {run_dir}/model at the end: it is a file"):
+        loop._try_to_save()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
+    (run_dir / "model").unlink()
+    with pytest.raises(FinalError, match="model at the end: Read-only"):
+        loop._try_to_save()
+
+
+SENTENCE = (
+    "the trajectories cannot be written to /run/a.parquet (No space left on device); free space there, allow writing, "
+    "or choose another folder with `trainer.default_local_dir`"
+)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("place", ["engine", "trainer"])
+def test_rows_that_cannot_be_recorded_end_the_run_with_its_model(
+    storing: Callable[..., Storing], tmp_path: Path, place: str
+) -> None:
+    """The error of an engine comes as the text of Ray's own. What may pass by itself restarts the workers."""
+
+    def meet(error: Exception) -> None:
+        with loop._recorded():
+            raise error
+
+    def full() -> None:
+        ours = OSError(errno.ENOSPC, SENTENCE)
+        meet(ours if place == "trainer" else RuntimeError(f"ray::MapBatches()\n{SENTENCE}\n"))
+
+    loop = storing(True, full)
+    with pytest.raises(FinalError) as error:
+        loop.run()
+    assert str(error.value).startswith(f"{SENTENCE}. The model is in {tmp_path}/runs/a/model (on ")
+    assert (tmp_path / "runs" / "a" / "model" / "model.safetensors").is_file()
+    for passing in (OSError(errno.EIO, SENTENCE.replace("No space left on device", "away")), ValueError("other")):
+        with pytest.raises(type(passing)) as raised:
+            meet(passing)
+        assert raised.value is passing
+
+
+def test_a_rank_ends_with_another_one_whose_rows_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(all_gather=lambda value: [value, SENTENCE]))
+    with pytest.raises(NotStored, match="^the trajectories cannot be written"), Bare(None)._recorded():
+        pass
