@@ -49,6 +49,9 @@ LONGEST_NAME = 200
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with options of torch's allocator."""
 
+FILES = ("model", "prompts", "code")
+"""Kinds of files that a run reads."""
+
 LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
 """Tracker: the Python package it needs."""
 
@@ -121,7 +124,12 @@ class TrainerConfig:
 
     resume: str = "auto"
     """`auto` continues the run of this name from its checkpoint; `never` refuses an existing run; a folder or URL of a
-    checkpoint, or of a run, begins a new run from it."""
+    checkpoint, or of a run, begins a new run with the weights of its actor and critic, and nothing else of it
+    ([reliability.md](reliability.md#a-new-run-from-a-policy))."""
+
+    accept_changed: list[str] = field(default_factory=list)
+    """Kinds of files that may have changed since the run began, any of `model`, `prompts` and `code`; a run is not
+    continued with others ([reliability.md](reliability.md#the-same-files))."""
 
     storage_path: str | None = None
     """Folder or URL for checkpoints, at `STORAGE_PATH/experiment_name/checkpoints`; null: the run's folder."""
@@ -214,6 +222,9 @@ class TrainerConfig:
         for stage in self.placement:
             sentence = f"trainer.placement.{stage}: there is no such stage; there are: {', '.join(PLACED)}"
             table[sentence] = stage not in PLACED
+        for kind in self.accept_changed:
+            sentence = f"trainer.accept_changed: {kind} is no kind of files; it may hold {', '.join(FILES)}"
+            table[sentence] = kind not in FILES
         for logger in self.logger:
             package = LOGGERS.get(logger)
             table[f"trainer.logger: {logger} is not known; it may hold {', '.join(LOGGERS)}"] = package is None

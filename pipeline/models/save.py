@@ -12,7 +12,6 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.models.lora import published
+from pipeline.models.state import is_weight
 
 FILE_BYTES = 2 * 2**30
 """Size at which a file is full."""
@@ -87,28 +87,24 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
 
 
 def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
-    """All weights (`lora.published`) and persistent buffers, unsharded, in CPU memory, block after block; a collective.
+    """All that `lora.published` gives, unsharded, in CPU memory, block after block; a collective.
 
     A tied parameter comes once, under its first name.
 
     Args:
         model: sharded or not.
         keep: whether this rank wants the tensors; others get empty dicts.
-        dtype: type of numbers with a fraction; None leaves theirs.
+        dtype: type of parameters; None leaves theirs. Buffers keep their own.
     """
-    persistent = model.state_dict().keys()
     block: dict[str, Tensor] = {}
     place: str | None = ""
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-    for name, tensor in chain(published(model), buffers):
+    for name, tensor in published(model):
         found = re.match(r".*?\.\d+\.", name)
         if block and (found is None or found[0] != place):
             yield block
             block = {}
         place = found[0] if found else None
-        tensor = tensor.detach()
-        if dtype and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
+        tensor = tensor.detach().to(dtype if dtype and is_weight(tensor) else tensor.dtype)
         # One tensor at a time is gathered, to save memory.
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:

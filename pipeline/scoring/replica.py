@@ -24,8 +24,10 @@ from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import ModelInputs, pack
 from pipeline.models.sharing import Passes, pack_rows
+from pipeline.models.state import tensors
 from pipeline.rows import FLOATS, ragged
 from pipeline.store.client import StoreClient
+from pipeline.store.events import Noted
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.versions import Ticket
 from pipeline.threads import compute_threads
@@ -42,15 +44,39 @@ class Replica(Generic[M]):
         scorer: device, threads and the size of a forward pass.
         name: of the pool, as in `scoring.<name>`.
         share_prompts: `model.share_prompts`, for modules with a `decoder`.
+        store: the policy store, which says what the handshake has changed, and takes what is chosen for the model; None
+            in an evaluation.
+        patience: seconds for the handshake.
     """
 
-    def __init__(self, load: Callable[[], M], scorer: ScorerConfig, name: str, share_prompts: str = "never"):
+    def __init__(
+        self,
+        load: Callable[[], M],
+        scorer: ScorerConfig,
+        name: str,
+        share_prompts: str = "never",
+        store: StoreClient | None = None,
+        patience: float = 0.0,
+    ):
         self.name, self.max_token_len = name, scorer.max_token_len
         self.device = torch.device("cuda" if scorer.num_gpus else "cpu")
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(scorer.num_threads, scorer.num_cpus))
         self.module = load().to(self.device).eval().requires_grad_(False)
         self.passes = Passes.of(self.module, share_prompts)
+        self._store, self._patience = store, patience
+        for note in self.passes.notes if store else ():
+            store.call(PolicyStore.post, Noted(note))
+
+    def settle(self) -> None:
+        """Before the first rows: let them pass as the handshake found it right for models of this class."""
+        store, self._store = self._store, None
+        if store is None:
+            return
+        change = store.wait(PolicyStore.wait_settled, self._patience)
+        decoder = getattr(self.module, "decoder", None)
+        if change is not None and type(decoder).__name__ == change.decoder:
+            self.passes = self.passes.taking(change.way, self.module)
 
     @torch.no_grad()
     def score(self, table: pa.Table, forward: Callable[[M, ModelInputs], Tensor]) -> pa.Array:
@@ -67,6 +93,7 @@ class Replica(Generic[M]):
         Raises:
             ValueError: as `unfold`, or a context is longer than a forward pass may be.
         """
+        self.settle()
         rows = TokenBatch.from_table(table)
         longest = max(rows.lengths, default=0)
         if longest > self.max_token_len:
@@ -94,7 +121,7 @@ class StoreWeights:
         model: which of the published models, `POLICY` or `CRITIC`.
         deadlines: `admission` is for the version that rows need, which in a replay may be to come; `publish` for the
             transfer.
-        published_name: turns a parameter's name in `module` into the one it was published under.
+        published_name: turns a tensor's name in `module` into the one it was published under.
     """
 
     def __init__(
@@ -106,7 +133,7 @@ class StoreWeights:
         published_name: Callable[[str], str] = str,
     ):
         self._store, self._model, self._deadlines = store, model, deadlines
-        self._parameters = {published_name(name): parameter for name, parameter in module.named_parameters()}
+        self._targets = {published_name(name): tensor for name, tensor in tensors(module)}
         self._version = -1
         """What the module holds; -1 before the first load."""
 
@@ -134,11 +161,11 @@ class StoreWeights:
 
     @torch.no_grad()
     def _load(self, ticket: Ticket) -> None:
-        device = next(iter(self._parameters.values())).device
+        device = next(iter(self._targets.values())).device
         published = f"{self._model} weights: version {ticket.version}"
-        missing = set(self._parameters)
+        missing = set(self._targets)
         for name, tensor in parameters(ticket.shards, lambda refs: fetch(refs, device, self._deadlines.publish)):
-            target = self._parameters.get(name)
+            target = self._targets.get(name)
             if target is None or target.shape != tensor.shape:
                 here = "does not know" if target is None else f"has with shape {tuple(target.shape)}"
                 raise ValueError(
@@ -149,6 +176,6 @@ class StoreWeights:
             missing.discard(name)
         if missing:
             raise ValueError(
-                f"{published} lacks {len(missing)} of {len(self._parameters)} parameters: "
+                f"{published} lacks {len(missing)} of {len(self._targets)} tensors: "
                 f"{', '.join(sorted(missing))}; the train workers must publish all of them"
             )

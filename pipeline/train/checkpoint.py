@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from pipeline.advantage.kl_controller import KLController
+from pipeline.storage import fingerprints
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, delete, folder_name
 from pipeline.storage.filesystem import STANDING, filesystem_of
 from pipeline.storage.manifest import listed
@@ -126,6 +127,7 @@ class Saver:
         progress: dict[str, Any] | None = None
         if self._rank == 0:
             assert state is not None
+            mlflow_run = self._record("mlflow_run_id")
             progress = {
                 "version": version,
                 "cursor": state.cursor.to_json(),
@@ -134,7 +136,7 @@ class Saver:
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
                 "learning_rates": {learner.name: float(learner.scheduler.get_last_lr()[0]) for learner in learners},
                 "world_size": ranks.count(),
-                "mlflow_run_id": self._mlflow_run_id(),
+                "mlflow_run_id": mlflow_run.strip() if mlflow_run else None,
             }
             storage = f"{self._root}/{FOLDER}"
             with self._noted(storage):
@@ -153,6 +155,8 @@ class Saver:
                 if progress is not None:
                     (folder / PROGRESS).write_text(json.dumps(progress))
                     self._save_settings(folder / "config.yaml")
+                    if (kept := self._record(fingerprints.FILE)) is not None:
+                        (folder / fingerprints.FILE).write_text(kept)
                 torch.save(_rng(), folder / f"rng_{self._rank}.pt")
             self._agree()
         except NotStored:
@@ -234,11 +238,12 @@ class Saver:
             with contextlib.suppress(OSError):
                 filesystem.delete_file(f"{path}/{file}")
 
-    def _mlflow_run_id(self) -> str | None:
-        filesystem, path = filesystem_of(f"{self._run_dir}/mlflow_run_id")
+    def _record(self, name: str) -> str | None:
+        """The content of a file of the run's folder, if it is there."""
+        filesystem, path = filesystem_of(f"{self._run_dir}/{name}")
         try:
             with filesystem.open_input_stream(path) as stream:
-                return stream.read().decode().strip()
+                return stream.read().decode()
         except OSError:
             return None
 

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
-from pipeline.models.save import take_place, written_whole
+from pipeline.models.save import gathered_blocks, take_place, written_whole
+from tests.weights.model import Model
 
 
 def _partial(tmp_path: Path) -> Path:
@@ -60,3 +62,13 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path, error: B
     with written_whole(folder) as partial:
         (partial / "a.safetensors").touch(0o600)
     assert (folder / "a.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_parameters_are_saved_in_another_type_and_buffers_in_their_own() -> None:
+    model = Model()
+    blocks = list(gathered_blocks(model, True, torch.bfloat16))
+    found, wanted = {name: tensor for block in blocks for name, tensor in block.items()}, model.state(torch.bfloat16)
+    assert list(found) == list(wanted) and "frequencies" not in found
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+    assert list(gathered_blocks(model, False, torch.bfloat16)) == [{}]
