@@ -37,7 +37,12 @@ def partial_of(folder: Path) -> Path:
 
 @contextmanager
 def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """A new folder next to `folder`; it takes that place after the block (`take_place`), and goes if that fails."""
+    """A new folder next to `folder`; it takes that place after the block (`take_place`), and goes if that fails.
+
+    Raises OSError if it cannot be written.
+    """
+    from safetensors import SafetensorError
+
     folder = Path(os.path.realpath(folder))
     partial = partial_of(folder)
     try:
@@ -47,8 +52,10 @@ def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
             # safetensors makes files that only their owner can read, but other users may serve the model.
             file.chmod(0o644)
         take_place(partial, folder, replace)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, SafetensorError):
+            raise OSError(f"{folder} could not be written: {error}") from error
         raise
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipeline.config.learner import OptimConfig
@@ -63,6 +64,15 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
         return AdamW8bit(filled, lr=config.lr, betas=betas, eps=config.eps)
     kind = OffloadedAdamW if offload == "optimizer" else torch.optim.AdamW
     return kind(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's part of a trained parameter and of AdamW's two averages of it."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    weights = local.numel() * local.element_size()
+    # With 8 bits: a byte a number, and a scale of four bytes for 256 of them.
+    averages = weights if isinstance(optimizer, torch.optim.AdamW) else local.numel() * (256 + 4) // 256
+    return weights + 2 * averages
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
