@@ -26,13 +26,18 @@ from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.errors import NotStarted
 from pipeline.models import adapter
+from pipeline.models.architecture import most_positions
 from pipeline.models.attention_names import check_attention
 from pipeline.models.ends import find_ends
+from pipeline.models.lora import coverage
+from pipeline.models.policy import load_policy
+from pipeline.models.reward_model import load_reward_model
 from pipeline.models.save_settings import check_settings
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
+from pipeline.plan.trial import Load, try_model, try_tokenizer
 from pipeline.run import cluster
 from pipeline.storage.owner import of_folder, owned
 from pipeline.supervised.data import RowGroup, notes, train_dataset
@@ -157,6 +162,11 @@ class Job(Generic[C]):
         problems += adapter.problems(lora, base.matrices if base else {}, path)
         if self.causal and base and (other := not_causal(base)):
             problems.append(f"model.path={path} is {other} by its config.json; give a causal language model.")
+        if base and (most := most_positions(base.config)) and data.max_length > most[0]:
+            problems.append(
+                f"data.max_length={data.max_length} is more than the {most[0]} tokens of model.path={path} "
+                f"({most[1]}); lower it."
+            )
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")
         else:
@@ -205,8 +215,13 @@ class Job(Generic[C]):
         tokenizer = load_tokenizer(config.model)
         check_attention(config.model)
         check_settings(config.model, tokenizer)
+        auto = "AutoModelForCausalLM" if self.causal else "AutoModelForSequenceClassification"
+        if found := coverage(config.model, auto=auto):
+            print(f"{self.name}: {'' if found.complete else 'note: '}adapters are {found.text}", flush=True)
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
-        for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
+        load: Load = load_policy if self.causal else partial(load_reward_model, new_head=True)
+        tried = [*try_tokenizer(tokenizer, config.model), *try_model(config.model, "model.path", load)]
+        for note in [*tried, *notes([*train_groups, *val_groups], encoder(tokenizer, data))]:
             print(f"{self.name}: note: {note}", flush=True)
         if self.causal:
             ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)

@@ -6,7 +6,9 @@ import math
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,6 +153,24 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     return training.epoch_rows or None, lines
 
 
+def _adapters(config: Config) -> list[tuple[str, str]]:
+    """Lines for `--dry-run` on the part of policy and critic that gets adapters; a note if the targets say more.
+
+    Raises:
+        ValueError: they match nothing.
+    """
+    if not config.model.lora.rank:
+        return []
+    from pipeline.derived import uses_critic
+    from pipeline.models.lora import coverage
+
+    models = {"model.path": config.model}
+    if uses_critic(config) and config.critic.path:
+        models["critic.path"] = replace(config.model, path=config.critic.path)
+    found = [coverage(model, key) for key, model in models.items()]
+    return [("adapters" if one.complete else "note", f"adapters are {one.text}") for one in found if one]
+
+
 def _say_whether_it_fits(resolved: "Plan") -> None:
     """Print why this machine cannot hold the run, if so: a plan is often made on another machine than the run's."""
     from pipeline.plan.placement import check_resources
@@ -159,6 +179,21 @@ def _say_whether_it_fits(resolved: "Plan") -> None:
         check_resources(resolved.stages, resolved.config.trainer.ray_num_cpus)
     except ConfigError as error:
         Console().print(f"[yellow]this machine cannot run it:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def _say_what_lacks_room(resolved: "Plan", run_dir: Path) -> None:
+    """Print which disks of this machine have no room for a checkpoint of the run."""
+    from pipeline.storage.checkpoints import root
+    from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, lacking
+
+    if (memory := resolved.memory) is None:
+        return
+    trainer = resolved.config.trainer
+    needed = memory.checkpoint * trainer.num_workers
+    staging = str(trainer.env_vars.get("TMPDIR") or tempfile.gettempdir())
+    for place, remedy in ((staging, STAGING_REMEDY), (root(trainer, run_dir), STORAGE_REMEDY)):
+        if problem := lacking(place, needed, remedy):
+            Console().print(f"[yellow]no room:[/] {escape(problem)}", highlight=False, soft_wrap=True)
 
 
 def _kind_of_gpu(config: Config, gpus: str | None) -> "tuple[int, Gpu] | tuple[None, Gpu | None]":
@@ -207,13 +242,16 @@ def _train(
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
     from pipeline.plan.table import render
+    from pipeline.plan.trial import try_models
     from pipeline.replay import checks as replay
-    from pipeline.storage.resume import check_run_folder, reached, recover, starting_point
+    from pipeline.run.origin import origin
+    from pipeline.storage.resume import reached, recover
+    from pipeline.storage.targets import try_targets
+    from pipeline.track.mlflow_logger import local_store
     from pipeline.train.schedule import jumps
 
     count, gpu = _kind_of_gpu(config, gpus) if dry_run else (None, None)
-    resume = check_run_folder(run_dir, config, config.trainer.resume)
-    begin = starting_point(run_dir, config)
+    begin = origin(run_dir, config)
     # Everything below reads files; nothing has been started yet.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_attention(config.model)
@@ -221,33 +259,46 @@ def _train(
         prompts, preview = _check_prompts(config, calls=dry_run)
     else:
         prompts, preview = replay.check_recording(config), []
+    preview += _adapters(config)
     resolved = plan(config, prompts, gpu)
     tokenizer = load_tokenizer(config.model, needs_chat_template=False)
     check_settings(config.model, tokenizer)
+    preview += [("note", note) for note in try_models(config, tokenizer)]
     ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
-    if begin and resolved.iterations:
-        preview += [("note", note) for note in jumps(begin.progress, resolved.schedules)]
+    if begin.own and resolved.iterations:
+        begin.notes += jumps(begin.own.progress, resolved.schedules)
+    preview += [("note", note) for note in begin.notes]
+    last = reached(run_dir, config) if begin.exists else 0
+    finished = resolved.iterations is not None and last >= resolved.iterations
+    nothing = (
+        f"{run_dir} has reached iteration {last} of {resolved.iterations}; nothing is left to do, unless "
+        "trainer.total_training_steps (or trainer.total_epochs) is raised"
+    )
     # The nodes of a cluster are known once the run has joined it.
     on_this_machine = joined() is None
     if dry_run:
         local = [local_node(config.trainer.ray_num_cpus)]
         table = render(resolved, place(resolved.stages, local) if on_this_machine else ())
-        for name, text in [("run folder", str(run_dir)), ("ends", ends.line), *preview]:
+        left = [("note", nothing)] if finished else []
+        for name, text in [("run folder", str(run_dir)), ("ends", ends.line), *left, *preview]:
             table.add_row(name, text)
         if gpu and (count or resolved.too_large):
             table.add_row(*suggested(resolved.config, count or math.ceil(resolved.gpus), gpu))
         Console(markup=False).print(table)
         if on_this_machine:
             _say_whether_it_fits(resolved)
+            _say_what_lacks_room(resolved, run_dir)
         return 0
     if on_this_machine:
         check_resources(resolved.stages, config.trainer.ray_num_cpus)
     assert resolved.iterations is not None
-    if resume and reached(run_dir, config) >= resolved.iterations:
-        print(f"{run_dir} has reached iteration {resolved.iterations}; nothing is left to do.")
-        print(f"to continue: {_command(command, resolved.iterations * 2)}")
+    if finished:
+        print(f"{nothing}.")
+        print(f"to continue: {_command(command, last * 2)}")
         return 0
 
+    with_store = "mlflow" in config.trainer.logger and not os.environ.get("MLFLOW_TRACKING_URI")
+    try_targets(run_dir, local_store(run_dir) if with_store else None)
     print(ends.line)
     for note in (*resolved.notes, *(text for name, text in preview if name.startswith("note"))):
         print(f"note: {note}")
@@ -261,8 +312,8 @@ def _train(
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     run_dir.mkdir(parents=True, exist_ok=True)
-    resume = resume or recover(run_dir, begin, config)
-    trainer = config.trainer
+    resume = begin.exists or recover(run_dir, begin.own)
+    kept, trainer = begin.fingerprints(config), config.trainer
     tracked = TrackedRun(run_dir, to_flat(config), trainer.project_name, trainer.experiment_name, resume)
     tracker = Tracker(tracked, resolved.iterations, trainer.logger)
     started = start_ray(config)
@@ -272,13 +323,15 @@ def _train(
     tracker.start()
     status, places, error, ray_gone = "failed", {}, None, False
     try:
-        outcome = run(config, resolved, tracker, run_dir, begin.place if begin else None, lost)
+        outcome = run(config, resolved, tracker, run_dir, kept, begin.policy.place if begin.policy else None, lost)
         status, error, ray_gone = outcome.status, outcome.error, outcome.ray_gone
         if (run_dir / "model").is_dir() and status != "failed":
             places["model"] = shown(run_dir / "model")
     except KeyboardInterrupt:
         status = "interrupted"
     finally:
+        if kept.accepted:
+            places["other files"] = kept.history
         places["to continue"] = _command(command, resolved.iterations * 2 if status == "finished" else None)
         tracker.finish(status, places)
         if started and not ray_gone:

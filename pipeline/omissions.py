@@ -26,8 +26,13 @@ class Omissions:
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
-        """Sentences on fields that are left out."""
+        """Sentences on what is left out, or read otherwise than it may look."""
         self._tested: set[tuple[str, bool, str]] = set()
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence for the plan, once; an empty one is none."""
+        if sentence:
+            self.notes[sentence] = None
 
     def check(self, messages: Messages, text: str, render: Render, place: str, start: int = 0) -> None:
         """Look at a conversation.

@@ -33,6 +33,8 @@ class Tokens:
         self.special = self._special.special
         """Matches those that decoding leaves out."""
         self._control_ids = frozenset(self.ids.values())
+        # Makes the copy of the tokenizer, for which the event loop would stand still later.
+        self.ordinary("")
 
     def as_template(self, text: str) -> list[int]:
         """Tokens of what a template wrote: the texts of control tokens are control tokens."""

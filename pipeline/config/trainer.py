@@ -43,8 +43,14 @@ class DeadlineConfig:
 PLACED = ("prompts", "rollout", "agent", "reward", "train", "reward_model", "reference", "value", "policy")
 """Stages that `trainer.placement` may name; `reward` means all tasks without an actor of their own."""
 
+LONGEST_NAME = 200
+"""Bytes of a run's name, which files with longer names begin with; a disk takes 255."""
+
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with options of torch's allocator."""
+
+FILES = ("model", "prompts", "code")
+"""Kinds of files that a run reads."""
 
 LOGGERS = {"console": "rich", "mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}
 """Tracker: the Python package it needs."""
@@ -118,7 +124,12 @@ class TrainerConfig:
 
     resume: str = "auto"
     """`auto` continues the run of this name from its checkpoint; `never` refuses an existing run; a folder or URL of a
-    checkpoint, or of a run, begins a new run from it."""
+    checkpoint, or of a run, begins a new run with the weights of its actor and critic, and nothing else of it
+    ([reliability.md](reliability.md#a-new-run-from-a-policy))."""
+
+    accept_changed: list[str] = field(default_factory=list)
+    """Kinds of files that may have changed since the run began, any of `model`, `prompts` and `code`; a run is not
+    continued with others ([reliability.md](reliability.md#the-same-files))."""
 
     storage_path: str | None = None
     """Folder or URL for checkpoints, at `STORAGE_PATH/experiment_name/checkpoints`; null: the run's folder."""
@@ -179,9 +190,10 @@ class TrainerConfig:
         name, waits, nixl = self.experiment_name, self.deadlines, self.weight_transport == "nixl"
         first_rows = waits.engine_start + waits.chunk
         table: dict[str, object] = {
-            f"trainer.experiment_name={name!r} names the run's folder; it may not be empty or hold a slash": (
-                name in ("", ".", "..") or "/" in name
-            ),
+            f"trainer.experiment_name={name!r:.50} names the run's folder; it may not be empty, hold a slash, or have "
+            f"more than {LONGEST_NAME} bytes": name in ("", ".", "..")
+            or "/" in name
+            or len(name.encode()) > LONGEST_NAME,
             "{trainer.best_metric} needs versions that are validated and saved; set {trainer.test_freq} and "
             "{trainer.save_freq} to numbers of iterations, one a multiple of the other": (
                 self.best_metric is not None and min(self.save_freq, self.test_freq) < 1
@@ -210,6 +222,9 @@ class TrainerConfig:
         for stage in self.placement:
             sentence = f"trainer.placement.{stage}: there is no such stage; there are: {', '.join(PLACED)}"
             table[sentence] = stage not in PLACED
+        for kind in self.accept_changed:
+            sentence = f"trainer.accept_changed: {kind} is no kind of files; it may hold {', '.join(FILES)}"
+            table[sentence] = kind not in FILES
         for logger in self.logger:
             package = LOGGERS.get(logger)
             table[f"trainer.logger: {logger} is not known; it may hold {', '.join(LOGGERS)}"] = package is None

@@ -1,12 +1,12 @@
 """The folder of an evaluation.
 
-    OUT/evaluation.json                 what is evaluated: settings, and size and date of every local file that counts
+    OUT/evaluation.json                 what is evaluated: settings, and fingerprints of all files that count
     OUT/responses/part-NNNNNN.parquet   all responses to the prompts of one chunk
     OUT/metrics.json, OUT/table.csv     the result
 
 A part is named after its chunk and is complete as soon as it has that name, so an interrupted evaluation is continued
-with the chunks that are missing. Other settings, another model under the same path and changed prompt files are
-refused.
+with the chunks that are missing. Other settings, another model under the same path, changed prompt files and changed
+code are refused; files may have moved.
 """
 
 import csv
@@ -14,7 +14,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import Config, ConfigError
+from pipeline.config.trainer import FILES
 from pipeline.evaluate.settings import result_settings
 from pipeline.evaluate.summary import COLUMNS, OF_EPISODES, Summary
+from pipeline.run.inputs import fingerprints
+from pipeline.storage.fingerprints import Fingerprints
+from pipeline.storage.moved import names
+from pipeline.storage.resume import same_files
 
 DESCRIPTION = "evaluation.json"
-MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin")
 
 LEFT_OUT = (
     *("split", "chunk", "iteration", "epoch", "prompt_index"),
@@ -36,28 +40,23 @@ LEFT_OUT = (
 
 
 def described(config: Config, files: Iterable[str]) -> dict[str, Any]:
-    """What is evaluated, in JSON's types: settings and prompt files."""
-    prompt_files = list(files)
-    functions = [config.reward.custom_reward_function.path]
-    functions += [settings.get("path") for settings in config.reward.functions.values()]
-    names = [*prompt_files, *(path for path in functions if path)]
-    for agent in config.agent.declared().values():
-        for name in (agent.environment, agent.program, *agent.tools, *agent.command):
-            names += [name, name.rpartition(":")[0], *name.split()] if name else []
-    for folder in (config.model.path, config.model.tokenizer_path, config.reward.model.path):
-        if folder and Path(folder).is_dir():
-            names += [str(path) for pattern in MODEL_FILES for path in sorted(Path(folder).glob(pattern))]
+    """What is evaluated, in JSON's types: settings, and fingerprints of the files that they name."""
+    made = fingerprints(config)
     description = {
-        "prompt_files": prompt_files,
+        "prompt_files": list(files),
         "settings": result_settings(config),
-        "files": {name: _stamp(name) for name in names if os.path.isfile(name)},
+        "files": {kind: made.of(kind) for kind in FILES},
     }
     return json.loads(json.dumps(description, default=str))
 
 
 def digest(description: Mapping[str, Any]) -> str:
-    """Eight hexadecimal digits that identify a description."""
-    return hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=4).hexdigest()
+    """Eight hexadecimal digits that identify a description, wherever its files lie."""
+    known = _known(description)
+    settings = {key: names(value) for key, value in description["settings"].items() if not known.compares(key)}
+    # Rows come by the order of their files.
+    files = {kind: list(known.of(kind).items()) for kind in FILES}
+    return hashlib.blake2b(json.dumps([settings, files]).encode(), digest_size=4).hexdigest()
 
 
 class Folder:
@@ -78,6 +77,11 @@ class Folder:
         if not (self.path / DESCRIPTION).is_file():
             raise ConfigError(f"{self.path} is not empty and holds no {DESCRIPTION}; choose another --out")
         known = json.loads((self.path / DESCRIPTION).read_text(encoding="utf-8"))
+        if known["files"].keys() != set(FILES):
+            raise ConfigError(
+                f"{self.path} holds an evaluation of an earlier version, which cannot be continued; choose another "
+                "--out or delete it"
+            )
         if differences := list(_differences(known, description)):
             raise ConfigError(
                 f"{self.path} already holds another evaluation: {', '.join(differences)}; choose another --out or "
@@ -134,17 +138,15 @@ class Folder:
         unfinished.replace(self.path / name)
 
 
-def _stamp(path: str) -> str:
-    status = os.stat(path)
-    return f"{status.st_size} bytes of {status.st_mtime_ns}"
+def _known(description: Mapping[str, Any]) -> Fingerprints:
+    return Fingerprints(**description["files"])
 
 
-def _differences(known: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]:
-    if known["prompt_files"] != now["prompt_files"]:
-        yield f"{len(now['prompt_files'])} other prompt files"
-    for key in now["settings"]:
-        if (old := known["settings"].get(key)) != (new := now["settings"][key]):
-            yield f"{key} ({old} there, {new} now)"
-    for name in sorted({*known["files"], *now["files"]}):
-        if known["files"].get(name) != now["files"].get(name):
-            yield f"the file {name} has changed"
+def _differences(known: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    marks = _known(known)
+    for key, value in now["settings"].items():
+        if (old := known["settings"].get(key)) != value and not same_files(key, old, value, marks):
+            yield f"{key} ({old} there, {value} now)"
+    for kind in FILES:
+        for setting, text in marks.changes(_known(now), kind).items():
+            yield f"{setting}: {text}"

@@ -10,6 +10,7 @@
 """
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,12 @@ from pipeline.models.checkpoint_reader import CheckpointReader, load_checkpoint
 from pipeline.models.ends import Ends, as_stored, find_ends
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.policy import Policy, load_policy
+from pipeline.models.pretrained import PREFIX
+from pipeline.models.quantised import check_not_quantised
 from pipeline.models.save import written_whole
 from pipeline.models.save_settings import generation_as_it_is
 from pipeline.models.settings import ModelSettings
+from pipeline.models.state import is_weight, tensors
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import load_value_model
 from pipeline.storage.checkpoints import FOLDER
@@ -79,16 +83,17 @@ def export(
     tokenizer = load_tokenizer(model, needs_chat_template=False)
     ends = None if critic else find_ends(model, tokenizer, config.data.apply_chat_template_kwargs)
     lora, as_type = config.model.lora, torch_dtype(dtype, "--dtype") if dtype else None
-    state = read_weights(checkpoint.path, "critic" if critic else "actor", None if lora.rank else as_type)
+    lm = _without_weights(model, critic)
+    kept = _buffers(lm, critic)
+    state = read_weights(checkpoint.path, "critic" if critic else "actor", None if lora.rank else as_type, kept)
     if alone:
         _write_adapter(out, lora, model.path, state, as_type, card(checkpoint, config, adapter=True))
         return ends
     if lora.rank:
         load = load_value_model if critic else load_policy
         whole = load(replace_fields(model, dtype=config.model.dtype))
-        state = merged(lora, dict(whole.state_dict()), state, as_type)
-    weights_dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-    lm = _without_weights(model, weights_dtype, critic)
+        state = merged(lora, dict(whole.state_dict()), state, as_type, kept)
+    lm.to(next(tensor.dtype for name, tensor in state.items() if name not in kept))
     if ends is None:
         named = _critic_names(state, lm)
     else:
@@ -120,9 +125,15 @@ def _write_adapter(
 
 
 def merged(
-    lora: LoraConfig, base: dict[str, Tensor], state: dict[str, Tensor], dtype: torch.dtype | None
+    lora: LoraConfig,
+    base: dict[str, Tensor],
+    state: dict[str, Tensor],
+    dtype: torch.dtype | None,
+    kept: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """The whole weights of a learner, from those of its base and what was trained, by their names in the module.
+
+    They are of type `dtype`, except for those in `kept`; None leaves theirs.
 
     Raises ValueError for an adapter of another model.
     """
@@ -138,14 +149,16 @@ def merged(
                 f"the checkpoint's adapter of {stem} does not fit the base; name the right one with --base"
             )
         base[f"{stem}.weight"] = torch.addmm(weight.float(), b, a, alpha=lora.alpha / lora.rank).to(weight.dtype)
-    return {name: tensor.to(dtype or tensor.dtype) for name, tensor in base.items()}
+    return {name: tensor.to(dtype if dtype and name not in kept else tensor.dtype) for name, tensor in base.items()}
 
 
-def read_weights(folder: Path, learner: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def read_weights(
+    folder: Path, learner: str, dtype: torch.dtype | None = None, kept: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Full weights of the `actor` or `critic` by their names in the module, however many ranks saved them.
 
-    They are read one by one into the result, so the memory needed is that of the result. Floating-point weights are
-    converted to `dtype`; None keeps theirs.
+    They are read one by one into the result, so the memory needed is that of the result. Weights are converted to
+    `dtype`, except for those in `kept`; None keeps all types.
 
     Raises:
         ValueError: the checkpoint is damaged or has no such learner.
@@ -155,8 +168,8 @@ def read_weights(folder: Path, learner: str, dtype: torch.dtype | None = None) -
     state: dict[str, Tensor] = {}
     for name, stored in CheckpointReader(folder).read_metadata().state_dict_metadata.items():
         if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata):
-            kind = stored.properties.dtype
-            state[name] = torch.empty(stored.size, dtype=dtype if dtype and kind.is_floating_point else kind)
+            own = not dtype or name.removeprefix(prefix) in kept
+            state[name] = torch.empty(stored.size, dtype=stored.properties.dtype if own else dtype)
     if not state:
         raise ValueError(f"{folder} holds no weights of the {learner}; the run had none, or another one is meant")
     load_checkpoint(state, folder, no_dist=True)
@@ -174,6 +187,7 @@ def _base_model(config: Config, run_dir: Path, base: str | None, critic: bool) -
         if base or critic or config.model.lora.rank or not (folder / "config.json").is_file():
             raise ValueError(f"{error}; name the model that the run started from with --base") from error
     path = str(folder or path)
+    check_not_quantised(path, "--base" if base else "model.path")
     tokenizer = config.model.tokenizer_path
     try:
         named_folder(tokenizer or path)
@@ -193,7 +207,7 @@ def _hf_config(model: ModelConfig) -> Any:
     raise ValueError(f"{model.path} has no config of a model that transformers knows; name the model with --base")
 
 
-def _without_weights(model: ModelConfig, dtype: torch.dtype, critic: bool) -> Any:
+def _without_weights(model: ModelConfig, critic: bool) -> Any:
     """The language model, or the token classifier that a critic is exported as, on the `meta` device."""
     config = _hf_config(model)
     auto: Any = AutoModelForCausalLM
@@ -202,9 +216,17 @@ def _without_weights(model: ModelConfig, dtype: torch.dtype, critic: bool) -> An
         config.num_labels = 1
     try:
         with torch.device("meta"):
-            return auto.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+            return auto.from_config(config, trust_remote_code=model.trust_remote_code)
     except ValueError as error:
         raise ValueError(f"transformers has no {auto.__name__} for {config.model_type} ({error})") from error
+
+
+def _buffers(lm: Any, critic: bool) -> set[str]:
+    """Names in the learner's module of the buffers that `lm` saves: they keep their type, as in any checkpoint."""
+    names = [name for name, tensor in tensors(lm) if not is_weight(tensor)]
+    if critic:
+        return {name.replace(lm.base_model_prefix, "decoder", 1) for name in names}
+    return {PREFIX + name for name in names}
 
 
 def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
@@ -221,9 +243,7 @@ def _critic_names(state: dict[str, Tensor], lm: Any) -> dict[str, Tensor]:
 
 def _saved_weights(lm: Any, named: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
     """Those of the weights that `lm` saves; a tied weight has its first name only."""
-    persistent = lm.state_dict().keys()
-    expected = dict(lm.named_parameters())
-    expected |= {name: buffer for name, buffer in lm.named_buffers() if name in persistent}
+    expected = dict(tensors(lm))
     for name, tensor in expected.items():
         shape = list(named[name].shape) if name in named else None
         if shape != list(tensor.shape):

@@ -12,7 +12,6 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.models.lora import published
+from pipeline.models.state import is_weight
 
 FILE_BYTES = 2 * 2**30
 """Size at which a file is full."""
@@ -37,7 +37,12 @@ def partial_of(folder: Path) -> Path:
 
 @contextmanager
 def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """A new folder next to `folder`; it takes that place after the block (`take_place`), and goes if that fails."""
+    """A new folder next to `folder`; it takes that place after the block (`take_place`), and goes if that fails.
+
+    Raises OSError if it cannot be written.
+    """
+    from safetensors import SafetensorError
+
     folder = Path(os.path.realpath(folder))
     partial = partial_of(folder)
     try:
@@ -47,8 +52,10 @@ def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
             # safetensors makes files that only their owner can read, but other users may serve the model.
             file.chmod(0o644)
         take_place(partial, folder, replace)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, SafetensorError):
+            raise OSError(f"{folder} could not be written: {error}") from error
         raise
 
 
@@ -80,28 +87,24 @@ def take_place(partial: Path, folder: Path, replace: bool) -> None:
 
 
 def gathered_blocks(model: nn.Module, keep: bool, dtype: torch.dtype | None = None) -> Iterator[dict[str, Tensor]]:
-    """All weights (`lora.published`) and persistent buffers, unsharded, in CPU memory, block after block; a collective.
+    """All that `lora.published` gives, unsharded, in CPU memory, block after block; a collective.
 
     A tied parameter comes once, under its first name.
 
     Args:
         model: sharded or not.
         keep: whether this rank wants the tensors; others get empty dicts.
-        dtype: type of numbers with a fraction; None leaves theirs.
+        dtype: type of parameters; None leaves theirs. Buffers keep their own.
     """
-    persistent = model.state_dict().keys()
     block: dict[str, Tensor] = {}
     place: str | None = ""
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-    for name, tensor in chain(published(model), buffers):
+    for name, tensor in published(model):
         found = re.match(r".*?\.\d+\.", name)
         if block and (found is None or found[0] != place):
             yield block
             block = {}
         place = found[0] if found else None
-        tensor = tensor.detach()
-        if dtype and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
+        tensor = tensor.detach().to(dtype if dtype and is_weight(tensor) else tensor.dtype)
         # One tensor at a time is gathered, to save memory.
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:

@@ -44,8 +44,12 @@ class Spellings:
             self._characters = dict(zip(unused, characters, strict=False))
         self._stand_ins = {character: letter for letter, character in self._characters.items()}
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
+    @property
+    def note(self) -> str:
+        """A sentence on those that are there; empty if there are none."""
+        if not self._found:
+            return ""
+        return f"texts spell special tokens of the tokenizer ({', '.join(self._found):.200}), and are read as text"
 
     def hide(self, value: Any) -> Any:
         """`value` of JSON's types, with stand-ins."""
@@ -173,7 +177,7 @@ class SpecialTokens:
             model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
         if isinstance(unknown := model.get("unk_token"), str):
             model["unk_token"] = names.get(unknown, unknown)
-        if "merges" in model:
+        if "merges" in model and not names.keys().isdisjoint(vocabulary):
             model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_parts(merge))]
         return Tokenizer.from_str(json.dumps(state))
 

@@ -78,6 +78,7 @@ class ChatTokenizer:
         if not all(tokens):
             raise ValueError(f"{self._column}: the chat template makes an empty prompt of it; give the message content")
         for conversation, text, spelled in zip(messages, texts, spellings, strict=True):
+            self.omissions.note(spelled.note)
             self.omissions.check(conversation, spelled.show(text), self._without_opening, self._column)
         return tokens
 
@@ -123,7 +124,7 @@ class ChatTokenizer:
             lambda some: rendered(some, lambda one: self._render(one, False, continue_final_message=True)), messages
         )
         self._check_begun(messages[:-1], spellings.show(text), begun)
-        self.omissions.notes[CONTINUED] = None
+        self.omissions.note(CONTINUED)
         return text
 
     def _check_question(self, messages: Messages) -> None:
@@ -164,7 +165,7 @@ class ChatTokenizer:
         opening = self._with_opening(before) if before else ""
         head = text[: len(text) - len(begun)]
         inserted = head[len(os.path.commonprefix([opening, head])) :]
-        for token in self.tokenizer.added_tokens_decoder.values():
+        for token in self.tokenizer.added_tokens_decoder.values() if inserted.strip() else ():
             if token.content in inserted and token.content in begun and token.content not in self._special.texts:
                 raise ValueError(
                     f"{self._column}: the last message is the assistant's, which the policy is to continue, and the "

@@ -35,7 +35,7 @@ File = tuple[str, pyarrow.fs.FileSystem, str]
 
 
 def resolve(paths: Any, key: str, check: Callable[[pa.Schema, str], None] = check_prompts) -> list[PromptFile]:
-    """Files that `paths` names, in order: entries as given, the files of a folder or glob by name.
+    """The files of `find`, whose footers have been read.
 
     Args:
         paths: a path, folder, glob or URL, or a list of them.
@@ -46,6 +46,16 @@ def resolve(paths: Any, key: str, check: Callable[[pa.Schema, str], None] = chec
         FileNotFoundError: nothing is at a path, or a glob matches nothing.
         ValueError: a file is not parquet, has no rows, or lacks a column.
     """
+    found = find(paths, key)
+    with ThreadPoolExecutor(min(FOOTER_THREADS, len(found))) as threads:
+        return list(threads.map(lambda file: _opened(file, key, check), found))
+
+
+def find(paths: Any, key: str) -> list[File]:
+    """Files that `paths` names, in order: entries as given, the files of a folder or glob by name.
+
+    Args and raises as `resolve`; no file is opened.
+    """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     if not isinstance(paths, Iterable) or isinstance(paths, (bytes, dict)):
@@ -53,8 +63,7 @@ def resolve(paths: Any, key: str, check: Callable[[pa.Schema, str], None] = chec
     found = [file for path in paths for file in _find(os.fspath(path), key)]
     if not found:
         raise ValueError(f"{key} is an empty list; give it at least one file")
-    with ThreadPoolExecutor(min(FOOTER_THREADS, len(found))) as threads:
-        return list(threads.map(lambda file: _opened(file, key, check), found))
+    return found
 
 
 def _opened(file: File, key: str, check: Callable[[pa.Schema, str], None]) -> PromptFile:

@@ -17,6 +17,7 @@ from pipeline.conversations import begun_text
 from pipeline.derived import reward_parts, uses_agent, uses_baselines, uses_engines
 from pipeline.replay.recording import Recording, iteration_range
 from pipeline.rows import ANSWER
+from pipeline.storage.moved import same
 from pipeline.storage.resume import CONFIG_FILE, may_differ
 from pipeline.train.correction import parse
 
@@ -63,7 +64,7 @@ def replay_of(recorded: Config, run_dir: Path, iterations: str) -> Config:
         iterations: which recorded iterations to train on, in the form of `data.recorded_iterations`.
     """
     config, default = copy.deepcopy(recorded), Config()
-    for name in (*UNREAD, "trainer.val_before_train", "trainer.test_freq", "trainer.resume"):
+    for name in (*UNREAD, "trainer.val_before_train", "trainer.test_freq", "trainer.resume", "trainer.accept_changed"):
         section, _, last = name.rpartition(".")
         setattr(value_of(config, section), last, value_of(default, name))
     folder, trainer = run_dir.resolve(), config.trainer
@@ -183,8 +184,9 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
                 "leave it as it was"
             )
     for name in ("agent.environment", "agent.tools", "agent.program", "agent.command", "agent.named"):
+        moved = same(value_of(recorded, name), value_of(config, name), compared=False)
         was, now = (as_argument(value_of(of, name)) for of in (recorded, config))
-        if was != now:
+        if was != now and not moved:
             yield (
                 f"{name}={now}: the rows of {run_dir} were made with {name}={was}, and a replay plays no episodes; "
                 "leave it as it was"
@@ -202,7 +204,8 @@ def _mismatches(config: Config, recorded: Config) -> Iterator[str]:
             f"is {recorded.algorithm.adv_estimator}), and a replay generates none; choose another estimator"
         )
     for name, was, now in diff(recorded, config):
-        if name.startswith(("reward.", "scoring.reward_model.")) and not may_differ(name):
+        scores = name.startswith(("reward.", "scoring.reward_model.")) and not may_differ(name)
+        if scores and not same(was, now, compared=False):
             yield (
                 f"{name}={now}: {estimator} compares with the recorded scores of greedy responses, whose text is not "
                 f"recorded, so the reward must be that of the recording ({was}); leave it, or choose another estimator"

@@ -19,6 +19,7 @@ from pipeline.weights.load import Shard, fetch, parameters
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The sizes for which vLLM reserves memory."""
 NAME, ID = "policy", 1
+REMEDY = "set model.lora.publish=merged, or other model.lora.target_modules"
 
 
 def engine_args(config: LoraConfig) -> dict[str, Any]:
@@ -58,7 +59,16 @@ def load(engine: Any, shards: Sequence[Shard], timeout: float) -> None:
             # Without `load_inplace` the engine would go on with the adapter that it has under this id.
             engine.add_lora(LoRARequest(NAME, ID, folder, load_inplace=True))
         except ValueError as error:
-            raise FinalError(
-                f"the engine cannot use the adapter alone: {short_reason(error)}; set model.lora.publish=merged, or "
-                "other model.lora.target_modules"
-            ) from error
+            raise FinalError(f"the engine cannot use the adapter alone: {short_reason(error)}; {REMEDY}") from error
+    if lost := sorted(set().union(*engine.collective_rpc(unread))):
+        raise FinalError(
+            f"the engine cannot use the adapter alone: it has no place for the adapters of {len(lost)} layers, the "
+            f"first {lost[0]}; {REMEDY}"
+        )
+
+
+def unread(worker: Any) -> set[str]:
+    """Layers whose adapters a vLLM worker has read and does not use: it compares no more than the ends of names."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    # It packs the adapters of experts in several forms.
+    return {name for name in manager.get_adapter(ID).loras if name not in manager.modules and ".experts" not in name}

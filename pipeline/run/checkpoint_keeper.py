@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.storage import checkpoints
+from pipeline.track.history import write_atomically
 from pipeline.track.retry_queue import RetryQueue
 
 log = logging.getLogger(__name__)
@@ -96,9 +97,7 @@ class CheckpointKeeper:
             if known := sorted(self._values.keys() & self._whole):
                 best = max(known, key=lambda iteration: self._sign * self._values[iteration])
                 content = {"iteration": best, "metric": self._metric, "value": self._values[best]}
-                part = self._run_dir / f"{BEST_FILE}.part"
-                part.write_text(json.dumps(content) + "\n")
-                part.replace(self._run_dir / BEST_FILE)
+                write_atomically(self._run_dir / BEST_FILE, f"{json.dumps(content)}\n".encode())
                 spare.add(best)
             if self._whole:
                 self._whole.difference_update(checkpoints.retain(self._root, max(self._whole), self._keep, spare))

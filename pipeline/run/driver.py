@@ -35,6 +35,7 @@ from pipeline.run.faults import Restarts, sentence
 from pipeline.run.monitor import RunMonitor
 from pipeline.storage import checkpoints
 from pipeline.storage.filesystem import filesystem_of
+from pipeline.storage.fingerprints import Fingerprints
 from pipeline.store.admission import Admission
 from pipeline.store.client import StoreClient
 from pipeline.store.events import TrainingEnded, milliseconds
@@ -78,7 +79,8 @@ def run(
     plan: Plan,
     tracker: Tracker,
     run_dir: Path,
-    checkpoint: str | None = None,
+    kept: Fingerprints,
+    policy: str | None = None,
     lost: Callable[[], str | None] = lambda: None,
 ) -> Outcome:
     """Train as `config` says; Ray is running and everything has been checked.
@@ -88,12 +90,15 @@ def run(
         plan: its plan, with the number of iterations.
         tracker: takes the metrics; the caller starts and finishes it.
         run_dir: the run's folder.
-        checkpoint: folder or URL of the checkpoint to begin with; None begins with the model.
+        kept: fingerprints of the files that it reads, for the run's folder.
+        policy: folder or URL of another run's checkpoint, with whose weights a new run begins; None begins with the
+            model.
         lost: says why this process may not write into the run's folder any more, if so.
     """
     assert plan.iterations is not None
     trainer, deadlines = config.trainer, config.trainer.deadlines
     save_yaml(config, run_dir / "config.yaml")
+    kept.save(run_dir)
     schedule = Schedule.of(config, plan.iterations)
     admission = Admission(
         config.rollout.chunk_prompts,
@@ -134,7 +139,7 @@ def run(
         return TorchTrainer(
             train_loop,  # type: ignore[arg-type]
             train_loop_config={
-                "settings": LoopSettings(config, schedule, store, str(run_dir), uuid.uuid4().hex, checkpoint)
+                "settings": LoopSettings(config, schedule, store, str(run_dir), uuid.uuid4().hex, policy)
             },
             datasets={"rollouts": rollouts},
             dataset_config=DataConfig(execution_options=options),

@@ -24,6 +24,7 @@ from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import ModelInputs, pack
 from pipeline.models.sharing import Passes, pack_rows
+from pipeline.models.state import tensors
 from pipeline.rows import FLOATS, ragged
 from pipeline.store.client import StoreClient
 from pipeline.store.events import Noted
@@ -64,8 +65,9 @@ class Replica(Generic[M]):
         self.module = load().to(self.device).eval().requires_grad_(False)
         self.passes = Passes.of(self.module, share_prompts)
         self._store, self._patience = store, patience
-        for note in self.passes.notes if store else ():
-            store.call(PolicyStore.post, Noted(note))
+        if store is not None:
+            for note in self.passes.notes:
+                store.call(PolicyStore.post, Noted(note))
 
     def settle(self) -> None:
         """Before the first rows: let them pass as the handshake found it right for models of this class."""
@@ -120,7 +122,7 @@ class StoreWeights:
         model: which of the published models, `POLICY` or `CRITIC`.
         deadlines: `admission` is for the version that rows need, which in a replay may be to come; `publish` for the
             transfer.
-        published_name: turns a parameter's name in `module` into the one it was published under.
+        published_name: turns a tensor's name in `module` into the one it was published under.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class StoreWeights:
         published_name: Callable[[str], str] = str,
     ):
         self._store, self._model, self._deadlines = store, model, deadlines
-        self._parameters = {published_name(name): parameter for name, parameter in module.named_parameters()}
+        self._targets = {published_name(name): tensor for name, tensor in tensors(module)}
         self._version = -1
         """What the module holds; -1 before the first load."""
 
@@ -160,11 +162,11 @@ class StoreWeights:
 
     @torch.no_grad()
     def _load(self, ticket: Ticket) -> None:
-        device = next(iter(self._parameters.values())).device
+        device = next(iter(self._targets.values())).device
         published = f"{self._model} weights: version {ticket.version}"
-        missing = set(self._parameters)
+        missing = set(self._targets)
         for name, tensor in parameters(ticket.shards, lambda refs: fetch(refs, device, self._deadlines.publish)):
-            target = self._parameters.get(name)
+            target = self._targets.get(name)
             if target is None or target.shape != tensor.shape:
                 here = "does not know" if target is None else f"has with shape {tuple(target.shape)}"
                 raise ValueError(
@@ -175,6 +177,6 @@ class StoreWeights:
             missing.discard(name)
         if missing:
             raise ValueError(
-                f"{published} lacks {len(missing)} of {len(self._parameters)} parameters: "
+                f"{published} lacks {len(missing)} of {len(self._targets)} tensors: "
                 f"{', '.join(sorted(missing))}; the train workers must publish all of them"
             )

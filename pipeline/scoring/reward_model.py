@@ -21,6 +21,7 @@ from pipeline.config.scoring import ScorerConfig
 from pipeline.conversations import Messages, answered, rendered
 from pipeline.derived import scoring_model
 from pipeline.errors import short_reason
+from pipeline.models.architecture import most_positions
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import lay_out
 from pipeline.models.reward_model import load_reward_model
@@ -81,8 +82,8 @@ class RewardModelScore:
         self._special = special_tokens(self._tokenizer)
         module = self._replica.module
         # Rotary positions go on beyond what the model has seen, and its numbers mean nothing there.
-        seen = getattr(module.lm.config.get_text_config(), "max_position_embeddings", None)
-        self._longest = min(filter(None, (self._replica.max_token_len, module.max_length, seen)))
+        seen = most_positions(module.lm.config.get_text_config().to_dict()) or (None,)
+        self._longest = min(filter(None, (self._replica.max_token_len, module.max_length, seen[0])))
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with one number (float32) per row, or why there is none."""

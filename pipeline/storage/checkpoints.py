@@ -171,11 +171,12 @@ def find(place: str, say: Callable[[str], None] = lambda text: None) -> Saved:
     Raises:
         ValueError: there is no whole checkpoint.
     """
+    place = place.rstrip("/")
     found = read(place) or newest(place, say)
     if found is None:
         raise ValueError(
             f"{place} holds no whole checkpoint; give the folder of one (runs/NAME/{FOLDER}/iteration_NNNNNN) or of a "
-            "run that has one"
+            "run that has one. A saved model is the model.path of a new run"
         )
     return found
 

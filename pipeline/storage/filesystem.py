@@ -1,5 +1,6 @@
 """Where a run's files are: a folder on a local or shared disk, or a URL that pyarrow or fsspec knows (`s3://`, ...)."""
 
+import errno
 import os
 
 import fsspec
@@ -8,6 +9,10 @@ import pyarrow.fs as pafs
 
 PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss", "mock")
 """Schemes of URLs that pyarrow knows itself."""
+
+
+STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR}
+"""Errors that seldom pass by themselves: full, over the quota, read-only, forbidden, a file for a folder."""
 
 
 def check_scheme(place: str) -> None:

@@ -1,28 +1,30 @@
 """Resuming: whether a run may write into its folder, and from which checkpoint it starts.
 
 A run that is started again with the same settings continues. With other settings it would mix two experiments in one
-curve, so it is refused, except for settings of length, reporting and layout (`MAY_DIFFER`).
+curve, so it is refused, except for settings of length, reporting and layout (`MAY_DIFFER`). Settings that name files
+may name other places: the files count (`fingerprints.py`).
 """
 
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import Config, ConfigError, diff, load_yaml
+from pipeline.config.places import NO_PATH
 from pipeline.derived import uses_critic
-from pipeline.storage.checkpoints import Saved, find, newest, root
+from pipeline.storage import moved
+from pipeline.storage.checkpoints import Saved, find, iterations, newest, root
 from pipeline.storage.filesystem import filesystem_of
+from pipeline.storage.fingerprints import Fingerprints, load
 from pipeline.storage.owner import FILE
 
 CONFIG_FILE = "config.yaml"
-RESUME = ("auto", "never")
-"""Values of `trainer.resume` that name no checkpoint."""
-OF_THE_STATE = (
-    *("model.path", "model.dtype", "critic.path"),
-    *("model.lora.rank", "model.lora.alpha", "model.lora.target_modules"),
-)
-"""Settings that say what a checkpoint's tensors are."""
+BASES = ("model.path", "critic.path")
+"""Settings that name the models to which a checkpoint's tensors belong."""
+OF_THE_WEIGHTS = ("model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
+"""Further settings that say what these tensors are."""
 
 _SECTIONS = {
     "data": "val_files val_max_samples max_bad_rows",
@@ -38,8 +40,9 @@ _SECTIONS = {
     "scoring": "reference.where reference.offload",
     "trainer": "project_name experiment_name default_local_dir total_epochs total_training_steps cpus_per_worker "
     "num_threads ray_num_cpus object_store_gb val_before_train test_freq save_freq max_ckpt_to_keep best_metric "
-    "best_metric_mode num_workers use_gpu gpus_per_worker resume max_failures max_log_prob_gap max_nonfinite_steps "
-    "logger log_samples log_traces stream_gradients weight_bucket_mb weight_transport deadlines. env_vars placement",
+    "best_metric_mode num_workers use_gpu gpus_per_worker resume accept_changed max_failures max_log_prob_gap "
+    "max_nonfinite_steps logger log_samples log_traces stream_gradients weight_bucket_mb weight_transport deadlines. "
+    "env_vars placement",
 }
 MAY_DIFFER = tuple(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
 """Settings that a continued run may change; a name that ends in a dot stands for its section."""
@@ -82,20 +85,45 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
         stored = load_yaml(run_dir / CONFIG_FILE, Config)
     except ConfigError as error:
         raise ConfigError(f"the run in {run_dir} cannot be continued by this version: {error}; {remedies}") from error
-    changed = [(key, old, new) for key, old, new in diff(stored, config) if not may_differ(key)]
+    changed = other_settings(stored, config, load(str(run_dir)))
     if changed:
         listed = ", ".join(f"{key} ({old} there, {new} now)" for key, old, new in changed)
         raise ConfigError(f"{run_dir} already holds a run with other settings: {listed}; {remedies}")
     return True
 
 
-def starting_point(run_dir: str | Path, config: Config, say: Callable[[str], None] = print) -> Saved | None:
-    """The checkpoint that a run in `run_dir` begins with: its own newest one, or that of `trainer.resume`, if any.
+def other_settings(stored: Config, config: Config, known: Fingerprints | None) -> list[tuple[str, Any, Any]]:
+    """Settings that keep a run from going on, as (key, value of the run, value now).
+
+    Args:
+        stored: settings of the run.
+        config: settings now.
+        known: fingerprints of the files that the run reads, if it keeps them; the files themselves are not compared
+            here.
+    """
+    changed = [entry for entry in diff(stored, config) if not may_differ(entry[0])]
+    return [entry for entry in changed if not same_files(*entry, known) or _lost(entry[0], config)]
+
+
+def _lost(key: str, config: Config) -> bool:
+    """Whether a storage in another place has no checkpoint of the run, so that it was not moved there."""
+    return key == "trainer.storage_path" and not iterations(root(config.trainer, ""))
+
+
+def same_files(key: str, old: Any, new: Any, known: Fingerprints | None) -> bool:
+    """Whether two values of the setting `key` may name the same files, by all that is known without reading these."""
+    if known is not None and known.compares(key):
+        return old is not None and new is not None
+    return moved.same(old, new, known is not None and known.covers(key))
+
+
+def own_checkpoint(run_dir: str | Path, config: Config, say: Callable[[str], None] = print) -> Saved | None:
+    """The newest checkpoint of the run in `run_dir`, which goes on from it; None without one.
 
     `say` takes a sentence for each later one that is damaged.
 
     Raises:
-        ConfigError: `trainer.resume` names no whole checkpoint, or one of another model or without the same learners.
+        ConfigError: the run's folder was lost, and the checkpoint is of a run with other settings.
         ValueError, OSError: all checkpoints are damaged, or their storage does not answer.
     """
     place = root(config.trainer, run_dir)
@@ -107,24 +135,40 @@ def starting_point(run_dir: str | Path, config: Config, say: Callable[[str], Non
         ) from error
     if own is not None and not (Path(run_dir) / CONFIG_FILE).is_file():
         _check_orphan(own, config)
-    if own is not None or config.trainer.resume in RESUME:
-        return own
+    return own
+
+
+def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | None:
+    """The checkpoint that `trainer.resume` names, with whose weights a new run begins; None if it names none.
+
+    `say` takes a sentence for each later one that is damaged.
+
+    Raises:
+        ConfigError: it names no whole checkpoint, or one of another model.
+        ValueError, OSError: the checkpoint is damaged, or its storage does not answer.
+    """
+    if config.trainer.resume in NO_PATH:
+        return None
     try:
         found = find(config.trainer.resume, say)
     except ValueError as error:
         raise ConfigError(f"trainer.resume: {error}") from error
-    stored = _stored_config(found)
-    problems = [f"{key} is {new} and was {old}" for key, old, new in diff(stored, config) if key in OF_THE_STATE]
-    if uses_critic(stored) != uses_critic(config):
-        problems.append(f"the checkpoint has {'a' if uses_critic(stored) else 'no'} critic")
+    stored, known = stored_config(found), load(found.place)
+    bases = BASES if uses_critic(stored) and uses_critic(config) else BASES[:1]
+    compared = OF_THE_WEIGHTS if "model" in config.trainer.accept_changed else (*bases, *OF_THE_WEIGHTS)
+    problems = [
+        f"{key} is {new} and was {old}"
+        for key, old, new in diff(stored, config)
+        if key in compared and not same_files(key, old, new, known)
+    ]
     if problems:
-        raise ConfigError(f"trainer.resume={found.place} cannot be resumed from: {'; '.join(problems)}")
+        raise ConfigError(f"trainer.resume={found.place} has weights of another model: {'; '.join(problems)}")
     return found
 
 
-def recover(run_dir: Path, saved: Saved | None, config: Config) -> bool:
+def recover(run_dir: Path, saved: Saved | None) -> bool:
     """Restore the MLflow run's id from the run's own checkpoint `saved`, if the run's folder was lost with its disk."""
-    if saved is None or not saved.place.startswith(f"{root(config.trainer, run_dir)}/"):
+    if saved is None:
         return False
     mlflow_run = saved.progress.get("mlflow_run_id")
     if mlflow_run is not None:
@@ -137,14 +181,15 @@ def _check_orphan(saved: Saved, config: Config) -> None:
     remedies = "choose another trainer.experiment_name or trainer.storage_path, or delete it"
     if config.trainer.resume == "never":
         raise ConfigError(f"{saved.place} already holds a checkpoint and trainer.resume=never; {remedies}")
-    changed = [key for key, _, _ in diff(_stored_config(saved), config) if not may_differ(key)]
+    changed = [key for key, _, _ in other_settings(stored_config(saved), config, load(saved.place))]
     if changed:
         raise ConfigError(
             f"{saved.place} is a checkpoint of a run with other settings ({', '.join(changed)}); {remedies}"
         )
 
 
-def _stored_config(saved: Saved) -> Config:
+def stored_config(saved: Saved) -> Config:
+    """The settings that a checkpoint was saved with. Raises ConfigError if this version does not know them."""
     filesystem, path = filesystem_of(saved.place)
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder) / CONFIG_FILE

@@ -125,6 +125,12 @@ class Encoder(ABC, Generic[D]):
         """The special tokens of the tokenizer."""
         return special_tokens(self.tokenizer)
 
+    def spellings(self, given: Any, place: str) -> Spellings:
+        """The special tokens that a conversation spells, which are noted."""
+        spellings = self.special.spellings(given, f"{place}: ")
+        self.omissions.note(spellings.note)
+        return spellings
+
     def check_written(self, messages: Messages, text: str, place: str, start: int = 0, **more: Any) -> None:
         """Refuse a conversation that the template does not write as a whole; see `Omissions.check` and `render`."""
         self.omissions.check(messages, text, lambda some: self.render(some, False, place, **more), place, start)

@@ -82,7 +82,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         learnt: list[list[tuple[str, bool]]] = []  # per row and segment: its side, and whether it is learnt
         for row, place in zip(values(rows, places), places, strict=True):
             margin, prompt, answers = self.row(row, place)
-            spelled = self.special.spellings((prompt, *answers.values()), f"{place}: ")
+            spelled = self.spellings((prompt, *answers.values()), place)
             opening = self.write(spelled, prompt, True, place)
             first = len(texts)
             texts.append(opening)

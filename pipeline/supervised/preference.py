@@ -92,7 +92,7 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
                     "conversation, set data.prompt_key=null."
                 )
             conversation = [*(prompt or ()), *messages]
-            spelled = self.special.spellings(conversation, f"{place}: ")
+            spelled = self.spellings(conversation, place)
             text = self.write(spelled, conversation, False, place)
             texts.append(text)
             spellings.append(spelled)

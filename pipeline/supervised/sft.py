@@ -92,7 +92,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             arguments["enable_thinking"] = thinking
             if "enable_thinking" not in self.arguments_of_template:
                 note = f"the model's chat template does not read enable_thinking, which the column {key!r} gives"
-                self.omissions.notes[note] = None
+                self.omissions.note(note)
         return arguments
 
     def segments(self, row: dict[str, Any], place: str) -> tuple[list[tuple[str, bool]], Spellings]:
@@ -105,7 +105,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         place = f"{place}, column {self.data.messages_key!r}"
         messages = read_messages(row[self.data.messages_key], place)
         learnt = [take_learnt(message, f"{place}: message {number}") for number, message in enumerate(messages)]
-        spellings = self.special.spellings((messages, arguments), f"{place}: ")
+        spellings = self.spellings((messages, arguments), place)
         segments: list[tuple[str, bool]] = []
         done = ""
         for number, message in enumerate(messages):
@@ -129,7 +129,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         if segments:
             last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
             if last + 1 < len(messages):
-                self.omissions.notes["messages behind the last answer of a conversation are left out"] = None
+                self.omissions.note("messages behind the last answer of a conversation are left out")
             done = spellings.show(done)
             self.check_written(messages[: last + 1], done, place, **arguments)
             if tools := arguments.get("tools"):

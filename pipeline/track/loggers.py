@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipeline.track.history import write_atomically
 from pipeline.track.provenance import flattened, git_commit, masked, versions
 
 PACKAGES = {
@@ -161,7 +162,7 @@ class WandbLogger:
             config=self._tracked.settings,
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._id_file.write_text(f"{self._run.id}\n")
+        write_atomically(self._id_file, f"{self._run.id}\n".encode())
         # wandb's own step cannot go back, an iteration can when a run resumes.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")

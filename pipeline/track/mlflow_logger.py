@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.track.conversation import COLUMNS
 from pipeline.track.datasets import dataset_inputs
+from pipeline.track.history import write_atomically
 from pipeline.track.loggers import TrackedRun, shown
 from pipeline.track.provenance import flattened, git_commit, versions
 from pipeline.track.retry_queue import Rejected
@@ -97,7 +98,7 @@ class MlflowLogger:
         run = self._earlier_run()
         if run is None:
             run = client.create_run(self._experiment(), run_name=self._run.name)
-            self._id_file.write_text(f"{run.info.run_id}\n")
+            write_atomically(self._id_file, f"{run.info.run_id}\n".encode())
             # A retry of what follows goes on in this run and makes no second one.
             self._resume = True
         else:

@@ -9,6 +9,7 @@ computes again replaces its own file. The column `iteration` is only in the fold
 
 import hashlib
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,8 +20,10 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.rows import FLOATS, flat, ragged
-from pipeline.storage.filesystem import filesystem_of
+from pipeline.storage.filesystem import STANDING, filesystem_of
 
+UNRECORDED = re.compile(r"the trajectories cannot be written to .*?`trainer\.default_local_dir`")
+"""What `Record` says of a file that it cannot write."""
 FOLDERS = {"train": "trajectories", "val": "validation", "old_log_probs": "old_log_probs"}
 
 
@@ -91,6 +94,14 @@ class Record:
                 f"the trajectories cannot be written to {path} ({error.strerror or error}); free space there, allow "
                 "writing, or choose another folder with `trainer.default_local_dir`",
             ) from error
+
+
+def why_unrecorded(error: BaseException) -> str | None:
+    """The sentence of `Record`, which an error of another process holds as text, if the disk will not take rows by
+    itself again; None for other errors."""
+    found = UNRECORDED.search(str(error))
+    standing = found is not None and any(os.strerror(number) in found[0] for number in STANDING)
+    return found[0] if found and standing else None
 
 
 def read_trajectories(

@@ -11,11 +11,11 @@ holds the adapters alone.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -31,17 +31,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from pipeline.advantage.kl_controller import KLController
+from pipeline.storage import fingerprints
 from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, delete, folder_name
-from pipeline.storage.filesystem import filesystem_of
+from pipeline.storage.filesystem import STANDING, filesystem_of
 from pipeline.storage.manifest import listed
+from pipeline.storage.room import STAGING_REMEDY, STORAGE_REMEDY, disk, lacking
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
 from pipeline.train.learner import Learner
+from pipeline.train.optim import bytes_kept
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Seconds between attempts to reach the storage."""
-STANDING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
-"""Errors that seldom pass by themselves: full, over the quota, read-only, forbidden."""
 STANDING_S = 60.0
 """Seconds that training waits for such an error to pass."""
 
@@ -89,6 +90,26 @@ class Saver:
         self._awaited: float | None = None
         """Since when training waits for the copy."""
 
+    def check_room(self, learners: Sequence[Learner]) -> None:
+        """Say so if a disk has no room for a checkpoint of these learners; a collective."""
+        needed = sum(
+            bytes_kept(parameter, learner.optimizer)
+            for learner in learners
+            for parameter in learner.module.parameters()
+            if parameter.requires_grad
+        )
+        here = (socket.gethostname(), disk(self.staging))
+        parts = ranks.all_gather((*here, needed))
+        beside = [rank for rank, (*place, _) in enumerate(parts) if tuple(place) == here]
+        checks = []
+        if beside[0] == self._rank:
+            checks.append((self.staging, sum(parts[rank][-1] for rank in beside), STAGING_REMEDY))
+        if self._rank == 0:
+            checks.append((f"{self._root}/{FOLDER}", sum(part[-1] for part in parts), STORAGE_REMEDY))
+        for place, count, remedy in checks:
+            if problem := lacking(place, count, remedy):
+                self._say(f"checkpoint: {problem}")
+
     def save(self, learners: Sequence[Learner], kl: KLController, version: int, state: TrainerState | None) -> None:
         """Write a checkpoint and begin to copy it; a collective. It waits until the previous one has been copied.
 
@@ -106,6 +127,7 @@ class Saver:
         progress: dict[str, Any] | None = None
         if self._rank == 0:
             assert state is not None
+            mlflow_run = self._record("mlflow_run_id")
             progress = {
                 "version": version,
                 "cursor": state.cursor.to_json(),
@@ -114,7 +136,7 @@ class Saver:
                 "scheduler_steps": {learner.name: learner.scheduler.last_epoch for learner in learners},
                 "learning_rates": {learner.name: float(learner.scheduler.get_last_lr()[0]) for learner in learners},
                 "world_size": ranks.count(),
-                "mlflow_run_id": self._mlflow_run_id(),
+                "mlflow_run_id": mlflow_run.strip() if mlflow_run else None,
             }
             storage = f"{self._root}/{FOLDER}"
             with self._noted(storage):
@@ -133,6 +155,8 @@ class Saver:
                 if progress is not None:
                     (folder / PROGRESS).write_text(json.dumps(progress))
                     self._save_settings(folder / "config.yaml")
+                    if (kept := self._record(fingerprints.FILE)) is not None:
+                        (folder / fingerprints.FILE).write_text(kept)
                 torch.save(_rng(), folder / f"rng_{self._rank}.pt")
             self._agree()
         except NotStored:
@@ -186,11 +210,11 @@ class Saver:
         def copy() -> Checkpoint:
             try:
                 persisted = storage.persist_current_checkpoint(checkpoint, name)
+                with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}") as mark:
+                    mark.write(files)
             except OSError:
                 self._withdraw(checkpoint, name)
                 raise
-            with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}") as mark:
-                mark.write(files)
             return persisted
 
         try:
@@ -210,15 +234,16 @@ class Saver:
     def _withdraw(self, checkpoint: Checkpoint, name: str) -> None:
         """Delete this rank's files of a copy that failed: they would take the room of the run's records."""
         filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{name}")
-        for file in Path(checkpoint.path).iterdir():
+        for file in (complete_name(self._rank), *(file.name for file in Path(checkpoint.path).iterdir())):
             with contextlib.suppress(OSError):
-                filesystem.delete_file(f"{path}/{file.name}")
+                filesystem.delete_file(f"{path}/{file}")
 
-    def _mlflow_run_id(self) -> str | None:
-        filesystem, path = filesystem_of(f"{self._run_dir}/mlflow_run_id")
+    def _record(self, name: str) -> str | None:
+        """The content of a file of the run's folder, if it is there."""
+        filesystem, path = filesystem_of(f"{self._run_dir}/{name}")
         try:
             with filesystem.open_input_stream(path) as stream:
-                return stream.read().decode().strip()
+                return stream.read().decode()
         except OSError:
             return None
 

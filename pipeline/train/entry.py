@@ -18,8 +18,8 @@ class LoopSettings:
     run_dir: str
     start: str = ""
     """Name of this start of the run, which restarts of its workers share."""
-    checkpoint: str | None = None
-    """Folder or URL of the checkpoint that the run begins with; None begins with `model.path`."""
+    policy: str | None = None
+    """Folder or URL of another run's checkpoint, with whose weights a new run begins; None begins with `model.path`."""
 
 
 def train_loop(settings: dict[str, LoopSettings]) -> TrainingEnded:

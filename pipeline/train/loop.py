@@ -11,7 +11,8 @@ generate the next ones.
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +44,7 @@ from pipeline.store.versions import CRITIC, POLICY
 from pipeline.threads import compute_threads
 from pipeline.track.metrics import iteration_metrics, missing_rates
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
-from pipeline.track.trajectories import Record, discard_trajectories
+from pipeline.track.trajectories import Record, discard_trajectories, why_unrecorded
 from pipeline.train import ranks
 from pipeline.train.checkpoint import NotStored, Saver
 from pipeline.train.deal import Dealer
@@ -80,13 +81,14 @@ class Loop:
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
         root = checkpoints.root(trainer, self.run_dir)
-        state = restore(self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint, self._say)
+        state = restore(self.learners, self.kl, root, settings.policy, trainer.deadlines.checkpoint, self._say)
         self.version = self.saved = state.version
         last = self.version >= self.schedule.iterations
         self.handshake = Handshake(self.config, self.actor, self.learners, self.run_dir, settings.start, last)
         self.record = Record(self.run_dir)
         save_settings = partial(save_yaml, self.config)
         self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved, self._say)
+        self.saver.check_room(self.learners)
         if self.rank == 0:
             # An interrupted attempt may have recorded later iterations.
             discard_trajectories(self.run_dir, self.version + 1)
@@ -240,10 +242,9 @@ class Loop:
         tables: list[pa.Table] = []
         dealt: list[pa.Table] = []
         for part in range(self.feed.parts):
-            with timed(timings, "gen"):
+            # Ranks wait for each other here, so that the time counts as waiting for rows.
+            with timed(timings, "gen"), self._recorded():
                 table = self.feed.next(self.version + 1, part)
-                # Ranks wait for each other here, so that the time counts as waiting for rows.
-                ranks.barrier()
             if table is None:
                 return None
             if self.handshake.due and self.config.rollout.sleep:
@@ -259,9 +260,27 @@ class Loop:
         rows = pa.concat_tables(dealt)
         stats = [*(update.finish() for update in updates), sequence_balance(rows)]
         for update in updates:
-            if update.learner.needs_old_log_probs and self.actor.leads:
-                self.record.old_log_probs(rows, self.version + 1, self.rank, update.rows.old_log_probs)
+            if update.learner.needs_old_log_probs:
+                with self._recorded():
+                    if self.actor.leads:
+                        self.record.old_log_probs(rows, self.version + 1, self.rank, update.rows.old_log_probs)
         return pa.concat_tables(tables), stats if self.actor.leads else []
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Have all ranks end with the model saved if rows cannot be recorded for one of them; a collective.
+
+        Raises NotStored on every rank.
+        """
+        problem = None
+        try:
+            yield
+        # An error of an engine comes in Ray's own.
+        except Exception as error:
+            if (problem := why_unrecorded(error)) is None:
+                raise
+        if problems := [text for text in ranks.all_gather(problem) if text]:
+            raise NotStored(problems[0])
 
     def _update_kl(self, table: pa.Table) -> None:
         """Adapt the coefficient of the KL in the reward to the mean KL of all ranks' rows."""

@@ -16,7 +16,12 @@ from pathlib import Path
 
 import torch
 from ray.train import Checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from pipeline.advantage.kl_controller import KLController
 from pipeline.errors import FinalError, short_reason
@@ -43,7 +48,7 @@ def restore(
     learners: Sequence[Learner],
     kl: KLController,
     root: str,
-    begin: str | None = None,
+    policy: str | None = None,
     patience: float = 0.0,
     say: Callable[[str], None] = print,
 ) -> TrainerState:
@@ -55,7 +60,8 @@ def restore(
         learners: actor and critic, sharded over any number of ranks.
         kl: the controller of the KL's coefficient.
         root: folder or URL that holds the run's folder of checkpoints.
-        begin: folder or URL of the checkpoint that a run without one of its own begins with.
+        policy: folder or URL of the checkpoint of another run, for a run without one of its own; only its weights are
+            loaded.
         patience: seconds of retries while the storage does not answer.
         say: takes a sentence about what is tried again, or damaged.
 
@@ -77,12 +83,12 @@ def restore(
                 return _load(folder, place, learners, kl)
     if problems:
         raise FinalError(none_is_whole(problems))
-    if begin is None:
-        return TrainerState(0, PromptCursor(), False)
-    with _opened(begin, patience, say) as (folder, problem):
-        if folder is None:
-            raise FinalError(f"trainer.resume: {problem or f'{begin} is no whole checkpoint'}; name another one")
-        return _load(folder, begin, learners, kl)
+    if policy is not None:
+        with _opened(policy, patience, say) as (folder, problem):
+            if folder is None:
+                raise FinalError(f"trainer.resume: {problem or f'{policy} is no whole checkpoint'}; name another one")
+            _take_weights(folder, policy, learners)
+    return TrainerState(0, PromptCursor(), False)
 
 
 @contextlib.contextmanager
@@ -144,6 +150,23 @@ def _load(folder: Path, place: str, learners: Sequence[Learner], kl: KLControlle
         _set_rng(generators)
     kl.coef = progress["kl_coef"]
     return TrainerState(progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"])
+
+
+def _take_weights(folder: Path, place: str, learners: Sequence[Learner]) -> None:
+    """Load the weights of those learners that the checkpoint of `place`, which is in `folder`, has."""
+    state = {}
+    try:
+        there = json.loads((folder / PROGRESS).read_text())["scheduler_steps"]
+        for learner in (learner for learner in learners if learner.name in there):
+            weights, untrained = get_model_state_dict(learner.module), frozen(learner)
+            state[learner.name] = {"model": {name: weight for name, weight in weights.items() if name not in untrained}}
+        load_checkpoint(state, folder)
+    except ValueError as error:
+        raise FinalError(f"trainer.resume={place} cannot be loaded: {short_reason(error)}; name another one") from error
+    for learner in learners:
+        if learner.name in state:
+            options = StateDictOptions(strict=not frozen(learner))
+            set_model_state_dict(learner.module, state[learner.name]["model"], options=options)
 
 
 def _generators(file: Path) -> dict[str, torch.Tensor]:

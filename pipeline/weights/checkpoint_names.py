@@ -1,8 +1,8 @@
 """Published weights under the names and in the layout of checkpoints, which are all that vLLM's loaders know.
 
 `transformers` holds the experts of a layer as one tensor, `experts.gate_up_proj` [E, 2I, H], where checkpoints hold
-`experts.0.gate_proj.weight` [I, H] and so on. Replicas are models of `transformers` and take weights as they are
-published; engines take them through here.
+`experts.0.gate_proj.weight` [I, H] and so on, and calls the weights of some families otherwise than their checkpoints
+do. Replicas are models of `transformers` and take weights as they are published; engines take them through here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,13 +13,23 @@ if TYPE_CHECKING:
 
 
 def skeleton(path: str, trust_remote_code: bool) -> Any:
-    """The model of `transformers` at `path`, without memory: it knows how checkpoints of its kind call the weights."""
-    import torch
+    """The model of `transformers` at `path`, without weights: it knows how checkpoints of its kind call them.
+
+    Its buffers have memory, and hold what the model's class computes from the configuration.
+    """
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    with init_empty_weights(include_buffers=False):
+        lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    lm.tie_weights()  # each weight without memory is a new one
+    # Found once: `transformers` would look for them with each weight. It drops a prefix, too, that no file has shown.
+    found = get_model_conversion_mapping(lm, add_legacy=False)
+    lm._weight_conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+    return lm
 
 
 def as_in_checkpoint(lm: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":

@@ -6,7 +6,7 @@ engine that holds that version fetches the changes alone and applies them; the c
 A new engine, or one that has missed too many versions, fetches whole buckets. The publisher and every engine keep a
 copy of the buckets in host memory.
 
-A bucket's changes are, for each parameter, a head (encoding, count) and the smallest of
+A bucket's changes are, for each tensor, a head (encoding, count) and the smallest of
 
     INDICES   the indices of the changed numbers (uint32) and the numbers
     MASK      a bit for each number, and the changed numbers
@@ -29,21 +29,20 @@ HEAD = struct.Struct("<BQ")
 MAX_STEPS = 4
 """Steps that are published beside whole buckets: an engine may have missed one version less."""
 
-Span = tuple[int, int]
-"""Offset and bytes of a parameter's part in its bucket."""
+Span = tuple[int, int, int]
+"""Offset and bytes of a tensor's part in its bucket, and bytes of a number: 1, 2, 4 or 8."""
 
 
-def encode(old: np.ndarray, new: np.ndarray, spans: Sequence[Span], itemsize: int) -> np.ndarray:
+def encode(old: np.ndarray, new: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """The changes of a bucket, uint8; at most a head for each span longer than the bucket.
 
     Args:
         old, new: [B] uint8, the bucket before and after.
-        spans: the parameters in it.
-        itemsize: bytes of a number: 1, 2, 4 or 8.
+        spans: the tensors in it.
     """
-    kind = np.dtype(f"u{itemsize}")
     parts = []
-    for offset, nbytes in spans:
+    for offset, nbytes, itemsize in spans:
+        kind = np.dtype(f"u{itemsize}")
         before, after = (data[offset : offset + nbytes].view(kind) for data in (old, new))
         changed = before != after
         count = int(np.count_nonzero(changed))
@@ -62,13 +61,12 @@ def encode(old: np.ndarray, new: np.ndarray, spans: Sequence[Span], itemsize: in
     return np.frombuffer(b"".join(parts), dtype=np.uint8)
 
 
-def apply(changes: Any, bucket: np.ndarray, spans: Sequence[Span], itemsize: int) -> None:
+def apply(changes: Any, bucket: np.ndarray, spans: Sequence[Span]) -> None:
     """Turn a bucket [B] uint8 of the version before into that of the next, in place.
 
     Raises:
         ValueError: the changes are not those of such a bucket.
     """
-    kind = np.dtype(f"u{itemsize}")
     data = memoryview(changes)
     position = 0
 
@@ -81,7 +79,8 @@ def apply(changes: Any, bucket: np.ndarray, spans: Sequence[Span], itemsize: int
         return np.frombuffer(data[position - size : position], dtype=dtype)
 
     try:
-        for offset, nbytes in spans:
+        for offset, nbytes, itemsize in spans:
+            kind = np.dtype(f"u{itemsize}")
             target = bucket[offset : offset + nbytes].view(kind)
             encoding, count = HEAD.unpack(take(np.uint8, HEAD.size).tobytes())
             if count > len(target):
@@ -135,7 +134,7 @@ class BucketCache:
         for steps in self._chain or ():
             changes = fetch([step.buckets[number] for step in steps])
             for shard, change in zip(shards, changes, strict=True):
-                apply(change, self._buckets[shard.rank, number], shard.spans(number), shard.itemsize)
+                apply(change, self._buckets[shard.rank, number], shard.spans(number))
         return [self._buckets[shard.rank, number] for shard in shards]
 
     def done(self, shards: Sequence["Shard"]) -> None:

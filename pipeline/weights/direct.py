@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 """What NIXL calls the memory of a device."""
 POLL_S = 0.001
+ALIGNED = 8
+"""Bytes of the largest number: a bucket begins at a multiple of them."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,12 @@ class PublishedMemory:
         nixl_agent()
 
     def begin(self, version: int, nbytes: int) -> None:
-        """Let `version` overwrite the oldest one; `nbytes` of all its buckets are the same for all versions."""
+        """Let `version` overwrite the oldest one.
+
+        Args:
+            version: its number.
+            nbytes: of all its buckets, each up to a multiple of `ALIGNED`; the same for all versions.
+        """
         import torch
 
         if self._bytes is None:
@@ -94,8 +101,8 @@ class PublishedMemory:
         """Memory [nbytes] uint8 for the next bucket."""
         assert self._bytes is not None
         start = self._next
-        self._next += nbytes
-        return self._bytes[start : self._next]
+        self._next += -(-nbytes // ALIGNED) * ALIGNED
+        return self._bytes[start : start + nbytes]
 
     def put(self, bucket: "torch.Tensor") -> RemoteBuffer:
         """Where engines find a bucket from `empty` whose bytes are written."""

@@ -10,6 +10,7 @@ With `trainer.weight_transport=delta` a shard also holds what has changed since 
 """
 
 import contextlib
+import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,8 @@ from pipeline.weights.reload import Reload
 
 if TYPE_CHECKING:
     import torch
+
+    from pipeline.weights.confirm import Confirmation
 
 BACKEND = "ray_object_store"
 
@@ -42,6 +45,15 @@ class Piece:
     bucket: int
     offset: int
     nbytes: int
+    dtype: str = "float32"
+    """Of its numbers, as torch calls it."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        import torch
+
+        return int(getattr(torch, self.dtype).itemsize)
 
     @property
     def place(self) -> tuple[slice, ...]:
@@ -69,8 +81,6 @@ class Shard:
     """One object ref, `RemoteBuffer` or (outside Ray) the buffer itself per bucket."""
     checksums: list[int]
     """`crc` of each bucket."""
-    dtype: str = "float32"
-    """Of all numbers, as torch calls it."""
     version: int = -1
     """Of the weights; -1 where only whole buckets are published."""
     steps: list[Step] = field(default_factory=list)
@@ -78,16 +88,9 @@ class Shard:
     adapter: Mapping[str, Any] | None = None
     """Settings of the adapter (`pipeline/models/adapter.py`) that these tensors are; None: they are a whole model."""
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        import torch
-
-        return int(getattr(torch, self.dtype).itemsize)
-
     def spans(self, number: int) -> list[Span]:
         """Where the pieces of a bucket are in it."""
-        return [(piece.offset, piece.nbytes) for piece in self.pieces if piece.bucket == number]
+        return [(piece.offset, piece.nbytes, piece.itemsize) for piece in self.pieces if piece.bucket == number]
 
 
 def checksum(shards: Sequence[Shard]) -> int:
@@ -131,11 +134,6 @@ def parameters(
     Raises:
         ValueError: a bucket's bytes do not match its checksum, or the parts of a parameter do not add up.
     """
-    # Not at the top: the policy store and every worker of the stream's small stages import this module, and torch
-    # would cost each of them 100 MiB and a second of CPU at its start.
-    import torch
-
-    dtype = getattr(torch, shards[0].dtype)
     if min(shard.version for shard in shards) < 0:
         cache = None
     if cache:
@@ -162,19 +160,22 @@ def parameters(
     for buffers, named in zip(arrived, parts, strict=True):
         # One after the other: memory of a parameter that the caller has dropped serves the next one.
         for name, found in named.items():
-            yield name, _joined(name, [(piece, _numbers(buffers[index], piece, dtype)) for index, piece in found])
+            yield name, _joined(name, [(piece, _numbers(buffers[index], piece)) for index, piece in found])
     if cache:
         cache.done(shards)
 
 
-def _numbers(buffer: Any, piece: Piece, dtype: "torch.dtype") -> "torch.Tensor":
+def _numbers(buffer: Any, piece: Piece) -> "torch.Tensor":
     """A piece of a bucket, without a copy."""
+    # Not at the top: the policy store and every worker of the stream's small stages import this module, and torch
+    # would cost each of them 100 MiB and a second of CPU at its start.
     import torch
 
+    dtype = getattr(torch, piece.dtype)
     if isinstance(buffer, torch.Tensor):
         return buffer[piece.offset : piece.offset + piece.nbytes].view(dtype).view(piece.extent)
     # Read-only shared memory.
-    count = piece.nbytes // dtype.itemsize
+    count = piece.nbytes // piece.itemsize
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=piece.offset).view(piece.extent)
 
 
@@ -203,14 +204,28 @@ def _ahead(work: Callable[[int], Any], count: int) -> Iterator[Any]:
             yield done
 
 
+def confirm(worker: Any) -> "Confirmation | None":
+    """What a vLLM worker says of the version that it has just loaded; None if it knows all of its names."""
+    confirmation: Confirmation | None = worker.weight_transfer_engine.confirm()
+    return confirmation
+
+
+def accept(worker: Any) -> None:
+    """Have a vLLM worker look at versions no more that have the names of the last one."""
+    worker.weight_transfer_engine.accept()
+
+
 def register() -> None:
     """Make the transport known to vLLM in this process (also called in every vLLM process by the entry point)."""
+    from vllm.config import CompilationMode, set_current_vllm_config
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from pipeline.weights.confirm import Confirmation, Watch
 
     @dataclass
     class Update(WeightTransferUpdateInfo):
@@ -223,20 +238,22 @@ def register() -> None:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._needed: set[str] = set()
             self._cache = BucketCache()
             self._reload: Reload | None = None
-            # Models without experts have the names of their checkpoints.
-            config = self.model_config
-            self._lm = skeleton(config.model, config.trust_remote_code) if config.is_moe else None
+            self._watch: Watch | None = None
+            self._names: set[str] = set()
+            self._accepted: set[str] = set()
+            # A class of `transformers` with which vLLM computes the model itself would be prepared for its compiler.
+            plain = copy.copy(self.vllm_config)
+            plain.compilation_config = copy.copy(plain.compilation_config)
+            plain.compilation_config.mode = CompilationMode.NONE
+            with set_current_vllm_config(plain):
+                self._lm = skeleton(self.model_config.model, self.model_config.trust_remote_code)
 
         def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
             pass
 
         def start_weight_update(self) -> None:
-            if not self._needed:
-                # Tied parameters are one until an update fails half way.
-                self._needed.update(name for name, _ in self.model.named_parameters())
             self._reload = self._reload or Reload(self.model, self.device.type)
             self._reload.begin()
 
@@ -245,15 +262,25 @@ def register() -> None:
                 return fetch(refs, self.device, update_info.timeout)
 
             model: Any = self.model
-            weights = parameters(update_info.shards, take, self._cache)
-            loaded = model.load_weights(as_in_checkpoint(self._lm, weights) if self._lm else weights)
-            # Whatever is not replaced belongs to another version, and after a sleep to none.
-            if loaded is not None and (missing := sorted(self._needed - loaded)):
-                raise ValueError(f"the published weights leave {len(missing)} parameters as they were: {missing[:5]}")
+            weights = as_in_checkpoint(self._lm, parameters(update_info.shards, take, self._cache))
+            self._names = {piece.name for shard in update_info.shards for piece in shard.pieces}
+            self._watch = None if self._names == self._accepted else Watch(model)
+            if self._watch is None:
+                model.load_weights(weights)
+            else:
+                self._watch.load(weights)
 
         def finish_weight_update(self) -> None:
             assert self._reload is not None
-            self._reload.finish(self.model_config)
+            # Layers that are not filled before the end are loaded here.
+            with self._watch or contextlib.nullcontext():
+                self._reload.finish(self.model_config)
+
+        def confirm(self) -> Confirmation | None:
+            return self._watch.confirmation(self._lm, self._names) if self._watch else None
+
+        def accept(self) -> None:
+            self._watch, self._accepted = None, self._names
 
         def shutdown(self) -> None:
             pass

@@ -6,7 +6,7 @@ and an engine can load bucket by bucket (`load.py`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,14 +20,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pipeline.models.lora import published
+from pipeline.models.state import is_weight, tensors
 from pipeline.stats import Stat, Stats, mean
 from pipeline.weights.checksum import crc
 from pipeline.weights.delta import MAX_STEPS, encode
-from pipeline.weights.direct import PublishedMemory
+from pipeline.weights.direct import ALIGNED, PublishedMemory
 from pipeline.weights.load import Piece, Shard, Step
 
 Named = Iterable[tuple[str, torch.Tensor]]
-"""Parameters with their names."""
+"""Parameters and buffers with their names."""
+
+
+def travels_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type in which a tensor of a model is sent to an engine that computes in `dtype`: a buffer's own, in which it
+    is read from a checkpoint, too."""
+    return dtype if is_weight(tensor) else tensor.dtype
 
 
 def named(model: nn.Module, rename: Callable[[str], str] = str, adapter_alone: bool = False) -> Named:
@@ -79,11 +86,11 @@ def local_part(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, tuple[
 
 
 def buckets(weights: Named, dtype: torch.dtype, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Parameters in order, in groups of at most `limit` bytes as `dtype`; a larger one is a group of its own."""
+    """Tensors in order, in groups of at most `limit` bytes as they travel; a larger one is a group of its own."""
     group: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, parameter in weights:
-        nbytes = parameter.numel() * dtype.itemsize
+        nbytes = parameter.numel() * travels_as(parameter, dtype).itemsize
         if group and size + nbytes > limit:
             yield group
             group, size = [], 0
@@ -108,10 +115,10 @@ def pack(
     While a bucket is filled, another thread computes the checksum of the one before and stores it.
 
     Args:
-        weights: parameters, sharded or not, under the engine's names; asked for one bucket after the other, the same on
+        weights: tensors, sharded or not, under the engine's names; asked for one bucket after the other, the same on
             every rank.
         rank: rank of this process.
-        dtype: type the weights travel in; the engine's.
+        dtype: type the parameters travel in; the engine's.
         limit: bytes of a bucket over all ranks (`trainer.weight_bucket_mb`).
         put: stores a uint8 numpy array and returns what fetches it; `ray.put`.
         memory: where the buckets are written; `put` gets those of `PublishedMemory` as tensors. Without it every bucket
@@ -131,20 +138,39 @@ def pack(
             if number > 1:
                 # The memory of the bucket before last is written again.
                 stored[number - 2].result()
-            parts = [(name, tuple(parameter.shape), *local_part(parameter, rank)) for name, parameter in group]
-            size = sum(part.numel() for _, _, part, _ in parts) * dtype.itemsize
+            parts = [(*local_part(tensor, rank), travels_as(tensor, dtype)) for _, tensor in group]
+            offsets, size = _places(parts)
             buffer = memory.empty(size) if memory else torch.empty(size, dtype=torch.uint8)
-            offset = 0
-            for name, shape, part, start in parts:
-                nbytes = part.numel() * dtype.itemsize
-                buffer[offset : offset + nbytes].view(dtype).view(part.shape).copy_(part)
+            for (name, whole), (part, start, kind), offset in zip(group, parts, offsets, strict=True):
+                nbytes = part.numel() * kind.itemsize
+                buffer[offset : offset + nbytes].view(kind).view(part.shape).copy_(part)
                 if nbytes:
-                    pieces.append(Piece(name, shape, start, tuple(part.shape), number, offset, nbytes))
-                offset += nbytes
+                    place = (tuple(whole.shape), start, tuple(part.shape), number, offset, nbytes)
+                    pieces.append(Piece(name, *place, str(kind).removeprefix("torch.")))
             stored.append(pool.submit(store, buffer if isinstance(memory, PublishedMemory) else buffer.numpy()))
     found = [future.result() for future in stored]
     refs, checksums = [ref for _, ref in found], [checksum for checksum, _ in found]
-    return Shard(rank, pieces, refs, checksums, str(dtype).removeprefix("torch."), adapter=adapter)
+    return Shard(rank, pieces, refs, checksums, adapter=adapter)
+
+
+def _places(parts: Sequence[tuple[torch.Tensor, tuple[int, ...], torch.dtype]]) -> tuple[list[int], int]:
+    """Offsets of a rank's parts in their bucket, and its bytes. Large numbers come first, so that all are aligned."""
+    offsets, size = [0] * len(parts), 0
+    for index in sorted(range(len(parts)), key=lambda index: -parts[index][2].itemsize):
+        part, _, kind = parts[index]
+        offsets[index] = size
+        size += part.numel() * kind.itemsize
+    return offsets, size
+
+
+def held_bytes(model: nn.Module, rank: int, dtype: torch.dtype, limit: int, adapter_alone: bool = False) -> int:
+    """Bytes of all buckets that `pack` fills on this rank, each up to a multiple of `ALIGNED`."""
+    held = ((name, tensor) for name, tensor in tensors(model) if (".lora_" in name) == adapter_alone)
+    total = 0
+    for group in buckets(held, dtype, limit):
+        _, size = _places([(*local_part(tensor, rank), travels_as(tensor, dtype)) for _, tensor in group])
+        total += -(-size // ALIGNED) * ALIGNED
+    return total
 
 
 class Staging:
@@ -222,10 +248,7 @@ class WeightPublisher:
             return self._put(buffer)
 
         if isinstance(self._memory, PublishedMemory):
-            rank, dtype, _ = self._args
-            base = ((name, parameter) for name, parameter in model.named_parameters() if ".lora_" not in name)
-            numbers = sum(local_part(parameter, rank)[0].numel() for _, parameter in base)
-            self._memory.begin(version, numbers * dtype.itemsize)
+            self._memory.begin(version, held_bytes(model, *self._args, self._adapter is not None))
         else:
             self._memory.begin(version)
         weights = named(model, self._rename, self._adapter is not None)
@@ -235,7 +258,7 @@ class WeightPublisher:
             return shard
         if version == self._version + 1 and [len(b) for b in buffers] == [len(b) for b in self._kept]:
             changes = [
-                encode(old, new, shard.spans(number), shard.itemsize)
+                encode(old, new, shard.spans(number))
                 for number, (old, new) in enumerate(zip(self._kept, buffers, strict=True))
             ]
             self.bytes = min(sum(map(len, changes)), self.whole_bytes)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline.agent import Call
 from pipeline.agent.bridge import Bridge
+from pipeline.models.special_tokens import special_tokens
 from tests.agent.families import FAMILIES, TOOLS, tokenizer
 
 USER = {"role": "user", "content": "Guess."}
@@ -154,6 +155,7 @@ def test_the_bridges_of_all_lists_of_tools_share_one_copy_of_the_tokenizer() -> 
     of = tokenizer(next(iter(FAMILIES)))
     first, second = (Bridge.prove(of, {}, {"user"}, tools) for tools in (TOOLS, TOOLS[:1]))
     assert first.tokens is second.tokens
+    assert "_copy" in vars(special_tokens(of)), "it is made before the episodes, which wait for it"
 
 
 def spaced() -> PreTrainedTokenizerFast:

@@ -3,7 +3,6 @@
 import copy
 import csv
 import json
-import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,30 +70,68 @@ def test_other_settings_are_refused(config: Config, tmp_path: Path) -> None:
         folder.check(description(config))
 
 
-def test_changed_files_are_refused(config: Config, tmp_path: Path) -> None:
-    model, reward, prompts = tmp_path / "model", tmp_path / "reward.py", tmp_path / "val.parquet"
-    game, tools, named = tmp_path / "game.py", tmp_path / "tools.py", tmp_path / "program.py"
-    model.mkdir()
-    for path in (model / "config.json", model / "model.safetensors", reward, prompts, game, tools, named):
-        path.write_text("before")
-    config.agent.named = {"other": {"program": f"{named}:run"}}
-    config.agent.environment, config.agent.tools = f"{game}:Game", [str(tools), "module:calc"]
-    config.model.path, config.data.val_files = str(model), str(prompts)
-    config.reward.custom_reward_function.path = str(reward)
+def project(config: Config, place: Path) -> None:
+    """Let the evaluation read files in `place`, which are written if there are none."""
+    files = {"reward.py": "import helpers", "game.py": "", "tools.py": "", "program.py": "", "helpers.py": ""}
+    (place / "model").mkdir(parents=True, exist_ok=True)
+    for name in ("model/config.json", "model/model.safetensors", *files):
+        if not (place / name).exists():
+            (place / name).write_text(files.get(name, "before"))
+    if not (place / "val.parquet").exists():
+        pq.write_table(pa.table({"prompt": [1, 2]}), place / "val.parquet")
+    config.agent.named = {"other": {"program": f"{place}/program.py:run"}}
+    config.agent.environment, config.agent.tools = f"{place}/game.py:Game", [f"{place}/tools.py", "module:calc"]
+    config.model.path, config.data.val_files = f"{place}/model", f"{place}/val.parquet"
+    config.reward.custom_reward_function.path = f"{place}/reward.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("model/model.safetensors", "model.path: model.safetensors has"),
+        ("val.parquet", "data.val_files: val.parquet has"),
+        ("reward.py", "reward.custom_reward_function.path: reward.py has"),
+        ("helpers.py", "reward.custom_reward_function.path: helpers.py has"),
+        ("game.py", "agent.environment: game.py has"),
+        ("tools.py", "agent.tools: tools.py has"),
+        ("program.py", "agent.named.other.program: program.py has"),
+        ("model/added_tokens.json", "model.path: added_tokens.json is new"),
+    ],
+)
+def test_changed_files_are_refused(config: Config, tmp_path: Path, name: str, setting: str) -> None:
+    project(config, tmp_path / "old")
     folder, before = Folder(tmp_path / "out"), description(config)
     folder.begin(before)
-    for path in (model / "model.safetensors", reward, prompts, game, tools, named):
-        path.write_text("behind it")
-        with pytest.raises(ConfigError, match=f"the file {path} has changed"):
-            folder.check(description(config))
-        assert digest(description(config)) != digest(before)
-        path.write_text("before")
-        size, when = before["files"][str(path)].split(" bytes of ")
-        os.utime(path, ns=(int(when), int(when)))
+    changed = tmp_path / "old" / name
+    kept = changed.read_bytes() if changed.exists() else None
+    changed.write_text("# behind it")
+    with pytest.raises(ConfigError, match=f"already holds another evaluation: {setting}"):
         folder.check(description(config))
-    assert size == "6"
-    with pytest.raises(ConfigError, match="2 other prompt files"):
-        folder.check(described(config, [config.data.val_files, "more.parquet"]))
+    assert digest(description(config)) != digest(before)
+    changed.unlink() if kept is None else changed.write_bytes(kept)
+    folder.check(description(config))
+    assert digest(description(config)) == digest(before)
+
+
+def test_files_that_moved_are_the_same(config: Config, tmp_path: Path) -> None:
+    project(config, tmp_path / "old")
+    folder, before = Folder(tmp_path / "out"), description(config)
+    folder.begin(before)
+    (tmp_path / "old").rename(tmp_path / "new")
+    project(config, tmp_path / "new")
+    folder.check(description(config))
+    assert digest(description(config)) == digest(before)
+    config.agent.environment = f"{tmp_path}/new/game.py:Other"
+    with pytest.raises(ConfigError, match="another evaluation: agent.environment"):
+        folder.check(description(config))
+    assert digest(description(config)) != digest(before)
+
+
+def test_an_evaluation_of_an_earlier_version(config: Config, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "out")
+    folder.begin(description(config) | {"files": {"/a/b.parquet": "1 bytes of 2"}})
+    with pytest.raises(ConfigError, match="an evaluation of an earlier version, which cannot be continued"):
+        folder.check(description(config))
 
 
 def test_folders_of_something_else(config: Config, tmp_path: Path) -> None:

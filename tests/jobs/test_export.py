@@ -14,7 +14,9 @@ import pytest
 import ray.train
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -28,6 +30,7 @@ from pipeline.config.model import LoraConfig
 from pipeline.export import registry
 from pipeline.models.fsdp import full_state_dict
 from pipeline.models.settings import FILE, load_settings
+from pipeline.models.state import is_weight, tensors
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
@@ -66,7 +69,9 @@ def adapted(run: "Made", tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def made_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: int = 0) -> Iterator["Made"]:
+def made_run(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: int = 0, targets: str | list[str] = "all-linear"
+) -> Iterator["Made"]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     folder = tmp_path_factory.mktemp("runs") / "puzzles"
     folder.mkdir()
@@ -75,6 +80,7 @@ def made_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: i
     for name in ("train", "val"):
         (data / f"{name}.parquet").write_bytes(name.encode())
     config = settings(tiny_model, data, rank)
+    config.model.lora.target_modules = targets
     save_yaml(config, folder / "config.yaml")
     lines = [json.dumps({"iteration": i, "elapsed_s": i, ACC: score}) for i, score in SCORES.items()]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -101,12 +107,19 @@ def made_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, rank: i
                     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
                     for number, parameter in enumerate(trained):
                         parameter.add_(torch.full_like(parameter, 0.01 * (iteration + number % 7)))
+                    for tensor in biases(module):
+                        tensor.add_(0.1001 * iteration)
             state = TrainerState(iteration, PromptCursor(0, iteration), True)
             saver.save([actor, critic], FixedKL(0.0), iteration, state)
             made.actor[iteration] = full_state_dict(actor.module)
             made.critic[iteration] = full_state_dict(critic.module)
     yield made
     dist.destroy_process_group()
+
+
+def biases(module: Any) -> list[torch.Tensor]:
+    """Persistent buffers; few families have any."""
+    return [tensor for _, tensor in tensors(module) if not is_weight(tensor)]
 
 
 class Made(SimpleNamespace):
@@ -191,6 +204,27 @@ def test_sampling_of_the_validation_replaces_that_of_the_base_model(
     assert generation.eos_token_id == [1, 2] and generation.do_sample
     assert (generation.temperature, generation.top_p, generation.top_k) == (0.6, 0.9, 0)
     assert generation.repetition_penalty in (None, 1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_biases_of_routers_are_kept_and_keep_their_type(
+    run: Made, rank: int, tiny_model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 320}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    lm: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes))
+    lm.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")
+    dist.destroy_process_group()
+    for made in made_run(tmp_path / "base", tmp_path_factory, rank, ["q_proj", "v_proj"]):
+        out = exported(made.folder, "--out", tmp_path / "half", "--dtype", "bfloat16")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saved = load_file(out / "model.safetensors")
+    bias = saved.pop("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert bias.dtype == torch.float32 and bias.min() > 0.9, "of 0.1001 x (2 + 3 + 4)"
+    assert torch.equal(bias, made.actor[4]["lm.model.layers.1.mlp.gate.e_score_correction_bias"])
 
 
 def test_adapters_are_merged_or_written_alone(

@@ -17,6 +17,7 @@ from pipeline.config.schema import value_of
 from pipeline.plan.plan import plan
 from pipeline.replay.checks import UNREAD
 from pipeline.replay.checks import _check_tokens as check_tokens
+from pipeline.replay.checks import _mismatches as mismatches
 from pipeline.rows import ANSWER, OBSERVATION
 from tests.recordings import BATCH, CHUNK, SAMPLES, record
 
@@ -151,6 +152,23 @@ def test_the_folder_may_be_named_from_inside(recorded: Path, monkeypatch: pytest
 )
 def test_episodes_stay_those_of_the_recording(refused: Refused, given: str, part: str) -> None:
     refused(given, parts=(part, "leave it as it was"))
+
+
+def test_code_of_a_project_that_moved_is_the_same(tmp_path: Path) -> None:
+    old, new = (
+        load_config(
+            [f"agent.environment={tmp_path}/{place}/game.py:Game", f"agent.tools=[{tmp_path}/{place}/tools.py]"]
+        )
+        for place in ("old", "new")
+    )
+    (tmp_path / "new").mkdir()
+    for name in ("game.py", "tools.py"):
+        (tmp_path / "new" / name).touch()
+    assert list(mismatches(new, old)) == []
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "game.py").touch()
+    [sentence] = mismatches(new, old)
+    assert sentence.startswith(f"agent.environment={tmp_path}/new/game.py:Game")
 
 
 def test_of_an_episode_the_tokens_of_the_last_answer_are_compared(settings: list[str], tiny_model: Path) -> None:

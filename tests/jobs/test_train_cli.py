@@ -1,6 +1,9 @@
 """The command line of a training run: what it refuses, how, and what it prints without starting anything."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,11 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.train import main
+from jobs.train import _adapters, main
 from pipeline.config import Config, load_config, save_yaml
+from pipeline.config.places import name_from_root
+from pipeline.plan.models import read_model
 from pipeline.plan.placement import Node
+from pipeline.run.inputs import fingerprints
 from pipeline.storage.checkpoints import PROGRESS
 from pipeline.storage.owner import FILE, Lock, owned
+from tests.folders import configured, copied
+from tests.models.test_lora import EXPERTS, HEADS, SMALL, family
 from tests.storage.test_checkpoints import written
 
 Refused = Callable[..., str]
@@ -122,6 +130,101 @@ def test_run_folder_of_another_run(refused: Refused, arguments: list[str], tmp_p
     refused("trainer.resume=never", parts=(str(folder), "already holds a run", "trainer.resume=never"))
     (folder / "config.yaml").rename(folder / "notes.txt")
     refused(parts=(str(folder), "is not a run", "trainer.experiment_name"))
+
+
+@pytest.fixture
+def trained(arguments: list[str], tmp_path: Path) -> Path:
+    """The folder of a run with a checkpoint of iteration 2."""
+    folder = tmp_path / "runs" / "mine"
+    saved = written(folder, 2)
+    progress = json.loads((saved / PROGRESS).read_text()) | {"cursor": {"offset": 16}, "scheduler_steps": {"actor": 2}}
+    (saved / PROGRESS).write_text(json.dumps(progress))
+    config = load_config(arguments)
+    name_from_root(config)
+    for place in (folder, saved):
+        save_yaml(config, place / "config.yaml")
+    fingerprints(config).save(folder)
+    return folder
+
+
+def test_a_run_whose_prompts_were_replaced(
+    trained: Path, arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The same rows in another order, under the same name and setting."""
+    train = tmp_path / "train.parquet"
+    setting = f"data.train_files={train}"
+    rows = pq.read_table(arguments[0].partition("=")[2])
+    pq.write_table(rows, train)
+    config = load_config([*arguments, setting])
+    save_yaml(config, trained / "config.yaml")
+    fingerprints(config).save(trained)
+    assert main(["--dry-run", *arguments, setting]) == 0
+    pq.write_table(rows.take(list(range(len(rows)))[::-1]), train)
+    for mode in ([], ["--dry-run"]):
+        assert main([*mode, *arguments, setting]) == 2
+        printed = capsys.readouterr().err
+        assert "with other files:\n- data.train_files: train.parquet has" in printed
+        assert "trainer.accept_changed=[prompts] continues it" in printed
+    assert main(["--dry-run", *arguments, setting, "trainer.accept_changed=[prompts]"]) == 0
+
+
+def test_kinds_of_files_that_there_are_not(refused: Refused) -> None:
+    refused("trainer.accept_changed=[data]", parts=("data is no kind of files", "model, prompts, code"))
+
+
+@pytest.mark.parametrize("steps", [2, 1, 3])
+@pytest.mark.parametrize("dry", [True, False], ids=["dry run", "start"])
+def test_a_run_with_nothing_left_to_do_says_so(
+    trained: Path,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    dry: bool,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    (trained / "model").mkdir()
+    (trained / "model" / "config.json").touch()
+    command = [*arguments, f"trainer.total_training_steps={steps}", *["--dry-run"] * dry]
+    if steps > 2 and not dry:
+        with pytest.raises(AssertionError, match="Ray was started"):
+            main(command)
+    else:
+        assert main(command) == 0
+    printed = capsys.readouterr().out
+    said = f"{trained} has reached iteration 2 of {steps}; nothing is left to do, unless trainer.total_training_steps"
+    assert (said in printed) == (steps <= 2)
+    assert ("to continue: " in printed and "trainer.total_training_steps=4" in printed) == (steps <= 2 and not dry)
+
+
+@pytest.mark.parametrize("given", ["runs/mine", "runs/mine/checkpoints/iteration_000002/", "~/runs/mine"])
+def test_a_run_from_a_policy_in_a_relative_place(
+    trained: Path,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    settings = [*arguments, f"trainer.resume={given}", "trainer.experiment_name=second"]
+    config = load_config(settings)
+    name_from_root(config)
+    assert config.trainer.resume.rstrip("/") == str(tmp_path / given.removeprefix("~/").rstrip("/"))
+    assert main(["--dry-run", *settings]) == 0
+    printed = capsys.readouterr().out
+    place = trained / "checkpoints" / "iteration_000002"
+    assert f"a new run with the policy of iteration 2 in {place}: it takes the weights of the actor" in printed
+    assert "goes on at" not in printed
+
+
+@pytest.mark.parametrize("value", ["auto", "never", "s3://bucket/run"])
+def test_values_of_resume_that_name_no_local_place(value: str) -> None:
+    config = load_config([f"trainer.resume={value}"])
+    name_from_root(config)
+    assert config.trainer.resume == value
 
 
 @pytest.mark.parametrize("kind", ["linear", "constant"])
@@ -314,3 +417,69 @@ def test_a_run_that_another_process_owns_is_refused_before_its_prompts_are_read(
         capsys.readouterr()
     refused(storage, "data.prompt_key=promt", parts=("no column",))
     assert not list(tmp_path.glob("runs")) and not list(tmp_path.glob("store")), "a refused run leaves no folder"
+
+
+def test_disks_without_room_for_a_checkpoint_are_named(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def none(place: str, needed: int, remedy: str) -> str:
+        asked.append((place, needed))
+        return f"{place} is too small; {remedy}"
+
+    monkeypatch.setattr("pipeline.storage.room.lacking", none)
+    assert main(["--dry-run", *arguments, "trainer.env_vars={TMPDIR: /small}", "trainer.storage_path=stored"]) == 0
+    printed = capsys.readouterr().out
+    assert "no room: /small is too small; make room, or name another folder (trainer.env_vars.TMPDIR)" in printed
+    assert f"no room: {os.getcwd()}/stored/mine is too small; make room, or name another place" in printed
+    # Weights and two averages in float32.
+    (_, needed), _ = asked
+    config = load_config(arguments)
+    assert needed == pytest.approx(3 * 4 * read_model(config.model.path).parameters, rel=0.01)  # type: ignore[union-attr]
+    assert {size for _, size in asked} == {needed}
+
+
+@pytest.mark.parametrize("taken", ["model", "trajectories", "best.json"])
+def test_what_the_run_cannot_write_is_named_before_anything_starts(
+    arguments: list[str], refused: Refused, tmp_path: Path, taken: str
+) -> None:
+    config = load_config(arguments)
+    name_from_root(config)
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    save_yaml(config, run_dir / "config.yaml")
+    (run_dir / taken).mkdir() if "." in taken else (run_dir / taken).write_text("of another kind")
+    refused(*arguments, parts=(f"{run_dir}/{taken}", "free space, allow writing, or choose another"))
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_folder_with_other_files_is_refused_before_the_start(
+    more: tuple[str, ...], arguments: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised = configured(copied(tiny_model, tmp_path / "few"), quantization_config={"quant_method": "awq", "bits": 4})
+    narrow = configured(copied(tiny_model, tmp_path / "narrow"), vocab_size=100)
+    for folder, part in ((quantised, "quantised weights: awq in 4 bits"), (narrow, "has 100 rows (vocab_size")):
+        assert main([*arguments, f"model.path={folder}", *more]) == 2
+        assert part in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_not_read_stands_in_the_plan(
+    arguments: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(tiny_model, tmp_path / "two")
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    assert main([*arguments, f"model.path={folder}", "--dry-run"]) == 0
+    assert "(adapter_model.safetensors), not loaded" in " ".join(re.sub("[│ ]+", " ", capsys.readouterr().out).split())
+
+
+def test_adapters_that_cover_less_than_the_targets_say_are_a_note(tmp_path: Path) -> None:
+    config = family(tmp_path / "moe", "Qwen3Moe", **SMALL, **HEADS, **EXPERTS)
+    config.critic.enable, config.critic.path = True, str(tmp_path / "dense")
+    family(tmp_path / "dense", "Qwen3", **SMALL, **HEADS)
+    (note, experts), (line, dense) = _adapters(config)
+    assert (note, line) == ("note", "adapters")
+    assert experts.startswith("adapters are on 8 linear layers with ") and "mlp.experts.gate_up_proj (" in experts
+    assert dense == "adapters are on 14 linear layers with 100.0% of the weights inside"
+    config.model.lora.rank = 0
+    assert _adapters(config) == []

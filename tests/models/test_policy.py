@@ -1,19 +1,26 @@
 """The policy's log-probs against the plain model's, on ragged batches."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
     CohereConfig,
     CohereForCausalLM,
     FalconH1Config,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    MambaConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -42,6 +49,10 @@ FAMILIES = {
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)),
     "gemma2-softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=0.5)),
+    # It passes states on that others do not have.
+    "gemma4-softcap": lambda: Gemma4ForCausalLM(
+        Gemma4TextConfig(**SIZES, global_head_dim=8, hidden_size_per_layer_input=0, final_logit_softcapping=0.5)
+    ),
     "cohere-scale": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25)),
     "gpt2-tied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "granite-scaling": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)),
@@ -179,6 +190,24 @@ def test_load_policy_round_trip_and_names(tmp_path) -> None:
     names = {loaded.hf_name(name) for name, _ in loaded.named_parameters()}
     assert names == {name for name, _ in policy.lm.named_parameters()}
     torch.testing.assert_close(loaded(*pack(ROWS))[0], policy(*pack(ROWS))[0])
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba"])
+def test_a_family_without_sdpa_is_computed_by_its_own_code(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs = {
+        "bloom": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+        "mamba": MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4),
+    }
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(configs[family]).save_pretrained(tmp_path)
+    plain = Policy(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"))
+    loaded = load_policy(ModelConfig(path=str(tmp_path)))
+    torch.testing.assert_close(loaded(*pack(ROWS))[0], plain(*pack(ROWS))[0])
+    assert "its family has no attention 'sdpa', so 'eager' computes it" in caplog.text
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_policy(ModelConfig(path=str(tmp_path), attn_implementation="flex_attention"))
 
 
 def test_load_policy_says_what_is_missing(tmp_path) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import SafetensorError
 
-from pipeline.models.save import take_place
+from pipeline.models.save import gathered_blocks, take_place, written_whole
+from tests.weights.model import Model
 
 
 def _partial(tmp_path: Path) -> Path:
@@ -41,3 +44,31 @@ def test_a_folder_that_was_filled_meanwhile_stays(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         take_place(_partial(tmp_path), folder, replace=False)
     assert [path.name for path in folder.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize(
+    "error", [SafetensorError("I/O error: No space left on device"), OSError(28, "full"), KeyboardInterrupt()]
+)
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    """safetensors has an error of its own for a full disk."""
+    folder = tmp_path / "model"
+    kind = OSError if isinstance(error, Exception) else KeyboardInterrupt
+    with pytest.raises(kind) as raised, written_whole(folder) as partial:
+        (partial / "a.safetensors").write_text("half")
+        raise error
+    assert not list(tmp_path.iterdir())
+    if isinstance(error, SafetensorError):
+        assert str(raised.value) == f"{folder} could not be written: I/O error: No space left on device"
+    with written_whole(folder) as partial:
+        (partial / "a.safetensors").touch(0o600)
+    assert (folder / "a.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_parameters_are_saved_in_another_type_and_buffers_in_their_own() -> None:
+    model = Model()
+    blocks = list(gathered_blocks(model, True, torch.bfloat16))
+    found, wanted = {name: tensor for block in blocks for name, tensor in block.items()}, model.state(torch.bfloat16)
+    assert list(found) == list(wanted) and "frequencies" not in found
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+    assert list(gathered_blocks(model, False, torch.bfloat16)) == [{}]

@@ -98,6 +98,7 @@ def test_what_fits_passes(overrides):
         ("trainer.logger=[console,abacus]", "abacus is not known"),
         ("trainer.experiment_name=a/b", "slash"),
         ("trainer.experiment_name=x{no.key}/", "x{no.key}/"),
+        (f"trainer.experiment_name={'n' * 201}", "or have more than 200 bytes"),
         ("trainer.best_metric=acc", "trainer.test_freq=-1 and trainer.save_freq=-1 to numbers"),
         ("trainer.placement.engines.role=gpu", "there is no such stage; there are: prompts, rollout"),
         ("trainer.deadlines.collective=3600", "above trainer.deadlines.rows=3600"),

@@ -236,7 +236,7 @@ def test_rows_that_pandas_read_have_no_nulls_of_other_rows(loader, write, prompt
     calls = [{"function": {"name": name, "arguments": given}} for name, given in (("f", {"x": 1}), ("g", {"y": None}))]
     template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or '' }}{% endfor %}"
     asked = [{"role": "user", "content": "x"}]
-    prompts = [[*asked, {"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]
+    prompts = [[*asked, {"role": "assistant", "content": "", "tool_calls": [call]}, *asked] for call in calls]
     frame = pd.read_parquet(write([prompt_row(i, prompt=prompt) for i, prompt in enumerate(prompts)], "seed.parquet"))
     made = loader(False, generator=name(Says), apply_chat_template_kwargs={"chat_template": template})
     made.generator.says = frame.to_dict("records")

@@ -85,6 +85,26 @@ def refused() -> str:
     return "nothing"
 
 
+def misplaced() -> str:
+    """What an engine says to the adapter of a layer that its model does not have."""
+    import torch
+
+    from pipeline.weights.publish import named, pack
+
+    place = test_vllm.place
+    version = place.step()
+    layer = "model.layers.7.self_attn.q_proj.lora_"
+    more = [(f"{layer}A.default.weight", torch.ones(6, 64)), (f"{layer}B.default.weight", torch.ones(64, 6))]
+    weights = [*named(place.policy, place.policy.hf_name, adapter_alone=True), *more]
+    settings = place.versions.shards[version][0].adapter
+    place.versions.shards[version] = [pack(weights, 0, torch.float32, 60_000, lambda data: data, adapter=settings)]
+    try:
+        place.loop.run_until_complete(asyncio.wait_for(place.rollout(place.chunk(version)), 60))
+    except Exception as error:  # noqa: BLE001 (its text is what the test is about)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 @pytest.fixture(scope="module", params=["adapter", "merged"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     running: Any = Engine(open_place, request.param, str(tmp_path_factory.mktemp("engine") / "model"))
@@ -122,3 +142,10 @@ def test_an_adapter_that_the_engine_cannot_use_is_refused(engine: Any) -> None:
         said = engine(refused)
         assert said.startswith("FinalError: the engine cannot use the adapter alone") and "LoRA rank 64" in said
         assert said.endswith("set model.lora.publish=merged, or other model.lora.target_modules")
+
+
+def test_an_adapter_of_a_layer_that_the_engine_lacks_is_refused(engine: Any) -> None:
+    if engine.publish == "adapter":
+        said = engine(misplaced)
+        assert "no place for the adapters of 1 layers, the first model.layers.7.self_attn.q" in said
+        assert said.startswith("FinalError") and "set model.lora.publish=merged" in said

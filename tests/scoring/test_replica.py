@@ -145,7 +145,7 @@ class Lacking(Model):
 
 def test_what_is_not_the_modules_is_refused(local_store: LocalStore) -> None:
     local_store.publish(0, critic=shard_of(Lacking()))
-    with pytest.raises(ValueError, match=r"critic weights: version 0 lacks 2 of 5 parameters: last.bias, last.weight;"):
+    with pytest.raises(ValueError, match=r"critic weights: version 0 lacks 2 of 5 tensors: last.bias, last.weight;"):
         bring(follow(local_store, Model(0.0)), 0)
     local_store.publish(1, critic=shard_of(Model(1.0)))
     with pytest.raises(ValueError, match=r"'last.weight' with shape \(60, 90\), which this replica does not know"):

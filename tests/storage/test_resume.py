@@ -8,7 +8,16 @@ from pipeline.config import Config, ConfigError, load_config, save_yaml
 from pipeline.config.schema import keys
 from pipeline.storage.checkpoints import FOLDER, PROGRESS
 from pipeline.storage.filesystem import check_scheme, filesystem_of
-from pipeline.storage.resume import MAY_DIFFER, check_run_folder, reached, recover, starting_point
+from pipeline.storage.fingerprints import Fingerprints
+from pipeline.storage.resume import (
+    MAY_DIFFER,
+    check_run_folder,
+    given_policy,
+    other_settings,
+    own_checkpoint,
+    reached,
+    recover,
+)
 from tests.storage.test_checkpoints import written
 
 
@@ -109,49 +118,158 @@ def saved(tmp_path, *more):
 
 
 def test_a_run_whose_folder_was_lost_goes_on_from_the_storage(tmp_path):
-    assert starting_point(tmp_path / "run", settings(tmp_path)) is None
+    assert own_checkpoint(tmp_path / "run", settings(tmp_path)) is None
     saved(tmp_path, "trainer.total_epochs=3")
-    found = starting_point(tmp_path / "run", settings(tmp_path))
+    found = own_checkpoint(tmp_path / "run", settings(tmp_path))
     assert found.iteration == 6 and found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
 
 
 def test_the_mlflow_run_of_a_lost_folder_is_continued(tmp_path):
     config, run_dir = settings(tmp_path), tmp_path / "run"
     run_dir.mkdir()
-    assert not recover(run_dir, None, config)
+    assert not recover(run_dir, None)
     folder = tmp_path / "far" / "run" / FOLDER / "iteration_000006"
     saved(tmp_path)
-    assert not recover(run_dir, starting_point(run_dir, config), config)
+    assert not recover(run_dir, own_checkpoint(run_dir, config))
     progress = json.loads((folder / PROGRESS).read_text())
     (folder / PROGRESS).write_text(json.dumps(progress | {"mlflow_run_id": "cafe"}))
-    begin = starting_point(run_dir, config)
-    assert recover(run_dir, begin, config)
+    assert recover(run_dir, own_checkpoint(run_dir, config))
     assert (run_dir / "mlflow_run_id").read_text() == "cafe\n"
-    # A run that begins with another run's checkpoint has an MLflow run of its own.
-    other = load_config(["trainer.experiment_name=other", f"trainer.resume={begin.place}"])
-    assert not recover(tmp_path / "other", starting_point(tmp_path / "other", other), other)
 
 
-def test_a_checkpoint_of_other_adapters_is_refused(tmp_path):
+# a new run from a policy
+
+
+def test_a_policy_with_other_adapters_is_refused(tmp_path):
     saved(tmp_path, "model.lora.rank=4")
-    place = starting_point(tmp_path / "run", settings(tmp_path, "model.lora.rank=4")).place
-    begin = ["trainer.experiment_name=other", f"trainer.resume={place}"]
-    with pytest.raises(ConfigError, match="cannot be resumed from: model.lora.rank is 0 and was 4"):
-        starting_point(tmp_path / "other", load_config(begin))
-    assert starting_point(tmp_path / "other", load_config([*begin, "model.lora.rank=4"]))
+    run = f"trainer.resume=file://{tmp_path}/far/run"
+    with pytest.raises(ConfigError, match="has weights of another model: model.lora.rank is 0 and was 4"):
+        given_policy(load_config([run]))
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank"):
+        given_policy(load_config([run, "trainer.accept_changed=[model]"]))
+    # A slash behind the run's name is no other folder of a store.
+    found = given_policy(load_config([f"{run}/", "model.lora.rank=4"]))
+    assert found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
+    assert given_policy(load_config([f"trainer.resume={found.place}", "model.lora.rank=4"])) == found
+
+
+@pytest.mark.parametrize("before", ["ppo", "grpo"])
+def test_the_critic_of_a_policy_counts_if_both_runs_have_one(tmp_path, before):
+    saved(tmp_path, f"algorithm={before}", "critic.path=a")
+    run = [f"trainer.resume=file://{tmp_path}/far/run", "critic.path=b"]
+    assert given_policy(load_config([*run, "algorithm=grpo"])).iteration == 6
+    if before == "grpo":
+        assert given_policy(load_config([*run, "algorithm=ppo"])).iteration == 6
+        return
+    with pytest.raises(ConfigError, match="another model: critic.path is b and was a"):
+        given_policy(load_config([*run, "algorithm=ppo"]))
+
+
+def test_a_folder_without_a_policy_is_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"trainer.resume: .*/model holds no whole checkpoint.*model.path of a new run"
+    ):
+        given_policy(load_config([f"trainer.resume={tmp_path}/model"]))
+    for value in ("auto", "never"):
+        assert given_policy(load_config([f"trainer.resume={value}"])) is None
 
 
 def test_a_checkpoint_of_another_run_in_the_storage_is_refused(tmp_path):
     saved(tmp_path, "rollout.n=4")
     with pytest.raises(ConfigError, match=r"run with other settings \(rollout.n\); choose another"):
-        starting_point(tmp_path / "run", settings(tmp_path))
+        own_checkpoint(tmp_path / "run", settings(tmp_path))
     with pytest.raises(ConfigError, match="already holds a checkpoint and trainer.resume=never"):
-        starting_point(tmp_path / "run", settings(tmp_path, "rollout.n=4", "trainer.resume=never"))
+        own_checkpoint(tmp_path / "run", settings(tmp_path, "rollout.n=4", "trainer.resume=never"))
 
 
 def test_a_run_may_not_move_its_storage(run, tmp_path):
     with pytest.raises(ConfigError, match="trainer.storage_path"):
         check_run_folder(run, load_config(["rollout.n=4", f"trainer.storage_path={tmp_path}"]))
+
+
+# places
+
+
+def in_project(place, *more):
+    place.mkdir(exist_ok=True)
+    (place / "model").mkdir(exist_ok=True)
+    for name in ("train.parquet", "reward.py", "game.py", "tools.py"):
+        (place / name).touch()
+    return load_config(
+        [
+            *(f"model.path={place}/model", f"data.train_files=[{place}/train.parquet]"),
+            *(f"reward.functions.a.path={place}/reward.py", "reward.functions.b.path=package.module"),
+            *(
+                f"agent.environment={place}/game.py:Game",
+                f"agent.tools=[{place}/tools.py,'mcp: python {place}/game.py']",
+            ),
+            *(f"data.sampler_kwargs.table={place}/train.parquet", *more),
+        ]
+    )
+
+
+def test_a_project_that_was_moved_is_the_same(tmp_path):
+    before = in_project(tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    after = in_project(tmp_path / "new")
+    assert other_settings(before, after, None) == []
+    # A copy may have changed since, and says so.
+    in_project(tmp_path / "old")
+    changed = [key for key, _, _ in other_settings(before, after, None)]
+    assert changed == [
+        *("data.train_files", "data.sampler_kwargs", "model.path", "agent.environment", "agent.tools"),
+        "reward.functions",
+    ]
+
+
+def test_a_link_names_the_same_place(tmp_path):
+    real = in_project(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert other_settings(real, in_project(tmp_path / "link"), None) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("model.path=other", "model.path"),
+        ("data.train_files=[PLACE/train.parquet,PLACE/train.parquet]", "data.train_files"),
+        ("reward.functions.b.path=package.other", "reward.functions"),
+        ("reward.functions.a.weight=2", "reward.functions"),
+        ("agent.environment=PLACE/game.py:Other", "agent.environment"),
+        ("agent.environment=PLACE/tools.py:Game", "agent.environment"),
+    ],
+)
+def test_a_moved_project_with_other_settings_is_another(tmp_path, change, key):
+    before = in_project(tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    after = in_project(tmp_path / "new", change.replace("PLACE", str(tmp_path / "new")))
+    assert [name for name, _, _ in other_settings(before, after, None)] == [key]
+
+
+def test_where_files_are_compared_their_places_do_not_count(tmp_path):
+    """Both places are there, and which files they hold is compared by fingerprints."""
+    marks = {"f": "1 bytes 0"}
+    names = ("agent.environment", "agent.tools", "reward.functions.a.path", "data.sampler_kwargs.table")
+    known = Fingerprints({"model.path": marks}, {"data.train_files": marks}, dict.fromkeys(names, marks))
+    before, after = in_project(tmp_path / "a"), in_project(tmp_path / "b")
+    assert len(other_settings(before, after, None)) == 6
+    assert other_settings(before, after, known) == []
+    after.model.path, after.data.train_files = "owner/model", "s3://bucket/rows.parquet"
+    assert other_settings(before, after, known) == []
+    after.agent.environment, after.data.train_files = f"{tmp_path}/b/tools.py:Game", None
+    assert [key for key, _, _ in other_settings(before, after, known)] == ["data.train_files", "agent.environment"]
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_storage_is_moved_with_its_checkpoints(tmp_path, checkpoints):
+    def at(place):
+        return load_config([f"trainer.storage_path={tmp_path}/{place}/store", "trainer.experiment_name=run"])
+
+    written(tmp_path / "new" / "store" / ("run" if checkpoints else "other"), 2)
+    assert [key for key, _, _ in other_settings(at("old"), at("new"), None)] == (
+        [] if checkpoints else ["trainer.storage_path"]
+    )
 
 
 def test_reached_looks_into_the_storage(tmp_path):

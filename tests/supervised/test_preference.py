@@ -72,6 +72,9 @@ def test_texts_that_spell_special_tokens_are_text(tokenizer: Any) -> None:
     mark = "<|im_end|>\n<|im_start|>assistant\n"
     ask, good = [{"role": "user", "content": mark}], [{"role": "assistant", "content": f"x{mark}"}]
     first, second = encode(tokenizer, [{"prompt": ask, "chosen": good, "rejected": BAD}] * 2)
+    encoder = PreferenceEncoder(tokenizer, PreferenceDataConfig())
+    encoder.encode(pa.Table.from_pylist([{"prompt": ask, "chosen": good, "rejected": BAD}]), ["row 0"])
+    assert [note for note in encoder.omissions.notes if "texts spell special tokens of the tokenizer (<|im_" in note]
     assert first == second and first["chosen_ids"].count(tokenizer.eos_token_id) == 2
     assert tokenizer.decode(first["chosen_ids"]) == tokenizer.apply_chat_template([*ask, *good], tokenize=False)
 

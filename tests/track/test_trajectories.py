@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.rows import CONTEXTS, RUNS, SCHEMA, SPANS
-from pipeline.track.trajectories import Record, discard_trajectories, read_trajectories
+from pipeline.track.trajectories import Record, discard_trajectories, read_trajectories, why_unrecorded
 
 
 def _rows(iteration: int, chunk: int, *, split: str = "train", offset: int = 0, rows: int = 3) -> pa.Table:
@@ -92,6 +92,18 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "trajectories").write_text("a file stands where the folder should be")
     with pytest.raises(OSError, match=r"cannot be written to .*iteration=000001/chunk-000000\.parquet"):
         Record(str(tmp_path))(_rows(1, 0))
+
+
+def test_a_disk_that_takes_nothing_more_is_told_from_one_that_may(tmp_path: Path) -> None:
+    (tmp_path / "trajectories").write_text("a file stands where the folder should be")
+    with pytest.raises(OSError, match="cannot be written") as error:
+        Record(str(tmp_path))(_rows(1, 0))
+    sentence = why_unrecorded(error.value)
+    assert sentence is not None and sentence.startswith("the trajectories cannot be written to ")
+    assert sentence.endswith("choose another folder with `trainer.default_local_dir`")
+    assert why_unrecorded(RuntimeError(f"of Ray: {error.value}\nand more")) == sentence
+    for other in (str(error.value).replace("Not a directory", "away"), "No space left on device"):
+        assert why_unrecorded(OSError(5, other)) is None
 
 
 def test_storage_that_answers_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

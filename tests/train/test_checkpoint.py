@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray.train
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.advantage.kl_controller import AdaptiveKL
@@ -23,13 +24,16 @@ from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import flat
 from pipeline.run.checkpoint_keeper import CheckpointKeeper
-from pipeline.storage import checkpoints
+from pipeline.storage import checkpoints, room
 from pipeline.storage.checkpoints import newest
-from pipeline.storage.manifest import listed
+from pipeline.storage.fingerprints import Fingerprints
+from pipeline.storage.fingerprints import load as load_fingerprints
+from pipeline.storage.manifest import listed, parse
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import checkpoint, restore
 from pipeline.train.checkpoint import NotStored, Saver, staging
+from pipeline.train.optim import LOW
 from pipeline.train.setup import build_actor, build_critic
 from tests.train.updates import CPU, make_config, moved, table, update, with_column
 
@@ -101,8 +105,10 @@ def rows(seed: int) -> TrainBatch:
 class Learners:
     """An actor and a critic, with the controller of the KL."""
 
-    def __init__(self, model: Path):
-        self.actor, self.critic = build_actor(config(model), CPU, 100), build_critic(config(model), CPU, 100)
+    def __init__(self, model: Path, dtype: str = "float32"):
+        settings = config(model)
+        settings.model.dtype = dtype
+        self.actor, self.critic = build_actor(settings, CPU, 100), build_critic(settings, CPU, 100)
         self.both, self.kl = [self.actor, self.critic], AdaptiveKL(0.3, 0.1, 1000)
 
     def save(self, with_saver: Saver, version: int, wait: bool = True) -> TrainerState:
@@ -143,9 +149,27 @@ def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Storage, wa
         assert learners.actor.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * (4 - warmup) / 10)
 
 
+def test_what_bfloat16_weights_lack_is_in_the_checkpoint(tiny_model: Path, storage: Storage) -> None:
+    whole, restored = Learners(tiny_model, "bfloat16"), Learners(tiny_model, "bfloat16")
+    update(whole.actor, rows(0))
+    state = whole.save(saver(storage), 1)
+    assert restored.restore(storage.run_dir) == state
+    for learners in (whole, restored):
+        update(learners.actor, rows(1))
+    assert whole.distance(restored) == 0
+    for mine, theirs in zip(whole.actor.module.parameters(), restored.actor.module.parameters(), strict=True):
+        low = [
+            learners.actor.optimizer.state[parameter][LOW].full_tensor()
+            for learners, parameter in ((whole, mine), (restored, theirs))
+        ]
+        assert torch.equal(*low) and low[0].any()
+
+
 def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage: Storage) -> None:
     learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
     (storage.run_dir / "mlflow_run_id").write_text("abc\n")
+    kept = Fingerprints({"model.path": {"config.json": "1 bytes 0"}})
+    kept.save(storage.run_dir)
     storage.held.clear()
     learners.save(one, 1, wait=False)
     assert newest(str(storage.run_dir)) is None
@@ -156,6 +180,7 @@ def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage
     found = newest(str(storage.run_dir))
     assert found is not None and found.progress["mlflow_run_id"] == "abc" and found.progress["cursor"] == {"offset": 4}
     assert load_yaml(Path(found.place) / "config.yaml", Config).trainer.deadlines.checkpoint == 0.3
+    assert load_fingerprints(found.place) == kept
 
 
 def test_a_storage_that_is_away_is_tried_again(tiny_model: Path, storage: Storage) -> None:
@@ -167,26 +192,6 @@ def test_a_storage_that_is_away_is_tried_again(tiny_model: Path, storage: Storag
         f"checkpoint: {storage.run_dir}/checkpoints cannot be written: the storage is away; free space there or allow "
         "access: it is tried again, for 30 s after the run has to wait for it"
     ]
-
-
-def test_a_run_begins_with_a_given_checkpoint_until_it_has_its_own(tiny_model: Path, storage: Storage) -> None:
-    learners, untouched = Learners(tiny_model), Learners(tiny_model)
-    own = storage.run_dir / "own"
-    assert learners.restore(own) == TrainerState(0, PromptCursor(), False)
-    assert learners.distance(untouched) == 0 and learners.kl.coef == 0.3
-    state = learners.save(saver(storage), 3)
-    given = newest(str(storage.run_dir))
-    assert given is not None
-    assert learners.restore(own, given.place) == state
-    later = own / "checkpoints" / "iteration_000005"
-    shutil.copytree(given.place, later)
-    progress = later / "progress.json"
-    progress.write_text(progress.read_text().replace('"version": 3', '"version": 5'))
-    listed_again(later)
-    assert learners.restore(own, given.place).version == 5
-    # An incomplete checkpoint is not read.
-    (later / "complete_0").unlink()
-    assert learners.restore(own, given.place) == state
 
 
 def test_checkpoints_may_lie_behind_a_url(
@@ -294,6 +299,34 @@ def test_a_copy_that_failed_leaves_room_for_records(
     Learners(tiny_model).save(saver(storage), 1)
     assert left == [[], ["of_another_rank"], ["of_another_rank"]]
     assert newest(str(storage.run_dir)) is not None
+
+
+def test_a_list_of_files_that_is_half_written_goes_with_them(
+    tiny_model: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a list would be that of a damaged checkpoint."""
+    folder, left = storage.run_dir / "checkpoints" / "iteration_000001", list[list[str]]()
+    real = checkpoint.listed
+
+    class Full:
+        def open_output_stream(self, path: str) -> Any:
+            Path(path).write_text('{"a')
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    copy = storage.persist_current_checkpoint
+
+    def once(staged: ray.train.Checkpoint, name: str) -> Any:
+        left.append(sorted(path.name for path in folder.iterdir()) if folder.exists() else [])
+        made = copy(staged, name)
+        return SimpleNamespace(filesystem=Full(), path=made.path) if len(left) < 3 else made
+
+    monkeypatch.setattr(storage, "persist_current_checkpoint", once)
+    Learners(tiny_model).save(saver(storage), 1)
+    assert left == [[], [], []]
+    found = newest(str(storage.run_dir))
+    assert found is not None and found.files == parse((folder / "complete_0").read_text()) and found.files
+    (folder / "complete_0").unlink()
+    assert parse(real(folder)) == found.files
 
 
 def test_a_full_folder_of_temporary_files_is_named(
@@ -415,3 +448,35 @@ def test_an_older_checkpoint_that_cannot_be_loaded_is_named(tiny_model: Path, st
     (folder / file).write_bytes((folder / file).read_bytes()[:100])
     with pytest.raises(FinalError, match=f"^the checkpoint {folder} cannot be loaded: .*; move it away to use the one"):
         learners.restore(storage.run_dir)
+
+
+def test_disks_without_room_for_a_checkpoint_are_named_before_the_first_one(
+    tiny_model: Path, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "small"))
+    learners, said = Learners(tiny_model), list[str]()
+    one = saver(storage, said=said)
+    one.check_room(learners.both)
+    assert not said
+    free = [0]
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda place: SimpleNamespace(free=free[0]))
+    one.check_room(learners.both)
+    assert [re.sub(r"needs \d+ MiB", "needs N MiB", text) for text in said] == [
+        f"checkpoint: {tmp_path}/small has 0 MiB free, and a checkpoint needs N MiB there; make room, or name another "
+        "folder (trainer.env_vars.TMPDIR)",
+        f"checkpoint: {tmp_path}/checkpoints has 0 MiB free, and a checkpoint needs N MiB there; make room, or name "
+        "another place (trainer.storage_path)",
+    ]
+    # What is needed is what is written, but for what torch writes around it.
+    for learner in learners.both:
+        update(learner, rows(1))
+    learners.save(one, 1)
+    written = sum(path.stat().st_size for path in (tmp_path / "checkpoints" / "iteration_000001").iterdir())
+    del said[:]
+    free[0] = int(0.8 * written)
+    one.check_room(learners.both)
+    assert len(said) == 2
+    free[0] = written
+    one.check_room(learners.both)
+    assert len(said) == 2

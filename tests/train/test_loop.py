@@ -135,7 +135,7 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
 
     monkeypatch.setattr("pipeline.train.loop.StreamedUpdate", LoggedUpdate)
     monkeypatch.setattr("pipeline.train.loop.TrainBatch", SimpleNamespace(from_table=lambda table: table))
-    monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(barrier=lambda: None))
+    monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(all_gather=lambda value: [value]))
     loop: Any = Loop.__new__(Loop)
     loop.config, loop.version, loop.rank, loop.critic = Config(), 4, 1, None
     loop.actor = SimpleNamespace(needs_old_log_probs=True, leads=True)
@@ -256,3 +256,41 @@ def test_the_end_of_a_run_is_tried_at_its_start(
     (run_dir / "model").unlink()
     with pytest.raises(FinalError, match="model at the end: Read-only"):
         loop._try_to_save()
+
+
+SENTENCE = (
+    "the trajectories cannot be written to /run/a.parquet (No space left on device); free space there, allow writing, "
+    "or choose another folder with `trainer.default_local_dir`"
+)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("place", ["engine", "trainer"])
+def test_rows_that_cannot_be_recorded_end_the_run_with_its_model(
+    storing: Callable[..., Storing], tmp_path: Path, place: str
+) -> None:
+    """The error of an engine comes as the text of Ray's own. What may pass by itself restarts the workers."""
+
+    def meet(error: Exception) -> None:
+        with loop._recorded():
+            raise error
+
+    def full() -> None:
+        ours = OSError(errno.ENOSPC, SENTENCE)
+        meet(ours if place == "trainer" else RuntimeError(f"ray::MapBatches()\n{SENTENCE}\n"))
+
+    loop = storing(True, full)
+    with pytest.raises(FinalError) as error:
+        loop.run()
+    assert str(error.value).startswith(f"{SENTENCE}. The model is in {tmp_path}/runs/a/model (on ")
+    assert (tmp_path / "runs" / "a" / "model" / "model.safetensors").is_file()
+    for passing in (OSError(errno.EIO, SENTENCE.replace("No space left on device", "away")), ValueError("other")):
+        with pytest.raises(type(passing)) as raised:
+            meet(passing)
+        assert raised.value is passing
+
+
+def test_a_rank_ends_with_another_one_whose_rows_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(all_gather=lambda value: [value, SENTENCE]))
+    with pytest.raises(NotStored, match="^the trajectories cannot be written"), Bare(None)._recorded():
+        pass

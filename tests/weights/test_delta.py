@@ -26,13 +26,15 @@ SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40]
 
 
 def update(model: nn.Module, share: float, rng: random.Random) -> None:
-    """Change about so many of the weights, some of them to numbers that are no ordinary ones."""
+    """Change about so many of the weights and buffers, some of them to numbers that are no ordinary ones."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            flat = parameter.view(-1)
+        for tensor in (*model.parameters(), *model.buffers()):
+            flat = tensor.view(-1)
             for i in range(len(flat)):
-                if rng.random() < share:
+                if rng.random() < share and flat.is_floating_point():
                     flat[i] = rng.choice(SPECIAL) if rng.random() < 0.2 else rng.gauss(0, 1)
+                elif rng.random() < share:
+                    flat[i] = rng.randrange(2)
 
 
 def bits(shards: list[Shard], cache: BucketCache | None = None, fetched: list[int] | None = None) -> dict[str, Any]:
@@ -43,8 +45,8 @@ def bits(shards: list[Shard], cache: BucketCache | None = None, fetched: list[in
             fetched.append(sum(len(ref) for ref in refs))
         return refs
 
-    kind = {2: torch.int16, 4: torch.int32}[shards[0].itemsize]
-    return {name: tensor.view(kind).flatten().tolist() for name, tensor in parameters(shards, fetch, cache)}
+    arrived = parameters(shards, fetch, cache)
+    return {name: tensor.reshape(-1).view(torch.uint8).tolist() for name, tensor in arrived}
 
 
 def fetched_bytes(shard: Shard, cache: BucketCache) -> int:
@@ -84,7 +86,7 @@ def test_changes_arrive_as_whole_weights_do_also_where_versions_were_missed(
 
 def test_an_engine_fetches_changes_alone_and_a_new_one_everything() -> None:
     rng, model, made, old = random.Random(1), Model(), publisher(), BucketCache()
-    whole = sum(p.numel() * 2 for p in model.parameters())
+    whole = sum(tensor.nbytes for tensor in model.state(torch.bfloat16).values())
     for version in range(3):
         shard = made.pack(model, version)
         assert fetched_bytes(shard, old) == (made.bytes if version else whole) and made.whole_bytes == whole
@@ -188,7 +190,7 @@ def test_the_setting_decides_how_the_policy_is_published(transport: str) -> None
         made = build_publishers(config, actor, None, 0, torch.device("cpu"))["policy"]
         shards = [made.pack(model, version) for version in range(2)]
     assert bool(shards[1].steps) == (transport == "delta")
-    assert {piece.name for piece in shards[0].pieces} == {f"lm.{name}" for name, _ in model.named_parameters()}
+    assert {piece.name for piece in shards[0].pieces} == {f"lm.{name}" for name in model.state_dict()}
     metrics = reduce([made.stats(), made.stats()])  # of two ranks
     assert metrics["perf/weight_bytes"] == 2 * made.bytes
     assert (metrics["perf/weight_bytes_ratio"] < 0.5) == (transport == "delta")
@@ -207,21 +209,21 @@ def test_the_smallest_encoding_is_taken(changed: int, encoding: int) -> None:
     old = np.zeros(8000, np.uint8)
     new = old.copy()
     new.view(np.uint16)[np.arange(0, 4000, 4000 // changed)[:changed] if changed else []] = 7
-    blob = encode(old, new, [(0, 8000)], 2)
+    blob = encode(old, new, [(0, 8000, 2)])
     assert HEAD.unpack(blob[: HEAD.size].tobytes()) == (encoding, changed)
     assert len(blob) - HEAD.size == min(changed * 6, 500 + changed * 2, 8000)
-    apply(blob, old, [(0, 8000)], 2)
+    apply(blob, old, [(0, 8000, 2)])
     assert (old == new).all()
 
 
 @pytest.mark.parametrize("cut", [slice(0, 3), slice(0, 12), slice(0, 0)])
 def test_changes_that_end_too_soon_or_too_late_are_refused(cut: slice) -> None:
     old, new = np.zeros(40, np.uint8), np.ones(40, np.uint8)
-    blob = encode(old, new, [(0, 40)], 2)
+    blob = encode(old, new, [(0, 40, 2)])
     with pytest.raises(ValueError, match="arrived damaged: they end too soon"):
-        apply(blob[cut], old.copy(), [(0, 40)], 2)
+        apply(blob[cut], old.copy(), [(0, 40, 2)])
     with pytest.raises(ValueError, match="1 bytes are left over"):
-        apply(np.append(blob, np.uint8(0)), old.copy(), [(0, 40)], 2)
+        apply(np.append(blob, np.uint8(0)), old.copy(), [(0, 40, 2)])
 
 
 def test_random_bytes_raise_nothing_but_the_damage() -> None:
@@ -229,6 +231,6 @@ def test_random_bytes_raise_nothing_but_the_damage() -> None:
     for _ in range(300):
         bucket = np.zeros(64, np.uint8)
         try:
-            apply(rng.integers(0, 256, rng.integers(0, 90), dtype=np.uint8), bucket, [(0, 32), (32, 32)], 2)
+            apply(rng.integers(0, 256, rng.integers(0, 90), dtype=np.uint8), bucket, [(0, 32, 2), (32, 32, 8)])
         except ValueError as error:
             assert "arrived damaged" in str(error)

@@ -47,7 +47,7 @@ def arrived(shards: list[Shard], timeout: float = CALL_S) -> dict[str, torch.Ten
 
 
 def check_is(got: dict[str, torch.Tensor], version: int) -> None:
-    wanted = {name: parameter.detach().bfloat16() for name, parameter in Model(version).named_parameters()}
+    wanted = Model(version).state(torch.bfloat16)
     assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
@@ -119,7 +119,7 @@ def test_every_version_arrives_and_stands_while_others_are_written(agent: Agent)
         shards[version] = pickle.loads(pickle.dumps(made.pack(model, version)))
         for standing in range(max(5, version - PARTS + 1), version + 1):
             check_is(arrived([shards[standing]]), standing)
-    assert made.bytes == made.whole_bytes == sum(p.numel() * 2 for p in model.parameters())
+    assert made.bytes == made.whole_bytes == sum(t.nbytes for t in model.state(torch.bfloat16).values())
     # The publisher's memory alone, registered and made known once; every read releases what it took.
     assert (agent.registered, agent.open, agent.known) == (1, 0, [agent.name])
     assert len({checksum([shard]) for shard in shards.values()}) == len(shards)
@@ -143,11 +143,13 @@ def test_a_train_worker_that_cannot_be_read_counts_as_the_echo_of_its_death(agen
 
 
 def test_a_replica_reads_as_an_engine_does(agent: Agent) -> None:
-    module = Model(1).bfloat16()
+    module = Model(1)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.bfloat16()
     store: Any = None
     weights = StoreWeights(module, store, "policy", DeadlineConfig(publish=CALL_S))
     weights._load(Ticket(4, [publisher().pack(Model(9), 4)]))
-    check_is({name: parameter.detach() for name, parameter in module.named_parameters()}, 9)
+    check_is(module.state_dict(), 9)
     agent.state = "PROC"
     weights._deadlines.publish = 0.01
     with pytest.raises(TimeoutError, match=r"train rank 0 was not read within .* \(trainer.deadl"):

@@ -1,0 +1,150 @@
+"""Where a run begins: with its model, behind its own newest checkpoint, or with the policy of another run.
+
+It goes on only with the files that it began with (`fingerprints.json`), unless `trainer.accept_changed` names their
+kind.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError, load_yaml
+from pipeline.config.places import NO_PATH
+from pipeline.config.schema import value_of
+from pipeline.config.trainer import FILES
+from pipeline.derived import reads_reference, reference_is_base, uses_critic
+from pipeline.run.inputs import fingerprints
+from pipeline.storage import resume
+from pipeline.storage.checkpoints import Saved
+from pipeline.storage.fingerprints import Fingerprints, load
+
+UNKNOWN = (
+    "{place} was begun by a version that kept no fingerprints, so whether model, prompts and code are those that it "
+    "began with is not known; they are kept from now on"
+)
+
+
+@dataclass
+class Origin:
+    """Where a run begins."""
+
+    exists: bool
+    """Whether the folder holds this run."""
+    own: Saved | None = None
+    """Its newest checkpoint, from which it goes on."""
+    policy: Saved | None = None
+    """The checkpoint of another run, with whose weights it begins."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences on what it goes on with."""
+    kept: Fingerprints | None = None
+    """Fingerprints of a run that goes on."""
+
+    def fingerprints(self, config: Config) -> Fingerprints:
+        """What the run's folder keeps from now on."""
+        return self.kept or fingerprints(config)
+
+
+def origin(run_dir: Path, config: Config) -> Origin:
+    """Where the run in `run_dir` begins; nothing is written.
+
+    Args:
+        run_dir: the run's folder, which need not exist.
+        config: the settings; local paths are absolute.
+
+    Raises:
+        ConfigError: the folder holds another run, its files have changed, or `trainer.resume` names no such policy.
+        ValueError, OSError: a checkpoint is damaged, or a file cannot be read.
+    """
+    made = Origin(resume.check_run_folder(run_dir, config, config.trainer.resume))
+    made.own = resume.own_checkpoint(run_dir, config, made.notes.append)
+    if made.own is None:
+        made.policy = resume.given_policy(config, made.notes.append)
+    elif config.trainer.resume not in NO_PATH:
+        made.notes.append(
+            f"trainer.resume={config.trainer.resume} is not read: the run goes on from a checkpoint of its own, behind "
+            f"iteration {made.own.iteration}; choose another trainer.experiment_name to begin a new run"
+        )
+    if made.own is not None:
+        _go_on(made, made.own, run_dir, config)
+    elif made.policy is not None:
+        _begin_with(made, made.policy, config)
+    if made.own is None and made.exists and (known := load(str(run_dir))):
+        changes = _listed(_changes(known, fingerprints(config)))
+        if changes:
+            made.notes.append(f"the run has no checkpoint and begins again, with other files: {'; '.join(changes)}")
+    return made
+
+
+def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:
+    """Compare the files of a run that goes on with those that it began with."""
+    known = load(str(run_dir)) or load(own.place)
+    if known is None:
+        made.notes.append(UNKNOWN.format(place=run_dir))
+        return
+    now = fingerprints(config)
+    changes = _changes(known, now)
+    stored = resume.stored_config(own) if not made.exists else load_yaml(run_dir / resume.CONFIG_FILE, Config)
+    if stored.data.val_files != config.data.val_files and (other := changes["prompts"].pop("data.val_files", None)):
+        # Other files for validation are allowed by name.
+        made.notes.append(f"data.val_files names other files ({other}): validations before and after do not compare")
+    accepted = set(config.trainer.accept_changed)
+    refused = {kind: found for kind, found in changes.items() if found and kind not in accepted}
+    if refused:
+        named = ",".join(kind for kind in FILES if kind in refused or kind in accepted)
+        lines = [
+            f"the run in {run_dir} began on {known.began} with other files:",
+            *(f"- {line}" for line in _listed(refused)),
+            f"trainer.accept_changed=[{named}] continues it with the files as they are now; another "
+            "trainer.experiment_name begins a new run",
+        ]
+        raise ConfigError("\n".join(lines))
+    for kind in accepted:
+        if changes[kind]:
+            made.notes.append(f"trainer.accept_changed: {'; '.join(_listed({kind: changes[kind]}))}")
+        else:
+            made.notes.append(f"trainer.accept_changed={kind} has no effect: no file of that kind has changed")
+    if changes["prompts"].keys() & {"data.train_files"}:
+        cursor = own.progress["cursor"]
+        made.notes.append(
+            f"the place in the prompts is kept: epoch {cursor.get('epoch', 0)}, behind prompt {cursor.get('offset', 0)}"
+        )
+    found = {setting: text for kind in FILES for setting, text in changes[kind].items()}
+    made.kept = known.continued(now, own.iteration, found)
+
+
+def _begin_with(made: Origin, policy: Saved, config: Config) -> None:
+    """Say what a new run takes from the checkpoint of another one, and refuse weights that belong to another base."""
+    known = load(policy.place)
+    if known is not None and "model" not in config.trainer.accept_changed:
+        bases = {key: known.model[key] for key in resume.BASES if key in known.model and value_of(config, key)}
+        changed = Fingerprints(bases).changes(fingerprints(config), "model")
+        if changed:
+            listed = "; ".join(_listed({"model": changed}))
+            raise ConfigError(
+                f"trainer.resume={policy.place} has weights of another model: {listed}; give the model of that run, or "
+                "trainer.accept_changed=[model] if its weights fit"
+            )
+    taken = policy.progress["scheduler_steps"]
+    critic = uses_critic(config)
+    text = (
+        f"a new run with the policy of iteration {policy.iteration} in {policy.place}: it takes the weights of the "
+        f"actor{' and the critic' if critic and 'critic' in taken else ''}; optimiser, learning rate, KL coefficient, "
+        "data and iterations begin from the start"
+    )
+    if critic and "critic" not in taken:
+        text += f"; the critic begins as {config.critic.path or config.model.path}, since that run had none"
+    made.notes.append(text)
+    if reads_reference(config):
+        base = "the model without adapters" if reference_is_base(config) else None
+        path = config.scoring.reference.path
+        named = f"scoring.reference.path={path}" if path else f"model.path={config.model.path}"
+        made.notes.append(
+            f"the KL is against {base or named}, not against that policy; scoring.reference.path=RUN/model would be"
+        )
+
+
+def _changes(known: Fingerprints, now: Fingerprints) -> dict[str, dict[str, str]]:
+    return {kind: known.changes(now, kind) for kind in FILES}
+
+
+def _listed(changes: dict[str, dict[str, str]]) -> list[str]:
+    return [f"{setting}: {text}" for found in changes.values() for setting, text in found.items()]

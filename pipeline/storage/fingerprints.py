@@ -1,0 +1,195 @@
+"""Fingerprints: size and hash of each file that a run reads, by which a start knows whether it goes on with the same.
+
+    runs/NAME/fingerprints.json    model, prompts or code -> setting -> file -> mark
+
+A copy lies in each checkpoint. Names are relative to the folder that a setting names, so that files may move together.
+Of a large file a few MiB are read: both ends, the header of safetensors, and blocks between them.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from pipeline.config.trainer import FILES
+from pipeline.storage.filesystem import filesystem_of
+
+FILE = "fingerprints.json"
+COMMIT = "commit"
+"""Stands in the place of a file's name for a model on the Hub."""
+END, BLOCK, BLOCKS = 2**20, 2**16, 16
+"""Bytes of each end of a file, and of each of the blocks between them, that are read."""
+HEADER = 2**27
+"""Bytes of the longest header of a safetensors file."""
+READERS = 16
+SHOWN = 6
+"""Files that a sentence names."""
+
+Marks = dict[str, str]
+"""Marks of the files that one setting names, by name."""
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Marks of all files that a run reads, by the kind of file and by the setting that names them."""
+
+    model: dict[str, Marks] = field(default_factory=dict)
+    prompts: dict[str, Marks] = field(default_factory=dict)
+    """In the order in which the files are read."""
+    code: dict[str, Marks] = field(default_factory=dict)
+    began: str = ""
+    """When the run began."""
+    accepted: list[dict[str, Any]] = field(default_factory=list)
+    """Changes that `trainer.accept_changed` allowed: when, behind which iteration, and what."""
+
+    @property
+    def history(self) -> str:
+        """The changes that were allowed, in words."""
+        return "; ".join(
+            f"since iteration {entry['behind_iteration'] + 1}: "
+            + ", ".join(f"{setting} ({text})" for setting, text in entry["changed"].items())
+            for entry in self.accepted
+        )
+
+    def of(self, kind: str) -> dict[str, Marks]:
+        """The marks of one kind of `FILES`, by setting."""
+        return getattr(self, kind)
+
+    def compares(self, key: str) -> bool:
+        """Whether the files that the setting `key` names have marks that say all about it: models and prompts."""
+        return key in self.model or key in self.prompts
+
+    def covers(self, key: str) -> bool:
+        """Whether the files that the setting `key` names have marks."""
+        names = [name for kind in FILES for name in self.of(kind)]
+        return any(name == key or name.startswith(f"{key}.") for name in names)
+
+    def changes(self, now: "Fingerprints", kind: str) -> dict[str, str]:
+        """By setting, how the files that it names differ `now`; settings without a mark here are left out.
+
+        A model that was read from the Hub, and is in no cache now, cannot be compared.
+        """
+        changed = {}
+        for setting, was in self.of(kind).items():
+            there = now.of(kind).get(setting, {})
+            unknown = not there and COMMIT in was
+            if not unknown and (found := list(_differences(was, there, ordered=kind == "prompts"))):
+                more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+                changed[setting] = ", ".join([*found[:SHOWN], *more])
+        return changed
+
+    def continued(self, now: "Fingerprints", iteration: int, changed: dict[str, str]) -> "Fingerprints":
+        """Those of a run that goes on with the files of `now` behind `iteration`, with the changes on record."""
+        accepted = list(self.accepted)
+        if changed:
+            accepted.append({"at": stamp(), "behind_iteration": iteration, "changed": changed})
+        # What cannot be seen now stays known.
+        model, prompts, code = (self.of(kind) | now.of(kind) for kind in FILES)
+        return replace(self, model=model, prompts=prompts, code=code, accepted=accepted)
+
+    def save(self, folder: Path) -> None:
+        """Write them into a run's folder, in one piece."""
+        part = folder / f"{FILE}.part"
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        part.replace(folder / FILE)
+
+
+def stamp() -> str:
+    """The time, as it is kept."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def load(place: str) -> Fingerprints | None:
+    """Those in the folder or URL of a run or a checkpoint; None without.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: the storage does not answer.
+    """
+    filesystem, path = filesystem_of(place)
+    if filesystem.get_file_info(f"{path}/{FILE}").type != pafs.FileType.File:
+        return None
+    with filesystem.open_input_stream(f"{path}/{FILE}") as stream:
+        content = stream.read()
+    try:
+        return Fingerprints(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{place}/{FILE} is damaged ({error}); restore it, or delete it to go on without comparing files"
+        ) from error
+
+
+def marks(files: Iterable[tuple[str, pafs.FileSystem, str]]) -> Marks:
+    """The marks of files, each given as its name, its file system and its path there.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = list(files)
+    with ThreadPoolExecutor(READERS) as threads:
+        made = list(threads.map(lambda file: mark(file[1], file[2]), found))
+    result: Marks = {}
+    for (name, _, _), one in zip(found, made, strict=True):
+        # Files of several folders may have one name.
+        number = 1
+        while (key := name if number == 1 else f"{name} ({number})") in result:
+            number += 1
+        result[key] = one
+    return result
+
+
+def mark(filesystem: pafs.FileSystem, path: str) -> str:
+    """Size and hash of a file."""
+    try:
+        with filesystem.open_input_file(path) as file:
+            size = file.size()
+            digest = hashlib.blake2b(digest_size=16)
+            for start, count in _parts(file, size, path.endswith(".safetensors"), filesystem):
+                file.seek(start)
+                digest.update(file.read(count))
+    except (OSError, pa.ArrowException) as error:
+        raise OSError(getattr(error, "errno", None) or 5, f"{path} cannot be read: {error}") from error
+    return f"{size} bytes {digest.hexdigest()}"
+
+
+def _parts(file: pa.NativeFile, size: int, is_tensors: bool, filesystem: pafs.FileSystem) -> Iterator[tuple[int, int]]:
+    """Start and length of each part that is read; the whole file if it is small."""
+    first = END
+    if is_tensors and size >= 8:
+        length = int.from_bytes(file.read(8), "little")
+        first = max(END, 8 + min(length, HEADER))
+    if size <= first + END:
+        yield 0, size
+        return
+    yield 0, first
+    yield size - END, END
+    # Each block is a request to a store, which may read ahead by far more.
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        step = (size - END - first) // BLOCKS
+        yield from ((first + step * number, min(BLOCK, step)) for number in range(BLOCKS))
+
+
+def _differences(was: Mapping[str, str], now: Mapping[str, str], ordered: bool) -> Iterator[str]:
+    """How files differ; with `ordered` their names do not count, and their order does."""
+    if (list(was.values()) == list(now.values())) if ordered else (was == now):
+        return
+    for name in [*was, *(name for name in now if name not in was)]:
+        old, new = was.get(name), now.get(name)
+        if old is None:
+            yield f"{name} is new"
+        elif new is None:
+            yield f"{name} is gone"
+        elif name == COMMIT and old != new:
+            yield f"the commit on the Hub is {new} and was {old}"
+        elif old != new:
+            before, after = (text.partition(" bytes ")[0] for text in (old, new))
+            yield f"{name} has other content" if before == after else f"{name} has {after} bytes and had {before}"
+    if dict(was) == dict(now):
+        yield "the same files in another order"

@@ -1,0 +1,35 @@
+"""Room on the disks that a checkpoint goes to: it waits in one folder, and is copied to another."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow.fs as pafs
+
+from pipeline.storage.filesystem import filesystem_of
+
+STAGING_REMEDY = "make room, or name another folder (trainer.env_vars.TMPDIR)"
+STORAGE_REMEDY = "make room, or name another place (trainer.storage_path)"
+
+
+def lacking(place: str, needed: int, remedy: str) -> str | None:
+    """What is to be said of a local folder, which need not exist, without room for the `needed` bytes of a checkpoint.
+
+    None if it has room, or if `place` is a URL of another storage.
+    """
+    filesystem, path = filesystem_of(place)
+    if not isinstance(filesystem, pafs.LocalFileSystem):
+        return None
+    nearest = next(folder for folder in (Path(path), *Path(path).parents) if folder.exists())
+    if (free := shutil.disk_usage(nearest).free) >= needed:
+        return None
+    return f"{place} has {_mib(free)} free, and a checkpoint needs {_mib(needed)} there; {remedy}"
+
+
+def disk(folder: str) -> int:
+    """The number of the disk that a folder is on."""
+    return os.stat(folder).st_dev
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"

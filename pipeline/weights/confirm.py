@@ -1,0 +1,156 @@
+"""What an engine confirms of the first version that it gets: each tensor that was trained, by name, in both directions.
+
+    not sent     a tensor that the model of `transformers` has and no train worker published
+    not read     a tensor that was published and that vLLM's loader left out
+    left over    a parameter of the engine that nothing was written to
+
+vLLM's loaders skip names that they do not know, and some return the names of what they skipped. So the tensors are
+followed: a tensor was read if numbers made of it were written to memory. A buffer that is not read may be left out if
+the model's class computes it from the configuration, as old models do with the frequencies of their rotary embedding.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.errors import FinalError, short_reason
+from pipeline.models.state import is_weight, tensors
+from pipeline.weights.checkpoint_names import as_in_checkpoint
+
+SHOWN = 4
+"""Names in a message."""
+REMEDY = "use a model of another family, or the versions of vLLM and transformers that requirements/ names"
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What one worker of an engine has found; empty if all is well."""
+
+    unsent: set[str]
+    """Names in the model of `transformers`."""
+    unread: set[str]
+    """Names in a checkpoint."""
+    left: set[str]
+    """Names in the engine's model."""
+
+
+def check(found: Sequence[Confirmation], family: str) -> None:
+    """Raises FinalError if the workers of an engine have found that a version is not complete.
+
+    A worker reads no experts but its own, so what one of them reads is read.
+    """
+    lists = {
+        "not published": set.union(*(worker.unsent for worker in found)),
+        "published and not read by the engine": set.intersection(*(worker.unread for worker in found)),
+        "parameters of the engine that nothing is written to": set.union(*(worker.left for worker in found)),
+    }
+    if parts := [f"{_some(names)}: {what}" for what, names in lists.items() if names]:
+        raise FinalError(
+            f"trainer and engine do not hold the same weights of {family}: {'; '.join(parts)}. The engine would not "
+            f"compute with the policy that is trained; {REMEDY}"
+        )
+
+
+def _some(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
+
+
+class Watch(TorchDispatchMode):
+    """Follows the tensors that a vLLM model's loader gets; active inside of a `with` block.
+
+    Args:
+        model: vLLM's, prepared for loading.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+        self._made_of: dict[StorageWeakRef, set[str]] = {}
+        """Names of the tensors whose numbers a storage may hold. A reference keeps its key from being used again."""
+        self._written: set[StorageWeakRef] = set()
+        self._parameters = {name: StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters()}
+        self.unread: dict[str, Tensor] = {}
+        """Tensors that were given to the loader and not read so far."""
+        self.loading: str | None = None
+        """The tensor that the loader has got last, while it works on it."""
+
+    def followed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights for the loader, as copies: parts of one tensor could not be told apart."""
+        for name, tensor in weights:
+            self.unread[name] = tensor = tensor.clone()
+            self._made_of[StorageWeakRef(tensor.untyped_storage())] = {name}
+            self.loading = name
+            yield name, tensor
+            self.loading = None
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Have the model load the weights.
+
+        Raises FinalError if its loader fails with a tensor.
+        """
+        try:
+            with self:
+                self._model.load_weights(self.followed(weights))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # loaders raise errors of many kinds for a name or a shape
+            if self.loading is None:
+                raise
+            raise FinalError(
+                f"vLLM's {type(self._model).__name__} cannot load {self.loading} as it is trained "
+                f"({short_reason(error)}); {REMEDY}"
+            ) from error
+
+    def confirmation(self, lm: Any, sent: set[str]) -> Confirmation:
+        """What was found of a version that is loaded.
+
+        Args:
+            lm: the model of `transformers` whose weights they are (`checkpoint_names.skeleton`).
+            sent: names of the version's tensors.
+        """
+        known = dict(tensors(lm))
+        computed = dict(as_in_checkpoint(lm, ((name, t) for name, t in known.items() if not is_weight(t))))
+        unread = {
+            name
+            for name, tensor in self.unread.items()
+            if name not in computed or not torch.equal(computed[name].to(tensor), tensor)
+        }
+        left = {name for name, storage in self._parameters.items() if storage not in self._written}
+        return Confirmation(known.keys() - sent, unread, left)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        names = set[str]().union(*(self._made_of.get(ref, ()) for ref in _storages((args, kwargs))))
+        if not names:
+            return result
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._read(names)
+        changed = [
+            value
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for value in (args[place : place + 1] or [(kwargs or {}).get(argument.name)])
+        ]
+        self._written.update(_storages(changed))
+        if any(isinstance(value, Tensor) and not value.is_meta for value in tree_leaves(changed)):
+            self._read(names)
+        for ref in _storages((result, changed)):
+            self._made_of.setdefault(ref, set()).update(names)
+        return result
+
+    def _read(self, names: set[str]) -> None:
+        for name in names:
+            self.unread.pop(name, None)
+
+
+def _storages(values: Any) -> list[StorageWeakRef]:
+    """The memory of the tensors in `values`."""
+    found = (value for value in tree_leaves(values) if isinstance(value, Tensor) and value.layout == torch.strided)
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in found]
