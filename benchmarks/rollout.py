@@ -37,6 +37,7 @@ from pipeline.config import Config, load_config
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
+from pipeline.greeting import Greeting
 from pipeline.models.fsdp import torch_dtype
 from pipeline.prompts.encode import stamp, to_table
 from pipeline.prompts.stage import loaders
@@ -92,6 +93,9 @@ class OneVersion:
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         pass
+
+    async def greet(self, greeting: Greeting) -> None:
+        """Never called: no ticket asks for it."""
 
 
 class Probe(Rollout):

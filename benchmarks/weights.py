@@ -185,10 +185,10 @@ def changes(module: Any, dtype: torch.dtype, limit: int, lr: float) -> dict[str,
     )
     begun = time.perf_counter()
     spans = [new.spans(number) for number in range(len(new.buckets))]
-    blobs = [encode(a, b, own, new.itemsize) for a, b, own in zip(old.buckets, new.buckets, spans, strict=True)]
+    blobs = [encode(a, b, own) for a, b, own in zip(old.buckets, new.buckets, spans, strict=True)]
     found = time.perf_counter()
     for blob, bucket, own in zip(blobs, old.buckets, spans, strict=True):
-        apply(blob, bucket, own, new.itemsize)
+        apply(blob, bucket, own)
     applied = time.perf_counter()
     assert all((a == b).all() for a, b in zip(old.buckets, new.buckets, strict=True))
     return {

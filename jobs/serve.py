@@ -117,11 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
             if options.detach:
                 raise ValueError("--detach leaves the server in a cluster; set RAY_ADDRESS, such as RAY_ADDRESS=auto")
             check_port(options.host, options.port)
-        from pipeline.export.served_model import find
+        from pipeline.export.served_model import find, notes_on_files
         from pipeline.export.tools import with_parser
 
         model = with_parser(find(options.model, options.iteration, options.best, options.lowest), options.tool_parser)
-        for note in model.notes:
+        for note in (*model.notes, *notes_on_files(model)):
             print(note)
         if key is None and options.host not in LOOPBACK:
             print(f"everybody who can reach {options.host} can use the model; --api-key-env asks for a key")
@@ -175,7 +175,9 @@ def stop_at_ends(model: "ServedModel", options: Options, folder: Path) -> str:
 
 def run(model: "ServedModel", options: Options, key: str | None) -> int:
     """Start the server, print when it is ready, and serve until Ctrl-C; the exit code."""
-    with tempfile.TemporaryDirectory(prefix="slipstream-serve-") as folder:
+    from pipeline.export.serve import weights_alone
+
+    with tempfile.TemporaryDirectory(prefix="slipstream-serve-") as folder, weights_alone(model) as model:
         print(f"{options.name or model.name}: {stop_at_ends(model, options, Path(folder))}", flush=True)
         return serve_until_stopped(model, options, key)
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,18 @@ from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.errors import NotStarted
 from pipeline.models import adapter
+from pipeline.models.architecture import most_positions
 from pipeline.models.attention_names import check_attention
 from pipeline.models.ends import find_ends
+from pipeline.models.lora import coverage
+from pipeline.models.policy import load_policy
+from pipeline.models.reward_model import load_reward_model
 from pipeline.models.save_settings import check_settings
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
 from pipeline.plan.models import not_causal, read_model
+from pipeline.plan.trial import Load, try_model, try_tokenizer
 from pipeline.run import cluster
 from pipeline.storage.owner import of_folder, owned
 from pipeline.supervised.data import RowGroup, notes, train_dataset
@@ -51,6 +57,15 @@ class Progress:
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
+        self.notes: list[str] = []
+
+    def note(self, notes: Sequence[str]) -> None:
+        """Keep what was chosen for the model."""
+        self.notes = [*notes]
+
+    def read_notes(self) -> list[str]:
+        """What was chosen for the model, in words."""
+        return self.notes
 
     def post(self, metrics: dict[str, float]) -> None:
         """Update the metrics."""
@@ -147,6 +162,11 @@ class Job(Generic[C]):
         problems += adapter.problems(lora, base.matrices if base else {}, path)
         if self.causal and base and (other := not_causal(base)):
             problems.append(f"model.path={path} is {other} by its config.json; give a causal language model.")
+        if base and (most := most_positions(base.config)) and data.max_length > most[0]:
+            problems.append(
+                f"data.max_length={data.max_length} is more than the {most[0]} tokens of model.path={path} "
+                f"({most[1]}); lower it."
+            )
         if not config.out:
             problems.append("out is not set; give the folder for the trained model.")
         else:
@@ -195,8 +215,13 @@ class Job(Generic[C]):
         tokenizer = load_tokenizer(config.model)
         check_attention(config.model)
         check_settings(config.model, tokenizer)
+        auto = "AutoModelForCausalLM" if self.causal else "AutoModelForSequenceClassification"
+        if found := coverage(config.model, auto=auto):
+            print(f"{self.name}: {'' if found.complete else 'note: '}adapters are {found.text}", flush=True)
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
-        for note in notes([*train_groups, *val_groups], encoder(tokenizer, data)):
+        load: Load = load_policy if self.causal else partial(load_reward_model, new_head=True)
+        tried = [*try_tokenizer(tokenizer, config.model), *try_model(config.model, "model.path", load)]
+        for note in [*tried, *notes([*train_groups, *val_groups], encoder(tokenizer, data))]:
             print(f"{self.name}: note: {note}", flush=True)
         if self.causal:
             ends = find_ends(config.model, tokenizer, data.apply_chat_template_kwargs)
@@ -250,13 +275,18 @@ class Job(Generic[C]):
         return dict(ray.get(progress.read.remote(), timeout=ANSWER_S))
 
     def _print(self, progress: Any, steps: int, done: threading.Event) -> None:
-        """Print the metrics every few seconds until `done` is set."""
-        while not done.wait(LINE_S):
+        """Print what was chosen for the model, and the metrics every few seconds until `done` is set."""
+        over, said = False, 0
+        while not over:
+            over = done.wait(LINE_S)
             try:
-                metrics = ray.get(progress.read.remote(), timeout=LINE_S)
+                found, metrics = ray.get([progress.read_notes.remote(), progress.read.remote()], timeout=LINE_S)
             except ray.exceptions.GetTimeoutError:
                 continue  # A busy machine answers a moment later, and the run does not depend on it.
-            if metrics:
+            for note in found[said:]:
+                print(f"{self.name}: note: {note}", flush=True)
+            said = len(found)
+            if metrics and not over:
                 print(f"{self.name} {metrics['step']}/{steps} {self.describe(metrics)}", flush=True)
 
 

@@ -8,6 +8,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -152,6 +153,24 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
     return training.epoch_rows or None, lines
 
 
+def _adapters(config: Config) -> list[tuple[str, str]]:
+    """Lines for `--dry-run` on the part of policy and critic that gets adapters; a note if the targets say more.
+
+    Raises:
+        ValueError: they match nothing.
+    """
+    if not config.model.lora.rank:
+        return []
+    from pipeline.derived import uses_critic
+    from pipeline.models.lora import coverage
+
+    models = {"model.path": config.model}
+    if uses_critic(config) and config.critic.path:
+        models["critic.path"] = replace(config.model, path=config.critic.path)
+    found = [coverage(model, key) for key, model in models.items()]
+    return [("adapters" if one.complete else "note", f"adapters are {one.text}") for one in found if one]
+
+
 def _say_whether_it_fits(resolved: "Plan") -> None:
     """Print why this machine cannot hold the run, if so: a plan is often made on another machine than the run's."""
     from pipeline.plan.placement import check_resources
@@ -223,6 +242,7 @@ def _train(
     from pipeline.plan.plan import plan
     from pipeline.plan.suggest import suggested
     from pipeline.plan.table import render
+    from pipeline.plan.trial import try_models
     from pipeline.replay import checks as replay
     from pipeline.run.origin import origin
     from pipeline.storage.resume import reached, recover
@@ -239,9 +259,11 @@ def _train(
         prompts, preview = _check_prompts(config, calls=dry_run)
     else:
         prompts, preview = replay.check_recording(config), []
+    preview += _adapters(config)
     resolved = plan(config, prompts, gpu)
     tokenizer = load_tokenizer(config.model, needs_chat_template=False)
     check_settings(config.model, tokenizer)
+    preview += [("note", note) for note in try_models(config, tokenizer)]
     ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
     if begin.own and resolved.iterations:
         begin.notes += jumps(begin.own.progress, resolved.schedules)

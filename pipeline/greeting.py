@@ -20,7 +20,9 @@ BEYOND = 8
 """Tokens of a long row beyond a border."""
 SAMPLES = 2
 """Responses to a prompt, which share it."""
-BORDER = re.compile(r"window(_size)?$|chunk_size$|original_max_position|max_position_embeddings$")
+BORDER = re.compile(
+    r"window(_size)?$|chunk_size$|local_attention$|original_max_position|max_position_embeddings$|floor_scale$"
+)
 """In the names of numbers in a model's configuration at which attention or positions change."""
 
 
@@ -68,6 +70,29 @@ def borders(settings: Mapping[str, Any], depth: int = 2) -> list[tuple[int, str]
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and BORDER.search(name):
             found.append((value, name))
     return found
+
+
+@dataclass(frozen=True)
+class Way:
+    """How rows pass through a model."""
+
+    attention: str
+    """As `transformers` names it."""
+    packed: bool
+    shared: bool
+
+    def __str__(self) -> str:
+        rows = "packed rows that share prompts" if self.shared else "packed rows" if self.packed else "padded rows"
+        return f"attention {self.attention!r} over {rows}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the handshake has changed."""
+
+    decoder: str
+    """Class of the models whose rows pass in another way: the policy's."""
+    way: Way
 
 
 @dataclass(frozen=True)

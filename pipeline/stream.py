@@ -114,7 +114,7 @@ def build(
     else:
         args = (config.data, uses_baselines(config), uses_agent(config), schedule, client, deadlines)
         stream = source(schedule.pages, chunk_rows, Replay, args, config)
-    stream = rewarded(stream, config, concurrent)
+    stream = rewarded(stream, config, concurrent, client)
     # Ray Data fuses neighbouring stages of equal resources: after the engine a chunk costs one task, not four.
     light: dict[str, Any] = {"num_cpus": config.reward.num_cpus, "label_selector": placed("reward"), **WHOLE}
     if schedule.validation:
@@ -128,9 +128,9 @@ def build(
         args = (rules, client, deadlines.engine_start)
         stream = stream.map_batches(Filter, fn_constructor_args=args, **one_actor, **WHOLE)
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
-    longest = config.data.longest_row
+    longest, told = config.data.longest_row, (client, deadlines.admission)
     if uses_reference(config):
-        stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature, longest)
+        stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature, longest, *told)
     if uses_critic(config):
         stream = scored(stream, Value, config, "value", config.critic, client, deadlines, longest)
     if uses_policy_scores(config):
@@ -181,17 +181,19 @@ def set_context() -> None:
     context.memory_usage_poll_interval_s = None
 
 
-def rewarded(stream: Dataset, config: Config, concurrent: int) -> Dataset:
+def rewarded(stream: Dataset, config: Config, concurrent: int, store: StoreClient | None = None) -> Dataset:
     """`stream` with the stages that score responses.
 
     Args:
         stream: whole chunks, as the rollout stage returns them.
         config: the run's configuration.
         concurrent: chunks that the one reward actor scores at the same time, if `reward.rate_limit` is set.
+        store: the run's policy store; None in an evaluation.
     """
     if uses_reward_model(config):
         model = config.actor.fsdp, config.reward.model.path, config.data.longest_row
-        stream = scored(stream, RewardModelScore, config, "reward_model", *model)
+        told = store, config.trainer.deadlines.admission
+        stream = scored(stream, RewardModelScore, config, "reward_model", *model, *told)
     reward, longest, scored_by = config.reward, config.data.max_response_length, config.agent.scored_by_name()
     where: dict[str, Any] = {"label_selector": config.trainer.placed("reward")}
     if not reward.rate_limit.used:

@@ -121,7 +121,7 @@ class Logged:
 
     def __init__(self, policy: PolicySource, write: Callable[..., None]) -> None:
         self._policy, self._write = policy, write
-        self.acknowledge = policy.acknowledge
+        self.acknowledge, self.greet = policy.acknowledge, policy.greet
 
     async def admit(self, split: str, chunk: int, version: int) -> Ticket | None:
         asked = {"split": split, "chunk": chunk, "iteration": version}

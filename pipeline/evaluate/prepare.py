@@ -19,6 +19,7 @@ from pipeline.models.ends import find_ends
 from pipeline.plan.placement import check_resources
 from pipeline.plan.plan import Plan
 from pipeline.plan.table import stage_resources
+from pipeline.plan.trial import try_models
 from pipeline.prompts.assertions import check_assertions
 from pipeline.prompts.parquet import data_sources
 from pipeline.prompts.stage import loaders
@@ -57,7 +58,7 @@ class Evaluation:
     ends: str
     """Where responses end."""
     notes: list[str]
-    """Sentences on columns and fields of the prompt files that nothing reads."""
+    """Sentences on columns, fields and files of weights that nothing reads."""
     summary: Summary = field(repr=False)
     """Of the responses that are there already."""
     tokens_per_s: float | None = None
@@ -100,6 +101,7 @@ def prepare(
     dry_call(prompts, config.reward, agent=config.agent)
     if uses_agent(config):
         dry_episodes(config, loader.encoder.chat.tokenizer, prompts, calls=False)
+    notes = list(try_models(config, loader.encoder.chat.tokenizer, trained=False))
     if not joined():
         check_resources(plan.stages, config.trainer.ray_num_cpus)
 
@@ -125,7 +127,7 @@ def prepare(
         set_aside=set_aside,
         description=description,
         ends=find_ends(config.model, loader.encoder.chat.tokenizer, config.data.apply_chat_template_kwargs).line,
-        notes=list(loader.notes()),
+        notes=[*loader.notes(), *notes],
         summary=summary,
         tokens_per_s=folder.result().get("tokens_per_s"),
     )

@@ -15,6 +15,7 @@ from ray.data import Dataset
 from pipeline.agent.hosts import BESIDE_ENGINES, Hosts
 from pipeline.config import Config
 from pipeline.evaluate.settings import in_flight
+from pipeline.greeting import Greeting
 from pipeline.prompts.encode import stamp
 from pipeline.prompts.stage import MAX_PAGES, loaders
 from pipeline.rollout.stage import Rollout, sections
@@ -94,6 +95,9 @@ class FixedPolicy:
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         """Never called: no weights are loaded."""
+
+    async def greet(self, greeting: Greeting) -> None:
+        """Never called: no ticket asks for it."""
 
 
 def build(

@@ -33,6 +33,7 @@ from pipeline.models.ends import Ends, as_stored, find_ends
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.pretrained import PREFIX
+from pipeline.models.quantised import check_not_quantised
 from pipeline.models.save import written_whole
 from pipeline.models.save_settings import generation_as_it_is
 from pipeline.models.settings import ModelSettings
@@ -186,6 +187,7 @@ def _base_model(config: Config, run_dir: Path, base: str | None, critic: bool) -
         if base or critic or config.model.lora.rank or not (folder / "config.json").is_file():
             raise ValueError(f"{error}; name the model that the run started from with --base") from error
     path = str(folder or path)
+    check_not_quantised(path, "--base" if base else "model.path")
     tokenizer = config.model.tokenizer_path
     try:
         named_folder(tokenizer or path)

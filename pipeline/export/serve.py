@@ -13,14 +13,17 @@
 import json
 import os
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.model import ModelConfig
+from pipeline.models.architecture import longer_positions
 from pipeline.models.ends import Ends, as_stored, find_ends
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.models.weight_files import alone, find_weights, note, read_config
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -98,6 +101,8 @@ def engine_kwargs(model: "ServedModel", options: ServeOptions) -> dict[str, Any]
     _, gpus = options.resources(model)
     if gpus > 1:
         arguments["tensor_parallel_size"] = int(gpus)
+    if longer := longer_positions(read_config(model.path)):
+        arguments["hf_overrides"] = longer
     arguments |= model.calls | chosen
     if not gpus:
         # vLLM rewinds the random generator of a request whose prompt takes two steps, which generators on CPUs refuse.
@@ -172,6 +177,27 @@ def find_model_ends(model: "ServedModel", options: ServeOptions) -> Ends:
     config = ModelConfig(model.path, dict(options.engine).get("tokenizer"), trust_remote_code=trusted)
     arguments = model.settings.chat_template_kwargs if model.settings else {}
     return find_ends(config, load_tokenizer(config, needs_chat_template=False), arguments)
+
+
+@contextmanager
+def weights_alone(model: "ServedModel") -> Iterator["ServedModel"]:
+    """The model without files of weights that engines would read in place of its own; see `weight_files.py`.
+
+    Raises:
+        ValueError: there are such files, and replicas may run on other machines; or a file is damaged.
+    """
+    folder = Path(model.path)
+    found = find_weights(folder) if folder.is_dir() else None
+    if found is None or not found.mislead_engines:
+        yield model
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        raise ValueError(
+            f"{note(folder, model.path)}; an engine would read them, too: move them out of the folder, which replicas "
+            "on other machines read as it is"
+        )
+    with alone(folder) as links:
+        yield replace(model, path=links)
 
 
 def write_generation_config(model: "ServedModel", ends: Ends, folder: Path) -> None:

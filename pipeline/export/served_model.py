@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.config.model import ModelConfig
 from pipeline.config.paths import local_path, model_folder
 from pipeline.export.choose import choose, is_run
 from pipeline.models.settings import ModelSettings, load_settings
+from pipeline.models.tokenizer import load_tokenizer
+from pipeline.models.tokenizer_fit import check_vocabulary, vocabulary
+from pipeline.models.weight_files import model_shapes, note
 from pipeline.track.mlflow_logger import QUIET
 
 EXPORTS = "exports"
@@ -75,6 +79,23 @@ def find(target: str, iteration: int | None = None, best: str | None = None, low
     if folder is None:
         return ServedModel(target, target, None)
     return ServedModel(str(folder), name, load_settings(folder))
+
+
+def notes_on_files(model: ServedModel) -> list[str]:
+    """Sentences on files of weights in the model's folder that are not read.
+
+    Raises:
+        ValueError: its files are damaged or incomplete, or its tokenizer has tokens that it does not know.
+    """
+    folder = Path(model.path)
+    if not folder.is_dir():
+        return []
+    model_shapes(folder)
+    trusted = bool(model.config and model.config.model.trust_remote_code)
+    served = ModelConfig(path=model.path, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(served, needs_chat_template=False, key="RUN_OR_MODEL")
+    beyond = check_vocabulary(tokenizer, model.path, vocabulary(served), model.path)
+    return [text for text in (note(folder, model.path), beyond) if text]
 
 
 def _download(uri: str) -> Path:

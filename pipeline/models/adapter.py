@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.model import ALL_LINEAR, LoraConfig
+from pipeline.models.weight_files import tensor_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,21 +163,6 @@ def _adapter_problems(config: LoraConfig, matrices: Mapping[str, tuple[int, int]
             f"{key} has {len(layers)} layers and model.lora.target_modules={config.target_modules} chooses "
             f"{len(chosen)}, {min(layers ^ chosen)} on one side alone; set it to {remedy}"
         )
-
-
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a safetensors file, from its header.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "numpy") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a complete safetensors file: {error}; save or download it again") from error
 
 
 def count(config: LoraConfig, matrices: Mapping[str, tuple[int, int]]) -> int:

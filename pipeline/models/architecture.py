@@ -1,5 +1,6 @@
 """Which passes a model can take, by its configuration; nothing here loads torch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -10,3 +11,62 @@ def why_padded(config: Any) -> str | None:
     if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
         return f"its layers are not all of full attention ({', '.join(sorted(kinds)) or 'sliding_window'})"
     return None
+
+
+LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
+"""What model families call the positions that they have."""
+
+LONG_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of position embedding whose `max_position_embeddings` is the length with their factor."""
+
+
+def most_positions(config: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The longest row that a model takes, in tokens, and the entries of `config.json` that say so; None if none does.
+
+    As vLLM and `transformers` have it: a factor makes the length of `linear` and `dynamic` positions longer, and that
+    of YaRN if `max_position_embeddings` is still the original one, as model cards write it.
+    """
+    lengths = [(config[name], name) for name in LENGTHS if _is_size(config.get(name))]
+    if _is_size(config.get("model_max_length")):
+        lengths = [(config["model_max_length"], "model_max_length")]
+    if not lengths:
+        return None
+    length, named = min(lengths)
+    for rope in ropes(config):
+        kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor")
+        if not isinstance(factor, int | float) or "gemma3" in str(config.get("model_type")):
+            continue
+        original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", length))
+        if kind == "yarn" and _is_size(original) and original * factor > length:
+            return int(original * factor), f"{named}, with the factor {factor:g} of its YaRN"
+        if kind not in LONG_ALREADY:
+            return int(length * factor), f"{named} x the factor {factor:g} of its positions"
+    return length, named
+
+
+def longer_positions(config: Mapping[str, Any]) -> dict[str, int]:
+    """Entries of `config.json` with which vLLM takes rows as long as `most_positions` says; none if it does so already.
+
+    The factor of YaRN is applied to the original length, which they do not change.
+    """
+    most, own = most_positions(config), config.get("max_position_embeddings")
+    if most is None or not isinstance(own, int) or own >= most[0]:
+        return {}
+    stretched = any(rope.get("rope_type", rope.get("type")) == "yarn" for rope in ropes(config))
+    return {"max_position_embeddings": most[0]} if stretched else {}
+
+
+def ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Settings of a model's rotary positions, one for all layers or one for each kind of layer."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        return []
+    nested = [part for part in found.values() if isinstance(part, Mapping)]
+    return nested or [found]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

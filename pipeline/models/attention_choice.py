@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from pipeline.models.one_layer import whole
 from pipeline.models.repeatable import few_tokens
 
 SCORES = (4.0, 40.0, 400.0)
@@ -50,12 +51,12 @@ def choose_attention(lm: Any) -> str | None:
 
         return attend
 
-    device = next(lm.parameters()).device
-    ids = few_tokens(lm, device)
-    options = {"use_cache": False} if "use_cache" in inspect.signature(lm.forward).parameters else {}
     try:
+        tried = whole(lm.base_model)
+        ids = few_tokens(tried, next(tried.parameters()).device)
+        options = {"use_cache": False} if "use_cache" in inspect.signature(tried.forward).parameters else {}
         with patch.object(AttentionInterface, "get_interface", spy):
-            lm(input_ids=ids, **options)
+            tried(input_ids=ids, **options)
     except Exception:  # noqa: BLE001 (a model that does not run here is tried when it runs)
         return None
     if not found:

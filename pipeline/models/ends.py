@@ -82,6 +82,9 @@ def ends_of(
         learnt = not {turn, *known}.isdisjoint(last)
     if turn is not None and vocabulary is not None and turn >= vocabulary:
         problem = f"the chat template ends answers with token {turn}, and the model has {vocabulary} tokens"
+    lost = [number for number in known if vocabulary is not None and not 0 <= number < vocabulary]
+    if lost and not problem:
+        problem = f"the files of the model name {lost[0]} as an end, and it has {vocabulary} tokens"
     ids = [number for number in dict.fromkeys([*known, *as_list(turn)]) if 0 <= number < (vocabulary or number + 1)]
     named = [
         f"{tokenizer.decode([number])} ({number}{', of the chat template alone' * (number not in known)})"

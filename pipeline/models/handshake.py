@@ -13,6 +13,7 @@ trainer's own model in float32 and in the engine's type. If they differ by more,
 are tried: without sharing, padded, with the family's own attention (`eager`). The first one that agrees is the run's.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.greeting import Greeting, GreetingPlan
+from pipeline.greeting import Greeting, GreetingPlan, Way
 from pipeline.models.batch import TokenBatch
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import pack
@@ -36,20 +37,6 @@ FACTOR = 2.0
 
 
 @dataclass(frozen=True)
-class Way:
-    """How rows pass through a model."""
-
-    attention: str
-    """As `transformers` names it."""
-    packed: bool
-    shared: bool
-
-    def __str__(self) -> str:
-        rows = "packed rows that share prompts" if self.shared else "packed rows" if self.packed else "padded rows"
-        return f"attention {self.attention!r} over {rows}"
-
-
-@dataclass(frozen=True)
 class Difference:
     """How far engine and trainer are apart in one form of rows, in nats."""
 
@@ -58,6 +45,8 @@ class Difference:
     largest: float
     tokens: int
     """Length of the row with the largest difference."""
+    by_length: dict[int, float]
+    """The largest difference in rows of each length."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +58,7 @@ class Limit:
     why: str
 
     def exceeded(self, found: Difference) -> bool:
-        return not (found.mean <= self.mean and found.largest <= self.largest)
+        return not (found.mean <= self.mean and found.largest <= self.largest < math.inf)
 
 
 @dataclass(frozen=True)
@@ -93,6 +82,20 @@ class Handshake:
     @property
     def agrees(self) -> bool:
         return not any(map(self.limit.exceeded, self.differences))
+
+    @property
+    def agree_up_to(self) -> int:
+        """Tokens of the longest rows up to which all agree."""
+        largest: dict[int, float] = {}
+        for found in self.differences:
+            for length, apart in found.by_length.items():
+                largest[length] = max(largest.get(length, 0.0), apart)
+        agree = 0
+        for length in sorted(largest):
+            if not largest[length] <= self.limit.largest < math.inf:
+                break
+            agree = length
+        return agree
 
 
 class Compared:
@@ -170,12 +173,17 @@ class Compared:
         return [[packs[number] for number in part] for part in split_micro_batches(lengths, budget, packed=way.packed)]
 
     def _difference(self, form: str, apart: np.ndarray) -> Difference:
-        sizes = np.nan_to_num(np.abs(apart), nan=np.inf)
-        row = int(self.rows.rows_of(np.searchsorted(self.rows.row_offsets, [sizes.argmax()], side="right") - 1)[0])
-        return Difference(form, float(sizes.mean()), float(sizes.max()), self.rows.lengths[row])
+        sizes = np.nan_to_num(np.abs(apart), nan=np.inf, posinf=np.inf)
+        largest: dict[int, float] = {}
+        for length, apart_in_row in zip(
+            self.rows.lengths, np.split(sizes, self.rows.response_offsets[1:-1]), strict=True
+        ):
+            largest[length] = max(largest.get(length, 0.0), float(apart_in_row.max()))
+        longest = max(largest, key=lambda length: largest[length])
+        return Difference(form, float(sizes.mean()), float(sizes.max()), longest, dict(sorted(largest.items())))
 
 
-def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dtype, may_change: bool) -> Handshake:
+def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dtype) -> Handshake:
     """Compare engine and trainer, and find the way in which they agree; a collective.
 
     Args:
@@ -183,7 +191,6 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
         passes: how rows pass through the policy now.
         exact: whether both compute in float32.
         dtype: the engine's type.
-        may_change: whether another way may be taken.
     """
     first = Way(compared.config._attn_implementation, passes.packed, passes.shared)
     limit = Limit(LIMIT, LIMIT, "in float32")
@@ -196,7 +203,7 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
         )
     before = compared.differences(first)
     found = Handshake(first, first, before, before, limit)
-    if found.agrees or not may_change:
+    if found.agrees:
         return found
     for way in ways(first, divided=compared.sequence is not None):
         try:
@@ -260,7 +267,9 @@ def sentence(found: Handshake, plan: GreetingPlan) -> str:
     limit = f"the limit is {found.limit.largest:.1e}, {found.limit.mean:.1e} in the mean, {found.limit.why}"
     if found.agrees:
         return f"{differ}; {limit}. With {found.way} they agree ({worst.largest:.1e}), so the run uses it"
-    return f"{differ}; {limit}. No other attention and no other form of rows agrees"
+    shorter = [length for length in plan.borders if length <= found.agree_up_to]
+    only = f"; rows of up to {max(shorter)} tokens agree" if shorter else ""
+    return f"{differ}; {limit}. No other attention and no other form of rows agrees{only}"
 
 
 def _described(found: Difference, plan: GreetingPlan) -> str:

@@ -11,17 +11,22 @@
 4. The head has no adapter: it is used past its module, and is tied to the embedding in many models.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from pipeline.config.model import LoraConfig
+from pipeline.config.model import LoraConfig, ModelConfig
+from pipeline.errors import short_reason
 from pipeline.models import adapter
 from pipeline.models.state import tensors
 
@@ -47,6 +52,7 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
         return
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
+    from peft.utils import transformers_weight_conversion as conversion
 
     inside = f"{lm.base_model_prefix}."
     names = [name for name, part in lm.named_modules() if isinstance(part, nn.Linear) and name.startswith(inside)]
@@ -58,9 +64,16 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
         )
     # Whole names: peft would also look for the targets outside of the base model.
     settings = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.chosen(names), bias="none")  # type: ignore[arg-type]
-    with torch.random.fork_rng(devices=[]):
+    # In mixtures of experts peft would take layers called as experts once were, such as a shared expert's, for the
+    # tensor of all experts, whose adapters `published` could not merge.
+    as_named = patch.object(conversion, "convert_peft_config_for_transformers", lambda *args, **options: None)
+    with torch.random.fork_rng(devices=[]), as_named:
         torch.manual_seed(0)
-        inject_adapter_in_model(settings, lm)
+        try:
+            inject_adapter_in_model(settings, lm)
+        except ValueError as error:
+            # Families such as Mamba use the weights of some layers past their modules.
+            raise ValueError(f"model.lora.target_modules does not fit {key}: {short_reason(error)}") from error
     for name, parameter in lm.named_parameters():
         if train_head and not name.startswith(inside):
             parameter.requires_grad_(True)
@@ -68,6 +81,64 @@ def inject(lm: Any, config: LoraConfig, key: str = "model.path", train_head: boo
             parameter.data = parameter.data.float()
     if config.path:
         _start_from(lm, Path(config.path), key)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which part of a model has adapters."""
+
+    text: str
+    """In words."""
+    complete: bool
+    """Whether every matrix that the targets name has one."""
+
+
+def coverage(config: ModelConfig, key: str = "model.path", auto: str = "AutoModelForCausalLM") -> Coverage | None:
+    """Which part of the model of `config` gets adapters, found without its weights; None without a rank.
+
+    Args:
+        config: path and adapters.
+        key: the configuration key of the path.
+        auto: the class of `transformers` that makes the model.
+
+    Raises ValueError as `inject`, and for a model that `transformers` cannot make.
+    """
+    if not config.lora.rank:
+        return None
+    import transformers
+
+    try:
+        settings = transformers.AutoConfig.from_pretrained(
+            config.path or "", trust_remote_code=config.trust_remote_code
+        )
+        with torch.device("meta"):
+            lm = getattr(transformers, auto).from_config(settings, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
+    inject(lm, replace(config.lora, path=None), key)
+    tables = {id(part.weight) for part in lm.modules() if isinstance(part, nn.Embedding)}
+    sizes = {
+        name.removesuffix(".weight"): parameter.numel()
+        for name, parameter in lm.named_parameters()
+        if parameter.ndim > 1 and ".lora_" not in name
+        if name.startswith(f"{lm.base_model_prefix}.") and id(parameter) not in tables
+    }
+    suffix = f".{BASE.removesuffix('.')}"
+    have = [name for name in sizes if name.endswith(suffix)]
+    total = sum(sizes.values())
+    text = f"on {len(have)} linear layers with {sum(sizes[name] for name in have) / total:.1%} of the weights inside"
+    named = config.lora.chosen([name for name in sizes if name not in have])
+    kinds: Counter[str] = Counter()
+    for name in named:
+        # Without the number of the layer.
+        kinds[re.split(r"\.\d+\.", name)[-1]] += sizes[name]
+    if kinds:
+        shares = ", ".join(f"{kind} ({count / total:.1%})" for kind, count in kinds.most_common())
+        text += (
+            f" of {key}={config.path}; model.lora.target_modules={config.lora.target_modules} covers less than it "
+            f"says: no linear layers in transformers, and so without an adapter, are {shares}"
+        )
+    return Coverage(text, not kinds)
 
 
 @torch.no_grad()

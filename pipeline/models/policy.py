@@ -138,6 +138,8 @@ class Policy(Pretrained):
         name = type(self.lm).__name__
         if not isinstance(head, nn.Linear) or decoder is self.lm:
             raise ValueError(f"{name} has no decoder with a linear head, so it cannot be trained as a policy.")
+        if head.weight.is_meta:
+            return
         with small_head(head):
             hidden, theirs = random_states(self.lm, decoder, head, token=0)
             ours = self._logits(hidden)
@@ -206,6 +208,6 @@ def load_lm(
     if not with_head:
         decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}
         missing -= {name for name, parameter in lm.named_parameters() if id(parameter) not in decoder}
-    check_complete(missing, config, key)
+    check_complete(missing, config, key, report["unexpected_keys"])
     inject(lm, config.lora, key)
     return lm

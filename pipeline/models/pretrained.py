@@ -1,8 +1,7 @@
 """Code that all models made of `transformers` models share."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +15,13 @@ from pipeline.errors import short_reason
 from pipeline.models.attention_choice import choose_attention
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh
+from pipeline.models.notes import add_notes
 from pipeline.models.offload import offload_activations
+from pipeline.models.quantised import check_not_quantised
 from pipeline.models.repeatable import without_dropout
 from pipeline.models.rope import fix_ropes
 from pipeline.models.slices import reading_slices
-
-logger = logging.getLogger(__name__)
+from pipeline.models.weight_files import alone, check_weights
 
 PREFIX = "lm."
 NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
@@ -44,7 +44,13 @@ class Pretrained(nn.Module):
 
 
 def load_pretrained(
-    auto: Any, config: ModelConfig, key: str, mesh: Mesh | None = None, longest: int | None = None, **options: Any
+    auto: Any,
+    config: ModelConfig,
+    key: str,
+    mesh: Mesh | None = None,
+    longest: int | None = None,
+    other_head: bool = False,
+    **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """The model of `config.path`, in training mode, and the loading report of `transformers`.
 
@@ -55,43 +61,53 @@ def load_pretrained(
         mesh: ranks that read their slices of the weights (`slices.py`); None, or one rank, reads whole weights on the
             CPU.
         longest: tokens of the longest row (`fix_ropes`); None for what the model was made for.
+        other_head: whether weights outside of the base model may have another shape; the report names them.
         options: arguments of `from_pretrained` that override those of `config`.
 
-    Raises ValueError for no path, an incomplete model folder, or one that `transformers` cannot load.
+    Raises ValueError for no path, an incomplete model folder, quantised weights, or a model that `transformers` cannot
+    load or that is not the one of its `config.json`.
     """
     if not config.path:
         raise ValueError(f"{key} is not set; give a Hugging Face model folder or hub name.")
     folder = model_folder(config.path, key)
-    if folder and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise ValueError(f"{key}={folder} has no weights (*.safetensors); give a complete model folder.")
+    if folder:
+        check_weights(folder, key)
+    check_not_quantised(config.path, key)
     arguments = {
         "dtype": torch_dtype(config.dtype, "model.dtype"),
         "attn_implementation": config.attn_implementation,
         "trust_remote_code": config.trust_remote_code,
         **options,
     }
-
-    def read() -> tuple[Any, dict[str, Any]]:
-        with reading_slices(mesh) if mesh and mesh.slices else nullcontext():
-            made: tuple[Any, dict[str, Any]] = auto.from_pretrained(
-                folder or config.path, output_loading_info=True, **arguments
-            )
-            return made
-
-    try:
+    # Else `transformers` would name no weight in its error.
+    arguments["ignore_mismatched_sizes"] = True
+    own_attention = None
+    with ExitStack() as inside:
+        place = inside.enter_context(alone(folder)) if folder else config.path
+        if mesh and mesh.slices:
+            inside.enter_context(reading_slices(mesh))
         try:
-            model, report = read()
-        except ValueError as error:
-            if arguments["attn_implementation"] != "sdpa" or NO_SDPA not in str(error):
-                raise
-            logger.warning("%s=%s: its family has no attention 'sdpa', so 'eager' computes it", key, config.path)
-            arguments["attn_implementation"] = "eager"
-            model, report = read()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
-    fix_ropes(model, longest)
-    if note := choose_attention(model):
-        logger.warning("%s=%s: %s", key, config.path, note)
+            try:
+                model, report = auto.from_pretrained(place, output_loading_info=True, **arguments)
+            except ValueError as error:
+                if arguments["attn_implementation"] != "sdpa" or NO_SDPA not in str(error):
+                    raise
+                own_attention = "its family has no attention 'sdpa', so 'eager' computes it"
+                arguments["attn_implementation"] = "eager"
+                model, report = auto.from_pretrained(place, output_loading_info=True, **arguments)
+        # Formats, families and their packages raise errors of their own.
+        except Exception as error:
+            raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
+    if folder:
+        model.name_or_path = model.config._name_or_path = str(folder)
+    for name, shape, needed in sorted(report["mismatched_keys"]):
+        if not other_head or name.startswith(f"{model.base_model_prefix}."):
+            raise ValueError(
+                f"{key}={config.path} holds {name} of shape {list(shape)}, but its config.json says {list(needed)}; "
+                "give a complete checkpoint of one model."
+            )
+    chosen = own_attention, fix_ropes(model, longest), choose_attention(model)
+    add_notes(model, *(note and f"{key}={config.path}: {note}" for note in chosen))
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.activation_offload:
@@ -99,12 +115,15 @@ def load_pretrained(
     return model.train(), report
 
 
-def check_complete(missing: set[str], config: ModelConfig, key: str) -> None:
-    """Raises ValueError if weights are missing in the checkpoint."""
+def check_complete(missing: set[str], config: ModelConfig, key: str, unread: Collection[str] = ()) -> None:
+    """Raises ValueError if weights are missing in the checkpoint, which holds others that the model does not have."""
     if missing:
+        others = ""
+        if unread:
+            others = f", and holds {len(unread)} that its config.json has no place for, the first {min(unread)}"
         raise ValueError(
             f"{key}={config.path} lacks {len(missing)} weights, the first {min(missing)}, which would start at "
-            "random; give a complete checkpoint."
+            f"random{others}; give a complete checkpoint."
         )
 
 

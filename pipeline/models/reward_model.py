@@ -49,7 +49,7 @@ class RewardModel(Pretrained):
                 f"{name} cannot be a reward model: a causal decoder with a linear `score` head or an encoder is "
                 "needed. Use another model."
             )
-        if self.is_decoder:
+        if self.is_decoder and lm.device.type != "meta":
             self._check_head()
 
     @property
@@ -132,27 +132,30 @@ def load_reward_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    options: dict[str, Any] = {"num_labels": 1, "ignore_mismatched_sizes": True}
+    options: dict[str, Any] = {"num_labels": 1}
     if model.attn_implementation == "sdpa":
         options["attn_implementation"] = None  # sdpa, or eager for models without it, such as DeBERTa
     # Missing weights are drawn at random; the seed makes them equal on all ranks.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        lm, report = load_pretrained(AutoModelForSequenceClassification, model, key, mesh, longest, **options)
+        lm, report = load_pretrained(
+            AutoModelForSequenceClassification, model, key, mesh, longest, other_head=True, **options
+        )
     for name, shape, needed in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{key}={model.path} holds {name} of shape {list(shape)} where one label needs {list(needed)}: it is a "
             "classifier, not a reward model."
         )
     reward_model = RewardModel(lm)
-    missing, last = set(report["missing_keys"]), _last_layer(lm)
+    missing, unread, last = set(report["missing_keys"]), report["unexpected_keys"], _last_layer(lm)
     if f"{last}.weight" not in missing:
-        check_complete(missing, model, key)
+        check_complete(missing, model, key, unread)
         inject(lm, model.lora, key, train_head=True)
         return reward_model
     if not new_head:
         raise ValueError(f"{key}={model.path} holds no reward head; train one with python -m jobs.reward_model.")
-    check_complete({name for name in missing if name.startswith(f"{lm.base_model_prefix}.")}, model, key)
+    inside = {name for name in missing if name.startswith(f"{lm.base_model_prefix}.")}
+    check_complete(inside, model, key, unread)
     for parameter in lm.get_submodule(last).parameters():
         nn.init.zeros_(parameter)
     inject(lm, model.lora, key, train_head=True)

@@ -14,8 +14,8 @@ FIXED = "fixed"
 """In place of the kind of rope, in a module that chooses no more."""
 
 
-def fix_ropes(model: nn.Module, longest: int | None = None) -> None:
-    """Let the ropes in a model of `transformers` have one set of frequencies for all rows.
+def fix_ropes(model: nn.Module, longest: int | None = None) -> str | None:
+    """Let the ropes in a model of `transformers` have one set of frequencies for all rows; a clause that says so.
 
     Args:
         model: fresh from its checkpoint.
@@ -24,6 +24,7 @@ def fix_ropes(model: nn.Module, longest: int | None = None) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope: Any
+    found = None
     for rope in model.modules():
         kinds = getattr(rope, "rope_type", None)
         config = getattr(rope, "config", None)
@@ -35,9 +36,13 @@ def fix_ropes(model: nn.Module, longest: int | None = None) -> None:
             if kind == "longrope":
                 settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
                 border = settings["original_max_position_embeddings"]
-                length = border + int((longest or most) > border)
+                beyond = (longest or most) > border
+                length = border + int(beyond)
+                found = f"rope 'longrope' has its {'long' if beyond else 'short'} factors in all rows, as the longest "
+                found += f"may have {longest or most} tokens (original_max_position_embeddings={border})"
             elif "dynamic" in kind:
                 length = most
+                found = f"rope {kind!r} has the frequencies of max_position_embeddings={most} in all rows"
             else:
                 continue
             prefix = "" if layer_type is None else f"{layer_type}_"
@@ -48,3 +53,4 @@ def fix_ropes(model: nn.Module, longest: int | None = None) -> None:
             rope.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
             setattr(rope, f"{prefix}attention_scaling", scaling)
             rope.rope_type = FIXED if layer_type is None else {**rope.rope_type, layer_type: FIXED}
+    return found

@@ -8,25 +8,22 @@ gradients are those of the contexts alone, up to rounding. Everything but attent
 attention never costs more than for the contexts alone.
 """
 
-import copy
 import inspect
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from pipeline.greeting import borders
+from pipeline.greeting import Way, borders
 from pipeline.models.architecture import why_padded
 from pipeline.models.attention import PACKED, hidden_states, register
 from pipeline.models.batch import TokenBatch, ranges
+from pipeline.models.notes import notes_of
+from pipeline.models.one_layer import whole
 from pipeline.models.packing import pack
-
-logger = logging.getLogger(__name__)
 
 ROUNDING, COARSE_ROUNDING = 1e-4, 0.02
 """Relative difference of hidden states that is taken for rounding in float32, and in shorter types."""
@@ -42,6 +39,8 @@ class Passes:
     """Whether they stand end to end, without padding."""
     shared: bool
     """Whether contexts share their prompt."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What was chosen for the model, in words."""
 
     @classmethod
     def of(cls, module: Any, share_prompts: str, sequence: int = 1) -> "Passes":
@@ -60,14 +59,21 @@ class Passes:
         name = type(module if decoder is None else decoder).__name__
         if sequence > 1 and reason:
             raise ValueError(f"actor.parallel.sequence={sequence} divides packed rows, but {name} cannot: {reason}")
+        notes = notes_of(module)
         if reason is None:
-            return cls(packed=True, shared=share_prompts != "never")
+            return cls(True, share_prompts != "never", tuple(notes))
         if share_prompts == "always":
             raise ValueError(f"model.share_prompts=always, but {name} cannot: {reason}")
-        if decoder is not None and (problem := _why_not_padded(decoder)):
-            raise ValueError(f"{name} cannot be trained: {problem}")
-        logger.info("rows are padded, and samples do not share their prompt in %s: %s", name, reason)
-        return cls(packed=False, shared=False)
+        if decoder is not None:
+            if problem := _why_not_padded(decoder):
+                raise ValueError(f"{name} cannot be trained: {problem}")
+            notes = [*notes, f"rows are padded, and samples do not share their prompt in {name}: {reason}"]
+        return cls(False, False, tuple(notes))
+
+    def taking(self, way: Way, module: Any) -> "Passes":
+        """How rows pass through `module` from now on, whose attention becomes that of `way`."""
+        module.decoder.config.get_text_config()._attn_implementation = way.attention
+        return replace(self, packed=way.packed, shared=way.shared)
 
 
 def pack_rows(
@@ -127,8 +133,7 @@ def enable(decoder: Any) -> str | None:
     """Let a decoder, which FSDP does not shard yet, attend over packed rows; why it cannot, or None if it can now.
 
     It looks at the configuration, and then tries: two responses behind one prompt, and a context beside them, must have
-    the hidden states that each has alone. Where ranks have slices of the weights, a decoder of one layer is tried, with
-    random weights.
+    the hidden states that each has alone. If ranks have slices of the weights, a small decoder is tried (`whole`).
     """
     config = own = decoder.config.get_text_config()
     if config._attn_implementation == PACKED:
@@ -139,7 +144,7 @@ def enable(decoder: Any) -> str | None:
         return reason
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "it takes no position_ids"
-    decoder = _whole(decoder)
+    decoder = whole(decoder)
     config = decoder.config.get_text_config()
     device = decoder.get_input_embeddings().weight.device
     prompts, responses = np.array([0, 1, 2, 0, 1, 2, 3]), np.array([4, 5, 6, 7, 1, 2, 5])
@@ -167,7 +172,7 @@ def _why_not_padded(decoder: Any) -> str | None:
     The longer row beside it passes each length at which the configuration says that something changes, if that is
     short.
     """
-    decoder = _whole(decoder)
+    decoder = whole(decoder)
     config = decoder.config.get_text_config()
     device = decoder.get_input_embeddings().weight.device
     longest = max([length for length, _ in borders(config.to_dict()) if length <= LONGEST_TRIED], default=0) + 8
@@ -199,21 +204,3 @@ def _differ(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
     """Whether two computations in `dtype` differ by more than rounding."""
     tolerance = ROUNDING if dtype == torch.float32 else COARSE_ROUNDING
     return bool((ours - theirs).abs().max() > tolerance * theirs.abs().max())
-
-
-def _whole(decoder: Any) -> Any:
-    """`decoder`; a decoder of one layer in place of one of which ranks have slices."""
-    sliced = any(isinstance(parameter, DTensor) for parameter in decoder.parameters())
-    return _one_layer(decoder) if sliced else decoder
-
-
-def _one_layer(decoder: Any) -> Any:
-    """A decoder of this class and configuration, but with one layer and few tokens; the same on every rank."""
-    config = copy.deepcopy(decoder.config)
-    text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, min(text.vocab_size, 64), None
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:1]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return type(decoder)._from_config(config, dtype=decoder.dtype).train(decoder.training)

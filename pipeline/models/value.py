@@ -19,6 +19,7 @@ from pipeline.models.policy import load_lm
 from pipeline.models.pretrained import float32_head
 from pipeline.models.repeatable import few_tokens, without_dropout
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.models.tokenizer_fit import check_vocabulary
 
 
 class ValueModel(nn.Module):
@@ -89,11 +90,6 @@ def load_value_model(
     config = dataclasses.replace(policy, path=path or policy.path, lora=lora)
     model = ValueModel(load_lm(config, key, mesh, False, longest))
     if path:
-        tokens = len(load_tokenizer(policy, needs_chat_template=False))
-        if model.vocab_size < tokens:
-            raise ValueError(
-                f"critic.path={path} knows {model.vocab_size} tokens, but the policy's tokenizer "
-                f"({policy.tokenizer_path or policy.path}) has {tokens}; the critic reads the policy's "
-                "token ids, so give a model with the same vocabulary."
-            )
+        tokenizer = load_tokenizer(policy, needs_chat_template=False)
+        check_vocabulary(tokenizer, policy.tokenizer_path or policy.path, model.vocab_size, f"critic.path={path}")
     return model

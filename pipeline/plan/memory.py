@@ -252,9 +252,12 @@ def _learner(
 
 
 def _averages(optim: OptimConfig, weights: int, element: int) -> int:
-    """Bytes of AdamW's two averages for weights of so many bytes, `element` each."""
+    """Bytes of AdamW's state for weights of so many bytes, `element` each: two averages in float32, and of a bfloat16
+    weight the lower half of its float32 one."""
+    if optim.name == "adamw":
+        return (2 * 4 + 4 - element) * weights // element
     # A byte a number, and a scale of four bytes for 256 of them.
-    return 2 * weights if optim.name == "adamw" else 2 * (weights // element) * (256 + 4) // 256
+    return 2 * (weights // element) * (256 + 4) // 256
 
 
 def _with_weights(path: str | None) -> ModelFiles | None:

@@ -1,7 +1,6 @@
 """The models of a run, as the files of their folders describe them before anything is loaded."""
 
 import functools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -12,12 +11,16 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.config.paths import model_folder
 from pipeline.derived import reads_reference, uses_critic
-from pipeline.models import adapter
+from pipeline.models import adapter, weight_files
+from pipeline.models.architecture import most_positions
 
 TOWERS = ("vision_config", "audio_config")
 """Entries of `config.json` of models that read images or sound."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+TIED = re.compile(r"embed_tokens|\bwte\b|embed_in|word_embeddings")
+"""Names of embeddings of tokens."""
 
 TABLES = re.compile(r"embed|\bwte\b|\bwpe\b|^lm_head\b|^score\b")
 """Names of matrices that are no linear layers inside of a model."""
@@ -45,7 +48,7 @@ class ModelFiles:
     config: Mapping[str, Any]
     """`config.json`; with the entries of its `text_config`, where multimodal families keep the decoder's sizes."""
     parameters: int
-    """Counted in safetensors files; 0 where there are none."""
+    """Counted in the headers of its files; 0 where there are none."""
     head: int
     """Parameters of the language model's head among them; 0 where it is tied to the embedding."""
     tables: int = 0
@@ -117,32 +120,36 @@ class ModelFiles:
 
 
 def read_model(path: str | Path | None) -> ModelFiles | None:
-    """What the folder `path` holds; None where it is no local folder with a `config.json`.
+    """What the model at `path`, a folder or a Hub name, holds on this machine; None without a `config.json`.
 
     Raises:
         ValueError: a file is damaged.
     """
-    folder = Path(path or "")
-    if not path or not (folder / "config.json").is_file():
+    folder = weight_files.model_files(path)
+    if folder is None:
         return None
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'} is not an object of settings; give the folder of a complete model")
-    stamps = ((file, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(folder.glob("*.safetensors")))
-    return replace(_measured(tuple(stamps)), config=config | (config.get("text_config") or {}))
+    # Files of the Hub's cache are links.
+    stamps = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in folder.iterdir() if file.exists()]
+    return _read(folder, Path(path or "").is_dir(), tuple(sorted(stamps)))
 
 
 @functools.lru_cache(maxsize=64)
-def _measured(files: tuple[tuple[Path, int, int], ...]) -> ModelFiles:
-    """What safetensors files say, each given with its time and size. Mixtures of experts have thousands of tensors."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file, _, _ in files:
-        shapes |= adapter.tensor_shapes(file)
+def _read(folder: Path, complete: bool, _stamps: tuple[tuple[str, int, int], ...]) -> ModelFiles:
+    """What `folder` holds, with files of these times and sizes. Mixtures of experts have thousands of tensors."""
+    config = weight_files.read_json(folder / weight_files.CONFIG)
+    config |= config.get("text_config") or {}
+    try:
+        shapes = weight_files.model_shapes(folder)
+    except ValueError:
+        if complete:
+            raise
+        # The Hub's cache may hold some of the files.
+        shapes = {}
+    if config.get("tie_word_embeddings") is True and any(TIED.search(name) for name in shapes):
+        # Some files hold the tied head a second time.
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(LM_HEAD)}
     return ModelFiles(
-        config={},
+        config=config,
         parameters=sum(map(math.prod, shapes.values())),
         head=sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(LM_HEAD)),
         tables=sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and TABLES.search(name)),
@@ -182,7 +189,8 @@ def problems(config: Config) -> Iterator[str]:
         if not path:
             continue
         try:
-            model = read_model(model_folder(path, key))
+            model_folder(path, key)
+            model = read_model(path)
         except ValueError as error:
             yield str(error)
             continue
@@ -196,11 +204,11 @@ def problems(config: Config) -> Iterator[str]:
         if key in ("model.path", "scoring.reference.path") and (other := not_causal(model)):
             yield f"{key}={path} is {other} by its config.json; give a causal language model"
         sizes[key] = model.config.get("vocab_size")
-        longest = model.config.get("max_position_embeddings")
-        if longest is not None and prompt + response > longest and key != "reward.model.path":
+        longest = most_positions(model.config)
+        if longest is not None and prompt + response > longest[0] and key != "reward.model.path":
             yield (
                 f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response} "
-                f"tokens, more than the {longest} of the model {key}={path} (max_position_embeddings); shorten one"
+                f"tokens, more than the {longest[0]} of the model {key}={path} ({longest[1]}); shorten one"
             )
     own, theirs = sizes.get("model.path"), sizes.get("scoring.reference.path")
     if own is not None and theirs is not None and own != theirs:

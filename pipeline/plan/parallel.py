@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.config.paths import model_folder
 from pipeline.derived import shards_reference, uses_critic, uses_engines
 from pipeline.errors import short_reason
 from pipeline.models.architecture import why_padded
@@ -46,7 +45,7 @@ def problems(config: Config) -> Iterator[str]:
     for key, path in divided.items():
         # Damaged folders are reported with all models of the run.
         with contextlib.suppress(ValueError):
-            if path and (model := read_model(model_folder(path, key))):
+            if path and (model := read_model(path)):
                 yield from _model(config, key, path, model)
 
 
@@ -56,7 +55,7 @@ def _engines(config: Config) -> Iterator[str]:
     if parts < 2 or not path or not uses_engines(config):
         return
     with contextlib.suppress(ValueError):
-        if model := read_model(model_folder(path, "model.path")):
+        if model := read_model(path):
             queries, keys = (model.size(name) for name in HEADS[:2])
             # Where there are more GPUs than heads of keys, each of these is on several.
             if queries % parts or (keys % parts and parts % keys):

@@ -12,6 +12,8 @@ import numpy as np
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.generation import Generation
+from pipeline.models.architecture import longer_positions
+from pipeline.models.weight_files import alone, read_config
 from pipeline.rollout import lora
 from pipeline.rollout.tensor_parallel import engine_args
 from pipeline.sampling import Sampling
@@ -33,11 +35,12 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
 
     register()
     args: dict[str, Any] = {
-        "model": model.path,
         "tokenizer": model.tokenizer_path or model.path,
         "trust_remote_code": model.trust_remote_code,
         "dtype": rollout.dtype,
         "load_format": "dummy",
+        # By itself vLLM prefers files in Mistral's own form to those that the trainer reads.
+        "config_format": "hf",
         "max_model_len": max_model_len,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "max_num_seqs": rollout.max_num_seqs,
@@ -56,11 +59,17 @@ def build(model: ModelConfig, rollout: RolloutConfig, max_model_len: int, seed: 
         **engine_args(rollout.tensor_parallel_size),
         **lora.engine_args(model.lora),
     }
-    chosen = EngineArgs(**(args | rollout.engine_kwargs))
-    if not chosen.enable_chunked_prefill and chosen.create_model_config().has_inner_state:
-        # Without chunks vLLM cannot keep the states of recurrent layers between requests, and does not start.
-        chosen.enable_prefix_caching = False
-    engine = LLMEngine.from_engine_args(chosen)
+    args |= rollout.engine_kwargs
+    if args["load_format"] == "auto":
+        args["load_format"] = "hf"
+    args["hf_overrides"] = longer_positions(read_config(model.path)) | args.get("hf_overrides", {})
+    # The folder is read while the engine is built, and not later.
+    with alone(model.path or "") as path:
+        chosen = EngineArgs(**(args | {"model": path}))
+        if not chosen.enable_chunked_prefill and chosen.create_model_config().has_inner_state:
+            # Without chunks vLLM cannot keep the states of recurrent layers between requests, and does not start.
+            chosen.enable_prefix_caching = False
+        engine = LLMEngine.from_engine_args(chosen)
     if model.lora.alone:
         lora.use_adapter(engine)
     return engine

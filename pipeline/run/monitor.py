@@ -28,6 +28,7 @@ from pipeline.store.events import (
     CheckpointSaved,
     Event,
     IterationTrained,
+    Noted,
     PromptsMade,
     TrainingEnded,
     Trouble,
@@ -119,6 +120,7 @@ class RunMonitor:
         self._attempts = 0
         self._reason: str | None = None
         self._names_told = False
+        self._noted: set[str] = set()
         self._missing_told: set[str] = set()
         self.training = False
         """Whether the train workers have begun, and have not failed since."""
@@ -237,6 +239,10 @@ class RunMonitor:
                 self._keeper.saved(version, rank, ranks)
             case Trouble(text):
                 self._tracker.notice(text)
+            case Noted(text):
+                if text not in self._noted:
+                    self._noted.add(text)
+                    self._tracker.notice(text)
             case TrainingEnded():
                 self.ended = event
                 # A run that was stopped does not validate its last version.

@@ -37,7 +37,14 @@ class PolicyScore:
     ) -> None:
         self._temperature, self._chunk_tokens = temperature, actor.logits_chunk_tokens
         model = scoring_model(model, scorer, actor.fsdp)
-        self._replica = Replica(lambda: load_policy(model, longest=longest), scorer, "policy", model.share_prompts)
+        self._replica = Replica(
+            lambda: load_policy(model, longest=longest),
+            scorer,
+            "policy",
+            model.share_prompts,
+            store,
+            deadlines.admission,
+        )
         self._weights = StoreWeights(self._replica.module, store, POLICY, deadlines, Policy.hf_name)
 
     def __call__(self, table: pa.Table) -> pa.Table:

@@ -11,6 +11,7 @@ from pipeline.models.packing import ModelInputs
 from pipeline.models.policy import Policy, load_reference
 from pipeline.rows import REFERENCE, append
 from pipeline.scoring.replica import Replica
+from pipeline.store.client import StoreClient
 
 
 class Reference:
@@ -29,11 +30,18 @@ class Reference:
         actor: ActorConfig,
         temperature: float,
         longest: int | None = None,
+        store: StoreClient | None = None,
+        patience: float = 0.0,
     ) -> None:
         self._temperature, self._chunk_tokens = temperature, actor.logits_chunk_tokens
         reference = scoring_model(model, scorer, actor.fsdp, scorer.path)
         self._replica = Replica(
-            lambda: load_reference(reference, model, longest=longest), scorer, "reference", model.share_prompts
+            lambda: load_reference(reference, model, longest=longest),
+            scorer,
+            "reference",
+            model.share_prompts,
+            store,
+            patience,
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:

@@ -27,6 +27,7 @@ from pipeline.models.sharing import Passes, pack_rows
 from pipeline.models.state import tensors
 from pipeline.rows import FLOATS, ragged
 from pipeline.store.client import StoreClient
+from pipeline.store.events import Noted
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.versions import Ticket
 from pipeline.threads import compute_threads
@@ -43,15 +44,40 @@ class Replica(Generic[M]):
         scorer: device, threads and the size of a forward pass.
         name: of the pool, as in `scoring.<name>`.
         share_prompts: `model.share_prompts`, for modules with a `decoder`.
+        store: the policy store, which says what the handshake has changed, and takes what is chosen for the model; None
+            in an evaluation.
+        patience: seconds for the handshake.
     """
 
-    def __init__(self, load: Callable[[], M], scorer: ScorerConfig, name: str, share_prompts: str = "never"):
+    def __init__(
+        self,
+        load: Callable[[], M],
+        scorer: ScorerConfig,
+        name: str,
+        share_prompts: str = "never",
+        store: StoreClient | None = None,
+        patience: float = 0.0,
+    ):
         self.name, self.max_token_len = name, scorer.max_token_len
         self.device = torch.device("cuda" if scorer.num_gpus else "cpu")
         if self.device.type == "cpu":
             torch.set_num_threads(compute_threads(scorer.num_threads, scorer.num_cpus))
         self.module = load().to(self.device).eval().requires_grad_(False)
         self.passes = Passes.of(self.module, share_prompts)
+        self._store, self._patience = store, patience
+        if store is not None:
+            for note in self.passes.notes:
+                store.call(PolicyStore.post, Noted(note))
+
+    def settle(self) -> None:
+        """Before the first rows: let them pass as the handshake found it right for models of this class."""
+        store, self._store = self._store, None
+        if store is None:
+            return
+        change = store.wait(PolicyStore.wait_settled, self._patience)
+        decoder = getattr(self.module, "decoder", None)
+        if change is not None and type(decoder).__name__ == change.decoder:
+            self.passes = self.passes.taking(change.way, self.module)
 
     @torch.no_grad()
     def score(self, table: pa.Table, forward: Callable[[M, ModelInputs], Tensor]) -> pa.Array:
@@ -68,6 +94,7 @@ class Replica(Generic[M]):
         Raises:
             ValueError: as `unfold`, or a context is longer than a forward pass may be.
         """
+        self.settle()
         rows = TokenBatch.from_table(table)
         longest = max(rows.lengths, default=0)
         if longest > self.max_token_len:

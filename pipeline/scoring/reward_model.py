@@ -21,6 +21,7 @@ from pipeline.config.scoring import ScorerConfig
 from pipeline.conversations import Messages, answered, rendered
 from pipeline.derived import scoring_model
 from pipeline.errors import short_reason
+from pipeline.models.architecture import most_positions
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import lay_out
 from pipeline.models.reward_model import load_reward_model
@@ -28,6 +29,7 @@ from pipeline.models.special_tokens import special_tokens
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import REWARD_MODEL, append
 from pipeline.scoring.replica import Replica
+from pipeline.store.client import StoreClient
 
 KEY = "reward.model.path"
 
@@ -58,17 +60,30 @@ class RewardModelScore:
     """
 
     def __init__(
-        self, model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None, longest: int | None = None
+        self,
+        model: ModelConfig,
+        scorer: ScorerConfig,
+        fsdp: FSDPConfig,
+        path: str | None,
+        longest: int | None = None,
+        store: StoreClient | None = None,
+        patience: float = 0.0,
     ) -> None:
         model = scoring_model(model, scorer, fsdp, path)
         model.tokenizer_path = None
         self._tokenizer = load_tokenizer(model, key=KEY)
-        self._replica = Replica(lambda: load_reward_model(model, KEY, longest=longest), scorer, "reward_model")
+        self._replica = Replica(
+            lambda: load_reward_model(model, KEY, longest=longest),
+            scorer,
+            "reward_model",
+            store=store,
+            patience=patience,
+        )
         self._special = special_tokens(self._tokenizer)
         module = self._replica.module
         # Rotary positions go on beyond what the model has seen, and its numbers mean nothing there.
-        seen = getattr(module.lm.config.get_text_config(), "max_position_embeddings", None)
-        self._longest = min(filter(None, (self._replica.max_token_len, module.max_length, seen)))
+        seen = most_positions(module.lm.config.get_text_config().to_dict()) or (None,)
+        self._longest = min(filter(None, (self._replica.max_token_len, module.max_length, seen[0])))
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with one number (float32) per row, or why there is none."""
@@ -112,6 +127,7 @@ class RewardModelScore:
     @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:
         """The model's number for each row of tokens, [R] float32; rows run in micro-batches."""
+        self._replica.settle()
         lengths, packed = [len(tokens) for tokens in ids], self._replica.passes.packed
         scores = np.zeros(len(ids), dtype=np.float32)
         for index in split_micro_batches(lengths, self._replica.max_token_len, packed=packed):

@@ -35,7 +35,12 @@ class Value:
     ) -> None:
         model = scoring_model(model, scorer, critic.fsdp)
         self._replica = Replica(
-            lambda: load_value_model(model, critic.path, longest=longest), scorer, "value", model.share_prompts
+            lambda: load_value_model(model, critic.path, longest=longest),
+            scorer,
+            "value",
+            model.share_prompts,
+            store,
+            deadlines.admission,
         )
         self._weights = StoreWeights(self._replica.module, store, CRITIC, deadlines)
 

@@ -118,6 +118,13 @@ class TrainingEnded:
     """Whether the run was asked to stop."""
 
 
+@dataclass(frozen=True)
+class Noted:
+    """What was chosen for a model. Several processes, and restarted ones, may say the same."""
+
+    text: str
+
+
 Event = (
     AttemptFailed
     | AttemptBegun
@@ -129,6 +136,7 @@ Event = (
     | CheckpointBegun
     | CheckpointSaved
     | Trouble
+    | Noted
     | TrainingEnded
 )
 

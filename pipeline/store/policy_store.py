@@ -8,6 +8,7 @@ tensors or rows. The protocol, for version v of one attempt (callers use `StoreC
     engine        `admit(chunk)` -> version, shards           waits until the chunk may start
     engine        loads, `acknowledge(v, checksum)`           the engine generates only after this call
     engine        `greet(rows)`                               the first one, if its ticket asks for a greeting
+    train loop    `settle(change)`                            it has compared itself; replicas wait for this
     filter        `report_groups(kept, dropped)`              each dropped group admits another one
     validation    `record_validation(scores)`                 after the last scores, version v + 1 may become current
     advantage     `kl_coef(v)`                                the KL coefficient for the rows of version v
@@ -29,7 +30,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from pipeline.errors import FinalError
-from pipeline.greeting import Greeting, GreetingPlan
+from pipeline.greeting import Change, Greeting
 from pipeline.store.admission import Admission
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.errors import StaleAttempt, StoreTimeout
@@ -45,6 +46,7 @@ from pipeline.store.events import (
     VersionLoaded,
 )
 from pipeline.store.prompt_ledger import PageGrant, PromptBatch, PromptLedger
+from pipeline.store.shaking import Shaking
 from pipeline.store.status import StoreStatus, TrainerState
 from pipeline.store.versions import POLICY, Ticket, Versions
 from pipeline.store.waits import Waits
@@ -75,6 +77,7 @@ class PolicyStore:
         self.dropped_groups = 0
         self._versions = Versions(self.admission.max_staleness)
         self._trainer: TrainerState | None = None
+        self._shaking = Shaking()
         self._prompts = PromptLedger(-1, PromptCursor())
         self._last_version: int | None = None
 
@@ -104,13 +107,13 @@ class PolicyStore:
         return self.attempt
 
     async def register_trainer(
-        self, attempt: int, state: TrainerState, world_size: int, greeting: GreetingPlan | None = None
+        self, attempt: int, state: TrainerState, world_size: int, shaking: Shaking | None = None
     ) -> None:
         """The restored train loop reports its version and the place of the next prompts; it may ask for a greeting."""
         async with self._changing(attempt):
             self.base = state.version
             self._versions.world_size = world_size
-            self._trainer, self._versions.greeting_plan = state, greeting
+            self._trainer, self._shaking = state, shaking or self._shaking
             self._prompts = PromptLedger(state.version, state.cursor)
             self._events.append(AttemptBegun(state.version))
             self._waits.heartbeat("the train loop")
@@ -192,13 +195,26 @@ class PolicyStore:
     async def greet(self, attempt: int, greeting: Greeting) -> None:
         """An engine has generated the rows that its ticket asked for."""
         async with self._changing(attempt):
-            self._versions.greet(greeting)
+            self._shaking.greet(greeting)
             self._waits.heartbeat(f"engine {greeting.engine}")
 
     async def greeting(self, attempt: int) -> Greeting | None:
         """The first engine's greeting; None before it."""
         self._check(attempt)
-        return self._versions.greeting
+        return self._shaking.greeting
+
+    async def settle(self, attempt: int, change: Change | None) -> None:
+        """The trainer has compared itself with the greeting."""
+        async with self._changing(attempt):
+            self._shaking.settle(change)
+            self._waits.heartbeat("the train loop")
+
+    async def wait_settled(self, attempt: int, timeout: float) -> Change | None:
+        """What the handshake changed; waits until that is known."""
+        await self._waits.until(
+            attempt, lambda: self._shaking.settled, timeout, "handshake", "the trainer's comparison"
+        )
+        return self._shaking.change
 
     # admission
 
@@ -218,7 +234,7 @@ class PolicyStore:
             return self.version >= self._needed(chunk) and not needless
 
         await self._waits.until(attempt, ready, timeout, "admission", lambda: self._versions.needs(self._needed(chunk)))
-        return None if self._filled() else self._versions.ticket(POLICY)
+        return None if self._filled() else self._versions.ticket(POLICY, self._shaking.plan)
 
     async def admit_validation(self, attempt: int, version: int, timeout: float) -> Ticket:
         """Wait for exactly `version`, which stays current until its whole validation is recorded.
@@ -229,7 +245,7 @@ class PolicyStore:
         await self.wait_version(attempt, version, timeout, "validation")
         if self.version != version:
             raise RuntimeError(f"validation of policy version {version} came too late: current is {self.version}")
-        return self._versions.ticket(POLICY)
+        return self._versions.ticket(POLICY, self._shaking.plan)
 
     async def report_groups(self, attempt: int, kept: int, dropped: int) -> None:
         """Dynamic sampling: numbers of groups that this attempt has kept and dropped so far."""

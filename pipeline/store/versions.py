@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipeline.greeting import Greeting, GreetingPlan
+from pipeline.greeting import GreetingPlan
 from pipeline.weights.load import Shard, checksum
 
 POLICY = "policy"
@@ -67,9 +67,6 @@ class Versions:
     def __init__(self, max_staleness: int):
         self.current = -1
         self.world_size = 0
-        self.greeting_plan: GreetingPlan | None = None
-        """What the next engine is asked for."""
-        self.greeting: Greeting | None = None
         self._max_staleness = max_staleness
         self._published: dict[int, Published] = {}
         self._validations: dict[int, _Validation] = defaultdict(_Validation)
@@ -103,18 +100,13 @@ class Versions:
         self._validations[version].recorded.update(uids)
         self._advance()
 
-    def ticket(self, model: str) -> Ticket:
-        """The current weights of `model`."""
+    def ticket(self, model: str, greeting: GreetingPlan | None = None) -> Ticket:
+        """The current weights of `model`, with the rows that an engine is asked for."""
         entry = self._published[self.current]
         if model not in entry.shards:
             raise ValueError(f"the train workers publish no {model}; they publish {', '.join(sorted(entry.shards))}")
         shards = entry.shards[model]
-        greeting = self.greeting_plan if model == POLICY else None
         return Ticket(self.current, [shards[rank] for rank in sorted(shards)], greeting)
-
-    def greet(self, greeting: Greeting) -> None:
-        """Keep the first greeting; no further engine is asked."""
-        self.greeting_plan, self.greeting = None, self.greeting or greeting
 
     def kl_coef(self, version: int) -> float:
         """Coefficient of the KL in the reward that was published with a version.

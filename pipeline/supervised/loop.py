@@ -13,6 +13,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ from pipeline.train.feed import TimedIterator
 from pipeline.train.optim import build_optimizer, build_scheduler
 
 C = TypeVar("C", bound=SupervisedConfig)
+NOTES = "training_notes.txt"
+"""In the folder of a trained model: what was chosen for it, if that is not what its settings say."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,10 @@ class SupervisedLoop(ABC, Generic[C]):
         self.tokenizer = load_tokenizer(self.config.model)
         self.mesh = make_mesh(self.device)
         model = self.load()
-        self.packed = Passes.of(model, "never").packed
+        passes = Passes.of(model, "never")
+        self.packed, self.notes = passes.packed, passes.notes
+        if self.rank == 0:
+            settings.progress.note.remote(passes.notes)
         self.model: Any = shard(model, self.config.fsdp, self.device, self.mesh)
         check_repeatable(self.model, self.device)
         self.optimizer = build_optimizer(self.model, self.config.optim, self.config.fsdp.offload)
@@ -184,6 +190,9 @@ class SupervisedLoop(ABC, Generic[C]):
         save = self._saver(save_hf)
         try:
             save(out)
+            if self.rank == 0 and self.notes:
+                with suppress(OSError):  # the console has them, and the model is there
+                    (out / NOTES).write_text("\n".join([*self.notes, ""]))
         except NotSavedError as error:
             name = f"{out.name}-{os.getpid()}"
             folders = (str(out.with_name(name)), f"{tempfile.gettempdir()}/{name}")

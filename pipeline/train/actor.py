@@ -14,6 +14,7 @@ from pipeline.config.algorithm import RolloutCorrectionConfig
 from pipeline.config.learner import ActorConfig
 from pipeline.config.model import ModelConfig
 from pipeline.derived import UpdateShape
+from pipeline.greeting import Way
 from pipeline.losses import Candidates, LossInput, checked, get_policy_loss, kl_loss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.lora import without_adapters
@@ -75,6 +76,13 @@ class Actor(Learner):
     def needs_old_log_probs(self) -> bool:
         """Whether the trainer recomputes them."""
         return self.config.old_log_probs == "recompute"
+
+    def take(self, way: Way) -> None:
+        """Let rows pass through the model, and through a reference of its class, in another way from now on."""
+        super().take(way)
+        other = self.reference
+        if other and type(other.module.decoder) is type(self.module.decoder):
+            other.passes = other.passes.taking(way, other.module)
 
     @torch.no_grad()
     def compute_reference(self, rows: TrainBatch) -> None:

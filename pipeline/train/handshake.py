@@ -1,23 +1,27 @@
 """The train loop's side of the handshake (`models/handshake.py`): when it is due, what follows from it, and its record.
 
 It is due at each start of a run, also of one that resumes. Workers that restart read its record, and pass rows through
-the model in the way that it found.
+the model in the way that it found. If that is another way than the first one, critic, reference and replicas of the
+policy's class take it, too: they have the same code.
 """
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.derived import uses_engines
+from pipeline.derived import scorers, uses_engines
 from pipeline.errors import FinalError
-from pipeline.greeting import Greeting, GreetingPlan
+from pipeline.greeting import Change, Greeting, GreetingPlan, Way
 from pipeline.models.fsdp import torch_dtype
-from pipeline.models.handshake import Compared, Way, sentence, shake_hands
+from pipeline.models.handshake import Compared, sentence, shake_hands
+from pipeline.store.shaking import Shaking
 from pipeline.train import ranks
 from pipeline.train.actor import Actor
+from pipeline.train.learner import Learner
 
 FILE = "handshake.json"
 """In a run's folder: the start that it belongs to, and what was found."""
@@ -29,19 +33,22 @@ class Handshake:
     Args:
         config: of the run.
         actor: the policy as it trains.
+        learners: it, and the critic.
         run_dir: the run's folder.
         start: name of this start.
         last: whether no iteration is left.
     """
 
-    def __init__(self, config: Config, actor: Actor, run_dir: str, start: str, last: bool):
-        self._config, self._actor, self._start = config, actor, start
+    def __init__(self, config: Config, actor: Actor, learners: Sequence[Learner], run_dir: str, start: str, last: bool):
+        self._config, self._actor, self._learners, self._start = config, actor, learners, start
         self._path = Path(run_dir, FILE)
         known = ranks.broadcast(self._known() if ranks.rank() == 0 else None)
         self.plan: GreetingPlan | None = None
         """The rows to compare; None if the handshake is not due."""
+        self.change: Change | None = None
+        """What it has changed."""
         if known is not None:
-            actor.take(Way(**known["way"]))
+            self._take(Way(**known["first"]), Way(**known["way"]))
         elif uses_engines(config) and not last:
             text = actor.module.decoder.config.get_text_config()
             self.plan = GreetingPlan.of(text, config.data.longest_row, config.trainer.seed)
@@ -50,6 +57,23 @@ class Handshake:
     def due(self) -> bool:
         """Whether engine and trainer are still to be compared."""
         return self.plan is not None
+
+    @property
+    def shaking(self) -> Shaking:
+        """What the policy store learns of it at the start.
+
+        If engines sleep, the trainer computes when it has an iteration's rows, so replicas cannot wait for it.
+        """
+        return Shaking(self.plan, change=self.change, settled=not self.due or self._config.rollout.sleep)
+
+    def _take(self, first: Way, way: Way) -> None:
+        if way == first:
+            return
+        decoder = type(self._actor.module.decoder)
+        for learner in self._learners:
+            if type(learner.module.decoder) is decoder:
+                learner.take(way)
+        self.change = Change(decoder.__name__, way)
 
     def _known(self) -> dict[str, Any] | None:
         """What an earlier attempt of this start found."""
@@ -74,17 +98,41 @@ class Handshake:
         rounded = [dtype for dtype in types if dtype.itemsize < 4]
         budget, sequence = actor.shape.max_tokens, actor.mesh.positions
         compared = Compared(actor.module, greeting, actor.device, budget, sequence)
-        may_change = config.model.share_prompts != "always"
-        found = shake_hands(compared, actor.passes, not rounded, (rounded or types)[0], may_change)
+        found = shake_hands(compared, actor.passes, not rounded, (rounded or types)[0])
         text = sentence(found, plan)
+        if found.way != found.first and (problem := self._why_not(found.way)):
+            raise FinalError(f"{text}: {problem}")
         if not found.agrees and config.trainer.handshake == "refuse":
             raise FinalError(
                 f"{text}. Engine and trainer have each their own code for {type(actor.module.lm).__name__}; choose "
                 "another model or model.attn_implementation, or train nevertheless with trainer.handshake=warn"
             )
-        actor.take(found.way)
+        self._take(found.first, found.way)
         if ranks.rank() == 0:
-            seconds = time.perf_counter() - begun
-            record = {"start": self._start, "engine": greeting.engine, "seconds": seconds, **asdict(found)}
-            self._path.write_text(json.dumps(record | {"agrees": found.agrees}, indent=1))
+            record = {
+                "start": self._start,
+                "engine": greeting.engine,
+                "seconds": time.perf_counter() - begun,
+                "found": text,
+                "notes": actor.passes.notes,
+                "agrees": found.agrees,
+                **asdict(found),
+            }
+            partial = self._path.with_suffix(".partial")
+            partial.write_text(json.dumps(record, indent=1))
+            partial.replace(self._path)
         return text
+
+    def _why_not(self, way: Way) -> str | None:
+        """Why the run cannot take a way, and what to do; None if it can."""
+        config = self._config
+        if config.model.share_prompts == "always" and not way.shared:
+            return "model.share_prompts=always does not allow that; set it to auto"
+        replicas = sorted({*scorers(config)} - {"reward_model"})
+        if config.rollout.sleep and replicas:
+            share = "" if way.packed else f"model.attn_implementation={way.attention} "
+            return (
+                f"replicas (scoring.{', scoring.'.join(replicas)}) have scored rows in the other way already, since "
+                f"engines sleep (rollout.sleep); set {share}model.share_prompts=never"
+            )
+        return None

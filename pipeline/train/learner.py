@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pipeline.config.learner import ActorConfig, CriticConfig
 from pipeline.derived import UpdateShape
+from pipeline.greeting import Way
 from pipeline.losses import agg_loss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import clip_grad_norm, shard
-from pipeline.models.handshake import Way
 from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
@@ -74,8 +74,7 @@ class Learner(ABC):
 
     def take(self, way: Way) -> None:
         """Let rows pass through the model in another way from now on."""
-        self.module.decoder.config.get_text_config()._attn_implementation = way.attention
-        self.passes = Passes(way.packed, way.shared)
+        self.passes = self.passes.taking(way, self.module)
 
     # Different in actor and critic.
 

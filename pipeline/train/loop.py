@@ -37,7 +37,7 @@ from pipeline.rows import flat, policy_tokens, prompt_tokens
 from pipeline.stats import Stat, Stats, merge, reduce
 from pipeline.storage import checkpoints
 from pipeline.store.client import ANSWER_S, StoreClient
-from pipeline.store.events import CheckpointSaved, IterationTrained, TrainingEnded, Trouble
+from pipeline.store.events import CheckpointSaved, IterationTrained, Noted, TrainingEnded, Trouble
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.store.versions import CRITIC, POLICY
@@ -83,9 +83,8 @@ class Loop:
         root = checkpoints.root(trainer, self.run_dir)
         state = restore(self.learners, self.kl, root, settings.policy, trainer.deadlines.checkpoint, self._say)
         self.version = self.saved = state.version
-        self.handshake = Handshake(
-            self.config, self.actor, self.run_dir, settings.start, self.version >= self.schedule.iterations
-        )
+        last = self.version >= self.schedule.iterations
+        self.handshake = Handshake(self.config, self.actor, self.learners, self.run_dir, settings.start, last)
         self.record = Record(self.run_dir)
         save_settings = partial(save_yaml, self.config)
         self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved, self._say)
@@ -93,7 +92,9 @@ class Loop:
         if self.rank == 0:
             # An interrupted attempt may have recorded later iterations.
             discard_trajectories(self.run_dir, self.version + 1)
-            self._store.call(PolicyStore.register_trainer, state, self.world_size, self.handshake.plan)
+            self._store.call(PolicyStore.register_trainer, state, self.world_size, self.handshake.shaking)
+            for note in (note for learner in self.learners for note in learner.passes.notes):
+                self._store.call(PolicyStore.post, Noted(note))
         ranks.barrier()
 
     def run(self) -> TrainingEnded:
@@ -150,6 +151,7 @@ class Loop:
         greeting = ranks.broadcast(greeting)
         text = self.handshake.settle(greeting) if greeting else "the engines sent no rows to compare the trainer with"
         if self.rank == 0:
+            self._store.call(PolicyStore.settle, self.handshake.change)
             self._say(text)
 
     def _run(self) -> TrainingEnded:

@@ -3,51 +3,111 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipeline.config.learner import OptimConfig
 from pipeline.train.schedule import rate_factor
 
+LOW = "low_half"
+"""Name in the state of the lower half of a float32 weight."""
 
-class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose state is in host memory between steps.
 
-    A step takes one parameter after the other, so the device holds the state of one. The numbers are AdamW's.
+class ByParameterAdamW(torch.optim.AdamW):
+    """AdamW that takes one parameter after the other, with float32 weights and averages. The numbers are AdamW's.
+
+    A bfloat16 weight is the upper half of a float32 one, rounded; the state has the lower half, two bytes a number.
+    Steps that are small beside a weight are lost in bfloat16 alone: at 1e-6 nearly all of them.
+
+    Args, beside those of AdamW:
+        host: whether the state is in host memory between steps. The device then holds the state of one parameter.
     """
 
     HOST = torch.device("cpu")
+
+    def __init__(self, groups: list[dict[str, Any]], host: bool, **options: Any) -> None:
+        super().__init__(groups, fused=True, **options)
+        self._host = host
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """See `torch.optim.AdamW.step`; a closure is not supported."""
         assert closure is None
-        groups = self.param_groups
-        try:
-            for group in groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if self._host:
                         self._move(parameter, parameter.device)
-                        self.param_groups = [group | {"params": [parameter]}]
-                        super().step()
+                    self._step(parameter, group)
+                    if self._host:
                         self._move(parameter, self.HOST)
-        finally:
-            self.param_groups = groups
+
+    def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            if parameter.dtype == torch.bfloat16:
+                state[LOW] = torch.zeros_like(parameter, dtype=torch.int16)
+        weight, gradient = _local(parameter), _local(parameter.grad).float()
+        low = _local(state[LOW]) if LOW in state else None
+        whole = weight if low is None else joined(weight, low)
+        adamw(
+            *([whole], [gradient], [_local(state["exp_avg"])], [_local(state["exp_avg_sq"])], [], [state["step"]]),
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            **{name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")},
+        )
+        if low is not None:
+            for half, value in zip((weight, low), halves(whole), strict=True):
+                half.copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `torch.optim.AdamW.load_state_dict`, which would convert the state to the type of the weights."""
+        super().load_state_dict(state_dict)
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            device = self.HOST if self._host else parameter.device
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step":
+                    self.state[parameter][name] = value.to(device)
 
     def _move(self, parameter: nn.Parameter, device: torch.device) -> None:
-        """Have the moments of a parameter on `device`; its count of steps stays where fused AdamW wants it."""
+        """Have the state of a parameter on `device`; its count of steps stays where fused AdamW wants it."""
         state = self.state[parameter]
         for name, value in state.items():
             if name != "step":
                 state[name] = value.to(device)
 
 
+def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 numbers as bfloat16, rounded to the nearest, and as int16 the distance of their bits from there."""
+    bits = whole.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 numbers of which `halves` gave these halves."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none") -> torch.optim.Optimizer:
     """AdamW over the trainable parameters of `model`, which is sharded already.
 
     Weight decay applies to matrices alone, not to vectors (norms, biases). `offload` is `fsdp.offload`. The learning
-    rate of the groups of `adamw_8bit` is a tensor.
+    rate of the groups of `adamw_8bit` is a tensor; bfloat16 weights are then rounded up or down at random, so that
+    small steps count on average.
     """
     if len(config.betas) != 2:
         raise ValueError(f"optim.betas={list(config.betas)} must be two numbers.")
@@ -61,18 +121,21 @@ def build_optimizer(model: nn.Module, config: OptimConfig, offload: str = "none"
     if config.name == "adamw_8bit":
         from torchao.optim import AdamW8bit
 
-        return AdamW8bit(filled, lr=config.lr, betas=betas, eps=config.eps)
-    kind = OffloadedAdamW if offload == "optimizer" else torch.optim.AdamW
-    return kind(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        return AdamW8bit(filled, lr=config.lr, betas=betas, eps=config.eps, bf16_stochastic_round=True)
+    host = offload == "optimizer"
+    if host or any(parameter.dtype == torch.bfloat16 for parameter in trained):
+        return ByParameterAdamW(filled, host, lr=config.lr, betas=betas, eps=config.eps)
+    return torch.optim.AdamW(filled, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def bytes_kept(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's part of a trained parameter and of AdamW's two averages of it."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    weights = local.numel() * local.element_size()
+    """Bytes of this rank's part of a trained parameter and of what AdamW keeps of it."""
+    count = _local(parameter).numel()
+    if isinstance(optimizer, torch.optim.AdamW):
+        # The weight and two averages in float32; of a bfloat16 weight the lower half is in the state.
+        return 3 * 4 * count
     # With 8 bits: a byte a number, and a scale of four bytes for 256 of them.
-    averages = weights if isinstance(optimizer, torch.optim.AdamW) else local.numel() * (256 + 4) // 256
-    return weights + 2 * averages
+    return count * parameter.element_size() + 2 * (count * (256 + 4) // 256)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:

@@ -18,7 +18,7 @@ from pipeline.models.policy import Policy, load_reference
 from pipeline.models.sharing import Passes
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardedReference:
     """A frozen model, and how rows pass through it."""
 

@@ -1,5 +1,6 @@
 """`python -m jobs.dpo`: refusals, help, and whole runs on a local Ray."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline.config import ConfigError, load
 from pipeline.config.preference import DPOConfig
 from pipeline.config.schema import keys
 from pipeline.storage.owner import of_folder, owned
+from tests.folders import configured, copied
 from tests.jobs.test_reward_model import pair, write
 
 
@@ -142,3 +144,25 @@ def test_single_answers_with_labels_are_learnt(tmp_path: Path, tiny_model: Path,
     found = rewards(tiny_model, out, pq.read_table(val).to_pylist(), beta=0.1)
     for number, side in enumerate(("chosen", "rejected")):
         assert metrics[f"val_rewards/{side}"] == pytest.approx(found[:, number].mean().item(), rel=1e-3, abs=1e-5)
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_the_start(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = write(tmp_path / "pairs.parquet", range(16))
+    few = configured(copied(tiny_model, tmp_path / "few"), quantization_config={"quant_method": "fp8"})
+    narrow = configured(copied(tiny_model, tmp_path / "narrow"), vocab_size=100)
+    short = configured(copied(tiny_model, tmp_path / "short"), max_position_embeddings=64)
+    cases = {
+        few: "model.path={} has quantised weights: fp8",
+        narrow: "the embedding of model.path={} has 100 rows",
+        short: "is more than the 64 tokens of model.path={} (max_position_embeddings)",
+    }
+    for command in ("sft", "dpo", "reward_model"):
+        main = importlib.import_module(f"jobs.{command}").main
+        for folder, part in cases.items():
+            start = [f"out={tmp_path / 'out'}", f"model.path={folder}", f"data.train_files={files}"]
+            if command == "sft":
+                start.append("data.messages_key=chosen")
+            assert main([*start, "data.train_batch_size=16"]) == 2
+            assert part.format(folder) in capsys.readouterr().err, command

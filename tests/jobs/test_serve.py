@@ -28,11 +28,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from jobs.serve import main, parse, stop_at_ends
 from pipeline.config import Config
 from pipeline.export.api_key import RequireKey
-from pipeline.export.serve import engine_kwargs, llm_config
-from pipeline.export.served_model import ServedModel, find
+from pipeline.export.serve import engine_kwargs, llm_config, weights_alone
+from pipeline.export.served_model import ServedModel, find, notes_on_files
 from pipeline.export.tools import RefuseTools, with_parser
 from pipeline.models.settings import FILE, ModelSettings, load_settings
 from pipeline.track.trajectories import read_trajectories
+from tests.folders import configured, copied
 from tests.runs import TWO, Run, starter, tiny_settings
 
 KEY = "a-key-of-this-test"
@@ -247,6 +248,36 @@ def test_the_parser_is_that_of_the_chat_template(tiny_model: Path, config: Confi
         with_parser(ServedModel(str(plain), "plain", None), "auto")
     made = with_parser(ServedModel(str(plain), "plain", settings, config), None)
     assert made.calls == {} and "requests with tools are refused, because" in made.notes[-1]
+
+
+def test_engines_do_not_read_a_second_set_of_weights(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    folder = copied(tiny_model, tmp_path / "two")
+    model = ServedModel(str(folder), "two", None)
+    with weights_alone(model) as served:
+        assert served is model and notes_on_files(model) == []
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    with weights_alone(model) as served:
+        assert served.name == "two" and not (Path(served.path) / "consolidated.safetensors").exists()
+        assert (Path(served.path) / "model.safetensors").exists()
+    assert "consolidated.safetensors, not read" in notes_on_files(model)[0]
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ValueError, match="consolidated.safetensors.*move them out of the folder"), weights_alone(model):
+        pass
+    with pytest.raises(ValueError, match="has 100 rows"):
+        notes_on_files(ServedModel(str(configured(folder, vocab_size=100)), "two", None))
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="model.safetensors is empty"):
+        notes_on_files(model)
+
+
+def test_yarn_is_served_at_its_length(tiny_model: Path, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 2048}
+    folder = configured(copied(tiny_model, tmp_path / "yarn"), rope_parameters=yarn)
+    assert kwargs(ServedModel(str(folder), "yarn", None))["hf_overrides"] == {"max_position_embeddings": 8192}
+    assert "hf_overrides" not in kwargs(ServedModel(str(tiny_model), "tiny", None))
 
 
 def test_settings_of_an_exported_model(config: Config, tmp_path: Path) -> None:

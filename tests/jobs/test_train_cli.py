@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.train import main
+from jobs.train import _adapters, main
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.config.places import name_from_root
 from pipeline.plan.models import read_model
@@ -20,6 +22,8 @@ from pipeline.plan.placement import Node
 from pipeline.run.inputs import fingerprints
 from pipeline.storage.checkpoints import PROGRESS
 from pipeline.storage.owner import FILE, Lock, owned
+from tests.folders import configured, copied
+from tests.models.test_lora import EXPERTS, HEADS, SMALL, family
 from tests.storage.test_checkpoints import written
 
 Refused = Callable[..., str]
@@ -447,3 +451,35 @@ def test_what_the_run_cannot_write_is_named_before_anything_starts(
     save_yaml(config, run_dir / "config.yaml")
     (run_dir / taken).mkdir() if "." in taken else (run_dir / taken).write_text("of another kind")
     refused(*arguments, parts=(f"{run_dir}/{taken}", "free space, allow writing, or choose another"))
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_folder_with_other_files_is_refused_before_the_start(
+    more: tuple[str, ...], arguments: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised = configured(copied(tiny_model, tmp_path / "few"), quantization_config={"quant_method": "awq", "bits": 4})
+    narrow = configured(copied(tiny_model, tmp_path / "narrow"), vocab_size=100)
+    for folder, part in ((quantised, "quantised weights: awq in 4 bits"), (narrow, "has 100 rows (vocab_size")):
+        assert main([*arguments, f"model.path={folder}", *more]) == 2
+        assert part in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_not_read_stands_in_the_plan(
+    arguments: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(tiny_model, tmp_path / "two")
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    assert main([*arguments, f"model.path={folder}", "--dry-run"]) == 0
+    assert "(adapter_model.safetensors), not loaded" in " ".join(re.sub("[│ ]+", " ", capsys.readouterr().out).split())
+
+
+def test_adapters_that_cover_less_than_the_targets_say_are_a_note(tmp_path: Path) -> None:
+    config = family(tmp_path / "moe", "Qwen3Moe", **SMALL, **HEADS, **EXPERTS)
+    config.critic.enable, config.critic.path = True, str(tmp_path / "dense")
+    family(tmp_path / "dense", "Qwen3", **SMALL, **HEADS)
+    (note, experts), (line, dense) = _adapters(config)
+    assert (note, line) == ("note", "adapters")
+    assert experts.startswith("adapters are on 8 linear layers with ") and "mlp.experts.gate_up_proj (" in experts
+    assert dense == "adapters are on 14 linear layers with 100.0% of the weights inside"
+    config.model.lora.rank = 0
+    assert _adapters(config) == []

@@ -1,6 +1,7 @@
 """Low-rank adapters against explicitly merged weights, on one rank and on two, and in peft."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -336,3 +337,76 @@ def test_a_frozen_head_gets_no_gradient(tiny_model: Path, monkeypatch: pytest.Mo
     assert shape not in made
     log_probs(plain).sum().backward()
     assert shape in made
+
+
+def family(folder: Path, kind: str, **sizes: object) -> Config:
+    """A run with adapters on a model of which only the `config.json` is there."""
+    import transformers
+
+    getattr(transformers, f"{kind}Config")(vocab_size=300, **sizes).save_pretrained(folder)
+    return with_lora(folder)
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def test_the_share_of_the_weights_with_adapters_is_said(tmp_path: Path) -> None:
+    dense = lora.coverage(family(tmp_path / "dense", "Qwen3", **SMALL, **HEADS).model)
+    assert dense and dense.complete and dense.text == "on 14 linear layers with 100.0% of the weights inside"
+    config = family(tmp_path / "moe", "Qwen3Moe", **SMALL, **HEADS, **EXPERTS)
+    experts = lora.coverage(config.model)
+    attention, mlp, router = 64 * 16 * (4 + 2 + 2 + 4), 3 * 64 * 32 * 8, 64 * 8
+    total = attention + mlp + router
+    assert experts and not experts.complete
+    assert experts.text == (
+        f"on 8 linear layers with {attention / total:.1%} of the weights inside of model.path={tmp_path / 'moe'}; "
+        "model.lora.target_modules=all-linear covers less than it says: no linear layers in transformers, and so "
+        f"without an adapter, are mlp.experts.gate_up_proj ({mlp * 2 / 3 / total:.1%}), mlp.experts.down_proj "
+        f"({mlp / 3 / total:.1%}), mlp.gate ({router / total:.1%})"
+    )
+    config.model.lora.target_modules = ["q_proj"]
+    some = lora.coverage(config.model)
+    assert some and some.complete and some.text.startswith(f"on 2 linear layers with {64 * 64 / total:.1%} ")
+    assert lora.coverage(make_config(tmp_path / "moe").model) is None
+
+
+def test_targets_that_miss_only_the_experts_are_named(tmp_path: Path) -> None:
+    """The first layer has no experts here, and its linear layers match."""
+    config = family(tmp_path, "Qwen3Moe", **SMALL, **HEADS, **EXPERTS, mlp_only_layers=[0])
+    config.model.lora.target_modules = ["q_proj", "down_proj"]
+    found = lora.coverage(config.model)
+    assert found and not found.complete and found.text.startswith("on 3 linear layers with ")
+    assert re.search(r"without an adapter, are mlp\.experts\.down_proj \([0-9.]+%\)$", found.text)
+
+
+def test_layers_called_as_experts_were_keep_their_adapters(tmp_path: Path) -> None:
+    """A shared expert has linear layers; all that is trained is published."""
+    import transformers
+
+    experts = {**EXPERTS, "shared_expert_intermediate_size": 32}
+    config = family(tmp_path, "Qwen2Moe", **SMALL, num_attention_heads=4, num_key_value_heads=2, **experts)
+    transformers.Qwen2MoeForCausalLM(transformers.AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    policy = load_policy(config.model)
+    layers = {name.partition(".lora_")[0] for name, _ in policy.named_parameters() if ".lora_" in name}
+    assert {name.rpartition(".")[2] for name in layers} >= {"gate_proj", "up_proj", "down_proj", "q_proj"}
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(0.01)
+    base, published = load_policy(make_config(tmp_path).model), dict(lora.published(policy))
+    changed = {name for name, weight in base.named_parameters() if not torch.equal(weight, published[name])}
+    assert changed == {f"{name}.weight" for name in layers}
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("GPT2", {"n_embd": 64, "n_layer": 1, "n_head": 4})])
+def test_a_model_without_linear_layers_is_refused_before_it_is_loaded(
+    tmp_path: Path, kind: str, sizes: dict[str, int]
+) -> None:
+    with pytest.raises(ValueError, match="all-linear matches no linear layer inside of the GPT2LMHeadModel"):
+        lora.coverage(family(tmp_path, kind, **sizes).model)
+    with pytest.raises(ValueError, match=r"target_modules does not fit model\.path: .*'out_proj' is incompatible"):
+        lora.coverage(family(tmp_path / "mamba", "Mamba", hidden_size=64, num_hidden_layers=1).model)
+    with pytest.raises(ValueError, match=r"model\.path=.*nowhere cannot be loaded"):
+        lora.coverage(with_lora(tmp_path / "nowhere").model)

@@ -122,9 +122,7 @@ def test_a_critic_of_its_own_must_know_the_policys_tokens(tiny_model: Path, tmp_
     model = load_critic(config_for(tiny_model, saved(tmp_path / "wide", wide)))
     assert torch.equal(model.decoder.embed_tokens.weight, wide.model.embed_tokens.weight)
     narrow = saved(tmp_path / "narrow", FAMILIES["qwen3-untied"]())
-    with pytest.raises(
-        ValueError, match=r"critic.path=.*narrow knows 50 tokens, but the policy's tokenizer .* has 320"
-    ):
+    with pytest.raises(ValueError, match=r"320 tokens .* embedding of critic.path=.*narrow has 50 rows"):
         load_critic(config_for(tiny_model, narrow))
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from pipeline.config import ConfigError, load_config
+from pipeline.config.learner import OptimConfig
 from pipeline.plan.memory import Models, estimate
 from pipeline.plan.models import ModelFiles, read_model
+from pipeline.train.optim import build_optimizer
 from tests.plan.test_plan import PPO, shown, small
 
 
@@ -42,6 +45,18 @@ def test_memory_of_a_local_model(tmp_path):
     assert memory.engine_kv_needed == 2 * 2 * 2 * 16 * 2 * 40 * 5  # K and V, layers, heads, head size, bytes, tokens
     assert memory.train_logits == 3 * 4 * 7 * 100
     assert "1024" not in shown(*overrides) and "memory of an engine" in shown(*overrides)
+
+
+def test_bfloat16_weights_have_a_state_of_ten_bytes(tmp_path):
+    write_model(tmp_path, {"a": [32, 32]}, vocab_size=100, num_hidden_layers=1, num_attention_heads=2, hidden_size=10)
+    memory = small(f"model.path={tmp_path}", *LENGTHS, "model.dtype=bfloat16", "trainer.num_workers=1").memory
+    assert (memory.train_weights, memory.train_gradients, memory.train_optimizer) == (2 * 1024, 2 * 1024, 10 * 1024)
+    # As the optimiser has it.
+    weight = torch.nn.Parameter(torch.ones(32, 32, dtype=torch.bfloat16))
+    optimizer = build_optimizer(torch.nn.ParameterList([weight]), OptimConfig())
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert sum(part.nbytes for name, part in optimizer.state[weight].items() if name != "step") == 10 * 1024
 
 
 def test_memory_of_adapters(tmp_path):
@@ -195,6 +210,14 @@ def test_row_longer_than_a_further_model(tmp_path, key):
         small(*paths, *PPO)
 
 
+def test_a_row_of_the_length_that_yarn_gives_is_taken(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    write_model(tmp_path, {"a": [1]}, max_position_embeddings=512, rope_scaling=yarn)
+    small(f"model.path={tmp_path}")
+    with pytest.raises(ConfigError, match="1537 \\+ 512 = 2049 tokens, more than the 2048 .*factor 4 of its YaRN"):
+        small(f"model.path={tmp_path}", "data.max_prompt_length=1537")
+
+
 def test_row_longer_than_the_model(tmp_path):
     write_model(tmp_path, {"a": [1]}, max_position_embeddings=1000)
     with pytest.raises(ConfigError, match="512 \\+ 512 = 1024 tokens, more than the 1000"):
@@ -205,8 +228,43 @@ def test_row_longer_than_the_model(tmp_path):
 def test_damaged_weights_are_named(tmp_path, content):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="model.safetensors is not a complete safetensors file"):
+    with pytest.raises(ValueError, match="model.safetensors is (not a complete safetensors file|empty)"):
         read_model(tmp_path)
+
+
+def test_only_the_weights_of_the_model_are_counted(tmp_path):
+    write_model(tmp_path, MODEL)
+    alone = read_model(tmp_path)
+    np_zeros = {f"old.{name}": np.zeros(shape, np.float32) for name, shape in MODEL.items()}
+    for name in ("consolidated.safetensors", "model-00001-of-00003.safetensors", "adapter_model.safetensors"):
+        save_file(np_zeros, tmp_path / name, metadata={"format": "pt"})
+    assert read_model(tmp_path) == alone and alone.parameters
+    import torch
+
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({name: torch.zeros(shape) for name, shape in MODEL.items()}, tmp_path / "pytorch_model.bin")
+    assert read_model(tmp_path) == alone
+
+
+def test_a_tied_head_is_counted_once(tmp_path):
+    shapes = {"model.embed_tokens.weight": [100, 16], "lm_head.weight": [100, 16]}
+    write_model(tmp_path, shapes, tie_word_embeddings=True)
+    assert (read_model(tmp_path).parameters, read_model(tmp_path).head) == (1600, 0)
+    write_model(tmp_path, shapes, tie_word_embeddings=False)
+    assert (read_model(tmp_path).parameters, read_model(tmp_path).head) == (3200, 1600)
+
+
+def test_a_hub_name_is_measured_by_the_cache(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    assert read_model("some/model") is None
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    write_model(tmp_path, MODEL, max_position_embeddings=1000)
+    assert read_model("some/model") == read_model(tmp_path)
+    with pytest.raises(ConfigError, match="more than the 1000 of the model model.path=some/model"):
+        small("model.path=some/model")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert read_model("some/model").parameters == 0
 
 
 def test_what_waits_in_host_memory_is_not_on_the_gpu(tmp_path):

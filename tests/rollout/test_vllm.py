@@ -6,6 +6,7 @@ whole module, with the trainer's copy of the policy beside it.
 
 import asyncio
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +21,7 @@ import pytest
 from pipeline import rows
 from pipeline.config import Config
 from pipeline.errors import FinalError
+from tests.folders import configured, copied
 from tests.forks import forking
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -565,3 +567,35 @@ def test_every_version_is_loaded_and_acknowledged_once(engine: Engine) -> None:
     assert all(crc == found["published"][version] for _, version, crc in found["seen"])
     assert {name for name, _, _ in found["seen"]} == {found["name"]}
     assert found["name"].endswith(f":{engine.pid}"), "one process, one engine, all the time"
+
+
+def test_an_engine_reads_the_weights_of_the_trainer_at_the_length_of_its_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from pipeline.rollout.vllm import build
+
+    made: list[Any] = []
+
+    def begun(arguments: Any) -> str:
+        made.append((arguments, sorted(path.name for path in Path(arguments.model).glob("*.safetensors"))))
+        return "engine"
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", begun)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 2048}
+    folder = configured(copied(tiny_model, tmp_path / "two"), rope_parameters=yarn)
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    config = Config()
+    for path, length in ((folder, {"max_position_embeddings": 8192}), (tiny_model, {})):
+        config.model.path = str(path)
+        config.rollout.engine_kwargs = {"load_format": "auto"}
+        assert build(config.model, config.rollout, 3000, 0) == "engine"
+        arguments, files = made.pop()
+        assert files == ["model.safetensors"] and arguments.tokenizer == str(path)
+        assert (arguments.load_format, arguments.config_format) == ("hf", "hf")
+        assert arguments.hf_overrides == length
+    assert arguments.model == str(tiny_model)
+    config.rollout.engine_kwargs = {"hf_overrides": {"rope_theta": 5.0}}
+    build(config.model, config.rollout, 3000, 0)
+    assert made[0][0].hf_overrides == {"rope_theta": 5.0} and made[0][0].load_format == "dummy"

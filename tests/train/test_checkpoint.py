@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray.train
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.advantage.kl_controller import AdaptiveKL
@@ -32,6 +33,7 @@ from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
 from pipeline.train import checkpoint, restore
 from pipeline.train.checkpoint import NotStored, Saver, staging
+from pipeline.train.optim import LOW
 from pipeline.train.setup import build_actor, build_critic
 from tests.train.updates import CPU, make_config, moved, table, update, with_column
 
@@ -103,8 +105,10 @@ def rows(seed: int) -> TrainBatch:
 class Learners:
     """An actor and a critic, with the controller of the KL."""
 
-    def __init__(self, model: Path):
-        self.actor, self.critic = build_actor(config(model), CPU, 100), build_critic(config(model), CPU, 100)
+    def __init__(self, model: Path, dtype: str = "float32"):
+        settings = config(model)
+        settings.model.dtype = dtype
+        self.actor, self.critic = build_actor(settings, CPU, 100), build_critic(settings, CPU, 100)
         self.both, self.kl = [self.actor, self.critic], AdaptiveKL(0.3, 0.1, 1000)
 
     def save(self, with_saver: Saver, version: int, wait: bool = True) -> TrainerState:
@@ -143,6 +147,22 @@ def test_goes_on_as_if_it_had_not_stopped(tiny_model: Path, storage: Storage, wa
     assert whole.distance(saved) == 0 and whole.distance(restored) == 0
     for learners in (whole, saved, restored):
         assert learners.actor.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * (4 - warmup) / 10)
+
+
+def test_what_bfloat16_weights_lack_is_in_the_checkpoint(tiny_model: Path, storage: Storage) -> None:
+    whole, restored = Learners(tiny_model, "bfloat16"), Learners(tiny_model, "bfloat16")
+    update(whole.actor, rows(0))
+    state = whole.save(saver(storage), 1)
+    assert restored.restore(storage.run_dir) == state
+    for learners in (whole, restored):
+        update(learners.actor, rows(1))
+    assert whole.distance(restored) == 0
+    for mine, theirs in zip(whole.actor.module.parameters(), restored.actor.module.parameters(), strict=True):
+        low = [
+            learners.actor.optimizer.state[parameter][LOW].full_tensor()
+            for learners, parameter in ((whole, mine), (restored, theirs))
+        ]
+        assert torch.equal(*low) and low[0].any()
 
 
 def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage: Storage) -> None:

@@ -1,11 +1,16 @@
 """The optimiser's groups and the rates of its steps."""
 
+import copy
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from pipeline.config.learner import OptimConfig
-from pipeline.train.optim import OffloadedAdamW, build_optimizer, build_scheduler
+from pipeline.train.optim import LOW, ByParameterAdamW, build_optimizer, build_scheduler, halves, joined
 
 
 def test_the_schedule_sets_the_rate_of_each_step() -> None:
@@ -48,14 +53,14 @@ def test_betas_are_two() -> None:
 
 def test_an_optimiser_in_host_memory_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     moves: list[tuple[int, str]] = []
-    move = OffloadedAdamW._move
+    move = ByParameterAdamW._move
 
-    def logged(self: OffloadedAdamW, parameter: nn.Parameter, device: torch.device) -> None:
+    def logged(self: ByParameterAdamW, parameter: nn.Parameter, device: torch.device) -> None:
         moves.append((parameter.numel(), device.type))
         move(self, parameter, device)
 
     # Another name for the same memory, as there is no GPU to come back from.
-    monkeypatch.setattr(OffloadedAdamW, "_move", logged)
+    monkeypatch.setattr(ByParameterAdamW, "_move", logged)
     models = []
     for offload in ("none", "optimizer"):
         torch.manual_seed(0)
@@ -83,7 +88,7 @@ def test_moments_move_and_the_count_of_steps_stays() -> None:
     optimizer = build_optimizer(model, OptimConfig(lr=0.1), "optimizer")
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    assert isinstance(optimizer, OffloadedAdamW)
+    assert isinstance(optimizer, ByParameterAdamW)
     optimizer._move(model.weight, torch.device("meta"))
     state = optimizer.state[model.weight]
     assert {name: value.device.type for name, value in state.items()} == {
@@ -91,6 +96,60 @@ def test_moments_move_and_the_count_of_steps_stays() -> None:
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
+
+
+def test_a_number_is_its_two_halves() -> None:
+    whole = torch.cat([torch.randn(1000) * 10.0**power for power in range(-30, 31, 6)])
+    whole = torch.cat([whole, torch.tensor([0.0, -0.0, 1 + 2.0**-8, -1 - 3 * 2.0**-8])])
+    high, low = halves(whole)
+    assert torch.equal(joined(high, low), whole)
+    assert torch.equal((high.float() - whole).abs(), (whole.bfloat16().float() - whole).abs())
+
+
+def stepped(dtype: torch.dtype, lr: float, offload: str = "none", steps: int = 20) -> tuple[nn.Module, Any]:
+    """A small model with bfloat16 numbers, and its optimiser after steps with the same gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16)).bfloat16().to(dtype)
+    config = OptimConfig(lr=lr, weight_decay=0.5, lr_warmup_steps=2)
+    optimizer = build_optimizer(model, config, offload)
+    scheduler = build_scheduler(optimizer, config, steps)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape).bfloat16().to(dtype)
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_bfloat16_weights_take_the_steps_of_float32_weights(lr: float, offload: str) -> None:
+    wide, _ = stepped(torch.float32, lr)
+    narrow, optimizer = stepped(torch.bfloat16, lr, offload)
+    for plain, parameter in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(joined(parameter.detach(), optimizer.state[parameter][LOW]), plain)
+
+
+def test_the_state_of_bfloat16_weights_is_restored_in_its_own_types() -> None:
+    model, optimizer = stepped(torch.bfloat16, 1e-6)
+    other, restored = stepped(torch.bfloat16, 1e-6, steps=1)
+    other.load_state_dict(model.state_dict())
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        for name, value in optimizer.state[mine].items():
+            assert value.dtype == restored.state[theirs][name].dtype and torch.equal(
+                value, restored.state[theirs][name]
+            )
+
+
+def test_weights_of_both_types_are_trained_together() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 1))
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [LOW in optimizer.state[part.weight] for part in model] == [True, False]
 
 
 def test_averages_of_8_bits_take_a_quarter_of_the_memory_and_nearly_the_same_steps() -> None:
@@ -116,3 +175,13 @@ def test_averages_of_8_bits_take_a_quarter_of_the_memory_and_nearly_the_same_ste
     moved = (models[0] - nn.Linear(64, 128).weight.detach()).norm()
     # Of single numbers, whose averages are small beside others of their 256, the step may differ by a third.
     assert 0 < (models[0] - models[1]).norm() < 0.1 * moved
+
+
+def test_8_bits_round_bfloat16_weights_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao does so if it is asked to."""
+    asked: dict[str, Any] = {}
+    stand_in = SimpleNamespace(AdamW8bit=lambda groups, **options: asked.update(options))
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(optim=stand_in))
+    monkeypatch.setitem(sys.modules, "torchao.optim", stand_in)
+    build_optimizer(nn.Linear(2, 2, dtype=torch.bfloat16), OptimConfig(name="adamw_8bit"))
+    assert asked["bf16_stochastic_round"] is True

@@ -1,0 +1,74 @@
+"""Whether a model has a row of its embedding for each token that its tokenizer may give."""
+
+from typing import TYPE_CHECKING
+
+from pipeline.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DIALOGUE = [
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Hello."},
+]
+
+
+def vocabulary(model: ModelConfig) -> int | None:
+    """Rows of the embedding of `model.path` by its configuration; None if that cannot be read."""
+    from transformers import AutoConfig
+
+    # The loader of the model says what is wrong with its files.
+    try:
+        config = AutoConfig.from_pretrained(model.path or "", trust_remote_code=model.trust_remote_code)
+    except Exception:  # noqa: BLE001 (each class has errors of its own)
+        return None
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", source: str | None, rows: int | None, model: str) -> str:
+    """A note on tokens without a row in the embedding, which nothing can give; empty if there are none.
+
+    Args:
+        tokenizer: whose ids the model reads.
+        source: its folder or Hub name.
+        rows: of the model's embedding; None if they are not known.
+        model: the setting and the path of the model, for sentences.
+
+    Raises:
+        ValueError: text, the chat template or a role of the tokenizer can give a token without a row.
+    """
+    beyond = {number: token for token, number in tokenizer.get_vocab().items() if rows is not None and number >= rows}
+    if not beyond:
+        return ""
+    roles = [str(token) for token in tokenizer.special_tokens_map.values() if isinstance(token, str)]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    written = _written(tokenizer)
+    given = {n: token for n, token in beyond.items() if n not in special or token in roles or token in written}
+    first = min(given or beyond)
+    named = (
+        f"the tokenizer of {source} has {len(tokenizer):,} tokens with ids up to {max(beyond)}, and the embedding of "
+        f"{model} has {rows:,} rows (vocab_size of its config.json): {len(beyond)} tokens have none, such as "
+        f"{(given or beyond)[first]!r} ({first})"
+    )
+    if given:
+        raise ValueError(
+            f"{named}; name the tokenizer that the model was trained with, or give the model rows for them: "
+            "model.resize_token_embeddings(len(tokenizer)) of transformers, saved with both"
+        )
+    return f"{named}; they are special, and neither text nor the chat template gives one"
+
+
+def _written(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The chat template, and what it makes of a dialogue: marks may be put together from parts."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return ""
+    texts = [str(text) for text in (template.values() if isinstance(template, dict) else [template])]
+    # A template is foreign code and may raise anything; the commands that use it say so.
+    try:
+        texts.append(str(tokenizer.apply_chat_template(DIALOGUE, tokenize=False, add_generation_prompt=True)))
+    except Exception:  # noqa: BLE001
+        return "\n".join(texts)
+    return "\n".join(texts)

@@ -1,0 +1,302 @@
+"""The files in a model's folder that hold its weights, and those that do not.
+
+    transformers_weights of config.json > model.safetensors > its index > pytorch_model.bin > its index
+
+1. The first of these is the model, as `transformers` chooses; an index is what it names. All other files of weights are
+   left out: another set, old shards, an adapter.
+2. vLLM would read every safetensors file of a folder without an index, and `transformers` would load an adapter that
+   lies next to the model. So whoever reads a folder with such files gets a folder of links without them (`alone`), and
+   trainer and engines have the same weights.
+3. PyTorch's own files are pickles. They are read with `weights_only`, here and by both libraries, so none runs code.
+"""
+
+import functools
+import json
+import os
+import re
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.paths import HUB_NAME
+from pipeline.errors import short_reason
+
+CONFIG, EXPLICIT = "config.json", "transformers_weights"
+SAFETENSORS, PYTORCH = ".safetensors", ".bin"
+NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""What may hold a model, in the order in which `transformers` looks."""
+SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+FOREIGN = {
+    ".gguf": "GGUF",
+    ".pth": "PyTorch's, in the names of the model's author",
+    ".pt": "PyTorch's, in the names of the model's author",
+    ".ckpt": "PyTorch Lightning's",
+    ".h5": "TensorFlow's",
+    ".msgpack": "Flax's",
+    ".onnx": "ONNX",
+    ".npz": "NumPy's",
+}
+"""Endings of files of weights that are not read, with the name of their format."""
+NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+"""How files of a trainer begin, which end as files of weights do."""
+LFS = b"version https://git-lfs"
+CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('{}', weights_only=False).save_pretrained('NEW')\""
+)
+"""Runs the code of a pickle, and writes its weights as safetensors."""
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files of weights in a folder."""
+
+    files: tuple[Path, ...]
+    """Those of the model, by name; none if there is nothing that can be read."""
+    others: tuple[str, ...]
+    """Names of all others that a reader could take for the model's, and of an adapter's files."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """The file of each tensor by an index, if there is one."""
+
+    @property
+    def adapter(self) -> bool:
+        """Whether an adapter lies next to the model."""
+        return not set(ADAPTER).isdisjoint(self.others)
+
+    @property
+    def mislead_engines(self) -> bool:
+        """Whether vLLM, which reads all files of one ending or those of an index, would read others."""
+        if self.places and all(place.endswith(SAFETENSORS) for place in self.places.values()):
+            return any(name.startswith("consolidated") and name.endswith(SAFETENSORS) for name in self.others)
+        endings = (
+            (SAFETENSORS, NAMES[1]) if self.files and self.files[0].suffix == SAFETENSORS else (SAFETENSORS, PYTORCH)
+        )
+        return bool(self.files) and any(name.endswith(endings) for name in self.others)
+
+
+def find_weights(folder: Path) -> WeightFiles:
+    """The files of weights in `folder`, of which nothing but indexes is read.
+
+    Raises:
+        ValueError: an index is damaged, or names a file that is not there.
+    """
+    explicit = read_json(folder / CONFIG).get(EXPLICIT) if (folder / CONFIG).is_file() else None
+    names = (str(explicit),) if explicit else NAMES
+    chosen = next((name for name in names if (folder / name).is_file()), None)
+    dangling = [name for name in names if (folder / name).is_symlink() and not (folder / name).exists()]
+    # Another set would be read in silence if a link of the first one leads nowhere.
+    if dangling and (chosen is None or names.index(dangling[0]) < names.index(chosen)):
+        raise ValueError(f"{folder / dangling[0]} is a link to a file that is not there; download the model again")
+    if chosen is None and explicit:
+        raise ValueError(f"{folder / CONFIG} names {explicit} ({EXPLICIT}), which is not there; download it")
+    places = _indexed(folder / chosen) if chosen and chosen.endswith(".json") else {}
+    files = sorted(set(places.values())) or ([chosen] if chosen else [])
+    kept = {*files, chosen}
+    others = [
+        file.name
+        for file in sorted(folder.iterdir())
+        if file.name not in kept and not file.name.startswith((*NO_WEIGHTS, "."))
+        if file.name.endswith((SAFETENSORS, PYTORCH, *FOREIGN, f"{SAFETENSORS}.index.json", f"{PYTORCH}.index.json"))
+        or file.name in ADAPTER
+    ]
+    return WeightFiles(tuple(folder / name for name in files), tuple(others), places)
+
+
+def model_files(path: str | Path | None) -> Path | None:
+    """The folder with the files of the model at `path`, a folder or a Hub name: for a name the cache of the Hub, which
+    may hold some of them; None if there is no `config.json` on this machine."""
+    folder = Path(path or "")
+    if path and (folder / CONFIG).is_file():
+        return folder
+    if not path or folder.exists() or not HUB_NAME.fullmatch(str(path)):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(str(path), CONFIG)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def read_config(path: str | None) -> dict[str, Any]:
+    """`config.json` of the model at `path`, a folder or a Hub name; empty if it is not on this machine.
+
+    Raises:
+        ValueError: see `read_json`.
+    """
+    folder = model_files(path)
+    return read_json(folder / CONFIG) if folder else {}
+
+
+def _indexed(index: Path) -> dict[str, str]:
+    content = read_json(index)
+    places = content.get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(place, str) for place in places.values()):
+        raise ValueError(f"{index} has no weight_map of names and files; download it again")
+    files = sorted(set(places.values()))
+    if "metadata" not in content:
+        raise ValueError(f'{index} has no metadata, without which transformers reads no index; add "metadata": {{}}')
+    if missing := [name for name in files if not (index.parent / name).is_file()]:
+        raise ValueError(
+            f"{index} names {len(files)} files, and {len(missing)} of them are not there, the first {missing[0]}; "
+            "download the model again"
+        )
+    return places
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        if file.read_bytes().startswith(LFS):
+            raise ValueError(f"{file} {_POINTER}") from error
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} is not an object of settings; give the folder of a complete model")
+    return value
+
+
+_POINTER = "is a pointer of Git LFS and not the file itself; run git lfs pull in its folder"
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a safetensors or PyTorch file by name, without reading them.
+
+    Raises:
+        ValueError: the file is damaged, is no file of weights, or could run code.
+    """
+    status = file.stat()
+    return _shapes(file, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes(file: Path, _changed: int, size: int) -> dict[str, tuple[int, ...]]:
+    # Mixtures of experts have thousands of tensors, and several parts of a plan ask for them.
+    with file.open("rb") as opened:
+        if opened.read(len(LFS)) == LFS:
+            raise ValueError(f"{file} {_POINTER}")
+    if not size:
+        raise ValueError(f"{file} is empty; download it again")
+    return _pickled(file) if file.suffix == PYTORCH else _safe(file)
+
+
+def _safe(file: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "numpy") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}; save or download it again") from error
+
+
+def _pickled(file: Path) -> dict[str, tuple[int, ...]]:
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Files of old versions cannot be mapped.
+            state = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
+        # Tied weights have two names and one place.
+        places = {name: (tensor.untyped_storage()._cdata, tensor.storage_offset()) for name, tensor in state.items()}
+        once = {place: name for name, place in reversed(places.items())}
+        return {name: tuple(tensor.shape) for name, tensor in state.items() if once[places[name]] == name}
+    # Damaged files surface as whatever the reader of the format raises.
+    except Exception as error:
+        raise ValueError(
+            f"{file} cannot be read as tensors alone (weights_only): {short_reason(error)}; download it again or, if "
+            f"you trust its author, convert it: {CONVERT.format(file.parent)}"
+        ) from error
+
+
+def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of the model in `folder` by name; none without weights.
+
+    Raises:
+        ValueError: see `find_weights` and `tensor_shapes`; or an index names tensors that its files do not hold.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    found = find_weights(folder)
+    for file in found.files:
+        held = tensor_shapes(file)
+        shapes |= held
+        tied = file.suffix == PYTORCH
+        lost = sorted(name for name, place in found.places.items() if place == file.name and name not in held)
+        if lost and not tied:
+            raise ValueError(
+                f"{file} lacks {len(lost)} tensors that the index of {folder} names there, the first {lost[0]}; they "
+                "are not of one model: download it again"
+            )
+    return shapes
+
+
+def check_weights(folder: Path, key: str) -> None:
+    """Raises ValueError if `folder`, which the setting `key` names, holds no weights of a model that can be read."""
+    found = find_weights(folder)
+    model_shapes(folder)
+    if found.files:
+        return
+    there = ""
+    if found.others:
+        kinds = {FOREIGN[ending] for name in found.others if (ending := Path(name).suffix) in FOREIGN}
+        formats = f", in a format that is not read ({', '.join(sorted(kinds))})" if kinds else ""
+        there = f"; it holds {', '.join(found.others[:4])}{formats}"
+    if any(SHARD.fullmatch(name) for name in found.others):
+        there += f", shards without their index ({NAMES[1]})"
+    if found.adapter:
+        there += "; an adapter alone is no model: name its base, and the adapter with model.lora.path"
+    elif (folder / "original").is_dir():
+        there += "; the weights in its folder original/ are in the names of the model's author"
+    raise ValueError(
+        f"{key}={folder} has no weights (*.safetensors or pytorch_model.bin){there}; give a complete model folder"
+    )
+
+
+def note(folder: Path, model: str) -> str:
+    """A sentence on files of weights in `folder` that are not read; empty without any. `model` is its name there.
+
+    Raises ValueError as `find_weights`.
+    """
+    found = find_weights(folder)
+    if not found.files or not found.others:
+        return ""
+    read = found.files[0].name if len(found.files) == 1 else f"the {len(found.files)} files of its index"
+    sets = [name for name in found.others if name not in ADAPTER]
+    adapters = [name for name in found.others if name in ADAPTER]
+    parts = []
+    if sets:
+        more = f" and {len(sets) - 3} more" if len(sets) > 3 else ""
+        parts.append(f"{model} also holds {', '.join(sets[:3])}{more}, not read: the model is {read}")
+    if adapters:
+        parts.append(
+            f"{model} also holds an adapter ({' and '.join(adapters)}), not loaded: model.lora.path starts from one"
+        )
+    return "; ".join(parts)
+
+
+@contextmanager
+def alone(folder: str | Path) -> Iterator[str]:
+    """`folder` for readers that choose files by themselves: a folder of links, while the block runs, if other weights
+    than the model's lie there. A Hub name stays.
+
+    Raises ValueError as `find_weights`.
+    """
+    found = find_weights(Path(folder)) if Path(folder).is_dir() else None
+    if found is None or not found.others or not found.files:
+        yield str(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="slipstream-model-") as links:
+        for file in sorted(Path(folder).absolute().iterdir()):
+            if file.name not in found.others:
+                os.symlink(file, Path(links) / file.name)
+        yield links

@@ -1,0 +1,198 @@
+"""Models are tried before anything is started: built without memory, from `config.json` and the headers of their files.
+
+The loaders are those of the workers, so what they refuse is refused here: incomplete or quantised weights, weights of
+another model than that of `config.json`, adapters that do not fit, a missing head. Only numbers are not compared.
+"""
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from pipeline.config import Config
+from pipeline.config.model import LoraConfig, ModelConfig
+from pipeline.config.paths import model_folder
+from pipeline.derived import reads_reference, uses_critic
+from pipeline.models import weight_files
+from pipeline.models.attention_names import PLAIN
+from pipeline.models.policy import load_lm, load_policy
+from pipeline.models.quantised import quantisation
+from pipeline.models.reward_model import load_reward_model
+from pipeline.models.slices import LOADER
+from pipeline.models.tokenizer import load_tokenizer
+from pipeline.models.tokenizer_fit import check_vocabulary, vocabulary
+from pipeline.models.value import ValueModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LAYER = re.compile(r"\.(?:layers|h|blocks|layer)\.(\d+)\.")
+HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+"""Names of a head and of embeddings, which may be tied."""
+COMPARED = 64
+"""Rows of them that are compared."""
+
+Load = Callable[[ModelConfig, str], Any]
+
+
+@contextmanager
+def without_memory() -> Iterator[list[tuple[Any, set[str]]]]:
+    """Inside, models of `transformers` are built of the headers of their files, on the meta device.
+
+    Yields:
+        the models, each with the names in its files for which it has no place.
+    """
+    from transformers import PreTrainedModel
+    from transformers.utils import logging as bars
+
+    read: Any = PreTrainedModel._load_pretrained_model
+    finish: Any = PreTrainedModel._finalize_model_loading
+    nowhere = {"": torch.device("meta")}
+    built: list[tuple[Any, set[str]]] = []
+
+    def build(model: Any, state: Any, files: list[str], options: Any, *more: Any, **named: Any) -> Any:
+        shapes = {name: shape for file in files for name, shape in weight_files.tensor_shapes(Path(file)).items()}
+        empty = {name: torch.empty(shape, dtype=model.dtype, device="meta") for name, shape in shapes.items()}
+        return read(model, empty, None, replace(options, device_map=nowhere), *more, **named)
+
+    def report(model: Any, options: Any, *more: Any) -> Any:
+        info = finish(model, replace(options, device_map=nowhere), *more)
+        built.append((model, set(info.unexpected_keys)))
+        return info
+
+    logger = logging.getLogger("transformers")
+    level, bar = logger.level, bars.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    bars.disable_progress_bar()
+    loader, finisher = staticmethod(build), staticmethod(report)
+    try:
+        with patch.multiple(PreTrainedModel, _load_pretrained_model=loader, _finalize_model_loading=finisher):
+            yield built
+    finally:
+        logger.setLevel(level)
+        if bar:
+            bars.enable_progress_bar()
+
+
+def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
+    """Notes on the model of `model.path`, which the setting `key` names and `load` loads.
+
+    Of a Hub name nothing is downloaded: it is tried if its files are in the cache of this machine.
+
+    Raises ValueError if it cannot be loaded.
+    """
+    from transformers import PreTrainedModel
+
+    path = model.path or ""
+    folder = model_folder(path, key) or weight_files.model_files(path)
+    if folder is None or not _is_complete(folder, path):
+        return
+    if note := weight_files.note(folder, f"{key}={path}"):
+        yield note
+    if list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)[:4] != LOADER:
+        # A `transformers` with another loader than the one that is known.
+        return
+    # The kernels of another machine need not be here.
+    attention = model.attn_implementation if model.attn_implementation in PLAIN else "eager"
+    with without_memory() as built:
+        load(replace(model, path=str(folder), attn_implementation=attention), key)
+    for lm, unread in built:
+        inside = f"{lm.base_model_prefix}."
+        # Heads are for other uses of a model.
+        lost = sorted(name for name in unread if key == "model.path" or name.startswith(inside))
+        layers = getattr(lm.config.get_text_config(), "num_hidden_layers", None)
+        beyond = [name for name in lost if (found := LAYER.search(name)) and layers and int(found[1]) >= layers]
+        if beyond:
+            raise ValueError(
+                f"{key}={path} holds weights of more layers than num_hidden_layers={layers} of its config.json, such "
+                f"as {beyond[0]}: they are not of one model. Give a complete checkpoint."
+            )
+        if lost:
+            yield (
+                f"{key}={path} holds {len(lost)} weights that nothing reads, the first {lost[0]}: the "
+                f"{type(lm).__name__} of its config.json has no place for them"
+            )
+        _check_tied(lm, weight_files.find_weights(folder).files, f"{key}={path}")
+
+
+def _check_tied(lm: Any, files: Sequence[Path], model: str) -> None:
+    """Raises ValueError if a head that is tied to the embedding lies in the files with other values."""
+    from safetensors import safe_open
+
+    if not getattr(lm.config.get_text_config(), "tie_word_embeddings", False):
+        return
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        names = [name for name in weight_files.tensor_shapes(file) if name.endswith((HEAD, *EMBEDDINGS))]
+        if not names or file.suffix != weight_files.SAFETENSORS:
+            continue
+        with safe_open(file, "pt") as tensors:
+            found |= {HEAD if name.endswith(HEAD) else "": tensors.get_slice(name)[:COMPARED] for name in names}
+    if len(found) == 2 and not torch.equal(*found.values()):
+        raise ValueError(
+            f"{model} says tie_word_embeddings in its config.json, and its files hold a {HEAD} with other values than "
+            "the embedding: an engine would compute with the embedding and the trainer with the head. Set "
+            "tie_word_embeddings to false, or delete the head."
+        )
+
+
+def _is_complete(folder: Path, path: str) -> bool:
+    """Whether all files of a model are there; always of a folder, whose loader says what is missing."""
+    if Path(path).is_dir():
+        return True
+    try:
+        return bool(weight_files.find_weights(folder).files)
+    except ValueError:
+        return False
+
+
+def try_models(config: Config, tokenizer: "PreTrainedTokenizerBase", trained: bool = True) -> Iterator[str]:
+    """Notes on all models of a run.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: of the policy.
+        trained: whether the policy is trained; engines alone also read quantised models.
+
+    Raises ValueError if one of them cannot be used.
+    """
+    model, source = config.model, config.model.tokenizer_path or config.model.path
+    plain = replace(model, lora=LoraConfig())
+    found: list[tuple[str, ModelConfig, Load]] = [("model.path", model, load_policy)]
+    if trained and uses_critic(config) and config.critic.path:
+        lora = replace(model.lora, path=None)
+        found.append(("critic.path", replace(model, path=config.critic.path, lora=lora), _load_critic))
+    if trained and reads_reference(config) and config.scoring.reference.path:
+        found.append(("scoring.reference.path", replace(plain, path=config.scoring.reference.path), load_policy))
+    for key, one, load in found:
+        yield from try_tokenizer(tokenizer, one, key, source)
+        if trained or not quantisation(one.path):
+            yield from try_model(one, key, load)
+    if config.reward.model.path:
+        key = "reward.model.path"
+        one = replace(plain, path=config.reward.model.path, tokenizer_path=None)
+        yield from try_tokenizer(load_tokenizer(one, key=key), one, key)
+        yield from try_model(one, key, load_reward_model)
+
+
+def try_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, key: str = "model.path", source: str | None = None
+) -> Iterator[str]:
+    """Notes on a tokenizer (of `source`, else of `model`) whose ids the model of `model.path` reads; `key` names that.
+
+    Raises ValueError if it has no row for a token.
+    """
+    source = source or model.tokenizer_path or model.path
+    if note := check_vocabulary(tokenizer, source, vocabulary(model), f"{key}={model.path}"):
+        yield note
+
+
+def _load_critic(model: ModelConfig, key: str) -> Any:
+    return ValueModel(load_lm(model, key, with_head=False))
