@@ -6,6 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.markup import escape
 
+from pipeline.config.paths import local_path
 from pipeline.errors import NotStarted
 from pipeline.run.signals import INTERRUPTED
 from pipeline.run.versions import VersionError
@@ -27,7 +28,7 @@ def new_parser(job: str, description: str, epilog: str | None = None) -> argpars
 def add_settings(parser: argparse.ArgumentParser, plan: str = "print the resolved plan and exit") -> None:
     """Add `--dry-run`, `--config-dir` and settings, for `parse_intermixed_args`."""
     parser.add_argument("--dry-run", action="store_true", help=f"{plan}, without starting Ray")
-    parser.add_argument("--config-dir", metavar="DIR", help="folder with config files of your own")
+    parser.add_argument("--config-dir", type=local_path, metavar="DIR", help="folder with config files of your own")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see below")
 
 

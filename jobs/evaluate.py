@@ -15,9 +15,9 @@ from rich.console import Console
 
 from jobs.command import CONTINUES, add_settings, complain, exit_code, new_parser
 from jobs.entry import command
-from jobs.train import name_from_root
 from pipeline.config import load_config, to_flat
 from pipeline.config.paths import local_path
+from pipeline.config.places import name_from_root
 from pipeline.run.submitted import joined
 from pipeline.run.versions import check_versions
 from pipeline.storage.owner import of_folder, owned

@@ -26,6 +26,7 @@ from jobs.verl.script import Script
 from jobs.verl.state import State
 from jobs.verl.words import ScriptError
 from pipeline.config import ConfigError, load_config
+from pipeline.config.paths import expand_home, local_path
 from pipeline.plan.checks import check
 
 EPILOG = """\
@@ -50,9 +51,15 @@ _WIDTH = 118
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = new_parser("from_verl", "Convert a verl launch script into an experiment.", EPILOG)
-    parser.add_argument("sources", nargs="+", metavar="SCRIPT_OR_OVERRIDES", help="bash scripts and key=value of verl")
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the experiment to this new file: DIR/experiment/NAME.yaml"
+        "sources",
+        type=expand_home,
+        nargs="+",
+        metavar="SCRIPT_OR_OVERRIDES",
+        help="bash scripts and key=value of verl",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=local_path, help="write the experiment to this new file: DIR/experiment/NAME.yaml"
     )
     parser.add_argument("--name", help="name of the run (trainer.experiment_name); default: verl's")
     parser.add_argument(

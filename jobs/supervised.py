@@ -20,6 +20,7 @@ from jobs.entry import command
 from pipeline.config import ConfigError, load
 from pipeline.config.bounds import sentences, violations
 from pipeline.config.paths import check_out
+from pipeline.config.places import name_from_root
 from pipeline.config.schema import keys
 from pipeline.config.supervised import SupervisedConfig
 from pipeline.errors import NotStarted
@@ -29,6 +30,7 @@ from pipeline.models.attention_names import check_attention
 from pipeline.models.ends import find_ends
 from pipeline.models.policy import load_policy
 from pipeline.models.reward_model import load_reward_model
+from pipeline.models.save_settings import check_settings
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.plan import check_offload
@@ -194,17 +196,14 @@ class Job(Generic[C]):
     def _run(self, config: C, out: Path) -> dict[str, float]:
         """Train, and save into the folder `out`, which this process owns; returns the last metrics."""
         data, trainer = config.data, config.trainer
-        config.model.path = cluster.absolute(config.model.path)
-        config.model.tokenizer_path = cluster.absolute(config.model.tokenizer_path)
-        config.model.lora.path = cluster.absolute(config.model.lora.path)
-        data.train_files = cluster.absolute_files(data.train_files)
-        data.val_files = cluster.absolute_files(data.val_files)
+        name_from_root(config)
         encoder = self.loop.encoder
         train_groups = encoder.find_row_groups(data.train_files, "data.train_files", data)
         val_groups = encoder.find_row_groups(data.val_files, "data.val_files", data) if data.val_files else []
         steps, epochs = plan(config, train_groups)
         tokenizer = load_tokenizer(config.model)
         check_attention(config.model)
+        check_settings(config.model, tokenizer)
         check_template_arguments(tokenizer, data.apply_chat_template_kwargs)
         load: Load = load_policy if self.causal else partial(load_reward_model, new_head=True)
         tried = [*try_tokenizer(tokenizer, config.model), *try_model(config.model, "model.path", load)]

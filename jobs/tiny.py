@@ -34,6 +34,7 @@ from jobs.prepare.puzzles import Ranges, puzzles
 from pipeline.cells import check_names, values
 from pipeline.config.paths import check_out, local_path
 from pipeline.conversations import read_messages, read_tools
+from pipeline.models.save import written_whole
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention, which has the fewest
 MIN_VOCAB = 256 + 3
@@ -183,8 +184,9 @@ def make(args: argparse.Namespace) -> str:
     kv_heads = heads if args.kv_heads is None else args.kv_heads
     model = build_model(tokenizer, args.hidden, args.layers, heads, kv_heads, args.tie, args.seed)
     disable_progress_bar()
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    with written_whole(args.out) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens"
 
 
@@ -196,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     data_help = "parquet files whose messages train the tokenizer (default: Countdown puzzles made on the spot)"
     out_help = "folder for model and tokenizer; new or empty"
     add("--out", type=local_path, required=True, metavar="DIR", help=out_help)
-    add("--data", nargs="+", default=[], metavar="FILE", help=data_help)
+    add("--data", type=local_path, nargs="+", default=[], metavar="FILE", help=data_help)
     add("--rows", type=int, default=4096, metavar="N", help="rows read of each file (default: %(default)s)")
     add("--vocab", type=int, default=512, metavar="N", help="most tokens (default: %(default)s)")
     add("--digits", type=int, default=1, metavar="N", help="most digits in one token (default: %(default)s)")

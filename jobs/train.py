@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from jobs.command import CONTINUES, add_settings, complain, exit_code, new_parser
 from jobs.entry import command
-from pipeline.agent.remote import MCP, OPENENV
 from pipeline.config import Config, ConfigError, load_config, to_flat
+from pipeline.config.places import name_from_root
 from pipeline.run.submitted import check_cluster, joined
 from pipeline.run.versions import check_versions
 
@@ -66,73 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
         return train(config, options.dry_run, ["python", "-m", "jobs.train", *given], options.gpus)
 
     return exit_code(run, interrupted=CONTINUES)
-
-
-def name_from_root(config: Config) -> None:
-    """Make local paths absolute: workers have another working directory than this command."""
-    from pipeline.run.cluster import absolute, absolute_files
-
-    config.model.path = absolute(config.model.path)
-    config.model.tokenizer_path = absolute(config.model.tokenizer_path)
-    for section in (config.critic, config.scoring.reference, config.reward.model, config.model.lora):
-        section.path = absolute(section.path)
-    own = config.reward.custom_reward_function
-    own.path = _absolute_file(own.path)
-    for settings in config.reward.functions.values():
-        settings["path"] = _absolute_file(settings.get("path"))
-    declared = config.agent.declared()
-    for name, settings in config.agent.named.items():
-        settings.update({key: _absolute_code(key, getattr(declared[name], key)) for key in settings})
-    for key, value in vars(config.agent).items():
-        setattr(config.agent, key, _absolute_code(key, value))
-    data = config.data
-    data.train_files, data.val_files = absolute_files(data.train_files), absolute_files(data.val_files)
-    data.recorded_run = absolute(data.recorded_run)
-    if config.trainer.storage_path is not None:
-        config.trainer.storage_path = absolute_files(config.trainer.storage_path)
-
-
-def _absolute_code(key: str, value: Any) -> Any:
-    """The value of a key of an agent, with files named from the root."""
-    if not value:
-        return value
-    if key in ("environment", "program"):
-        return _absolute_member(value)
-    if key == "tools":
-        return [_absolute_member(tool) for tool in value]
-    if key == "command":
-        return [os.path.abspath(word) if os.path.isfile(word) else word for word in value]
-    # The interpreter of a virtual environment is a link, and a different one where the link leads.
-    return os.path.abspath(value) if key == "python" and "/" in value else value
-
-
-def _absolute_file(path: str | None) -> str | None:
-    """A Python file named from the root; the name of a module stays, also where a folder here has it."""
-    from pipeline.run.cluster import absolute
-
-    return absolute(path) if path and path.endswith(".py") else path
-
-
-def _absolute_member(name: str) -> str:
-    """`file.py:Name`, or a file alone, named from the root; `module:Name` stays."""
-    if name.startswith((MCP, OPENENV)):
-        return _absolute_words(name)
-    file, colon, member = name.rpartition(":")
-    if not file.endswith(".py"):
-        file, colon, member = name, "", ""
-    is_file = file.endswith((".py", ".yaml", ".yml"))
-    return f"{os.path.abspath(file)}{colon}{member}" if is_file else name
-
-
-def _absolute_words(name: str) -> str:
-    """The command of an MCP server, with files named from the root; URLs stay."""
-    scheme, _, text = name.partition(":")
-    try:
-        words = shlex.split(text)
-    except ValueError:
-        return name
-    named = [os.path.abspath(word) if os.path.isfile(word) else word for word in words]
-    return name if named == words else f"{scheme}: {shlex.join(named)}"
 
 
 def _command(command: list[str], iterations: int | None) -> str:
@@ -186,7 +119,7 @@ def _check_prompts(config: Config, calls: bool) -> tuple[int | None, list[tuple[
                 if config.data.val_max_samples > 0:
                     # The rows that are validated may be of some sources only.
                     names = {name: got.get(name) for t in loader.epoch(256) for name in t["data_source"].to_pylist()}
-                has_acc = {name: own and own.acc for name, own in names.items()}
+                has_acc = {name: own.acc if own else None for name, own in names.items()}
                 check_metric(metric, has_acc, config.rollout.val_kwargs.n, config.agent)
             tried, first = got | tried, first or tables
     if config.data.generator is None:
@@ -253,7 +186,7 @@ def train(config: Config, dry_run: bool, command: list[str], gpus: str | None = 
 
     plan(config)
     name_from_root(config)
-    run_dir = Path(config.trainer.default_local_dir).absolute() / config.trainer.experiment_name
+    run_dir = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
     replay.check_folder(config, run_dir)
     check_cluster(run_dir)
     check_writable(run_dir)
@@ -268,6 +201,7 @@ def _train(
     from pipeline.derived import uses_engines
     from pipeline.models.attention_names import check_attention
     from pipeline.models.ends import find_ends
+    from pipeline.models.save_settings import check_settings
     from pipeline.models.tokenizer import load_tokenizer
     from pipeline.plan.placement import Node, check_resources, local_node, place
     from pipeline.plan.plan import plan
@@ -290,6 +224,7 @@ def _train(
         prompts, preview = replay.check_recording(config), []
     resolved = plan(config, prompts, gpu)
     tokenizer = load_tokenizer(config.model, needs_chat_template=False)
+    check_settings(config.model, tokenizer)
     preview += [("note", note) for note in try_models(config, tokenizer)]
     ends = find_ends(config.model, tokenizer, config.data.apply_chat_template_kwargs)
     if begin and resolved.iterations:

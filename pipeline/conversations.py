@@ -106,6 +106,23 @@ def _call(value: dict[str, Any], place: str) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
+def begun_answer(messages: Messages) -> str | None:
+    """The text of a last message that is the assistant's, which the policy continues; None if another one is last."""
+    last = messages[-1] if messages else {}
+    return last["content"] if last.get("role") == "assistant" else None
+
+
+def begun_text(cell: str | None) -> str:
+    """The text of a begun answer in a cell of the column `prompt`; empty if there is none."""
+    return (begun_answer(json.loads(cell)) or "") if cell else ""
+
+
+def answered(messages: Messages, answer: str) -> Messages:
+    """A prompt and the answer to it, which holds the text of an assistant's last message (`begun_answer`)."""
+    before = messages if begun_answer(messages) is None else messages[:-1]
+    return [*before, {"role": "assistant", "content": answer}]
+
+
 def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
     """The text of a conversation in the first form in which the template writes its calls.
 

@@ -243,6 +243,8 @@ class UpdateShape:
     """Consecutive optimiser steps that may have a gradient that is not finite."""
     whole_rows: bool
     """Whether all contexts of a row must be in one micro-batch."""
+    longest: int | None = None
+    """Tokens of the run's longest row; None for what the model was made for."""
 
     @classmethod
     def of(cls, config: Config, part: ActorConfig | CriticConfig) -> "UpdateShape":
@@ -256,6 +258,7 @@ class UpdateShape:
             scale_factor=actor.loss_scale_factor or float(config.data.max_response_length),
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
             whole_rows=needs_whole_rows(config, part),
+            longest=config.data.longest_row,
         )
 
     @property

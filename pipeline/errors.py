@@ -19,7 +19,7 @@ class NotStarted(RuntimeError):
     """Ray did not start or could not be joined; the message says why and what to do. Nothing has been changed."""
 
 
-def short_reason(error: Exception) -> str:
+def short_reason(error: BaseException) -> str:
     """What an exception of another library says, on one line and without its endless tail."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(". ")
 

@@ -102,8 +102,22 @@ class RowLimits:
     """Keys that no row may set, and why."""
     agents: Collection[str | None] = (None,)
     """Names that a row may choose its agent by."""
+    asked: Collection[str | None] = ()
+    """Those among them whose episodes begin with the row's prompt alone, so that it must end with a question."""
     truths: TruthCheck = field(default_factory=TruthCheck)
     """The check of ground truths that the reward will read."""
+
+    def check_asks(self, name: str | None) -> None:
+        """Refuse a prompt whose last message is the assistant's, if an agent would have to continue it.
+
+        Raises:
+            ValueError: a sentence.
+        """
+        if name in self.asked:
+            raise ValueError(
+                "the last message is the assistant's, and an answer of an episode cannot be continued; end with a "
+                "message that the policy is to answer, or leave the row to a run without agents"
+            )
 
     def check_agent(self, name: str | None) -> None:
         """Refuse an agent that the config does not declare.
@@ -181,13 +195,15 @@ def row_limits(config: Config) -> dict[str, RowLimits]:
         refused |= dict.fromkeys(("top_p", "top_k", "min_tokens"), why)
     rollout, longest = config.rollout, config.data.max_response_length
     agents = config.agent.agents()
+    asked = [name for name, agent in agents.items() if agent.environment is None and not agent.driven]
+    asked = asked if config.agent.used else []
     calls = {}
     if any(agent.tools for agent in agents.values()):
         calls = {"stop": "a text could end an answer inside a call of agent.tools"}
     truths = truth_check(config.reward, config.agent)
     return {
-        "train": RowLimits(Sampling.of(rollout, longest, "train"), refused | calls, agents.keys(), truths),
-        "val": RowLimits(Sampling.of(rollout, longest, "val"), calls, agents.keys(), truths),
+        "train": RowLimits(Sampling.of(rollout, longest, "train"), refused | calls, agents.keys(), asked, truths),
+        "val": RowLimits(Sampling.of(rollout, longest, "val"), calls, agents.keys(), asked, truths),
     }
 
 

@@ -128,12 +128,13 @@ def build(
         args = (rules, client, deadlines.engine_start)
         stream = stream.map_batches(Filter, fn_constructor_args=args, **one_actor, **WHOLE)
         stream = stream.repartition(target_num_rows_per_block=chunk_rows, strict=True)
+    longest = config.data.longest_row
     if uses_reference(config):
-        stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature)
+        stream = scored(stream, Reference, config, "reference", config.actor, rollout.temperature, longest)
     if uses_critic(config):
-        stream = scored(stream, Value, config, "value", config.critic, client, deadlines)
+        stream = scored(stream, Value, config, "value", config.critic, client, deadlines, longest)
     if uses_policy_scores(config):
-        args = (config.actor, rollout.temperature, client, deadlines)
+        args = (config.actor, rollout.temperature, client, deadlines, longest)
         stream = scored(stream, PolicyScore, config, "policy", *args)
     if config.algorithm.use_kl_in_reward and not uses_engines(config):
         # Recorded rows can arrive before their version, and so its KL coefficient, is published. Tasks that wait for it
@@ -189,8 +190,8 @@ def rewarded(stream: Dataset, config: Config, concurrent: int) -> Dataset:
         concurrent: chunks that the one reward actor scores at the same time, if `reward.rate_limit` is set.
     """
     if uses_reward_model(config):
-        model_path = config.reward.model.path
-        stream = scored(stream, RewardModelScore, config, "reward_model", config.actor.fsdp, model_path)
+        model = config.actor.fsdp, config.reward.model.path, config.data.longest_row
+        stream = scored(stream, RewardModelScore, config, "reward_model", *model)
     reward, longest, scored_by = config.reward, config.data.max_response_length, config.agent.scored_by_name()
     where: dict[str, Any] = {"label_selector": config.trainer.placed("reward")}
     if not reward.rate_limit.used:

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from jobs.prepare import parquet
 from jobs.prepare.hh_rlhf import PAIRS
 from pipeline.config.paths import local_path
+from pipeline.conversations import answered
 
 help = "preference pairs from the scored answers of a run or an evaluation, for jobs.dpo and jobs.reward_model"
 SCHEMA = pa.schema([*PAIRS, ("margin", pa.float64()), ("data_source", pa.string())])
@@ -133,10 +134,11 @@ def _pairs(group: list[dict[str, Any]], most: int, least_gap: float) -> Iterator
         if gap <= 0 or gap < least_gap:
             return
         if better["response"] != worse["response"]:
+            *prompt, chosen = answered(json.loads(better["prompt"]), better["response"])
             yield {
-                "prompt": json.loads(better["prompt"]),
-                "chosen": [{"role": "assistant", "content": better["response"]}],
-                "rejected": [{"role": "assistant", "content": worse["response"]}],
+                "prompt": prompt,
+                "chosen": [chosen],
+                "rejected": [{**chosen, "content": worse["response"]}],
                 "margin": gap,
                 "data_source": better["data_source"],
             }

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pipeline.agent import Call
-from pipeline.agent.control import Marks, clean
+from pipeline.agent.control import clean
 from pipeline.agent.forms import call_id
 from pipeline.agent.proof import Proof, prove
 from pipeline.agent.template import FORMS, QUESTION, Template, common_prefix, said
@@ -57,8 +57,7 @@ class Bridge:
     def prompt(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
         """Tokens of the first prompt, generation prompt included.
 
-        Special tokens in contents are encoded as ordinary text. Other added tokens, such as `<think>`, stay what the
-        tokenizer makes of them, because prompts use them in instructions.
+        Special tokens in contents are encoded as ordinary text (`models/special_tokens.py`).
 
         Args:
             messages: the conversation so far; arguments of calls in it are objects.
@@ -67,14 +66,12 @@ class Bridge:
         Raises:
             ValueError: the template fails on the messages.
         """
-        marks = Marks(self.tokens.special)
         messages = [self._readable(message) if message.get("tool_calls") else message for message in messages]
         tools = self._template.tools if tools is None else tools
-        text = self._template.render(marks.hide(messages), marks.hide(tools))
-        return self.tokens.encode(text, marks)
+        return self.tokens.encode(lambda given: self._template.render(*given), [messages, tools])
 
     def after(self, sampled: Sequence[int], messages: list[dict], calls: Sequence[Call] = ()) -> list[int]:
-        """Tokens behind the sampled ones, up to where the next answer begins. No content gives a control token.
+        """Tokens behind the sampled ones, up to where the next answer begins. No content gives a special token.
 
         Args:
             sampled: tokens of the answer, with or without its closing marker.
@@ -98,15 +95,19 @@ class Bridge:
                 f"the model's chat template writes one message of role {messages[0]['role']!r} behind an answer, and "
                 f"there are {len(messages)}; let the environment give one, or {remedy('writes several')}"
             )
-        marks = Marks(self.tokens.control)
-        text = self._template.tail(proof.way, proof.closing, marks.hide(messages), marks.hide(calls))
-        ids = self.tokens.encode(text, marks)
+        called = [[call.id, call.name] for call in calls]
+
+        def tail(given: list[Any]) -> str:
+            shown = [Call(number, name, {}) for number, name in given[1]]
+            return self._template.tail(proof.way, proof.closing, given[0], shown)
+
+        ids = self.tokens.encode(tail, [messages, called])
         if sampled and sampled[-1] in proof.closings:
             return ids[self.tokens.first_control(ids) + 1 :]
         return ids
 
     def content_ids(self, text: str) -> list[int]:
-        """Tokens of text from outside, none of which is a control token."""
+        """Tokens of text from outside, none of which is special."""
         return self.tokens.ordinary(clean(text))
 
     def answer(self, text: str, calls: Sequence[Call]) -> list[int]:

@@ -20,6 +20,7 @@ from pipeline.agent.forms import as_recorded, call_id, for_template, recorded
 from pipeline.agent.language import TOKEN, Language
 from pipeline.agent.session import EpisodeFailed
 from pipeline.config.agent import AgentConfig
+from pipeline.conversations import begun_answer
 from pipeline.generation import Generation
 
 Ask = Callable[[list[int], int, int], Awaitable[Generation]]
@@ -73,7 +74,7 @@ class Conversation:
         """Seconds in which the policy answered."""
         self.cut_observations = 0
         self.calls: Counter[str] = Counter()
-        """Calls in answers of `chat`, by the name of the tool."""
+        """Calls in answers of `chat`, by the name of the tool; 0 for a tool that was offered in vain."""
         self.mistakes: Counter[str] = Counter()
         """Calls in answers of `chat` that could not be read (`malformed`), or name no tool (`unknown`)."""
         self._asked = self._made = 0
@@ -90,6 +91,11 @@ class Conversation:
             EpisodeOver: it is too long, and not the first.
         """
         language, most = language or self._language, self.config.max_contexts
+        if begun_answer(messages) is not None:
+            raise EpisodeFailed(
+                "the messages with which the episode begins end with the assistant's, and an answer of an episode "
+                "cannot be continued; end with a message that the policy is to answer"
+            )
         if language.tools and self._stop:
             raise EpisodeFailed(
                 f"rollout.stop or extra_info.sampling_params.stop is {list(self._stop)!r:.200} where the policy is "
@@ -256,6 +262,7 @@ class Conversation:
         answer = replace(answer, message=replace(answer.message, calls=calls))
         names = {tool["function"]["name"] for tool in language.tools}
         called = [call.name if call.name in names else None for call in answer.message.calls]
+        self.calls.update(dict.fromkeys(names, 0))
         self.calls.update(name for name in called if name is not None)
         self.mistakes["unknown"] += called.count(None)
         self.mistakes["malformed"] += answer.malformed is not None

@@ -78,3 +78,8 @@ class DataConfig:
 
     recorded_iterations: str | None = None
     """Iterations of `recorded_run`: `3-10`, or `3` alone; null: all."""
+
+    @property
+    def longest_row(self) -> int:
+        """Most tokens of a prompt with its response."""
+        return self.max_prompt_length + self.max_response_length

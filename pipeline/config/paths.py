@@ -1,4 +1,4 @@
-"""Paths in settings and arguments: `~`, and whether a name means a folder or a model on the Hugging Face Hub."""
+"""Paths in settings and arguments: `~` and `file://`, and whether a name means a folder or a model on the Hub."""
 
 import dataclasses
 import os
@@ -6,16 +6,23 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+FILE_URL = re.compile(r"file:(?://(?:localhost)?)?(?=/(?!/))")
 OUR_FOLDERS = ("models", "runs")
 """Folders that the commands write to; a path that begins with one of them is no name on the Hub."""
 
 
 def expand_home(value: Any) -> Any:
-    """A path with the home folder in place of `~`; URLs and values that are no text stay as they are."""
-    is_home = isinstance(value, str) and (value == "~" or value.startswith("~/"))
-    return os.path.expanduser(value) if is_home else value
+    """A path without `~` or `file://` at its beginning; other URLs, and values that are no text, stay as they are."""
+    if not isinstance(value, str):
+        return value
+    if local := FILE_URL.match(value):
+        path = value[local.end() :]
+        # A URL has codes for characters that a name may have as they are.
+        return path if os.path.exists(path) else unquote(path)
+    return os.path.expanduser(value) if value == "~" or value.startswith("~/") else value
 
 
 def expand_argument(text: str) -> str:
@@ -25,12 +32,12 @@ def expand_argument(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """An argument of a command as a path, with the home folder in place of `~`."""
+    """An argument of a command as a path; see `expand_home`."""
     return Path(expand_home(text))
 
 
 def expand_settings(config: Any) -> None:
-    """Put the home folder in place of `~` in all settings of a dataclass, and in its sections and lists."""
+    """Apply `expand_home` to all settings of a dataclass, and to its sections and lists."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):

@@ -135,6 +135,10 @@ class TrainerConfig:
     """Largest difference between engine's and trainer's log-prob of a token; above it the run ends. Null only reports
     it."""
 
+    handshake: str = setting("refuse", choices=("refuse", "warn"))
+    """If engine and trainer give other log-probs for the same rows before the first iteration, and no other attention
+    and no other form of rows helps: `refuse` ends the run, `warn` trains nevertheless."""
+
     logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
     """Trackers of the metrics, besides `metrics.jsonl`: any of `console`, `mlflow`, `wandb`, `tensorboard`."""
 

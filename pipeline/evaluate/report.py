@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 MAX_WIDTH = 100_000
 ALL = "all"
 """Name of all data sources together in the tables."""
+MISSING = "acc/missing_rate"
 COUNTS = (
     ("prompts", "prompts", ",.0f"),
     ("responses", "responses", ",.0f"),
     ("reward failed", "error_rate", ".1%"),
+    ("without acc", MISSING, ".1%"),
     ("tokens", "response_length/mean", ",.1f"),
     ("turns", "turns/mean", ",.1f"),
     ("cut off", "response_length/clip_ratio", ".1%"),
@@ -53,7 +55,7 @@ def print_table(summary: Summary, console: Console) -> None:
         scores = [f"{row[name]:.4f}" if name in row else "-" for row in sources]
         table.add_row(name, *scores, end_section=name == names[-1])
     for label, name, form in COUNTS:
-        if any(name in row for row in sources):
+        if any(row.get(name) if name == MISSING else name in row for row in sources):
             table.add_row(label, *(format(row[name], form) if name in row else "-" for row in sources))
     needed = console.measure(table, options=console.options.update(max_width=MAX_WIDTH)).maximum
     console.width = max(console.width, needed)

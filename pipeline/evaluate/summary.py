@@ -1,9 +1,9 @@
 """The metrics of an evaluation, added up chunk by chunk: memory does not grow with the number of prompts.
 
 Every number is computed exactly per prompt, then averaged over the prompts of a data source and over all prompts. As in
-validation (`pipeline/track/validation.py`), a data source is judged by the part `acc` of its reward where there is one,
-else by the score. Rows whose reward failed are counted and left out of their prompt; a prompt of which all rows failed
-is in no mean.
+validation (`pipeline/track/validation.py`), a data source is judged by the part `acc` of its reward if a row has one,
+and rows without it count as 0; else by the score. Rows whose reward failed are counted and left out of their prompt; a
+prompt of which all rows failed is in no mean.
 """
 
 import math
@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from pipeline.rows import flat, spans_of
 from pipeline.stats import Stat, Stats, mean, merge, reduce
 from pipeline.track.passk import best_at_k, maj_at_every_k
-from pipeline.track.validation import prompt_scores
+from pipeline.track.validation import prompt_scores, right
 
 COLUMNS = ("data_source", "uid", "score", "response", "reward_parts", "reward_error", "response_ids", "finish_reason")
 """Columns that are read."""
@@ -45,6 +45,8 @@ class Summary:
         self._counts: dict[str, Stats] = defaultdict(dict)
         self._rewards: dict[str, Stats] = defaultdict(dict)
         self._accuracies: dict[str, Stats] = defaultdict(dict)
+        self._judged: set[str] = set()
+        """Data sources of which a response has `acc`."""
 
     def add(self, table: pa.Table) -> None:
         """Add rows with `COLUMNS`, episodes with `OF_EPISODES` too; all responses of a prompt (`uid`) must be in one
@@ -54,20 +56,26 @@ class Summary:
             prompts = prompt_scores(rows)
             self.prompts += len(prompts)
             self._count(source, rows, len(prompts))
-            rewards = [self._metrics_of(prompt.scores, prompt.votes) for prompt in prompts if prompt.scores]
+            scored = [prompt for prompt in prompts if prompt.scores]
+            rewards = [self._metrics_of(prompt.scores, prompt.votes) for prompt in scored]
             self._rewards[source] = merge([self._rewards[source], *rewards])
-            judged = [prompt for prompt in prompts if prompt.accuracies]
-            accuracies = [self._metrics_of(prompt.accuracies, prompt.accuracy_votes) for prompt in judged]
-            self._accuracies[source] = merge([self._accuracies[source], *accuracies])
+            accuracies = [self._metrics_of(right(prompt.accuracies), prompt.votes) for prompt in scored]
+            missing = sum(prompt.accuracies.count(None) for prompt in scored)
+            responses = sum(len(prompt.scores) for prompt in scored)
+            rate = {"acc/missing_rate": mean(missing, responses)}
+            self._accuracies[source] = merge([self._accuracies[source], *accuracies, rate])
+            if missing < responses:
+                self._judged.add(source)
 
     def judged_by(self, source: str) -> str:
         """`acc` or `reward`."""
-        return "acc" if self._accuracies[source] else "reward"
+        return "acc" if source in self._judged else "reward"
 
     def by_source(self) -> dict[str, dict[str, float]]:
         """Metrics of each data source by name: `prompts`, `responses`, `mean`, `pass@K`, `maj@K`, `score/mean`,
-        `error_rate`, `response_length/{mean,max,clip_ratio}` (of the tokens that the model wrote) and of episodes
-        `turns/mean`. Those of scores are there only if a prompt has one."""
+        `error_rate`, `acc/missing_rate` if it is judged by `acc`, `response_length/{mean,max,clip_ratio}` (of the
+        tokens that the model wrote) and of episodes `turns/mean`. Those of scores are there only if a prompt has one.
+        """
         return {source: self._metrics([source]) for source in sorted(self._counts)}
 
     def overall(self) -> dict[str, float]:
@@ -77,7 +85,7 @@ class Summary:
     def _metrics(self, sources: list[str]) -> dict[str, float]:
         counts = reduce(self._counts[source] for source in sources)
         rewards = reduce(self._rewards[source] for source in sources)
-        judged = reduce(self._accuracies[source] or self._rewards[source] for source in sources)
+        judged = reduce((self._accuracies if source in self._judged else self._rewards)[source] for source in sources)
         score = {"score/mean": rewards["mean"]} if rewards else {}
         return counts | {name: int(counts[name]) for name in WHOLE_NUMBERS} | judged | score
 

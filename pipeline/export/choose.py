@@ -12,6 +12,7 @@ import pyarrow.fs as pafs
 from pipeline.config import Config, load_yaml
 from pipeline.storage import checkpoints
 from pipeline.storage.filesystem import filesystem_of
+from pipeline.storage.manifest import wrong_content
 from pipeline.storage.resume import CONFIG_FILE
 from pipeline.track.history import read_history
 
@@ -55,10 +56,12 @@ def choose(
         lowest: take the lowest value instead.
 
     Returns:
-        the checkpoint, and a sentence for each one that was skipped because its saving was interrupted.
+        the checkpoint, and a sentence for each one that was skipped because it is damaged or its saving was
+        interrupted.
 
     Raises:
-        ValueError: there is no such checkpoint, it is incomplete, or the metric was not measured where one was saved.
+        ValueError: there is no such checkpoint, it is incomplete or damaged, or the metric was not measured where one
+            was saved.
         OSError: the storage of the checkpoints does not answer.
     """
     path = path.absolute()
@@ -89,15 +92,19 @@ def choose(
         candidates = [iteration]
     notes: list[str] = []
     for number in candidates:
-        checkpoint = _open(f"{root}/{checkpoints.FOLDER}/{checkpoints.folder_name(number)}", path)
+        try:
+            checkpoint = _open(f"{root}/{checkpoints.FOLDER}/{checkpoints.folder_name(number)}", path)
+        except checkpoints.Damaged as error:
+            notes.append(f"the checkpoint of iteration {number} is skipped: {error}")
+            continue
         if checkpoint is not None:
             return checkpoint, notes
         notes.append(f"the checkpoint of iteration {number} is skipped: its saving was interrupted")
-    raise ValueError(f"{path} has no complete checkpoint of iteration {_listed(candidates)}: saving was interrupted")
+    raise ValueError(f"{path} has no complete checkpoint of iteration {_listed(candidates)}: {'; '.join(notes)}")
 
 
 def _open(place: str, run_dir: Path) -> Checkpoint | None:
-    """The checkpoint in the folder or URL `place`; None if it is incomplete."""
+    """The checkpoint in the folder or URL `place`; None if it is incomplete. Raises Damaged."""
     saved = checkpoints.read(place)
     if saved is None:
         return None
@@ -107,6 +114,8 @@ def _open(place: str, run_dir: Path) -> Checkpoint | None:
         path = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-"))
         atexit.register(shutil.rmtree, path, ignore_errors=True)
         pafs.copy_files(source, str(path), source_filesystem=filesystem)
+    if problem := wrong_content(path, saved.files):
+        raise checkpoints.Damaged(place, problem)
     if not (run_dir / CONFIG_FILE).is_file():
         run_dir = path
     return Checkpoint(path, saved.iteration, run_dir, saved.progress.get("mlflow_run_id"))

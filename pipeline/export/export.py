@@ -10,10 +10,6 @@
 """
 
 import contextlib
-import os
-import shutil
-import uuid
-from collections.abc import Iterator
 from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
@@ -36,7 +32,8 @@ from pipeline.models.ends import Ends, as_stored, find_ends
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.policy import Policy, load_policy
 from pipeline.models.quantised import check_not_quantised
-from pipeline.models.save import take_place
+from pipeline.models.save import written_whole
+from pipeline.models.save_settings import generation_as_it_is
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.models.value import load_value_model
@@ -99,30 +96,14 @@ def export(
         named = {Policy.hf_name(name): tensor for name, tensor in state.items()}
         lm.generation_config = _generation_config(model, ends, config.rollout.val_kwargs)
     weights = _saved_weights(lm, named, checkpoint.path)
-    with _written_whole(out, replace) as partial:
-        lm.save_pretrained(partial, state_dict=weights)
+    with written_whole(out, replace) as partial:
+        with generation_as_it_is(lm, partial):
+            lm.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         if not critic:
             ModelSettings.of(config, checkpoint.iteration).save(partial)
         (partial / "README.md").write_text(card(checkpoint, config, critic), encoding="utf-8")
     return ends
-
-
-@contextlib.contextmanager
-def _written_whole(out: Path, replace: bool = False) -> Iterator[Path]:
-    """A new folder next to `out`: it takes that place when the block is done (`take_place`), and goes if it fails."""
-    out = Path(os.path.realpath(out))
-    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        for file in partial.iterdir():
-            # safetensors makes files that only their owner can read, but other users may serve the model.
-            file.chmod(0o644)
-        take_place(partial, out, replace)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write_adapter(
@@ -134,7 +115,7 @@ def _write_adapter(
     named = {
         adapter.peft_name(Policy.hf_name(name)): tensor.to(dtype or tensor.dtype) for name, tensor in state.items()
     }
-    with _written_whole(out) as partial:
+    with written_whole(out) as partial:
         adapter.write(partial, adapter.settings_of(lora, base, named), named)
         (partial / "README.md").write_text(text, encoding="utf-8")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
-from pipeline.config.paths import model_folder
+from pipeline.config.paths import local_path, model_folder
 from pipeline.export.choose import choose, is_run
 from pipeline.models.settings import ModelSettings, load_settings
 from pipeline.models.tokenizer import load_tokenizer
@@ -56,7 +56,7 @@ def find(target: str, iteration: int | None = None, best: str | None = None, low
             that is no run.
         OSError: the export cannot be written.
     """
-    path = Path(target).expanduser().absolute()
+    path = local_path(target).absolute()
     if is_run(path):
         checkpoint, notes = choose(path, iteration, best, lowest)
         # Torch and transformers take seconds to import, and a wrong path is refused without them.

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
+
+from pipeline.errors import short_reason
 
 CHECKPOINT = "torch.distributed.checkpoint"
 INDEX_CLASSES = {
@@ -81,13 +84,17 @@ def load_checkpoint(state: dict[str, Any], folder: str | Path, no_dist: bool = F
     """Load the checkpoint in `folder` into the tensors of `state`; a collective unless `no_dist`.
 
     Raises:
-        ValueError: the index is damaged or could run code.
+        ValueError: the index is damaged or could run code, or a part of `state` is missing or unreadable.
         OSError: a file cannot be read.
-        torch.distributed.checkpoint.CheckpointException: a part of `state` is missing or unreadable.
     """
     reader = CheckpointReader(folder)
     # Inside of its collective PyTorch would hide the error of a damaged index in its own traces.
     reader.read_metadata()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=reader, planner=_PlainValues(), no_dist=no_dist)
+        try:
+            dcp.load(state, storage_reader=reader, planner=_PlainValues(), no_dist=no_dist)
+        except CheckpointException as error:
+            reason = next(iter(error.failures.values()))[0]
+            # An error of torch's readers says neither the file nor that it is damaged.
+            raise ValueError(f"the checkpoint {folder} cannot be loaded: {short_reason(reason)}") from error

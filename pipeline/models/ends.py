@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.model import ModelConfig
@@ -46,6 +47,8 @@ def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", argument
         model: path of the model.
         tokenizer: of the model, or of `model.tokenizer_path`.
         arguments: further ones of the chat template (`data.apply_chat_template_kwargs`).
+
+    Raises ValueError if the model's generation_config.json cannot be used.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -55,8 +58,13 @@ def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", argument
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
         stored = as_list(GenerationConfig.from_model_config(config).eos_token_id)
         vocabulary = config.get_text_config().vocab_size
-    with suppress(OSError):
+    try:
         stored = as_list(GenerationConfig.from_pretrained(path).eos_token_id) or stored
+    # It is an OSError for `transformers` if there is no file, and if the file is no JSON.
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        file = Path(path) / "generation_config.json"
+        if not isinstance(error, OSError) or file.is_file():
+            raise ValueError(f"{file} cannot be used ({short_reason(error)}); mend it, or remove it") from error
     return ends_of(tokenizer, arguments, stored, vocabulary)
 
 

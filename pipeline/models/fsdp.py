@@ -7,11 +7,11 @@
 Each `backward` is a collective: all ranks must run the same number of micro-batches.
 """
 
-import copy
+import contextlib
+import errno
 import math
 import shutil
 import socket
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,10 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.learner import FSDPConfig
 from pipeline.models import lora
-from pipeline.models.ends import as_list, as_stored
 from pipeline.models.mesh import Mesh, make_mesh
-from pipeline.models.repeatable import own_randomness
-from pipeline.models.save import WeightFiles, gathered_blocks, take_place
+from pipeline.models.save import WeightFiles, gathered_blocks, partial_of, take_place
+from pipeline.models.save_settings import save_settings
 from pipeline.models.slices import adopt, take_slices
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def save_hf(
         dtype = dtype or model.lm.dtype  # merged weights are float32
     rank = dist.get_rank() if dist.is_initialized() else 0
     error: Exception | None = None
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial = partial_of(folder)
     files = WeightFiles(model.lm, partial)
     try:
         if rank == 0:
@@ -216,21 +215,57 @@ def save_hf(
     try:
         if rank == 0 and error is None:
             # It clears what it takes for weights of an older save, so it comes before them.
-            _save_settings(model.lm, partial, dtype, ends)
+            save_settings(model.lm, tokenizer, partial, dtype, ends)
             files.finish()
             if adapter is not None:
                 lora.save(model, adapter, partial / "adapter")
-            tokenizer.save_pretrained(partial)
             take_place(partial, folder, replace)
     # The other ranks wait for word; libraries raise errors of many kinds for a full disk.
     except Exception as problem:  # noqa: BLE001
         error = problem
-    failure = [str(error) if error else None]
+    if error is not None:
+        shutil.rmtree(partial, ignore_errors=True)
+    _agree(f"the model could not be saved in {folder}", error)
+
+
+def try_save(
+    model: "Pretrained",
+    tokenizer: Any,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    ends: Sequence[int] = (),
+    replace: bool = False,
+) -> None:
+    """Write what `save_hf` would, without the weights, and remove it; a collective with the same arguments.
+
+    Raises NotSavedError, on every rank, if rank 0 could not write, or could not put it in the place of `folder`.
+    """
+    folder, error = Path(folder), None
+    partial = partial_of(folder)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        missing = [parent for parent in folder.parents if not parent.exists()]
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a file")
+            partial.mkdir(parents=True)
+            save_settings(model.lm, tokenizer, partial, dtype, ends)
+        except Exception as problem:  # noqa: BLE001 (as above)
+            error = problem
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+    _agree(f"the model could not be saved in {folder} at the end", error)
+
+
+def _agree(sentence: str, error: Exception | None) -> None:
+    """Raise NotSavedError on every rank if rank 0 met with an error; a collective."""
+    reason = None if error is None else (error.strerror if isinstance(error, OSError) else None) or str(error)
+    failure = [reason]
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise NotSavedError(f"the model could not be saved in {folder}: {failure[0]}") from error
+        raise NotSavedError(f"{sentence}: {failure[0]}") from error
 
 
 def rescue(save: Callable[[str], None], folders: Sequence[str], reason: str) -> str:
@@ -253,15 +288,3 @@ def rescue(save: Callable[[str], None], folders: Sequence[str], reason: str) -> 
         else:
             return f"{reason}. The model is in {folder} (on {choice[0][1]})"
     return reason
-
-
-def _save_settings(lm: Any, folder: Path, dtype: torch.dtype | None, ends: Sequence[int]) -> None:
-    """The model's config, its generation config and its own code, without weights."""
-    if ends and set(ends) != set(as_list(lm.generation_config.eos_token_id)):
-        lm.generation_config.eos_token_id = as_stored(ends)
-    with own_randomness(lm):
-        lm.save_pretrained(folder, state_dict={})
-        if dtype is not None:
-            config = copy.deepcopy(lm.config)
-            config.dtype = dtype
-            config.save_pretrained(folder)

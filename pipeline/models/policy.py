@@ -150,18 +150,23 @@ class Policy(Pretrained):
             )
 
 
-def load_policy(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None) -> Policy:
+def load_policy(
+    config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None, longest: int | None = None
+) -> Policy:
     """The policy of `config.path`; see `load_lm`. Raises ValueError also for an unsupported model."""
-    return Policy(load_lm(config, key, mesh))
+    return Policy(load_lm(config, key, mesh, longest=longest))
 
 
-def load_reference(config: ModelConfig, trained: ModelConfig, mesh: Mesh | None = None) -> Policy:
-    """The frozen policy of `config.path`, with which the policy `trained` is compared; `mesh` as in `load_lm`.
+def load_reference(
+    config: ModelConfig, trained: ModelConfig, mesh: Mesh | None = None, longest: int | None = None
+) -> Policy:
+    """The frozen policy of `config.path`, with which the policy `trained` is compared; `mesh` and `longest` as in
+    `load_lm`.
 
     Raises ValueError as `load_policy`, and if its vocabulary has another size than that of `trained`.
     """
     other = config.path != trained.path
-    policy = load_policy(config, "scoring.reference.path" if other else "model.path", mesh)
+    policy = load_policy(config, "scoring.reference.path" if other else "model.path", mesh, longest)
     if other:
         from transformers import AutoConfig
 
@@ -176,7 +181,13 @@ def load_reference(config: ModelConfig, trained: ModelConfig, mesh: Mesh | None 
     return policy.eval().requires_grad_(False)
 
 
-def load_lm(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = None, with_head: bool = True) -> Any:
+def load_lm(
+    config: ModelConfig,
+    key: str = "model.path",
+    mesh: Mesh | None = None,
+    with_head: bool = True,
+    longest: int | None = None,
+) -> Any:
     """The `transformers` causal language model of `config.path`, in training mode.
 
     Args:
@@ -184,6 +195,7 @@ def load_lm(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = No
         key: the configuration key of the path, for errors.
         mesh: ranks that load slices (`load_pretrained`); None loads it whole.
         with_head: whether the checkpoint must have the head's weights.
+        longest: tokens of the longest row; None for what the model was made for.
 
     Raises ValueError for no path, an incomplete model folder, weights missing in the checkpoint, or adapters that do
     not fit.
@@ -191,7 +203,7 @@ def load_lm(config: ModelConfig, key: str = "model.path", mesh: Mesh | None = No
     # Imported here because it takes seconds, and every process of the stream imports this module.
     from transformers import AutoModelForCausalLM
 
-    lm, report = load_pretrained(AutoModelForCausalLM, config, key, mesh)
+    lm, report = load_pretrained(AutoModelForCausalLM, config, key, mesh, longest)
     missing = set(report["missing_keys"])
     if not with_head:
         decoder = {id(parameter) for parameter in lm.get_decoder().parameters()}

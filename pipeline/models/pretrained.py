@@ -1,5 +1,6 @@
 """Code that all models made of `transformers` models share."""
 
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 from pipeline.config.model import ModelConfig
 from pipeline.config.paths import model_folder
 from pipeline.errors import short_reason
+from pipeline.models.attention_choice import choose_attention
 from pipeline.models.fsdp import torch_dtype
 from pipeline.models.mesh import Mesh
 from pipeline.models.offload import offload_activations
 from pipeline.models.quantised import check_not_quantised
 from pipeline.models.repeatable import without_dropout
+from pipeline.models.rope import fix_ropes
 from pipeline.models.slices import reading_slices
 from pipeline.models.weight_files import alone, check_weights
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "lm."
 
@@ -39,7 +44,13 @@ class Pretrained(nn.Module):
 
 
 def load_pretrained(
-    auto: Any, config: ModelConfig, key: str, mesh: Mesh | None = None, other_head: bool = False, **options: Any
+    auto: Any,
+    config: ModelConfig,
+    key: str,
+    mesh: Mesh | None = None,
+    longest: int | None = None,
+    other_head: bool = False,
+    **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """The model of `config.path`, in training mode, and the loading report of `transformers`.
 
@@ -49,6 +60,7 @@ def load_pretrained(
         key: the configuration key of the path, for errors.
         mesh: ranks that read their slices of the weights (`slices.py`); None, or one rank, reads whole weights on the
             CPU.
+        longest: tokens of the longest row (`fix_ropes`); None for what the model was made for.
         other_head: whether weights outside of the base model may have another shape; the report names them.
         options: arguments of `from_pretrained` that override those of `config`.
 
@@ -86,6 +98,9 @@ def load_pretrained(
                 f"{key}={config.path} holds {name} of shape {list(shape)}, but its config.json says {list(needed)}; "
                 "give a complete checkpoint of one model."
             )
+    fix_ropes(model, longest)
+    if note := choose_attention(model):
+        logger.warning("%s=%s: %s", key, config.path, note)
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.activation_offload:

@@ -111,7 +111,11 @@ class RewardModel(Pretrained):
 
 
 def load_reward_model(
-    model: ModelConfig, key: str = "model.path", new_head: bool = False, mesh: Mesh | None = None
+    model: ModelConfig,
+    key: str = "model.path",
+    new_head: bool = False,
+    mesh: Mesh | None = None,
+    longest: int | None = None,
 ) -> RewardModel:
     """The reward model of `model.path`, in training mode.
 
@@ -120,6 +124,7 @@ def load_reward_model(
         key: the configuration key of the path, for errors.
         new_head: add a head, whose scores are 0, to a checkpoint without one, such as that of a language model.
         mesh: ranks that load slices (`load_pretrained`); None loads it whole, on the CPU.
+        longest: tokens of the longest row; None for what the model was made for.
 
     Raises:
         ValueError: no path, an incomplete model folder, weights missing in the checkpoint, a head with several labels,
@@ -127,13 +132,15 @@ def load_reward_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    options: dict[str, Any] = {"num_labels": 1}
+    options: dict[str, Any] = {"num_labels": 1, "other_head": True}
     if model.attn_implementation == "sdpa":
         options["attn_implementation"] = None  # sdpa, or eager for models without it, such as DeBERTa
     # Missing weights are drawn at random; the seed makes them equal on all ranks.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        lm, report = load_pretrained(AutoModelForSequenceClassification, model, key, mesh, other_head=True, **options)
+        lm, report = load_pretrained(
+            AutoModelForSequenceClassification, model, key, mesh, longest, other_head=True, **options
+        )
     for name, shape, needed in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{key}={model.path} holds {name} of shape {list(shape)} where one label needs {list(needed)}: it is a "

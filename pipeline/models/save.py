@@ -6,10 +6,12 @@ Only the tensors of one transformer block and of one file are in the memory of r
 """
 
 import json
+import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,28 @@ FILE_BYTES = 2 * 2**30
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 """Names of the files of weights in a saved model's folder."""
+
+
+def partial_of(folder: Path) -> Path:
+    """A new name next to `folder`, for what is to take its place."""
+    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+
+
+@contextmanager
+def written_whole(folder: Path, replace: bool = False) -> Iterator[Path]:
+    """A new folder next to `folder`; it takes that place after the block (`take_place`), and goes if that fails."""
+    folder = Path(os.path.realpath(folder))
+    partial = partial_of(folder)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for file in partial.glob("*.safetensors"):
+            # safetensors makes files that only their owner can read, but other users may serve the model.
+            file.chmod(0o644)
+        take_place(partial, folder, replace)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def take_place(partial: Path, folder: Path, replace: bool) -> None:

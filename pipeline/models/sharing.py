@@ -20,15 +20,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pipeline.models.architecture import why_padded, why_whole
+from pipeline.greeting import borders
+from pipeline.models.architecture import why_padded
 from pipeline.models.attention import PACKED, hidden_states, register
 from pipeline.models.batch import TokenBatch, ranges
 from pipeline.models.packing import pack
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = 0.02
-"""Relative difference of hidden states that is taken for rounding, also in bfloat16."""
+ROUNDING, COARSE_ROUNDING = 1e-4, 0.02
+"""Relative difference of hidden states that is taken for rounding in float32, and in shorter types."""
+LONGEST_TRIED = 512
+"""Tokens of a row that is tried before training."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,19 @@ class Passes:
             sequence: `actor.parallel.sequence`.
 
         Raises ValueError if the model cannot pack rows, and the setting is `always` or ranks divide the positions; or
-        if its positions cannot be divided.
+        if a row's numbers depend on the rows beside it.
         """
         decoder = getattr(module, "decoder", None)
         reason = "it is no decoder" if decoder is None else enable(decoder)
         name = type(module if decoder is None else decoder).__name__
-        divided = reason if decoder is None or reason else why_whole(decoder.config.get_text_config())
-        if sequence > 1 and divided:
-            raise ValueError(f"actor.parallel.sequence={sequence} divides packed rows, but {name} cannot: {divided}")
+        if sequence > 1 and reason:
+            raise ValueError(f"actor.parallel.sequence={sequence} divides packed rows, but {name} cannot: {reason}")
         if reason is None:
             return cls(packed=True, shared=share_prompts != "never")
         if share_prompts == "always":
             raise ValueError(f"model.share_prompts=always, but {name} cannot: {reason}")
+        if decoder is not None and (problem := _why_not_padded(decoder)):
+            raise ValueError(f"{name} cannot be trained: {problem}")
         logger.info("rows are padded, and samples do not share their prompt in %s: %s", name, reason)
         return cls(packed=False, shared=False)
 
@@ -135,25 +139,18 @@ def enable(decoder: Any) -> str | None:
         return reason
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "it takes no position_ids"
-    if any(isinstance(parameter, DTensor) for parameter in decoder.parameters()):
-        decoder = _one_layer(decoder)
-        config = decoder.config.get_text_config()
+    decoder = _whole(decoder)
+    config = decoder.config.get_text_config()
     device = decoder.get_input_embeddings().weight.device
     prompts, responses = np.array([0, 1, 2, 0, 1, 2, 3]), np.array([4, 5, 6, 7, 1, 2, 5])
     ends = np.array([0, 3, 6, 7]), np.array([0, 2, 5, 7])
     rows = TokenBatch(prompts % config.vocab_size, ends[0], responses % config.vocab_size, ends[1], np.arange(4))
-
-    def hidden(packs: list[list[int]], packed: bool) -> Tensor:
-        batch = pack(rows, packs, packed=packed).to(device)
-        states = hidden_states(decoder, batch.input_ids, batch.logit_index, batch.positions, batch.packing)
-        return states.float()
-
     register()
     try:
-        expected = torch.cat([hidden([[row]], packed=False) for row in range(3)])
+        expected = torch.cat([_hidden(decoder, rows, [[row]], False, device) for row in range(3)])
         config._attn_implementation = PACKED
-        together = hidden([[0, 1], [2]], packed=True)
-        if (together - expected).abs().max() <= TOLERANCE * expected.abs().max():
+        together = _hidden(decoder, rows, [[0, 1], [2]], True, device)
+        if not _differ(together, expected, decoder.dtype):
             own._attn_implementation = PACKED
             return None
         reason = "it gives other numbers with packed rows"
@@ -161,6 +158,53 @@ def enable(decoder: Any) -> str | None:
         reason = f"it failed with packed rows: {error}"
     config._attn_implementation = "sdpa"
     return reason
+
+
+@torch.no_grad()
+def _why_not_padded(decoder: Any) -> str | None:
+    """Why a decoder cannot take rows that are padded on the right; None if each has the numbers that it has alone.
+
+    The longer row beside it passes each length at which the configuration says that something changes, if that is
+    short.
+    """
+    decoder = _whole(decoder)
+    config = decoder.config.get_text_config()
+    device = decoder.get_input_embeddings().weight.device
+    longest = max([length for length, _ in borders(config.to_dict()) if length <= LONGEST_TRIED], default=0) + 8
+    lengths = np.array([6, longest])
+    tokens = np.arange(1, lengths.sum() + 1) % config.vocab_size
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    rows = TokenBatch(tokens[:2], np.array([0, 1, 2]), tokens[2:], ends - np.array([0, 1, 2]), np.arange(3))
+    try:
+        alone = _hidden(decoder, rows, [[0]], False, device)
+        beside = _hidden(decoder, rows, [[0], [1]], False, device)[: len(alone)]
+    except Exception:  # noqa: BLE001 (it fails again, and is reported, when it trains)
+        return None
+    if not _differ(beside, alone, decoder.dtype):
+        return None
+    apart = float((beside - alone).abs().max() / alone.abs().max())
+    return (
+        f"the numbers of a row of {lengths[0]} tokens change by {apart:.1e} beside one of {longest} tokens in the same "
+        "pass, so the log-probs of a row would depend on its neighbours"
+    )
+
+
+def _hidden(decoder: Any, rows: TokenBatch, packs: list[list[int]], packed: bool, device: torch.device) -> Tensor:
+    """Hidden states [N, H] float32 of the rows' response tokens."""
+    batch = pack(rows, packs, packed=packed).to(device)
+    return hidden_states(decoder, batch.input_ids, batch.logit_index, batch.positions, batch.packing).float()
+
+
+def _differ(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two computations in `dtype` differ by more than rounding."""
+    tolerance = ROUNDING if dtype == torch.float32 else COARSE_ROUNDING
+    return bool((ours - theirs).abs().max() > tolerance * theirs.abs().max())
+
+
+def _whole(decoder: Any) -> Any:
+    """`decoder`; a decoder of one layer in place of one of which ranks have slices."""
+    sliced = any(isinstance(parameter, DTensor) for parameter in decoder.parameters())
+    return _one_layer(decoder) if sliced else decoder
 
 
 def _one_layer(decoder: Any) -> Any:

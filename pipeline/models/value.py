@@ -69,7 +69,9 @@ class ValueModel(nn.Module):
         self(ids, torch.arange(ids.numel(), device=device))
 
 
-def load_value_model(policy: ModelConfig, path: str | None = None, mesh: Mesh | None = None) -> ValueModel:
+def load_value_model(
+    policy: ModelConfig, path: str | None = None, mesh: Mesh | None = None, longest: int | None = None
+) -> ValueModel:
     """The critic, with a value head of zeros.
 
     Args:
@@ -77,6 +79,7 @@ def load_value_model(policy: ModelConfig, path: str | None = None, mesh: Mesh | 
         path: `critic.path`; the checkpoint may lack a language-model head, as that of a reward model does. None takes
             the policy's model.
         mesh: ranks that load slices (`load_pretrained`); None loads it whole, on the CPU.
+        longest: tokens of the longest row; None for what the model was made for.
 
     Raises ValueError for no path, an incomplete or unsupported model, or a vocabulary without all of the policy's
     tokens.
@@ -85,7 +88,7 @@ def load_value_model(policy: ModelConfig, path: str | None = None, mesh: Mesh | 
     # The adapter that training starts from is the policy's.
     lora = dataclasses.replace(policy.lora, path=None)
     config = dataclasses.replace(policy, path=path or policy.path, lora=lora)
-    model = ValueModel(load_lm(config, key, mesh, with_head=False))
+    model = ValueModel(load_lm(config, key, mesh, False, longest))
     if path:
         tokenizer = load_tokenizer(policy, needs_chat_template=False)
         check_vocabulary(tokenizer, policy.tokenizer_path or policy.path, model.vocab_size, f"critic.path={path}")

@@ -144,7 +144,7 @@ def estimate(config: Config, models: Models) -> Memory:
     rollout, parallel = config.rollout, config.actor.parallel
     workers = max(1, config.trainer.num_workers // parallel.replicate)
     element, engine_element = BYTES[config.model.dtype], BYTES[rollout.dtype]
-    tokens = config.data.max_prompt_length + config.data.max_response_length
+    tokens = config.data.longest_row
     shard = model.parameters * element // workers
     lora = config.model.lora
     versions = config.algorithm.max_staleness + 2 if config.trainer.weight_transport == "nixl" else 0

@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.derived import shards_reference, uses_critic, uses_engines
 from pipeline.errors import short_reason
-from pipeline.models.architecture import why_whole
+from pipeline.models.architecture import why_padded
 from pipeline.plan.models import ModelFiles, read_model
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -118,7 +118,7 @@ def _sequence(config: Config, key: str, path: str, model: ModelFiles) -> Iterato
         if parallel.tensor > 1:
             size = f"actor.parallel.tensor x actor.parallel.sequence = {parallel.tensor} x {sequence} = {ranks}"
         yield f"{size} does not divide {name}={heads} of {key}={path}; choose a divisor"
-    if reason := why_whole(text):
+    if reason := why_padded(text):
         yield (
             f"actor.parallel.sequence={sequence} divides packed rows, which {key}={path} cannot take: {reason}; set it "
             "to 1"

@@ -72,7 +72,7 @@ def times(config: Config, models: Models, memory: Memory, gpu: Gpu) -> Times | N
         return None
     rate = OF_FLOPS * gpu.flops
     rows = config.data.train_batch_size * config.rollout.n
-    length = config.data.max_prompt_length + config.data.max_response_length
+    length = config.data.longest_row
     own = [models.policy] * (config.actor.old_log_probs == "recompute")
     own += [models.reference or models.policy] * trains_beside_reference(config)
     log_probs = sum(_passes(config, config.actor, model, rate, 1) for model in own)
@@ -125,7 +125,7 @@ def _update(config: Config, part: ActorConfig | CriticConfig, model: ModelFiles,
 def _passes(config: Config, part: ActorConfig | CriticConfig, model: ModelFiles, rate: float, forwards: int) -> float:
     """Seconds of passes over all rows of an iteration, each as long as so many forward passes."""
     data, parallel, workers = config.data, config.actor.parallel, config.trainer.num_workers
-    length = data.max_prompt_length + data.max_response_length
+    length = data.longest_row
     rows, shape = data.train_batch_size * config.rollout.n, UpdateShape.of(config, part)
     operations = rows * _operations(model, length, data.max_response_length) * forwards / workers
     tokens = rows * length * parallel.ranks_with_same_rows / workers

@@ -1,11 +1,17 @@
-"""Chat messages to prompt tokens, through the model's own chat template, many prompts at a time."""
+"""Chat messages to prompt tokens, through the model's own chat template, many prompts at a time.
 
+A prompt whose last message is the assistant's is a beginning that the policy continues: the template writes neither an
+end of that turn nor an opening of another one. What is neither of both is refused.
+"""
+
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data import DataConfig
-from pipeline.conversations import Messages, read_messages, rendered
+from pipeline.conversations import Messages, begun_answer, read_messages, rendered
 from pipeline.errors import short_reason
+from pipeline.models.special_tokens import Spellings, special_tokens
 from pipeline.models.template_arguments import check_template_arguments
 from pipeline.omissions import Omissions
 
@@ -27,6 +33,13 @@ FIXED_ARGUMENTS = (
 )
 """Arguments of the chat template that `ChatTokenizer` sets itself."""
 
+QUESTIONS = ("user", "tool")
+"""Roles of messages that templates write where they stand, and not as answers."""
+CONTINUED = (
+    "prompts end with a message of the assistant: the policy continues it, and rewards judge the whole; remove the "
+    "message if it is an answer that was left in the file"
+)
+
 
 class ChatTokenizer:
     """Turns conversations into prompt tokens of at most `data.max_prompt_length`."""
@@ -44,32 +57,28 @@ class ChatTokenizer:
         self.tokenizer = tokenizer
         self.data = data
         self.omissions = Omissions()
+        self._special = special_tokens(tokenizer)
         self._template_kwargs = {str(key): value for key, value in data.apply_chat_template_kwargs.items()}
         self._column = f"column {data.prompt_key!r} (data.prompt_key)"
 
     def encode(self, conversations: Sequence[Any]) -> list[list[int]]:
-        """All prompt tokens of each conversation, generation prompt included.
+        """All prompt tokens of each conversation, up to where the policy's answer begins or goes on.
 
         Raises:
-            ValueError: a conversation is not a list of messages, the template fails on it or leaves out some of it, or
-                it gives no token.
+            ValueError: a conversation is not a list of messages, ends with what cannot be continued, spells a special
+                token that cannot be taken as text, the template fails on it or leaves out some of it, or it gives no
+                token.
         """
         if not conversations:
             return []
         messages = [self.read(conversation) for conversation in conversations]
-        texts = [rendered(some, lambda one: self._render(one, True)) for some in messages]
-        encoded = self.tokenizer(
-            texts,
-            # The template writes the special tokens itself.
-            add_special_tokens=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        tokens: list[list[int]] = encoded["input_ids"]
+        spellings = [self._special.spellings(some, f"{self._column}: ") for some in messages]
+        texts = [self._text(some, spelled) for some, spelled in zip(messages, spellings, strict=True)]
+        tokens = self._special.encode(texts, spellings)
         if not all(tokens):
             raise ValueError(f"{self._column}: the chat template makes an empty prompt of it; give the message content")
-        for conversation, text in zip(messages, texts, strict=True):
-            self.omissions.check(conversation, text, self._without_opening, self._column)
+        for conversation, text, spelled in zip(messages, texts, spellings, strict=True):
+            self.omissions.check(conversation, spelled.show(text), self._without_opening, self._column)
         return tokens
 
     def fit(self, ids: list[int]) -> list[int] | None:
@@ -95,13 +104,84 @@ class ChatTokenizer:
             "data.max_prompt_length, or choose data.filter_overlong_prompts=true or data.truncation=left|right|middle"
         )
 
+    def _text(self, messages: Messages, spellings: Spellings) -> str:
+        """The rendered prompt, with stand-ins."""
+        if (begun := begun_answer(messages)) is None:
+            self._check_question(messages)
+            return spellings.render(self._with_opening, messages)
+        if messages[-1].get("tool_calls"):
+            raise ValueError(
+                f"{self._column}: the last message is the assistant's and has tool calls, and no results stand behind "
+                "it; add these, or remove the message"
+            )
+        if not begun.strip():
+            raise ValueError(
+                f"{self._column}: the last message is the assistant's and has no text that the policy could continue; "
+                "remove it"
+            )
+        text = spellings.render(
+            lambda some: rendered(some, lambda one: self._render(one, False, continue_final_message=True)), messages
+        )
+        self._check_begun(messages[:-1], spellings.show(text), begun)
+        self.omissions.notes[CONTINUED] = None
+        return text
+
+    def _check_question(self, messages: Messages) -> None:
+        """Refuse a conversation that the template ends with an answer, though its last message is another's."""
+        *before, last = messages
+        if last["role"] in QUESTIONS or not before:
+            return
+        text, opened = self._without_opening(messages), self._with_opening(before)
+        ends = opened != self._without_opening(before) and text.startswith(opened)
+        while before and before[-1]["role"] == last["role"]:
+            before.pop()
+        if begun := begun_answer(before):
+            # Some templates write all messages of the system at the beginning.
+            answer = self._without_opening(before)
+            said = answer.rfind(begun.strip()) + len(begun.strip())
+            ends = ends or len(os.path.commonprefix([answer, text])) < said
+        if ends:
+            raise ValueError(
+                f"{self._column}: the last message, of role {last['role']!r:.40}, is none that the chat template lets "
+                "the policy answer: it would read a finished answer at the end; remove it, or write its role as "
+                "assistant if it is an answer that the policy is to continue"
+            )
+
+    def _check_begun(self, before: Messages, text: str, begun: str) -> None:
+        """Refuse an answer to be continued that the template does not write as it is.
+
+        Args:
+            before: the messages in front of it.
+            text: the rendered prompt, which should end with it.
+            begun: the answer so far.
+        """
+        wanted = "give the policy a message to answer, or begin its answer in the form that the template writes"
+        if not text.endswith(begun):
+            raise ValueError(
+                f"{self._column}: the last message is the assistant's, which the policy is to continue, and the chat "
+                f"template changes its beginning or its end ({begun!r:.80}); {wanted}"
+            )
+        opening = self._with_opening(before) if before else ""
+        head = text[: len(text) - len(begun)]
+        inserted = head[len(os.path.commonprefix([opening, head])) :]
+        for token in self.tokenizer.added_tokens_decoder.values():
+            if token.content in inserted and token.content in begun and token.content not in self._special.texts:
+                raise ValueError(
+                    f"{self._column}: the last message is the assistant's, which the policy is to continue, and the "
+                    f"chat template writes {inserted!r:.80} in front of it, though it has {token.content} itself; "
+                    f"{wanted}"
+                )
+
+    def _with_opening(self, messages: Messages) -> str:
+        return rendered(messages, lambda some: self._render(some, True))
+
     def _without_opening(self, messages: Messages) -> str:
         return rendered(messages, lambda some: self._render(some, False))
 
-    def _render(self, messages: Messages, generate: bool) -> str:
+    def _render(self, messages: Messages, generate: bool, **more: Any) -> str:
         try:
             text: Any = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generate, **self._template_kwargs
+                messages, tokenize=False, add_generation_prompt=generate, **more, **self._template_kwargs
             )
         # A template is foreign code and may raise anything.
         except Exception as error:

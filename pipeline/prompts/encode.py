@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cells import parsed, plain
+from pipeline.conversations import begun_answer
 from pipeline.prompts.chat import ChatTokenizer
 from pipeline.prompts.parquet import MEDIA, Place
 from pipeline.prompts.quarantine import Quarantine
@@ -77,13 +78,14 @@ class Encoder:
         values = prompt.values
         extra_info = values.get("extra_info")
         source, truth = data_source(values), to_json(ground_truth_of(values), "reward_model.ground_truth")
+        messages = self.chat.read(values[self.prompt_key])
         row = {
             "uid": prompt.uid,
             "epoch": prompt.epoch,
             "offset": prompt.offset,
             "prompt_index": prompt.prompt_index,
             "data_source": source,
-            "prompt": to_json(self.chat.read(values[self.prompt_key]), self.prompt_key),
+            "prompt": to_json(messages, self.prompt_key),
             "ground_truth": truth,
             "extra_info": to_json({} if extra_info is None else extra_info, "extra_info"),
             "agent_name": values.get("agent_name"),
@@ -91,6 +93,8 @@ class Encoder:
         if self.limits is not None:
             self.limits.check(extra_info)
             self.limits.check_agent(values.get("agent_name"))
+            if begun_answer(messages) is not None:
+                self.limits.check_asks(values.get("agent_name"))
             # As the reward will read it.
             self.limits.truths(source, values.get("agent_name"), json.loads(truth))
         fitted = self.chat.fit(ids)

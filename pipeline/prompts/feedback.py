@@ -28,7 +28,8 @@ class Outcome(NamedTuple):
     scores: list[float]
     """Of each response."""
     solved: float
-    """Share of the responses that were right: the mean of `acc` where the reward gives it, else of score >= 1."""
+    """Share of the responses that were right: the mean of `acc` if the reward gives it for one of them, and those
+    without it are not right; else of score >= 1."""
 
 
 def outcomes(run_dir: str, iteration: int) -> list[Outcome]:
@@ -46,10 +47,9 @@ def outcomes(run_dir: str, iteration: int) -> list[Outcome]:
 
 def _outcome(rows: list[dict[str, Any]]) -> Outcome:
     first = rows[0]
-    right = []
-    for row in rows:
-        acc = json.loads(row["reward_parts"] or "{}").get("acc")
-        right.append(float(row["score"] >= 1) if acc is None else float(acc))
+    accuracies = [json.loads(row["reward_parts"] or "{}").get("acc") for row in rows]
+    judged = any(acc is not None for acc in accuracies)
+    right = [float(acc or 0) for acc in accuracies] if judged else [float(row["score"] >= 1) for row in rows]
     return Outcome(
         first["prompt_index"],
         first["data_source"],

@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.bounds import as_argument
 from pipeline.config.schema import keys, value_of
+from pipeline.conversations import begun_text
 from pipeline.derived import reward_parts, uses_agent, uses_baselines, uses_engines
 from pipeline.replay.recording import Recording, iteration_range
 from pipeline.rows import ANSWER
@@ -162,7 +163,8 @@ def check_recording(config: Config) -> int:
         )
     sources = recording.check()
     rows = recording.rows(0, min(CHECKED_GROUPS, recording.groups))
-    _check_tokens(config, rows.select(["response_ids", "response", *["spans"] * uses_agent(config)]).to_pylist())
+    read = ["prompt", "response_ids", "response", *["spans"] * uses_agent(config)]
+    _check_tokens(config, rows.select(read).to_pylist())
     check_sources(sources, config.reward, config.agent)
     check_names(config.reward, {source for found in sources.values() for source in found})
     prompts = rows.take(list(range(0, len(rows), recording.n)))
@@ -215,6 +217,8 @@ def _check_tokens(config: Config, rows: list[dict]) -> None:
     answers = [_last_answer(row) if episodes else row["response_ids"] for row in rows]
     texts = load_tokenizer(config.model).batch_decode(answers, skip_special_tokens=True)
     for row, text in zip(rows, texts, strict=True):
+        if not episodes:
+            text = begun_text(row["prompt"]) + text
         # Of an answer of an episode, calls and reasoning were taken out.
         if any(word not in text for word in row["response"].split()) if episodes else text != row["response"]:
             raise ConfigError(

@@ -9,6 +9,7 @@ import pyarrow as pa
 from pipeline import rows
 from pipeline.config.agent import AgentConfig
 from pipeline.config.reward import RewardConfig
+from pipeline.conversations import answered
 from pipeline.errors import nearest
 from pipeline.reward.functions import functions
 from pipeline.reward.pool import close
@@ -33,8 +34,8 @@ class Tried(NamedTuple):
 
     score: float | None
     """Of the first prompt; None if its reward failed."""
-    acc: bool
-    """Whether the reward has the part `acc`."""
+    acc: bool | None
+    """Whether the reward has the part `acc`; None if a function of the user may give it for other responses."""
 
 
 def check_names(config: RewardConfig, training: Collection[str], others: Collection[str] = ()) -> None:
@@ -146,11 +147,12 @@ def dry_call(
                 f"{key}: the reward of data_source {source!r} has no number {name!r}, tried with a made-up response; "
                 f"it has {', '.join(numbers)}{nearest(name, numbers)}"
             )
-        found[source] = Tried(None if scored[0]["reward_error"] else scored[0]["score"], "acc" in numbers)
+        acc = "acc" in numbers or (None if any(function.path for function in functions(config)) else False)
+        found[source] = Tried(None if scored[0]["reward_error"] else scored[0]["score"], acc)
     return found
 
 
 def _episode(prompt: str) -> dict[str, Any]:
     """The columns `EPISODE` of a row whose only answer is `RESPONSE`."""
-    messages = [*json.loads(prompt), {"role": "assistant", "content": RESPONSE}]
+    messages = answered(json.loads(prompt), RESPONSE)
     return {"messages": json.dumps(messages), "turns": 1, "env_score": 0.0, "env_parts": "{}", "env_error": None}

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from pipeline.greeting import Greeting
 from pipeline.store.client import StoreClient
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.versions import Ticket
@@ -24,6 +25,9 @@ class PolicySource(Protocol):
     ) -> None:
         """The engine has loaded a version; see `PolicyStore.acknowledge`."""
 
+    async def greet(self, greeting: Greeting) -> None:
+        """The engine has generated the rows that a ticket asked for."""
+
 
 class StorePolicy:
     """The policy store as the engines of one attempt see it.
@@ -43,3 +47,6 @@ class StorePolicy:
         self, engine: str, version: int, crc: int, load_s: float, idle_s: float, busy_s: float
     ) -> None:
         await self._store.awaited(PolicyStore.acknowledge, engine, version, crc, load_s, idle_s, busy_s)
+
+    async def greet(self, greeting: Greeting) -> None:
+        await self._store.awaited(PolicyStore.greet, greeting)

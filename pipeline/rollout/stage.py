@@ -37,12 +37,15 @@ from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.rollout import RolloutConfig
 from pipeline.config.trainer import TrainerConfig
+from pipeline.conversations import begun_text
 from pipeline.derived import uses_baselines
 from pipeline.errors import FinalError
 from pipeline.generation import Generation
+from pipeline.greeting import GreetingPlan
 from pipeline.rollout import vllm
 from pipeline.rollout.engine import EngineDead, EngineLoop
 from pipeline.rollout.episodes import Episodes, generations, with_episodes
+from pipeline.rollout.greetings import greeting_requests, read_greeting
 from pipeline.rollout.occupancy import Occupancy
 from pipeline.rollout.order import InOrder
 from pipeline.rollout.policy_source import PolicySource
@@ -103,7 +106,7 @@ class Rollout:
         self._admitted, self._done, self._asleep = 0, 0, False
         self._occupancy = Occupancy()
         self.name = f"{socket.gethostname()}:{os.getpid()}"
-        length = data.max_prompt_length + data.max_response_length
+        length = data.longest_row
         self.engine = EngineLoop(
             lambda: vllm.build(model, rollout, length, trainer.seed),
             self._deadlines.engine_start,
@@ -188,6 +191,9 @@ class Rollout:
                 return with_episodes(self._rows(table, made, texts, mask, *seconds), episodes)
             made = [vllm.read(output, version) for output in outputs]
             texts = decoded(self._tokenizer, [generation.token_ids.tolist() for generation in made], self._ends)
+            # Rewards judge an answer as a whole.
+            starts = list(map(begun_text, table["prompt"].to_pylist()))
+            texts = [starts[number * len(starts) // len(texts)] + text for number, text in enumerate(texts)]
             return self._rows(table, made, texts, None, *seconds)
 
         # Other chunks are admitted and added meanwhile.
@@ -249,7 +255,16 @@ class Rollout:
             await self._within(patience, self._load(ticket), f"load policy version {ticket.version}", keys)
             self._acknowledge(ticket, time.perf_counter() - begun)
             self._version, self._asleep = ticket.version, False
+            if ticket.greeting is not None:
+                await self._greet(ticket.greeting)
             return self._version
+
+    async def _greet(self, plan: GreetingPlan) -> None:
+        """Generate the rows with which the trainer compares itself, and send them."""
+        submitted = self.engine.submit(greeting_requests(plan, self._tokenizer), one_version=True)
+        what = "generate the rows of the handshake"
+        outputs = await self._within(self._deadlines.chunk, submitted, what, "trainer.deadlines.chunk")
+        await self._policy.greet(read_greeting(self.name, outputs))
 
     def _acknowledge(self, ticket: Ticket, seconds: float) -> None:
         """Report to the store that the ticket's version is loaded. The engine generates meanwhile, but no rows leave it

@@ -39,6 +39,7 @@ class CheckpointKeeper:
         # Only the thread uses these from here on.
         self._values: dict[int, float] = {}
         self._last_validated, self._warned = -1, False
+        # Those that are not whole are forgotten as the run begins after them.
         self._whole = set(checkpoints.iterations(root))
         self._queue = RetryQueue("the deletion of old checkpoints")
         self._queue.start()
@@ -55,14 +56,18 @@ class CheckpointKeeper:
             del self._parts[version]
             self._queue.put("a checkpoint", self._saved, version)
 
-    def restarted(self) -> None:
-        """Forget the parts of checkpoints that are not whole: restarted train workers write them again."""
+    def forget_after(self, version: int) -> None:
+        """Forget checkpoints after `version`, with which the workers have begun: they are incomplete or damaged."""
         self._parts.clear()
+        self._queue.put("a start", self._forget_after, version)
 
     def close(self) -> None:
         """Wait at most `CLOSE_S` seconds for pending deletions."""
         if self._queue.close(time.monotonic() + self.CLOSE_S):
             log.warning("old checkpoints in %s are still being deleted after %.0f s", self._root, self.CLOSE_S)
+
+    def _forget_after(self, version: int) -> None:
+        self._whole = {iteration for iteration in self._whole if iteration <= version}
 
     def _validated(self, iteration: int, value: float | None, names: list[str]) -> None:
         self._last_validated = max(self._last_validated, iteration)
@@ -91,7 +96,9 @@ class CheckpointKeeper:
             if known := sorted(self._values.keys() & self._whole):
                 best = max(known, key=lambda iteration: self._sign * self._values[iteration])
                 content = {"iteration": best, "metric": self._metric, "value": self._values[best]}
-                (self._run_dir / BEST_FILE).write_text(json.dumps(content) + "\n")
+                part = self._run_dir / f"{BEST_FILE}.part"
+                part.write_text(json.dumps(content) + "\n")
+                part.replace(self._run_dir / BEST_FILE)
                 spare.add(best)
             if self._whole:
                 self._whole.difference_update(checkpoints.retain(self._root, max(self._whole), self._keep, spare))

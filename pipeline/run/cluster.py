@@ -80,18 +80,6 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
     return True
 
 
-def absolute(path: str | None) -> str | None:
-    """An existing file or folder named from the root: workers have another working directory."""
-    return str(Path(path).resolve()) if path and Path(path).exists() else path
-
-
-def absolute_files(value: Any) -> Any:
-    """The same for a setting that holds paths, globs and URLs, one or a list; URLs stay as they are."""
-    if isinstance(value, str):
-        return value if "://" in value else os.path.abspath(value)
-    return [absolute_files(item) for item in value] if isinstance(value, list) else value
-
-
 def release_placement_groups() -> None:
     """Remove this job's placement groups.
 

@@ -9,6 +9,7 @@ current iteration end, saves and stops; the second one ends the run at once.
 import itertools
 import os
 import threading
+import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ from pipeline.storage import checkpoints
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.store.admission import Admission
 from pipeline.store.client import StoreClient
-from pipeline.store.events import TrainingEnded
-from pipeline.store.policy_store import PolicyStore, milliseconds
+from pipeline.store.events import TrainingEnded, milliseconds
+from pipeline.store.policy_store import PolicyStore
 from pipeline.track.history import read_history
 from pipeline.track.tracker import Tracker
 from pipeline.track.trajectories import read_trajectories
@@ -132,7 +133,9 @@ def run(
         checkpoints.forget_list(place)
         return TorchTrainer(
             train_loop,  # type: ignore[arg-type]
-            train_loop_config={"settings": LoopSettings(config, schedule, store, str(run_dir), checkpoint)},
+            train_loop_config={
+                "settings": LoopSettings(config, schedule, store, str(run_dir), uuid.uuid4().hex, checkpoint)
+            },
             datasets={"rollouts": rollouts},
             dataset_config=DataConfig(execution_options=options),
             torch_config=TorchConfig(ranks.backend(trainer.use_gpu), timeout_s=round(deadlines.collective)),

@@ -48,6 +48,8 @@ SAMPLES_EVERY = 10
 """Iterations from one table of training samples to the next."""
 LEFT_OUT = ("reward/parts_left_out", "agent/tools_left_out")
 """Metrics that count names without a metric of their own."""
+MISSING = "/missing_rate"
+"""End of the names of metrics that say how many rows lack a number of the reward."""
 ROWS_FOR_NAMES = 64
 """Rows that such names are looked up in."""
 
@@ -117,6 +119,7 @@ class RunMonitor:
         self._attempts = 0
         self._reason: str | None = None
         self._names_told = False
+        self._missing_told: set[str] = set()
         self.training = False
         """Whether the train workers have begun, and have not failed since."""
         self.begun = False
@@ -248,7 +251,7 @@ class RunMonitor:
             )
             self._prompts.clear()
             self._loads.clear()
-            self._keeper.restarted()
+        self._keeper.forget_after(version)
         # A validation that was cut off is made again.
         self._validations = {
             i: validation for i, validation in self._validations.items() if i <= version and validation.metrics
@@ -276,10 +279,20 @@ class RunMonitor:
         if self._log_samples and iteration % SAMPLES_EVERY == 0:
             self._tracker.samples(iteration, self._samples("train", iteration, self._log_samples))
         self._tracker.traces("train", iteration, self._log_traces)
+        self._tell_missing(record)
         if not self._names_told and any(record.get(name) for name in LEFT_OUT):
             self._names_told = True
             names = without_metric(self._samples("train", iteration, ROWS_FOR_NAMES))
             self._tracker.notice(f"without a metric of their own, and only in trajectories/: {names}")
+
+    def _tell_missing(self, metrics: dict[str, float]) -> None:
+        """Say once for each number of the reward that some rows lack it."""
+        for name, share in metrics.items():
+            if share and name.endswith(MISSING) and name not in self._missing_told:
+                self._missing_told.add(name)
+                of_validation = name.startswith("val-")
+                means = "they count as not right" if of_validation else "its mean is over the others"
+                self._tracker.notice(f"{name.removesuffix(MISSING)} is missing in {share:.1%} of the rows: {means}")
 
     def _scored(self, event: ValidationScored) -> None:
         version = event.version
@@ -295,6 +308,7 @@ class RunMonitor:
         # All chunks of a validation start together, so the slowest one's time is that of the validation.
         validation.metrics["timing_s/testing"] = max(part.generate_s for part in validation.parts.values())
         validation.parts.clear()
+        self._tell_missing(validation.metrics)
         if version in self._records or version == 0:
             self._records[version] = self._records.get(version, {}) | validation.metrics
             if version <= self._logged:

@@ -33,10 +33,11 @@ class PolicyScore:
         temperature: float,
         store: StoreClient,
         deadlines: DeadlineConfig,
+        longest: int | None = None,
     ) -> None:
         self._temperature, self._chunk_tokens = temperature, actor.logits_chunk_tokens
         model = scoring_model(model, scorer, actor.fsdp)
-        self._replica = Replica(lambda: load_policy(model), scorer, "policy", model.share_prompts)
+        self._replica = Replica(lambda: load_policy(model, longest=longest), scorer, "policy", model.share_prompts)
         self._weights = StoreWeights(self._replica.module, store, POLICY, deadlines, Policy.hf_name)
 
     def __call__(self, table: pa.Table) -> pa.Table:

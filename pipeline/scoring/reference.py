@@ -22,10 +22,19 @@ class Reference:
         ValueError: the model cannot be loaded, or its vocabulary has another size than the policy's.
     """
 
-    def __init__(self, model: ModelConfig, scorer: ReferenceConfig, actor: ActorConfig, temperature: float) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        scorer: ReferenceConfig,
+        actor: ActorConfig,
+        temperature: float,
+        longest: int | None = None,
+    ) -> None:
         self._temperature, self._chunk_tokens = temperature, actor.logits_chunk_tokens
         reference = scoring_model(model, scorer, actor.fsdp, scorer.path)
-        self._replica = Replica(lambda: load_reference(reference, model), scorer, "reference", model.share_prompts)
+        self._replica = Replica(
+            lambda: load_reference(reference, model, longest=longest), scorer, "reference", model.share_prompts
+        )
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with one log-prob (float32, nats) per response token."""

@@ -2,15 +2,13 @@
 
 1. The chat template of the reward model renders the conversation again: its tokens need not be the policy's. Of an
    episode that is the whole conversation, with its tool calls; of several, the one that has the last answer.
-2. What the policy, a tool or an environment wrote is text and nothing else. Where it spells a special token of the
-   reward model (an end of turn, say, and a user who is full of praise behind it), a space takes its place.
+2. What the policy, a tool, an environment or the prompt file wrote is text and nothing else, also if it spells a
+   special token of the reward model: an end of turn, say, and a user who is full of praise behind it.
 3. A response that cannot be scored is not a 0: `rm_error` says why, and the reward stage counts the row as failed.
 """
 
 import json
-import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +18,14 @@ from pipeline.agent.forms import for_template, prompt_length, split
 from pipeline.config.learner import FSDPConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.scoring import ScorerConfig
-from pipeline.conversations import Messages, rendered
+from pipeline.conversations import Messages, answered, rendered
 from pipeline.derived import scoring_model
 from pipeline.errors import short_reason
 from pipeline.models.architecture import most_positions
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.models.packing import lay_out
 from pipeline.models.reward_model import load_reward_model
+from pipeline.models.special_tokens import special_tokens
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import REWARD_MODEL, append
 from pipeline.scoring.replica import Replica
@@ -34,16 +33,12 @@ from pipeline.scoring.replica import Replica
 KEY = "reward.model.path"
 
 
-Conversation = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-"""Messages of the prompt file, and what the policy, tools, environments and programs wrote."""
-
-
-def conversations(table: pa.Table) -> Iterator[Conversation]:
+def conversations(table: pa.Table) -> Iterator[Messages]:
     """The conversation of each row, the last one of an episode's; its tool calls have the form of chat templates."""
     prompts = map(json.loads, table["prompt"].to_pylist())
     if "messages" not in table.column_names:
         for prompt, response in zip(prompts, table["response"].to_pylist(), strict=True):
-            yield prompt, [{"role": "assistant", "content": response}]
+            yield answered(prompt, response)
         return
     for prompt, messages in zip(prompts, table["messages"].to_pylist(), strict=True):
         written = []
@@ -53,7 +48,7 @@ def conversations(table: pa.Table) -> Iterator[Conversation]:
             shown = for_template({**message, "content": message["content"] or ""})
             shown.pop("reasoning_content", None)
             written.append(shown)
-        yield prompt[:given], written
+        yield [*prompt[:given], *written]
 
 
 class RewardModelScore:
@@ -63,13 +58,14 @@ class RewardModelScore:
         ValueError: the model cannot be loaded, has no head with one label, or its tokenizer has no chat template.
     """
 
-    def __init__(self, model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None) -> None:
+    def __init__(
+        self, model: ModelConfig, scorer: ScorerConfig, fsdp: FSDPConfig, path: str | None, longest: int | None = None
+    ) -> None:
         model = scoring_model(model, scorer, fsdp, path)
         model.tokenizer_path = None
         self._tokenizer = load_tokenizer(model, key=KEY)
-        self._replica = Replica(lambda: load_reward_model(model, KEY), scorer, "reward_model")
-        special = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        self._replica = Replica(lambda: load_reward_model(model, KEY, longest=longest), scorer, "reward_model")
+        self._special = special_tokens(self._tokenizer)
         module = self._replica.module
         # Rotary positions go on beyond what the model has seen, and its numbers mean nothing there.
         seen = most_positions(module.lm.config.get_text_config().to_dict()) or (None,)
@@ -94,11 +90,10 @@ class RewardModelScore:
         columns = {"rm_score": pa.array(scores, pa.float32(), mask=failed), "rm_error": errors}
         return append(table, REWARD_MODEL, columns)
 
-    def _tokens(self, conversation: Conversation) -> list[int]:
-        prompt, written = conversation
-        written = [self._as_text(message) for message in written]
-        text = rendered([*prompt, *written], self._render)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def _tokens(self, conversation: Messages) -> list[int]:
+        spellings = self._special.spellings(conversation)
+        text = spellings.render(lambda messages: rendered(messages, self._render), conversation)
+        (ids,) = self._special.encode([text], [spellings])
         if not ids:
             raise ValueError("the reward model's chat template makes an empty text of the conversation")
         if len(ids) > self._longest:
@@ -114,14 +109,6 @@ class RewardModelScore:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception as error:
             raise ValueError(f"the reward model's chat template fails: {short_reason(error)}") from error
-
-    def _as_text(self, value: Any) -> Any:
-        """`value` of JSON's types, with spaces for the special tokens in it."""
-        if isinstance(value, str):
-            return self._special.sub(" ", value)
-        if isinstance(value, dict):
-            return {self._as_text(name): self._as_text(inner) for name, inner in value.items()}
-        return [self._as_text(inner) for inner in value] if isinstance(value, list) else value
 
     @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:

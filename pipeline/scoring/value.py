@@ -31,9 +31,12 @@ class Value:
         critic: CriticConfig,
         store: StoreClient,
         deadlines: DeadlineConfig,
+        longest: int | None = None,
     ) -> None:
         model = scoring_model(model, scorer, critic.fsdp)
-        self._replica = Replica(lambda: load_value_model(model, critic.path), scorer, "value", model.share_prompts)
+        self._replica = Replica(
+            lambda: load_value_model(model, critic.path, longest=longest), scorer, "value", model.share_prompts
+        )
         self._weights = StoreWeights(self._replica.module, store, CRITIC, deadlines)
 
     def __call__(self, table: pa.Table) -> pa.Table:

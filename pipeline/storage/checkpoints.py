@@ -2,21 +2,25 @@
 
     runs/NAME/checkpoints/iteration_000020/   shards of all ranks, progress.json, complete_0 ... complete_{ranks - 1}
 
-With `trainer.storage_path` they are in `STORAGE_PATH/NAME/checkpoints`. Each rank copies its files and then an empty
-`complete_RANK`. A checkpoint is whole when all of these are there (`progress.json` says how many). One that is not
-whole is never read, and is deleted when the next one is whole.
+With `trainer.storage_path` they are in `STORAGE_PATH/NAME/checkpoints`. Each rank copies its files and then
+`complete_RANK`, which lists them (`manifest.py`). A checkpoint is whole when all of these are there (`progress.json`
+says how many). One that is not whole is never read, and is deleted when the next one is whole. One whose files have
+changed since is damaged: the one before it is taken, and it is kept as `iteration_NNNNNN.damaged`.
 """
 
+import contextlib
+import itertools
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs as pafs
 
-from pipeline.storage.filesystem import filesystem_of
+from pipeline.storage.filesystem import filesystem_of, move_folder
+from pipeline.storage.manifest import Manifest, parse, wrong_length
 
 if TYPE_CHECKING:
     from pipeline.config.trainer import TrainerConfig
@@ -45,6 +49,22 @@ def complete_name(rank: int) -> str:
     return f"complete_{rank}"
 
 
+class Damaged(ValueError):
+    """A checkpoint is not as it was written; the message names it and the file.
+
+    Args:
+        place: folder or URL of the checkpoint.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, place: str, problem: str):
+        super().__init__(place, problem)
+        self.place, self.problem = place, problem
+
+    def __str__(self) -> str:
+        return f"the checkpoint {self.place} is damaged: {self.problem}"
+
+
 @dataclass(frozen=True)
 class Saved:
     """A whole checkpoint."""
@@ -53,6 +73,8 @@ class Saved:
     place: str
     progress: dict[str, Any]
     """As `train/checkpoint.py` writes it: version, cursor, kl_coef, world_size, ..."""
+    files: Manifest = field(default_factory=dict, repr=False, compare=False)
+    """Those of all ranks."""
 
 
 def read(place: str) -> Saved | None:
@@ -60,23 +82,36 @@ def read(place: str) -> Saved | None:
 
     Raises:
         OSError: the storage does not answer.
-        ValueError: the file system is unknown, or `progress.json` is damaged.
+        Damaged: a file is missing or of another length, or `progress.json` cannot be read.
+        ValueError: the file system is unknown.
     """
     filesystem, path = filesystem_of(place)
     if filesystem.get_file_info(f"{path}/{PROGRESS}").type != pafs.FileType.File:
+        if filesystem.get_file_info(f"{path}/{complete_name(0)}").type == pafs.FileType.File:
+            raise Damaged(place, f"{PROGRESS} is missing")
         return None
-    with filesystem.open_input_stream(f"{path}/{PROGRESS}") as stream:
-        content = stream.read()
     try:
-        progress = json.loads(content)
-        ranks = int(progress["world_size"])
-        iteration = int(progress["version"])
+        progress = json.loads(_content(filesystem, f"{path}/{PROGRESS}"))
+        ranks, iteration = int(progress["world_size"]), int(progress["version"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{place}/{PROGRESS} is damaged ({error}); delete that checkpoint to use another") from error
-    marks = filesystem.get_file_info([f"{path}/{complete_name(rank)}" for rank in range(ranks)])
-    if any(mark.type != pafs.FileType.File for mark in marks):
+        raise Damaged(place, f"{PROGRESS} cannot be read ({type(error).__name__}: {error})") from error
+    names = [f"{path}/{complete_name(rank)}" for rank in range(ranks)]
+    if any(mark.type != pafs.FileType.File for mark in filesystem.get_file_info(names)):
         return None
-    return Saved(iteration, place, progress)
+    files: dict[str, tuple[int, int]] = {}
+    try:
+        for name in names:
+            files |= parse(_content(filesystem, name))
+    except ValueError as error:
+        raise Damaged(place, str(error)) from error
+    if problem := wrong_length(filesystem, path, files):
+        raise Damaged(place, problem)
+    return Saved(iteration, place, progress, files)
+
+
+def _content(filesystem: pafs.FileSystem, path: str) -> str:
+    with filesystem.open_input_stream(path) as stream:
+        return stream.read().decode("utf-8")
 
 
 def iterations(run_dir: str) -> list[int]:
@@ -88,21 +123,55 @@ def iterations(run_dir: str) -> list[int]:
     return sorted(int(name[len("iteration_") :]) for name in names if NAME.fullmatch(name))
 
 
-def newest(run_dir: str) -> Saved | None:
-    """The newest whole checkpoint in `run_dir`, a folder or URL; None without one."""
-    for iteration in reversed(iterations(run_dir)):
-        if (saved := read(f"{run_dir}/{FOLDER}/{folder_name(iteration)}")) is not None:
+def places(run_dir: str) -> list[str]:
+    """Folders or URLs of all checkpoints in `run_dir`, whole or not, the newest first."""
+    return [f"{run_dir}/{FOLDER}/{folder_name(iteration)}" for iteration in reversed(iterations(run_dir))]
+
+
+def newest(run_dir: str, say: Callable[[str], None] = lambda text: None) -> Saved | None:
+    """The newest whole checkpoint in `run_dir`, a folder or URL; None without one.
+
+    Args:
+        run_dir: the run's folder or URL.
+        say: takes a sentence for each later one that is damaged.
+
+    Raises:
+        OSError: the storage does not answer.
+        ValueError: there are only damaged ones.
+    """
+    problems: list[Damaged] = []
+    for place in places(run_dir):
+        try:
+            saved = read(place)
+        except Damaged as error:
+            problems.append(error)
+            continue
+        if saved is not None:
+            for problem in problems:
+                say(f"{problem}; {saved.place} is taken")
             return saved
+    if problems:
+        raise ValueError(none_is_whole(problems))
     return None
 
 
-def find(place: str) -> Saved:
+def none_is_whole(problems: list[Damaged]) -> str:
+    """The sentence about a run without a whole checkpoint, whose damaged ones have these `problems`."""
+    return (
+        f"{'; '.join(map(str, problems))}. There is no whole one before; put back the files, or delete what is damaged "
+        "to begin again"
+    )
+
+
+def find(place: str, say: Callable[[str], None] = lambda text: None) -> Saved:
     """The checkpoint that `trainer.resume=PLACE` names: a checkpoint's folder, or a run's, whose newest one it is.
+
+    `say` takes a sentence for each checkpoint of a run that is damaged.
 
     Raises:
         ValueError: there is no whole checkpoint.
     """
-    found = read(place) or newest(place)
+    found = read(place) or newest(place, say)
     if found is None:
         raise ValueError(
             f"{place} holds no whole checkpoint; give the folder of one (runs/NAME/{FOLDER}/iteration_NNNNNN) or of a "
@@ -111,8 +180,22 @@ def find(place: str) -> Saved:
     return found
 
 
+def set_aside(place: str) -> str:
+    """Rename a damaged checkpoint, so that its place is free and nothing deletes it; returns the new place.
+
+    Raises OSError if the storage does not let it.
+    """
+    filesystem, path = filesystem_of(place)
+    for number in itertools.count(1):
+        ending = ".damaged" if number == 1 else f".damaged-{number}"
+        if filesystem.get_file_info(path + ending).type == pafs.FileType.NotFound:
+            move_folder(filesystem, path, path + ending)
+            return place + ending
+    raise AssertionError
+
+
 def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> list[int]:
-    """Delete old and incomplete checkpoints up to iteration `last`; the iterations whose were deleted.
+    """Delete old and incomplete checkpoints up to iteration `last`, and no damaged ones; returns their iterations.
 
     Args:
         run_dir: the run's folder or URL.
@@ -120,14 +203,28 @@ def retain(run_dir: str, last: int, keep: int, spare: Collection[int] = ()) -> l
         keep: newest whole checkpoints that stay.
         spare: iterations whose checkpoints stay whatever their age.
     """
-    filesystem, root = filesystem_of(run_dir)
-    found = [number for number in iterations(run_dir) if number <= last]
-    whole = [number for number in found if read(f"{run_dir}/{FOLDER}/{folder_name(number)}") is not None]
-    stay = {*whole[-keep:], *spare}
-    gone = [number for number in found if number not in stay]
+    whole, incomplete = list[int](), list[int]()
+    for number in iterations(run_dir):
+        if number <= last:
+            with contextlib.suppress(Damaged):
+                saved = read(f"{run_dir}/{FOLDER}/{folder_name(number)}")
+                (incomplete if saved is None else whole).append(number)
+    gone = [number for number in sorted([*whole[:-keep], *incomplete]) if number not in spare]
     for number in gone:
-        filesystem.delete_dir(f"{root}/{FOLDER}/{folder_name(number)}")
+        delete(f"{run_dir}/{FOLDER}/{folder_name(number)}")
     return gone
+
+
+def delete(place: str) -> None:
+    """Delete a checkpoint, or what is there of it; one whose deletion is interrupted is not whole.
+
+    Raises OSError if the storage does not let it.
+    """
+    filesystem, path = filesystem_of(place)
+    if filesystem.get_file_info(mark := f"{path}/{complete_name(0)}").type == pafs.FileType.File:
+        filesystem.delete_file(mark)
+    if filesystem.get_file_info(path).type == pafs.FileType.Directory:
+        filesystem.delete_dir(path)
 
 
 def forget_list(run_dir: str) -> None:

@@ -41,3 +41,14 @@ def filesystem_of(place: str) -> tuple[pafs.FileSystem, str]:
             raise ValueError(f"{place!r} is on no file system that pyarrow or fsspec knows: {unknown}") from error
         filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(other))
     return filesystem, root.rstrip("/")
+
+
+def move_folder(filesystem: pafs.FileSystem, source: str, target: str) -> None:
+    """Rename a folder; on a storage that cannot, copy and delete it. Raises OSError if neither can be done."""
+    try:
+        filesystem.move(source, target)
+    except (OSError, NotImplementedError):
+        if isinstance(filesystem, pafs.LocalFileSystem):
+            raise
+        pafs.copy_files(source, target, source_filesystem=filesystem, destination_filesystem=filesystem)
+        filesystem.delete_dir(source)

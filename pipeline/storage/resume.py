@@ -6,6 +6,7 @@ curve, so it is refused, except for settings of length, reporting and layout (`M
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, diff, load_yaml
@@ -88,16 +89,18 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
     return True
 
 
-def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
+def starting_point(run_dir: str | Path, config: Config, say: Callable[[str], None] = print) -> Saved | None:
     """The checkpoint that a run in `run_dir` begins with: its own newest one, or that of `trainer.resume`, if any.
+
+    `say` takes a sentence for each later one that is damaged.
 
     Raises:
         ConfigError: `trainer.resume` names no whole checkpoint, or one of another model or without the same learners.
-        ValueError, OSError: a checkpoint is damaged, or its storage does not answer.
+        ValueError, OSError: all checkpoints are damaged, or their storage does not answer.
     """
     place = root(config.trainer, run_dir)
     try:
-        own = newest(place)
+        own = newest(place, say)
     except OSError as error:
         raise OSError(
             error.errno or 5, f"the checkpoints in {place} cannot be read: {error.strerror or error}"
@@ -107,7 +110,7 @@ def starting_point(run_dir: str | Path, config: Config) -> Saved | None:
     if own is not None or config.trainer.resume in RESUME:
         return own
     try:
-        found = find(config.trainer.resume)
+        found = find(config.trainer.resume, say)
     except ValueError as error:
         raise ConfigError(f"trainer.resume: {error}") from error
     stored = _stored_config(found)

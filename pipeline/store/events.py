@@ -71,10 +71,8 @@ class PromptScores:
     scores: list[float]
     votes: list[int]
     """A number for each answer; equal answers have equal numbers."""
-    accuracies: list[float] = field(default_factory=list)
-    """`acc` of the reward function; empty if it returns none."""
-    accuracy_votes: list[int] = field(default_factory=list)
-    """`votes` of the responses with an `acc`."""
+    accuracies: list[float | None] = field(default_factory=list)
+    """`acc` of the reward function; None if it returned none."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something fails and is tried again."""
+    """What has to be seen: something that fails and is tried again, or that the run has found out."""
 
     text: str
 
@@ -133,6 +131,11 @@ Event = (
     | Trouble
     | TrainingEnded
 )
+
+
+def milliseconds() -> int:
+    """Milliseconds since 1970. No earlier store of the run has reached this number: none counts 1,000 per second."""
+    return time.time_ns() // 1_000_000
 
 
 class EventLog:

@@ -7,6 +7,7 @@ tensors or rows. The protocol, for version v of one attempt (callers use `StoreC
     prompt source `wait_prompts_due(chunk)`                   waits until the chunk may start, or soon may
     engine        `admit(chunk)` -> version, shards           waits until the chunk may start
     engine        loads, `acknowledge(v, checksum)`           the engine generates only after this call
+    engine        `greet(rows)`                               the first one, if its ticket asks for a greeting
     filter        `report_groups(kept, dropped)`              each dropped group admits another one
     validation    `record_validation(scores)`                 after the last scores, version v + 1 may become current
     advantage     `kl_coef(v)`                                the KL coefficient for the rows of version v
@@ -28,6 +29,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from pipeline.errors import FinalError
+from pipeline.greeting import Greeting, GreetingPlan
 from pipeline.store.admission import Admission
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.errors import StaleAttempt, StoreTimeout
@@ -47,11 +49,6 @@ from pipeline.store.status import StoreStatus, TrainerState
 from pipeline.store.versions import POLICY, Ticket, Versions
 from pipeline.store.waits import Waits
 from pipeline.weights.load import Shard
-
-
-def milliseconds() -> int:
-    """Milliseconds since 1970. No earlier store of the run has reached this number: none counts 1,000 per second."""
-    return time.time_ns() // 1_000_000
 
 
 class PolicyStore:
@@ -106,12 +103,14 @@ class PolicyStore:
             raise StaleAttempt("the policy store has restarted, and no stream has been built since")
         return self.attempt
 
-    async def register_trainer(self, attempt: int, state: TrainerState, world_size: int) -> None:
-        """The restored train loop reports its version and the place of the next prompts."""
+    async def register_trainer(
+        self, attempt: int, state: TrainerState, world_size: int, greeting: GreetingPlan | None = None
+    ) -> None:
+        """The restored train loop reports its version and the place of the next prompts; it may ask for a greeting."""
         async with self._changing(attempt):
             self.base = state.version
             self._versions.world_size = world_size
-            self._trainer = state
+            self._trainer, self._versions.greeting_plan = state, greeting
             self._prompts = PromptLedger(state.version, state.cursor)
             self._events.append(AttemptBegun(state.version))
             self._waits.heartbeat("the train loop")
@@ -189,6 +188,17 @@ class PolicyStore:
         """Wait for `version`; returns the coefficient of the KL in the reward for its rows."""
         await self.wait_version(attempt, version, timeout, "KL coefficient")
         return self._versions.kl_coef(version)
+
+    async def greet(self, attempt: int, greeting: Greeting) -> None:
+        """An engine has generated the rows that its ticket asked for."""
+        async with self._changing(attempt):
+            self._versions.greet(greeting)
+            self._waits.heartbeat(f"engine {greeting.engine}")
+
+    async def greeting(self, attempt: int) -> Greeting | None:
+        """The first engine's greeting; None before it."""
+        self._check(attempt)
+        return self._versions.greeting
 
     # admission
 
@@ -350,15 +360,8 @@ class PolicyStore:
 
     async def status(self) -> StoreStatus:
         """The state of the run and of the waits in the store."""
-        return StoreStatus(
-            self.attempt,
-            self.base,
-            self.version,
-            self.stopping,
-            dict(self._waits.waiting),
-            self._waits.silent_s,
-            self._waits.alive_by,
-        )
+        now, waits = (self.attempt, self.base, self.version, self.stopping), self._waits
+        return StoreStatus(*now, dict(waits.waiting), waits.silent_s, waits.alive_by)
 
     async def stop(self) -> None:
         """Ask the train loop to end after its current iteration."""
@@ -390,6 +393,5 @@ class PolicyStore:
 
     def _check(self, attempt: int) -> None:
         if attempt != self.attempt:
-            raise StaleAttempt(
-                f"attempt {attempt} of the stream has ended: the train workers restarted (now attempt {self.attempt})"
-            )
+            now = f"the train workers restarted (now attempt {self.attempt})"
+            raise StaleAttempt(f"attempt {attempt} of the stream has ended: {now}")

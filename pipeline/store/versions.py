@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pipeline.greeting import Greeting, GreetingPlan
 from pipeline.weights.load import Shard, checksum
 
 POLICY = "policy"
@@ -23,6 +24,8 @@ class Ticket:
 
     version: int
     shards: list[Shard]
+    greeting: GreetingPlan | None = None
+    """Rows that an engine generates with this version for the trainer's handshake; None if it has them."""
 
 
 @dataclass
@@ -64,6 +67,9 @@ class Versions:
     def __init__(self, max_staleness: int):
         self.current = -1
         self.world_size = 0
+        self.greeting_plan: GreetingPlan | None = None
+        """What the next engine is asked for."""
+        self.greeting: Greeting | None = None
         self._max_staleness = max_staleness
         self._published: dict[int, Published] = {}
         self._validations: dict[int, _Validation] = defaultdict(_Validation)
@@ -103,7 +109,12 @@ class Versions:
         if model not in entry.shards:
             raise ValueError(f"the train workers publish no {model}; they publish {', '.join(sorted(entry.shards))}")
         shards = entry.shards[model]
-        return Ticket(self.current, [shards[rank] for rank in sorted(shards)])
+        greeting = self.greeting_plan if model == POLICY else None
+        return Ticket(self.current, [shards[rank] for rank in sorted(shards)], greeting)
+
+    def greet(self, greeting: Greeting) -> None:
+        """Keep the first greeting; no further engine is asked."""
+        self.greeting_plan, self.greeting = None, self.greeting or greeting
 
     def kl_coef(self, version: int) -> float:
         """Coefficient of the KL in the reward that was published with a version.

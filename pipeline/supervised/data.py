@@ -21,6 +21,7 @@ from pipeline.config.supervised import SupervisedDataConfig
 from pipeline.conversations import Messages, rendered
 from pipeline.errors import short_reason
 from pipeline.models.ends import ends_of, find_ends
+from pipeline.models.special_tokens import SpecialTokens, Spellings, special_tokens
 from pipeline.models.template_arguments import arguments_of
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.omissions import Omissions, check_answer
@@ -119,6 +120,11 @@ class Encoder(ABC, Generic[D]):
             ValueError: a row cannot be learnt; the sentence begins with its place.
         """
 
+    @cached_property
+    def special(self) -> SpecialTokens:
+        """The special tokens of the tokenizer."""
+        return special_tokens(self.tokenizer)
+
     def check_written(self, messages: Messages, text: str, place: str, start: int = 0, **more: Any) -> None:
         """Refuse a conversation that the template does not write as a whole; see `Omissions.check` and `render`."""
         self.omissions.check(messages, text, lambda some: self.render(some, False, place, **more), place, start)
@@ -153,10 +159,9 @@ class Encoder(ABC, Generic[D]):
 
         return rendered(messages, render)
 
-    def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """Tokens of rendered texts: the template has written the special tokens itself."""
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return list(encoded["input_ids"])
+    def write(self, spellings: Spellings, messages: Messages, generate: bool, place: str, **more: Any) -> str:
+        """As `render`, with stand-ins."""
+        return spellings.render(lambda given: self.render(given[0], generate, place, **given[1]), (messages, more))
 
     def answer_length(self, part: list[int]) -> int:
         """Tokens up to the end of the turn: the policy never generates what templates write after it."""

@@ -52,7 +52,7 @@ class DPOLoop(SupervisedLoop[DPOConfig]):
         super().__init__(settings)
 
     def load(self) -> Policy:
-        policy = load_policy(self.config.model, mesh=self.mesh)
+        policy = load_policy(self.config.model, mesh=self.mesh, longest=self.config.data.max_length)
         self._shared = Passes.of(policy, self.config.model.share_prompts).shared
         return policy
 

@@ -19,10 +19,11 @@ from pipeline.cells import values
 from pipeline.config.preference import DPODataConfig
 from pipeline.conversations import Messages, may_be_messages
 from pipeline.models.batch import TokenBatch, ranges
+from pipeline.models.special_tokens import Spellings
 from pipeline.prompts.parquet import Slice
 from pipeline.rows import INTS, flat
 from pipeline.supervised.data import Encoder, RowGroup
-from pipeline.supervised.preference import PreferenceEncoder, cell_messages, check_margin
+from pipeline.supervised.preference import PreferenceEncoder, cell_messages, check_margin, prompt_messages
 
 CHOSEN, REJECTED, PARTNER = SIDES = ("chosen", "rejected", "partner")
 _MASK = pa.list_(pa.int8())
@@ -77,22 +78,26 @@ class DPOEncoder(Encoder[DPODataConfig]):
     def encode(self, rows: pa.Table, places: list[str]) -> pa.Table:
         encoded: list[dict[str, Any]] = []
         texts: list[str] = []
+        spellings: list[Spellings] = []
         learnt: list[list[tuple[str, bool]]] = []  # per row and segment: its side, and whether it is learnt
         for row, place in zip(values(rows, places), places, strict=True):
             margin, prompt, answers = self.row(row, place)
-            opening = self.render(prompt, True, place)
+            spelled = self.special.spellings((prompt, *answers.values()), f"{place}: ")
+            opening = self.write(spelled, prompt, True, place)
+            first = len(texts)
             texts.append(opening)
             learnt.append([])
             for number, (side, answer) in enumerate(answers.items()):
                 where = f"{place}, {side} answer"
-                segments = self._segments(prompt, opening, answer, where)
-                whole = opening + "".join(text for text, _ in segments)
+                segments = self._segments(spelled, prompt, opening, answer, where)
+                whole = spelled.show(opening + "".join(text for text, _ in segments))
                 self.check_written([*prompt, *answer], whole, where, len(prompt) * (number > 0))
                 for text, of_assistant in segments:
                     texts.append(text)
                     learnt[-1].append((side, of_assistant))
+            spellings += [spelled] * (len(texts) - first)
             encoded.append({"row": row[ROW], "margin": margin})
-        tokens = iter(self.tokenize(texts))
+        tokens = iter(self.special.encode(texts, spellings))
         for line, sides, place in zip(encoded, learnt, places, strict=True):
             line |= self._fitted(next(tokens), [(*side, next(tokens)) for side in sides], place)
         return pa.Table.from_pylist(encoded, schema=self.schema)
@@ -125,7 +130,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
             same += 1
         # The sides part where the assistant begins to answer.
-        while same and not all(same < len(side) and side[same]["role"] == "assistant" for side in (chosen, rejected)):
+        while same and not all(_begins_answer(side, same) for side in (chosen, rejected)):
             same -= 1
         if not same:
             raise ValueError(
@@ -139,7 +144,7 @@ class DPOEncoder(Encoder[DPODataConfig]):
         place = f"{place}, column {key!r}"
         if row[key] is None or row[key] in ("", []):
             raise ValueError(f"{place}: there is no prompt; remove the row, or give one.")
-        return cell_messages(row[key], "user", place)
+        return prompt_messages(row[key], place)
 
     def _behind_prompt(self, answer: Messages, place: str) -> Messages:
         first = answer[0]["role"]
@@ -147,16 +152,16 @@ class DPOEncoder(Encoder[DPODataConfig]):
             raise ValueError(f"{place}: the answer begins with a message of role {first!r}; {self.whole_conversation}.")
         return answer
 
-    def _segments(self, prompt: Messages, opening: str, answer: Messages, place: str) -> Segments:
-        """The text of an answer behind the `opening`, the rendered prompt."""
+    def _segments(self, spellings: Spellings, prompt: Messages, opening: str, answer: Messages, place: str) -> Segments:
+        """The text of an answer, with stand-ins, behind the `opening`, the rendered prompt."""
         segments: Segments = []
         done = opening
         for number, message in enumerate(answer):
             if message["role"] != "assistant":
                 continue
-            before = self.render([*prompt, *answer[:number]], True, place) if number else opening
-            whole = self.render([*prompt, *answer[: number + 1]], False, place)
-            self.check_answer([*prompt, *answer[: number + 1]], whole, place)
+            before = self.write(spellings, [*prompt, *answer[:number]], True, place) if number else opening
+            whole = self.write(spellings, [*prompt, *answer[: number + 1]], False, place)
+            self.check_answer([*prompt, *answer[: number + 1]], spellings.show(whole), place)
             if not before.startswith(done) or not whole.startswith(before):
                 raise ValueError(
                     f"{place}: the chat template changes earlier messages at message {number}, so the tokens of the "
@@ -284,6 +289,12 @@ def answer_messages(value: Any, place: str) -> Messages:
     if not last["content"] and not last.get("tool_calls"):
         raise ValueError(f"{place}: the assistant's answer is empty; remove the row, or give one.")
     return messages
+
+
+def _begins_answer(messages: Messages, place: int) -> bool:
+    """Whether an answer begins at a place, behind a message of another role."""
+    roles = [message["role"] for message in messages[place - 1 : place + 1]]
+    return len(roles) == 2 and roles[1] == "assistant" != roles[0]
 
 
 def _next_other(prompts: list[Any]) -> list[int | None]:

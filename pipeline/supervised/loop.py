@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.supervised import SupervisedConfig
-from pipeline.models.fsdp import NotSavedError, clip_grad_norm, rescue, save_hf, shard
+from pipeline.models.fsdp import NotSavedError, clip_grad_norm, rescue, save_hf, shard, try_save
 from pipeline.models.mesh import make_mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.pretrained import Pretrained
@@ -94,6 +95,7 @@ class SupervisedLoop(ABC, Generic[C]):
         self.scheduler = build_scheduler(self.optimizer, self.config.optim, settings.steps)
         encoder = self.encoder.of(self.config.model, self.config.data)
         self.ends = encoder.ends
+        self._saver(try_save)(self.config.out or "")
         limit = self.config.data.val_max_samples
         self.val_rows = held_rows(settings.val_groups, encoder, limit, self.rank, self.world_size)
 
@@ -179,15 +181,19 @@ class SupervisedLoop(ABC, Generic[C]):
             NotSavedError: `out` cannot be written; the message says which folder has the model, if another one can.
         """
         out = Path(self.config.out or "")
-        # A reward model generates nothing.
-        ends = self.ends if self.model.lm.can_generate() else ()
-        save = partial(save_hf, self.model, self.tokenizer, ends=ends)
+        save = self._saver(save_hf)
         try:
             save(out)
         except NotSavedError as error:
             name = f"{out.name}-{os.getpid()}"
             folders = (str(out.with_name(name)), f"{tempfile.gettempdir()}/{name}")
             raise NotSavedError(rescue(save, folders, str(error))) from error
+
+    def _saver(self, save: Callable[..., None]) -> Callable[[str | Path], None]:
+        """`save_hf` or `try_save` for this model, into a folder."""
+        # A reward model generates nothing.
+        ends = self.ends if self.model.lm.can_generate() else ()
+        return partial(save, self.model, self.tokenizer, ends=ends)
 
     def check_kept(self, dropped: float, rows: str) -> None:
         """Raises RuntimeError if all rows of the run, which are called `rows`, were left out."""

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from pipeline.cells import from_json, values
 from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
-from pipeline.conversations import Messages, may_be_messages, read_messages
+from pipeline.conversations import Messages, begun_answer, may_be_messages, read_messages
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.reward_model import RewardModel, load_reward_model
 from pipeline.rows import INTS
@@ -58,7 +58,7 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
         prompts: list[Messages | None] = [None] * len(rows)
         if (key := data.prompt_key) is not None and key in rows.column_names:
             pairs = zip(cells, places, strict=True)
-            prompts = [cell_messages(row[key], "user", f"{place}, column {key!r}") for row, place in pairs]
+            prompts = [prompt_messages(row[key], f"{place}, column {key!r}") for row, place in pairs]
         chosen = self._side(cells, data.chosen_key, prompts, places)
         rejected = self._side(cells, data.rejected_key, prompts, places)
         margins = rows[data.margin_key].to_pylist() if data.margin_key else [0.0] * len(rows)
@@ -74,7 +74,7 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
         """Tokens of one side of each pair."""
         limit = self.data.max_length
         places = [f"{place}, column {key!r}" for place in places]
-        texts = []
+        texts, spellings = [], []
         for row, prompt, place in zip(rows, prompts, places, strict=True):
             messages = cell_messages(row[key], "assistant", place)
             first = messages[0]["role"]
@@ -92,10 +92,13 @@ class PreferenceEncoder(Encoder[PreferenceDataConfig]):
                     "conversation, set data.prompt_key=null."
                 )
             conversation = [*(prompt or ()), *messages]
-            texts.append(self.render(conversation, False, place))
-            self.check_written(conversation, texts[-1], place)
-            self.check_answer(conversation, texts[-1], place)
-        tokens = self.tokenize(texts)
+            spelled = self.special.spellings(conversation, f"{place}: ")
+            text = self.write(spelled, conversation, False, place)
+            texts.append(text)
+            spellings.append(spelled)
+            self.check_written(conversation, spelled.show(text), place)
+            self.check_answer(conversation, spelled.show(text), place)
+        tokens = self.special.encode(texts, spellings)
         for ids, place in zip(tokens, places, strict=True):
             if not ids:
                 raise ValueError(f"{place}: the model's chat template makes an empty text of the conversation.")
@@ -124,6 +127,17 @@ def cell_messages(value: Any, role: str, place: str) -> Messages:
             return [{"role": role, "content": value}]
         value = found
     return read_messages(value, place)
+
+
+def prompt_messages(value: Any, place: str) -> Messages:
+    """A cell as the messages of a prompt; text is the user's. Raises ValueError if an answer ends them."""
+    messages = cell_messages(value, "user", place)
+    if begun_answer(messages) is not None:
+        raise ValueError(
+            f"{place}: the last message of the prompt is the assistant's, behind which the answers would stand in a "
+            "turn of their own; move it into the answers, or remove it."
+        )
+    return messages
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
@@ -171,8 +185,8 @@ class PreferenceLoop(SupervisedLoop[PreferenceConfig]):
 
     def load(self) -> RewardModel:
         # A language model gets a new head.
-        model = load_reward_model(self.config.model, new_head=True, mesh=self.mesh)
         longest = self.config.data.max_length
+        model = load_reward_model(self.config.model, new_head=True, mesh=self.mesh, longest=longest)
         if model.max_length is not None and longest > model.max_length:
             raise ValueError(
                 f"data.max_length={longest} is more than the {model.max_length} tokens that the model has positions "

@@ -19,6 +19,7 @@ from pipeline.config.supervised import SFTConfig, SFTDataConfig
 from pipeline.conversations import may_be_messages, read_messages, read_tools
 from pipeline.models.packing import ModelInputs, lay_out
 from pipeline.models.policy import Policy, load_policy
+from pipeline.models.special_tokens import Spellings
 from pipeline.omissions import check_tools
 from pipeline.rows import INTS
 from pipeline.supervised.data import Encoder, lists
@@ -59,11 +60,12 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         limit = data.max_length
         encoded = []
         for row, place in zip(values(rows, places), places, strict=True):
-            segments = self.segments(row, place)
+            segments, spellings = self.segments(row, place)
             place = f"{place}, column {data.messages_key!r}"
             ids: list[int] = []
             mask: list[int] = []
-            for (_, learnt), part in zip(segments, self.tokenize([text for text, _ in segments]), strict=True):
+            tokens = self.special.encode([text for text, _ in segments], [spellings] * len(segments))
+            for (_, learnt), part in zip(segments, tokens, strict=True):
                 answer = self.answer_length(part) if learnt else 0
                 ids += part
                 mask += [1] * answer + [0] * (len(part) - answer)
@@ -93,8 +95,8 @@ class SFTEncoder(Encoder[SFTDataConfig]):
                 self.omissions.notes[note] = None
         return arguments
 
-    def segments(self, row: dict[str, Any], place: str) -> list[tuple[str, bool]]:
-        """The rendered conversation as (text, learnt) in order.
+    def segments(self, row: dict[str, Any], place: str) -> tuple[list[tuple[str, bool]], Spellings]:
+        """The rendered conversation as (text with stand-ins, learnt) in order, and what the stand-ins stand for.
 
         Raises:
             ValueError: it cannot be learnt; the sentence begins with `place`.
@@ -103,15 +105,16 @@ class SFTEncoder(Encoder[SFTDataConfig]):
         place = f"{place}, column {self.data.messages_key!r}"
         messages = read_messages(row[self.data.messages_key], place)
         learnt = [take_learnt(message, f"{place}: message {number}") for number, message in enumerate(messages)]
+        spellings = self.special.spellings((messages, arguments), f"{place}: ")
         segments: list[tuple[str, bool]] = []
         done = ""
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.render(messages[:number], True, place, **arguments)
-            whole = self.render(messages[: number + 1], False, place, **arguments)
+            prompt = self.write(spellings, messages[:number], True, place, **arguments)
+            whole = self.write(spellings, messages[: number + 1], False, place, **arguments)
             if learnt[number]:
-                self.check_answer(messages[: number + 1], whole, place, **arguments)
+                self.check_answer(messages[: number + 1], spellings.show(whole), place, **arguments)
             if not prompt.startswith(done) and not any(taught for _, taught in segments):
                 # What the template changes is context alone.
                 segments, done = [], ""
@@ -125,6 +128,9 @@ class SFTEncoder(Encoder[SFTDataConfig]):
             done = whole
         if segments:
             last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+            if last + 1 < len(messages):
+                self.omissions.notes["messages behind the last answer of a conversation are left out"] = None
+            done = spellings.show(done)
             self.check_written(messages[: last + 1], done, place, **arguments)
             if tools := arguments.get("tools"):
                 rest = {**arguments, "tools": None}
@@ -132,7 +138,7 @@ class SFTEncoder(Encoder[SFTDataConfig]):
                 check_tools(tools, done, lambda: self.render(messages[: last + 1], False, place, **rest), where)
         else:
             raise ValueError(f"{place}: {str(messages)[:200]} has no message of the assistant.")
-        return segments
+        return segments, spellings
 
 
 def take_learnt(message: dict[str, Any], place: str) -> bool:
@@ -175,7 +181,7 @@ class SFTLoop(SupervisedLoop[SFTConfig]):
     measured = ("loss",)
 
     def load(self) -> Policy:
-        return load_policy(self.config.model, mesh=self.mesh)
+        return load_policy(self.config.model, mesh=self.mesh, longest=self.config.data.max_length)
 
     def count(self, table: pa.Table) -> int:
         return sum(int(mask[1:].sum()) for mask in lists(table["loss_mask"]))

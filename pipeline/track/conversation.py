@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.agent.forms import prompt_length, split
+from pipeline.conversations import answered
 from pipeline.rows import ANSWER, OBSERVATION
 
 COLUMNS = (
@@ -78,7 +79,8 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
     prompt = json.loads(row["prompt"])
     spans: Sequence[Mapping[str, Any]]
     if row.get("messages") is None:
-        messages = [*prompt, {"role": "assistant", "content": row["response"]}]
+        messages = answered(prompt, row["response"])
+        prompt = messages[:-1]
         spans = [{"kind": ANSWER, "tokens": len(row["response_ids"]), "reward": None}]
     else:
         messages, spans = json.loads(row["messages"]), row["spans"]

@@ -51,10 +51,11 @@ def _of_numbers(episodes: list[dict]) -> Stats:
     def each(name: str) -> np.ndarray:
         return np.array([episode.get(name, 0) for episode in episodes], dtype=np.float64)
 
-    calls = Counter[str]()
+    calls, offered = Counter[str](), Counter[str]()
     for episode in episodes:
         # `update`, unlike a sum of counters, keeps tools that were never called.
         calls.update(episode["calls"])
+        offered.update(episode["calls"].keys())
     made, malformed, unknown = sum(calls.values()), each("malformed").sum(), each("unknown").sum()
     stats = {
         "cut_observations": mean(each("cut_observations").sum(), len(episodes)),
@@ -64,16 +65,18 @@ def _of_numbers(episodes: list[dict]) -> Stats:
     }
     if not calls:
         return stats
-    without = sum(not any(episode["calls"].values()) for episode in episodes)
+    # Other ranks may have episodes of other tools, or of none.
+    with_tools = [episode["calls"] for episode in episodes if episode["calls"]]
+    without = sum(not any(own.values()) for own in with_tools)
     named, others = divided(calls, MOST_TOOLS)
     tried = made + malformed + unknown
     return stats | {
-        "calls/mean": mean(made, len(episodes)),
-        "no_call_rate": mean(without, len(episodes)),
+        "calls/mean": mean(made, len(with_tools)),
+        "no_call_rate": mean(without, len(with_tools)),
         "malformed_rate": mean(malformed, tried),
         "unknown_rate": mean(unknown, tried),
         "tool_error_rate": mean(each("tool_errors").sum(), made),
-        **{f"tool/{name}": mean(calls[name], len(episodes)) for name in named},
+        **{f"tool/{name}": mean(calls[name], offered[name]) for name in named},
         **left_out("tools_left_out", others),
     }
 

@@ -1,6 +1,7 @@
 """Metrics of rows and log-probs, under the names PPO users know; `docs/metrics.md` says what each means."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from pipeline.rows import flat, loss_mask, policy_tokens, token_versions
 from pipeline.stats import Stat, Stats, mean, summary
 from pipeline.track.episodes import MOST_TOOLS, divided, episode_metrics, left_out
 
+PART = re.compile("reward/.*/mean", re.DOTALL)
+"""Names of the means of parts."""
 MOST_PARTS = 32
 """Parts of a reward that become metrics, the first ones in the order of their names."""
 
@@ -120,6 +123,19 @@ def _part_means(parts: Parts) -> Stats:
     chosen, others = divided(parts, MOST_PARTS)
     means = {f"reward/{name}/mean": mean(parts[name][1].sum(), len(parts[name][1])) for name in chosen}
     return means | left_out("reward/parts_left_out", others)
+
+
+def missing_rates(merged: Stats) -> Stats:
+    """`reward/{part}/missing_rate` of the parts that some rows lack, from the metrics of all ranks together: a rank on
+    which no row has a part does not know of it."""
+    failed, rows = merged["reward/error_rate"].values
+    scored = rows - failed
+    counts = {name: stat.values[1] for name, stat in merged.items() if PART.fullmatch(name)}
+    return {
+        f"{name.removesuffix('mean')}missing_rate": mean(scored - count, scored)
+        for name, count in counts.items()
+        if count < scored
+    }
 
 
 def without_metric(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -65,18 +65,23 @@ def prompt_scores(table: pa.Table) -> list[PromptScores]:
         vote = votes[key].setdefault(answer, len(votes[key]))
         prompt.scores.append(float(row["score"]))
         prompt.votes.append(vote)
-        if parts.get("acc") is not None:
-            prompt.accuracies.append(float(parts["acc"]))
-            prompt.accuracy_votes.append(vote)
+        acc = parts.get("acc")
+        prompt.accuracies.append(None if acc is None else float(acc))
     return list(prompts.values())
+
+
+def right(accuracies: Iterable[float | None]) -> list[float]:
+    """The accuracies that count where some responses have one: an answer that was not judged is not right."""
+    return [acc or 0.0 for acc in accuracies]
 
 
 def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
     """mean@N, best@k, worst@k, maj@N and std@N of each data source, averaged over its prompts.
 
-    They are given for `reward`, the score, and where the reward function also returns `acc` (whether the answer is
-    right, 0 to 1) for that: `acc` is then under `val-core` and the score under `val-aux`. N is the largest number of
-    responses of a prompt in the source. Rows whose reward failed count only in `val-aux/{source}/reward/error_rate`.
+    They are given for `reward`, the score, and if the reward function also returns `acc` (whether the answer is right,
+    0 to 1) for some row of the source, for that: `acc` is then under `val-core` and the score under `val-aux`. A row
+    without `acc` counts as 0 there, and in `val-aux/{source}/acc/missing_rate`. N is the largest number of responses of
+    a prompt in the source. Rows whose reward failed count only in `val-aux/{source}/reward/error_rate`.
     """
     stats: Stats = {}
     for source in dict.fromkeys(prompt.data_source for prompt in prompts):
@@ -84,15 +89,16 @@ def validation_metrics(prompts: Sequence[PromptScores]) -> Stats:
         responses = sum(prompt.responses for prompt in of_source)
         failed = responses - sum(len(prompt.scores) for prompt in of_source)
         stats[f"val-aux/{source}/reward/error_rate"] = mean(failed, responses)
-        variables = {
-            "acc": [(prompt.accuracies, prompt.accuracy_votes) for prompt in of_source if prompt.accuracies],
-            "reward": [(prompt.scores, prompt.votes) for prompt in of_source if prompt.scores],
-        }
-        judged = "acc" if variables["acc"] else "reward"
+        scored = [prompt for prompt in of_source if prompt.scores]
+        variables = {"reward": [(prompt.scores, prompt.votes) for prompt in scored]}
+        given = sum(len(prompt.accuracies) - prompt.accuracies.count(None) for prompt in scored)
+        if given:
+            variables["acc"] = [(right(prompt.accuracies), prompt.votes) for prompt in scored]
+            stats[f"val-aux/{source}/acc/missing_rate"] = mean(responses - failed - given, responses - failed)
         n = max(prompt.responses for prompt in of_source)
         for variable, groups in variables.items():
             if groups:
-                level = "val-core" if variable == judged else "val-aux"
+                level = "val-core" if variable == list(variables)[-1] else "val-aux"
                 stats |= _source_metrics(f"{level}/{source}/{variable}", f"val-aux/{source}/{variable}", groups, n)
     return stats
 
@@ -115,9 +121,9 @@ def check_metric(metric: str, sources: Mapping[str, bool | None], n: int, agent:
     names: list[str] = []
     for source, acc in sources.items():
         for judged in (True, False) if acc is None or (by_environment and not acc) else (acc,):
-            ones, votes = [1.0] * n, list(range(n))
-            accuracies = (ones, votes) if judged else ([], [])
-            names += validation_metrics([PromptScores(source, "", n, ones, votes, *accuracies)])
+            ones = [1.0] * n
+            accuracies = [1.0 if judged else None] * n
+            names += validation_metrics([PromptScores(source, "", n, ones, list(range(n)), accuracies)])
     names = list(dict.fromkeys(names))
     if metric not in names:
         cores = [name for name in names if name.startswith("val-core/")]

@@ -58,7 +58,7 @@ class Actor(Learner):
         own_reference: bool = False,
         reference: ShardedReference | None = None,
     ):
-        policy = load_policy(model, mesh=mesh)
+        policy = load_policy(model, mesh=mesh, longest=shape.longest)
         super().__init__("actor", policy, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
         self.seed = seed

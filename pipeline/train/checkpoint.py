@@ -3,7 +3,8 @@
     all ranks     write their shards to a local folder     collective; training waits
     each rank     copies it to the run's storage           during the next iteration, with retries; the first failure is
                                                            said, and the last one ends the run with its model saved
-    each rank     writes `complete_RANK` beside it         the last file; with all of them the checkpoint is complete
+    each rank     writes `complete_RANK` beside it         the last file, a list of the others; with all of them the
+                                                           checkpoint is complete
 
 A checkpoint holds tensors, plain numbers and settings; loading it runs no code of others. Of a model with adapters it
 holds the adapters alone.
@@ -22,19 +23,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs as pafs
 import ray.train
 import torch
 import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointUploadMode
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from pipeline.advantage.kl_controller import KLController
-from pipeline.models.checkpoint_reader import load_checkpoint
-from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name, newest
+from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, delete, folder_name
 from pipeline.storage.filesystem import filesystem_of
-from pipeline.store.cursor import PromptCursor
+from pipeline.storage.manifest import listed
 from pipeline.store.status import TrainerState
 from pipeline.train import ranks
 from pipeline.train.learner import Learner
@@ -117,9 +116,11 @@ class Saver:
                 "world_size": ranks.count(),
                 "mlflow_run_id": self._mlflow_run_id(),
             }
-            with self._noted(f"{self._root}/{FOLDER}"):
+            storage = f"{self._root}/{FOLDER}"
+            with self._noted(storage):
                 # Files of an earlier attempt would count as parts of this checkpoint.
-                retry(lambda: self._clear(version), self._deadline, f"{self._root}/{FOLDER}", "written", self._say)
+                place = f"{storage}/{folder_name(version)}"
+                retry(lambda: delete(place), self._deadline, storage, "written", self._say)
         folder: Path | None = None
         with self._noted(self.staging):
             folder = Path(tempfile.mkdtemp(prefix="slipstream-checkpoint-", dir=self.staging))
@@ -128,7 +129,7 @@ class Saver:
         assert folder is not None
         try:
             with self._noted(str(folder)):
-                dcp.save(_state(learners), checkpoint_id=folder)
+                dcp.save(training_state(learners), checkpoint_id=folder)
                 if progress is not None:
                     (folder / PROGRESS).write_text(json.dumps(progress))
                     self._save_settings(folder / "config.yaml")
@@ -180,6 +181,7 @@ class Saver:
 
     def _copy(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
         storage = ray.train.get_context().get_storage()
+        files = listed(Path(checkpoint.path)).encode()
 
         def copy() -> Checkpoint:
             try:
@@ -187,8 +189,8 @@ class Saver:
             except OSError:
                 self._withdraw(checkpoint, name)
                 raise
-            with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}"):
-                pass
+            with persisted.filesystem.open_output_stream(f"{persisted.path}/{complete_name(self._rank)}") as mark:
+                mark.write(files)
             return persisted
 
         try:
@@ -211,11 +213,6 @@ class Saver:
         for file in Path(checkpoint.path).iterdir():
             with contextlib.suppress(OSError):
                 filesystem.delete_file(f"{path}/{file.name}")
-
-    def _clear(self, version: int) -> None:
-        filesystem, path = filesystem_of(f"{self._root}/{FOLDER}/{folder_name(version)}")
-        if filesystem.get_file_info(path).type == pafs.FileType.Directory:
-            filesystem.delete_dir(path)
 
     def _mlflow_run_id(self) -> str | None:
         filesystem, path = filesystem_of(f"{self._run_dir}/mlflow_run_id")
@@ -284,67 +281,6 @@ def retry(
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def restore(
-    learners: Sequence[Learner],
-    kl: KLController,
-    root: str,
-    begin: str | None = None,
-    patience: float = 0.0,
-    say: Callable[[str], None] = print,
-) -> TrainerState:
-    """Load the newest complete checkpoint of the run into `learners` and `kl`; a collective.
-
-    The files decide which one is complete, because Ray Train's own list lags behind them.
-
-    Args:
-        learners: actor and critic, sharded over any number of ranks.
-        kl: the controller of the KL's coefficient.
-        root: folder or URL that holds the run's folder of checkpoints.
-        begin: folder or URL of the checkpoint that a run without one of its own begins with.
-        patience: seconds of retries while the storage does not answer.
-        say: takes a sentence about what is tried again.
-
-    Returns:
-        the restored state; version 0 for a new run.
-
-    Raises:
-        OSError: the storage did not answer.
-        ValueError: the newest checkpoint is damaged.
-    """
-    place = begin
-    if ranks.rank() == 0 and (own := retry(lambda: newest(root), patience, root, "read", say)):
-        place = own.place
-    # One rank decides: others might find another checkpoint.
-    place = ranks.broadcast(place)
-    if place is None:
-        return TrainerState(0, PromptCursor(), False)
-    filesystem, path = filesystem_of(place)
-    checkpoint = Checkpoint(path, filesystem)
-    with contextlib.ExitStack() as stack:
-        folder = retry(lambda: stack.enter_context(checkpoint.as_directory()), patience, place, "read", say)
-        state = _state(learners)
-        load_checkpoint(state, folder)
-        for learner in learners:
-            part = state[learner.name]
-            model, optimizer = part["model"], part["optimizer"]
-            set_state_dict(
-                learner.module,
-                learner.optimizer,
-                model_state_dict=model,
-                optim_state_dict=optimizer,
-                # The weights of a frozen base are those of its own folder.
-                options=StateDictOptions(strict=not _frozen(learner)),
-            )
-        progress = json.loads((Path(folder) / PROGRESS).read_text())
-        rng = Path(folder) / f"rng_{ranks.rank()}.pt"
-        if rng.is_file():
-            _set_rng(torch.load(rng, weights_only=True))
-    kl.coef = progress["kl_coef"]
-    for learner in learners:
-        learner.restore_schedule(progress["scheduler_steps"][learner.name])
-    return TrainerState(progress["version"], PromptCursor.from_json(progress["cursor"]), progress["validated"])
-
-
 def _reason(error: BaseException, place: str) -> str:
     """Why a checkpoint could not be written to `place`, by the error that torch has wrapped, if so."""
     if isinstance(error, CheckpointException):
@@ -361,13 +297,7 @@ def _rng() -> dict[str, torch.Tensor]:
     return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def _set_rng(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def _state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
+def training_state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
     """Models and optimiser states by the learner's name, as tensors that `dcp` saves from or loads into."""
     state = {}
     for learner in learners:
@@ -377,13 +307,13 @@ def _state(learners: Sequence[Learner]) -> dict[str, dict[str, Any]]:
             # torch creates the state by a step with learning rate 0, which AdamW would count in its bias correction.
             for moments in learner.optimizer.state.values():
                 moments["step"].zero_()
-        frozen = _frozen(learner)
-        trained = {name: tensor for name, tensor in model.items() if name not in frozen}
+        untrained = frozen(learner)
+        trained = {name: tensor for name, tensor in model.items() if name not in untrained}
         state[learner.name] = {"model": trained, "optimizer": optimizer}
     return state
 
 
-def _frozen(learner: Learner) -> set[str]:
+def frozen(learner: Learner) -> set[str]:
     """Names of weights that are not trained, also of tied ones: with adapters, the base's."""
     parameters = learner.module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in parameters if not parameter.requires_grad}

@@ -37,7 +37,7 @@ class Critic(Learner):
         mesh: Mesh | None = None,
     ):
         mesh = mesh or make_mesh(device)
-        module = load_value_model(model, config.path, mesh)
+        module = load_value_model(model, config.path, mesh, shape.longest)
         super().__init__("critic", module, config, shape, device, iterations, model.share_prompts, mesh)
         self.config = config
 

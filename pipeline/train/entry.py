@@ -16,6 +16,8 @@ class LoopSettings:
     schedule: Schedule
     store: Any
     run_dir: str
+    start: str = ""
+    """Name of this start of the run, which restarts of its workers share."""
     checkpoint: str | None = None
     """Folder or URL of the checkpoint that the run begins with; None begins with `model.path`."""
 

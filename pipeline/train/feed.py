@@ -2,10 +2,16 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
+
+PAUSE_S = 0.2
+"""Seconds between two looks."""
+
+T = TypeVar("T")
 
 
 class RowsTimeout(TimeoutError):
@@ -44,6 +50,25 @@ class TimedIterator:
             raise item
         self._ended = item is None
         return item
+
+    def wait(self, ready: Callable[[], T | None], what: str) -> T | None:
+        """Wait for what happens before the first block comes: what `ready` gives as soon as it is not None. None if the
+        block comes without it.
+
+        Raises:
+            RowsTimeout: it did not come in time; the message names `what`.
+            Exception: the iterator raised it.
+        """
+        deadline = time.monotonic() + self._timeout
+        came = False
+        while (found := ready()) is None and not came:
+            came = self._queue.full()
+            if came and isinstance(self._queue.queue[0], BaseException):
+                raise self._queue.queue[0]
+            if time.monotonic() > deadline:
+                raise RowsTimeout(f"no {what} within {self._timeout:.0f} s: {self._hint()}")
+            time.sleep(PAUSE_S)
+        return found
 
     def _fetch(self, blocks: Iterator[pa.Table]) -> None:
         try:

@@ -20,6 +20,7 @@ from pipeline.derived import UpdateShape
 from pipeline.losses import agg_loss
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import clip_grad_norm, shard
+from pipeline.models.handshake import Way
 from pipeline.models.mesh import Mesh
 from pipeline.models.micro_batches import minimum_parts, split_micro_batches
 from pipeline.models.packing import MicroBatch, collate
@@ -58,7 +59,8 @@ class Learner(ABC):
     ):
         self.name, self.shape, self.device = name, shape, device
         self.mesh, self.grad_clip = mesh, config.grad_clip
-        self._passes = Passes.of(module, share_prompts, mesh.sequence_ranks)
+        self.passes = Passes.of(module, share_prompts, mesh.sequence_ranks)
+        """How rows pass through the model."""
         self._nonfinite_steps = 0
         self.module = shard(module, config.fsdp, device, mesh)
         check_repeatable(self.module, device)
@@ -68,7 +70,12 @@ class Learner(ABC):
     @property
     def shares_prompts(self) -> bool:
         """Whether samples share their prompt in a pass."""
-        return self._passes.shared
+        return self.passes.shared
+
+    def take(self, way: Way) -> None:
+        """Let rows pass through the model in another way from now on."""
+        self.module.decoder.config.get_text_config()._attn_implementation = way.attention
+        self.passes = Passes(way.packed, way.shared)
 
     # Different in actor and critic.
 
@@ -133,7 +140,7 @@ class Learner(ABC):
             whole_rows: keep the contexts of a row in one micro-batch.
             passes: how they pass through another model than the learner's.
         """
-        passes = passes or self._passes
+        passes = passes or self.passes
         budget, packed = self.shape.max_tokens, passes.packed
         packs, units = pack_rows(rows, index, budget, passes.shared, whole_rows)
         lengths = rows.pack_lengths(packs)
@@ -143,7 +150,7 @@ class Learner(ABC):
 
     def collate(self, rows: TrainBatch, packs: list[list[int]], passes: Passes | None = None) -> MicroBatch:
         """The micro-batch of these packs, as the model takes it; see `packing.collate`."""
-        packed = (passes or self._passes).packed
+        packed = (passes or self.passes).packed
         return collate(rows, packs, packed=packed, sequence=self.mesh.positions).to(self.device)
 
     def optimizer_step(self, tokens: float, rejected: float) -> Stats:

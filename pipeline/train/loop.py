@@ -9,7 +9,9 @@ generate the next ones.
 """
 
 import os
+import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +26,14 @@ from pipeline.advantage.kl_controller import kl_controller
 from pipeline.config import save_yaml
 from pipeline.derived import streams_gradients, uses_critic
 from pipeline.errors import FinalError
+from pipeline.greeting import Greeting
 from pipeline.models.batch import TrainBatch
 from pipeline.models.ends import find_ends
-from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype
+from pipeline.models.fsdp import NotSavedError, rescue, save_hf, torch_dtype, try_save
 from pipeline.models.settings import ModelSettings
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import flat, policy_tokens, prompt_tokens
-from pipeline.stats import Stat, Stats, reduce
+from pipeline.stats import Stat, Stats, merge, reduce
 from pipeline.storage import checkpoints
 from pipeline.store.client import ANSWER_S, StoreClient
 from pipeline.store.events import CheckpointSaved, IterationTrained, TrainingEnded, Trouble
@@ -38,16 +41,18 @@ from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import TrainerState
 from pipeline.store.versions import CRITIC, POLICY
 from pipeline.threads import compute_threads
-from pipeline.track.metrics import iteration_metrics
+from pipeline.track.metrics import iteration_metrics, missing_rates
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.track.trajectories import Record, discard_trajectories
 from pipeline.train import ranks
-from pipeline.train.checkpoint import NotStored, Saver, restore
+from pipeline.train.checkpoint import NotStored, Saver
 from pipeline.train.deal import Dealer
 from pipeline.train.entry import LoopSettings
 from pipeline.train.feed import RowsFeed, TimedIterator
+from pipeline.train.handshake import Handshake
 from pipeline.train.learner import Learner
 from pipeline.train.report import CollectiveTimeout, is_collective_timeout, stop_reason, timed
+from pipeline.train.restore import restore
 from pipeline.train.setup import build_actor, build_critic, build_publishers
 from pipeline.train.update import StreamedUpdate
 
@@ -71,18 +76,22 @@ class Loop:
             build_critic(self.config, self.device, iterations, self.actor.mesh) if uses_critic(self.config) else None
         )
         self.learners: list[Learner] = [self.actor, *([self.critic] if self.critic else [])]
+        self._try_to_save()
         self.kl = kl_controller(self.config.algorithm.kl_ctrl)
         self.publishers = build_publishers(self.config, self.actor, self.critic, self.rank, self.device)
         root = checkpoints.root(trainer, self.run_dir)
         state = restore(self.learners, self.kl, root, settings.checkpoint, trainer.deadlines.checkpoint, self._say)
         self.version = self.saved = state.version
+        self.handshake = Handshake(
+            self.config, self.actor, self.run_dir, settings.start, self.version >= self.schedule.iterations
+        )
         self.record = Record(self.run_dir)
         save_settings = partial(save_yaml, self.config)
         self.saver = Saver(self.run_dir, root, trainer.deadlines.checkpoint, save_settings, self._post_saved, self._say)
         if self.rank == 0:
             # An interrupted attempt may have recorded later iterations.
             discard_trajectories(self.run_dir, self.version + 1)
-            self._store.call(PolicyStore.register_trainer, state, self.world_size)
+            self._store.call(PolicyStore.register_trainer, state, self.world_size, self.handshake.plan)
         ranks.barrier()
 
     def run(self) -> TrainingEnded:
@@ -124,8 +133,22 @@ class Loop:
         chunks = self.schedule.chunks_per_iteration // self.world_size
         parts = chunks if streams_gradients(self.config) else 1
         limit = self.config.trainer.deadlines.rows
-        self.feed = RowsFeed(TimedIterator(iter(blocks), limit, self._describe), chunks, parts)
+        rows = TimedIterator(iter(blocks), limit, self._describe)
+        self.feed = RowsFeed(rows, chunks, parts)
+        if self.handshake.due and not self.config.rollout.sleep:
+            # The engines generate the first rows meanwhile.
+            self._shake_hands(rows.wait(self._greeting, "rows of an engine for the handshake"))
         self.deal = Dealer.of(self.actor, self.critic, self.config.rollout.n, parts)
+
+    def _greeting(self) -> Greeting | None:
+        return self._store.call(PolicyStore.greeting)
+
+    def _shake_hands(self, greeting: Greeting | None) -> None:
+        """Compare the engine's log-probs with the trainer's; a collective."""
+        greeting = ranks.broadcast(greeting)
+        text = self.handshake.settle(greeting) if greeting else "the engines sent no rows to compare the trainer with"
+        if self.rank == 0:
+            self._say(text)
 
     def _run(self) -> TrainingEnded:
         self._begin()
@@ -171,14 +194,31 @@ class Loop:
         """Where the model goes if the run's folder cannot be written."""
         return f"{self.saver.staging}/{Path(self.run_dir).name}-model-{os.getpid()}"
 
-    def _save_model(self, folder: str) -> None:
+    def _try_to_save(self) -> None:
+        """Write what the end of the run writes, without weights; a collective.
+
+        Raises FinalError on every rank.
+        """
+        shared = (Path(self.run_dir) / "config.yaml").is_file()
+        nodes = [node for node in ranks.all_gather(None if shared else socket.gethostname()) if node]
+        if nodes:
+            raise FinalError(
+                f"{self.run_dir} is not on the node {nodes[0]}, which trains; set trainer.default_local_dir to a "
+                "folder that all nodes share"
+            )
+        try:
+            self._save_model(self._model_folder, try_save)
+        except NotSavedError as error:
+            raise FinalError(str(error)) from error
+
+    def _save_model(self, folder: str, save: Callable[..., None] = save_hf) -> None:
         """Save the model with the settings of its training; a collective. Raises NotSavedError on every rank."""
         dtype = torch_dtype(self.config.rollout.dtype, "rollout.dtype")
         tokenizer = load_tokenizer(self.config.model, needs_chat_template=False)
         ends = find_ends(self.config.model, tokenizer, self.config.data.apply_chat_template_kwargs)
-        save_hf(self.actor.module, tokenizer, folder, dtype, ends.ids, replace=True)
+        save(self.actor.module, tokenizer, folder, dtype, ends.ids, replace=True)
         problem = None
-        if self.rank == 0:
+        if self.rank == 0 and save is save_hf:
             try:
                 ModelSettings.of(self.config, self.version).save(Path(folder))
             except OSError as error:
@@ -204,6 +244,10 @@ class Loop:
                 ranks.barrier()
             if table is None:
                 return None
+            if self.handshake.due and self.config.rollout.sleep:
+                # All engines that share GPUs with the train workers have given back their memory.
+                self._shake_hands(self._greeting())
+                self.deal = Dealer.of(self.actor, self.critic, self.config.rollout.n, self.feed.parts)
             tables.append(table)
             with timed(timings, "deal"):
                 dealt.append(self.deal(table))
@@ -269,7 +313,8 @@ class Loop:
         parts = ranks.all_gather(stats)
         verdict: tuple[str | None, bool] = (None, False)
         if self.rank == 0:
-            metrics = reduce(part for rank in parts for part in rank)
+            merged = merge(part for rank in parts for part in rank)
+            metrics = reduce([merged, missing_rates(merged)])
             prompt, response, policy = (metrics.pop(name) for name in tokens)
             metrics |= derived(metrics, prompt, response, policy, self.world_size)
             reason = stop_reason(metrics, table, self.version, self.config)

@@ -27,7 +27,13 @@ class ShardedReference:
 
     @classmethod
     def load(
-        cls, config: ModelConfig, trained: ModelConfig, device: torch.device, mesh: Mesh, offload: bool
+        cls,
+        config: ModelConfig,
+        trained: ModelConfig,
+        device: torch.device,
+        mesh: Mesh,
+        offload: bool,
+        longest: int | None = None,
     ) -> "ShardedReference":
         """The model of `config`; a collective.
 
@@ -37,10 +43,11 @@ class ShardedReference:
             device: this rank's device.
             mesh: the ranks that divide the weights.
             offload: whether the weights stay in host memory.
+            longest: tokens of the longest row; None for what the model was made for.
 
         Raises ValueError as `load_reference`, and if prompts must be shared and the model cannot.
         """
-        module = load_reference(config, trained, mesh)
+        module = load_reference(config, trained, mesh, longest)
         passes = Passes.of(module, trained.share_prompts, mesh.sequence_ranks)
         # Weights that stayed gathered would be a whole model on every GPU.
         fsdp = FSDPConfig(reshard_after_forward=True, param_dtype=config.dtype, offload="all" if offload else "none")

@@ -43,7 +43,7 @@ def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
 def _build_reference(config: Config, device: torch.device, mesh: Mesh) -> ShardedReference:
     settings = config.scoring.reference
     model = scoring_model(config.model, settings, config.actor.fsdp, settings.path, gpu=device.type == "cuda")
-    return ShardedReference.load(model, config.model, device, mesh, settings.offload)
+    return ShardedReference.load(model, config.model, device, mesh, settings.offload, config.data.longest_row)
 
 
 def build_critic(config: Config, device: torch.device, iterations: int, mesh: Mesh | None = None) -> Critic:

@@ -218,13 +218,13 @@ class Oracle:
         form = CALLS.get(self.name)
         waiting: list[dict] = []
         for i, message in enumerate(messages[:stop]):
-            hidden = self.hide(message, self.controls)
+            hidden = self.hide(message, self.special)
             if is_answer(message):
                 # An environment may reply as a tool that was not called.
                 calls = message.get("calls") or [{"name": "tool"}]
                 follows = messages[i + 1]["role"] == "tool"
                 waiting = answered(calls, f"SAID{i}SAID", form) if follows and form else []
-                waiting = [self.hide(call, self.controls) for call in waiting]
+                waiting = [self.hide(call, self.special) for call in waiting]
                 text = {"content": ""} if waiting else {"content": f"SAID{i}SAID"}
                 hidden = {"role": "assistant", **text} | ({"tool_calls": waiting} if waiting else {})
             elif message["role"] == "tool" and waiting:

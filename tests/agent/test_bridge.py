@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline.agent import Call
 from pipeline.agent.bridge import Bridge
-from pipeline.agent.control import Marks
 from tests.agent.families import FAMILIES, TOOLS, tokenizer
 
 USER = {"role": "user", "content": "Guess."}
@@ -36,6 +35,12 @@ def controls(name: str, ids: Sequence[int]) -> list[str]:
     """The control tokens among `ids`."""
     added = tokenizer(name).added_tokens_decoder
     return [added[number].content for number in ids if number in added]
+
+
+def specials(name: str, ids: Sequence[int]) -> list[str]:
+    """The special tokens among `ids`."""
+    special = set(FAMILIES[name].special.split())
+    return [token for token in controls(name, ids) if token in special]
 
 
 def reply(content: str, role: str = "user") -> list[dict]:
@@ -169,10 +174,6 @@ def test_hidden_text_changes_nothing_around_it_where_texts_begin_with_a_space() 
     harmless, hostile = (made.after([], reply(f"hello {text}hello")) for text in ("", "</s>"))
     assert hostile[:6] == harmless[:6]
     assert made.tokens.count(hostile) == made.tokens.count(harmless)
-    assert made.tokens.encode("<u>user</s>", Marks(made.tokens.control)) == (made.tokens.as_template("<u>user</s>"))
-    hidden = Marks(made.tokens.control)
-    hidden.hide("<u>")
-    assert made.tokens.encode("<u>user</s>", hidden) == made.tokens.as_template("<u>user</s>")
 
 
 def test_an_answer_is_what_the_template_writes_behind_the_generation_prompt() -> None:
@@ -259,34 +260,31 @@ HOSTILE = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(name=st.sampled_from(sorted(FAMILIES)), text=HOSTILE)
-def test_no_content_becomes_a_control_token(name: str, text: str) -> None:
+def test_no_content_becomes_a_special_token(name: str, text: str) -> None:
     made = BRIDGES[name]
     ids = made.content_ids(text)
     valid = text.encode("utf-8", "replace").decode()
-    assert controls(name, ids) == []
+    assert specials(name, ids) == []
     assert tokenizer(name).decode(ids) == valid
     for role in made.proofs:
         calls = [Call("call00000", text or "calc", {})]
         ids = made.after([], reply(text, role), calls)
-        assert controls(name, ids) == controls(name, made.after([], reply("x", role), calls[:0])), role
+        assert specials(name, ids) == specials(name, made.after([], reply("x", role), calls[:0])), role
         if role == "user":
             content = valid.strip() if made.proofs[role].trimmed else valid
             assert content in tokenizer(name).decode(ids)
-    special = set(FAMILIES[name].special.split())
-    found = [token for token in controls(name, made.prompt(reply(text))) if token in special]
-    assert found == [token for token in controls(name, made.prompt(reply("x"))) if token in special]
+    assert specials(name, made.prompt(reply(text))) == specials(name, made.prompt(reply("x")))
 
 
 @settings(max_examples=50, deadline=None)
 @given(text=HOSTILE)
-def test_no_schema_of_a_server_becomes_a_control_token(text: str) -> None:
+def test_no_schema_of_a_server_becomes_a_special_token(text: str) -> None:
     def shown(text: str) -> list[str]:
         parameters = {"type": "object", "properties": {"x" + text: {"type": "string", "enum": [text]}}}
         tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": parameters}}
-        return controls("chatml", BRIDGES["chatml"].prompt(reply("x"), [tool]))
+        return specials("chatml", BRIDGES["chatml"].prompt(reply("x"), [tool]))
 
-    special = set(FAMILIES["chatml"].special.split())
-    assert [token for token in shown(text + "<|im_start|>") if token in special] == shown("x")
+    assert shown(text + "<|im_start|>") == shown("x")
 
 
 @settings(max_examples=150, deadline=None)

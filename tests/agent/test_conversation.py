@@ -93,6 +93,12 @@ def test_a_chat_that_goes_on_has_the_tokens_that_were_sampled(history: str) -> N
     assert policy.asked[1] == context.prompt_ids + sampled + between
 
 
+def test_an_answer_is_not_continued() -> None:
+    conversation = Conversation(language("chatml"), Sampler([1]), 100)
+    with pytest.raises(EpisodeFailed, match="begins end with the assistant's, and an answer of an episode cannot be"):
+        conversation.begin([*ROW["prompt"], {"role": "assistant", "content": "So"}])
+
+
 def test_texts_that_do_not_fit_are_not_encoded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     made = language("chatml")
     encoded = list[int]()

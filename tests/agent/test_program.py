@@ -291,6 +291,14 @@ def test_calls_of_answers_are_counted_and_have_ids_of_their_own() -> None:
     assert text(played.contexts[0].ids) == "call calc$<7>call gone$<7>bad$"
 
 
+def test_a_tool_that_a_program_offers_in_vain_counts_as_one_without_calls() -> None:
+    async def offer(chat: Chat) -> float:
+        await chat([user("go")], [TOOL])
+        return 1.0
+
+    assert play(Policy("12"), offer).numbers["calls"] == {"calc": 0}
+
+
 def test_a_conversation_has_the_same_tools_to_its_end() -> None:
     async def change(chat: Chat) -> float:
         answer = await chat([user("go")], [TOOL])

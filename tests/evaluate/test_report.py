@@ -52,6 +52,11 @@ def test_a_single_source_is_all_there_is() -> None:
     assert failed[1] == ["mean", "-"] and ["reward failed", "100.0%"] in failed
 
 
+def test_answers_without_acc_are_shown_if_there_are_some() -> None:
+    rows = ("s", "a", 1.0, "x", '{"acc": 1}'), ("s", "b", 1.0, "x")
+    assert ["without acc", "50.0%"] in printed(summed((1,), responses(*rows)))
+
+
 def test_episodes_have_turns() -> None:
     made = responses(("s", "a", 1.0, "x"), ("s", "b", 1.0, "x"))
     made = made.append_column("spans", pa.array([[{"kind": 1, "tokens": 1}]] * 2, SPANS))
@@ -63,7 +68,7 @@ def test_names_for_trackers() -> None:
     names = tracked(summary)
     assert names["eval/s/pass@3"] == 0.5 and names["eval/t/score/mean"] == summary.by_source()["t"]["score/mean"]
     assert names["eval-all/mean"] == summary.overall()["mean"]
-    assert len(names) == 3 * len(summary.overall())
+    assert "eval/s/acc/missing_rate" not in names and len(names) == 3 * len(summary.overall()) - 1
     assert [row["source"] for row in rows(summary)] == ["s", "t", "all"] and rows(summary)[1]["judged_by"] == "acc"
 
 

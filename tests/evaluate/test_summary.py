@@ -118,6 +118,21 @@ def test_by_hand() -> None:
     assert (summary.prompts, summary.tokens) == (3, 29)
 
 
+def test_an_answer_without_acc_is_not_right_whichever_chunk_comes_first() -> None:
+    tables = [
+        responses(("s", "a", 1.0, "?"), ("s", "a", 1.0, "!")),
+        responses(("s", "b", 1.0, "3", '{"acc": 1}'), ("s", "b", 0.0, "x", None, "TimeoutError")),
+        responses(("t", "c", 1.0, "x")),
+    ]
+    for order in (tables, tables[::-1]):
+        summary = summed((1, 2), *order)
+        found = summary.by_source()
+        assert (found["s"]["mean"], found["s"]["pass@2"], found["s"]["maj@2"]) == (0.5, 0.5, 0.5)
+        assert found["s"]["acc/missing_rate"] == summary.overall()["acc/missing_rate"] == pytest.approx(2 / 3)
+        assert "acc/missing_rate" not in found["t"] and found["t"]["mean"] == 1.0
+        assert summary.overall()["mean"] == pytest.approx(2 / 3)
+
+
 def test_all_prompts_together_weigh_the_same() -> None:
     whole = summed((3,), TABLE).overall()
     assert whole["mean"] == pytest.approx((2 * 1 / 6 + 5 / 6) / 3)

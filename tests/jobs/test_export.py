@@ -122,6 +122,11 @@ def own(run: Made, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run.folder, tmp_path / "puzzles"))
 
 
+def unlisted(checkpoint: Path) -> None:
+    """Let a checkpoint be one that does not list its files, which may then be changed."""
+    (checkpoint / "complete_0").write_text("")
+
+
 def reconfigure(run_dir: Path, config: Config) -> None:
     """Other settings for a run and its newest checkpoint."""
     for folder in (run_dir, run_dir / "checkpoints" / "iteration_000004"):
@@ -277,11 +282,26 @@ def test_a_checkpoint_whose_saving_was_interrupted_is_skipped(
     newest = own / "checkpoints" / "iteration_000004"
     (newest / missing).unlink()
     same(exported(own, "--out", tmp_path / "mine"), run.actor[3])
-    assert "iteration 4 is skipped: its saving was interrupted" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ("iteration 4 is skipped: its saving was interrupted" in said) is (missing == "complete_0")
+    assert ("iteration_000004 is damaged: progress.json is missing" in said) is (missing == "progress.json")
     assert "no complete checkpoint of iteration 4" in refused(capsys, own, "--out", tmp_path / "b", "--iteration", "4")
     if missing == "complete_0":
         assert "is incomplete" in refused(capsys, newest, "--out", tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_damaged_checkpoint_is_skipped(
+    run: Made, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = own / "checkpoints" / "iteration_000004"
+    with (newest / "__0_0.distcp").open("r+b") as shard:
+        shard.truncate(shard.seek(0, 2) // 2)
+    same(exported(own, "--out", tmp_path / "mine"), run.actor[3])
+    said = f"the checkpoint {newest} is damaged: __0_0.distcp has "
+    assert f"the checkpoint of iteration 4 is skipped: {said}" in capsys.readouterr().out
+    for arguments in ((own, "--out", tmp_path / "b", "--iteration", "4"), (newest, "--out", tmp_path / "b")):
+        assert said in refused(capsys, *arguments)
 
 
 def test_a_link_to_an_empty_folder(own: Path, run: Made, tmp_path: Path) -> None:
@@ -295,6 +315,7 @@ def test_a_link_to_an_empty_folder(own: Path, run: Made, tmp_path: Path) -> None
 def test_a_checkpoint_runs_no_code(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     index = own / "checkpoints" / "iteration_000004" / ".metadata"
     index.write_bytes(pickle.dumps(pytest.fail))
+    unlisted(index.parent)
     sentence = refused(capsys, own, "--out", tmp_path / "mine")
     assert "cannot be read as the index of a checkpoint" in sentence and not (tmp_path / "mine").exists()
 
@@ -373,6 +394,7 @@ def track(run_dir: Path, run_id: str) -> None:
     """Checkpoints that say that MLflow tracked their run."""
     for file in run_dir.glob("checkpoints/*/progress.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"mlflow_run_id": run_id}))
+        unlisted(file.parent)
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,16 @@ def test_the_best_and_the_worst_answer_of_a_group_are_a_pair(tmp_path: Path) -> 
     assert made(tmp_path, "--per-prompt", "3") == best  # the middle one of three answers has no partner
 
 
+def test_a_begun_answer_is_part_of_both_sides(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So "}]
+    group = answers("a", [0.0, 1.0], prompt=json.dumps(prompt))
+    write(tmp_path / "responses/part-000000.parquet", [row | {"response": f"So {row['score']}"} for row in group])
+    made(tmp_path)
+    (row,) = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert row["prompt"] == prompt[:1]
+    assert [row[side][0]["content"] for side in ("chosen", "rejected")] == ["So 1.0", "So 0.0"]
+
+
 def test_further_pairs_of_a_group_never_share_an_answer(tmp_path: Path) -> None:
     write(tmp_path / "responses/part-000000.parquet", answers("a", [0.0, 1.0, 0.2, 0.8, 0.5]))
     pairs = [("question a", "1.0", "0.0", 1.0), ("question a", "0.8", "0.2", pytest.approx(0.6))]

@@ -1,5 +1,6 @@
 """The command line of a replay: the settings it begins with, what it refuses and how, and what it prints."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,6 +164,15 @@ def test_of_an_episode_the_tokens_of_the_last_answer_are_compared(settings: list
     check_tokens(config, [row | {"response": "so 4"}])
     with pytest.raises(ConfigError, match="another tokenizer .* reads the tokens of a response as 'call.3. so 4'"):
         check_tokens(config, [row | {"response": "one"}])
+
+
+def test_a_begun_answer_is_part_of_a_recorded_response(settings: list[str], tiny_model: Path) -> None:
+    config, tokenizer = load_config(settings), AutoTokenizer.from_pretrained(tiny_model)
+    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so "}]
+    row = {"response_ids": tokenizer("4")["input_ids"], "prompt": json.dumps(begun)}
+    check_tokens(config, [row | {"response": "so 4"}])
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        check_tokens(config, [row | {"response": "4"}])
 
 
 # the plan

@@ -138,3 +138,16 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert tiny.main(["--out", str(out)]) == 2
     assert "is not empty; choose another folder or remove it" in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == ["README.md"]
+
+
+def test_a_model_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tiny.PreTrainedTokenizerFast, "save_pretrained", full)
+    options = ["--rows", "20", "--hidden", "32", "--layers", "1", "--heads", "1"]
+    assert tiny.main(["--out", str(tmp_path / "m"), *options]) == 1
+    assert f"cannot write {tmp_path}/m: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.train import main, name_from_root
+from jobs.train import main
 from pipeline.config import Config, load_config, save_yaml
 from pipeline.plan.placement import Node
 from pipeline.storage.checkpoints import PROGRESS
@@ -289,53 +289,6 @@ def test_dry_run_suggests_settings(
 def test_gpus_that_nothing_can_be_suggested_for(refused: Refused) -> None:
     refused("--gpus", "8", parts=("--gpus suggests settings and starts nothing; add --dry-run",))
     refused("--dry-run", "--gpus", "8xT4", parts=("--gpus 8xT4 names an unknown kind of GPU; known are A100",))
-
-
-def test_folders_of_models_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("model", "adapter"):
-        (tmp_path / name).mkdir()
-    config = Config()
-    config.model.path, config.model.lora.path, config.critic.path = "model", "adapter", "owner/model"
-    name_from_root(config)
-    assert (config.model.path, config.model.lora.path) == (f"{tmp_path}/model", f"{tmp_path}/adapter")
-    assert config.critic.path == "owner/model"
-
-
-def test_code_of_episodes_is_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers have another working directory; the link of a virtual environment's interpreter is kept."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    config = Config()
-    config.agent.environment, config.agent.python = "my_game.py:Game", "bin/python"
-    config.agent.program = "my_program.py:run"
-    (tmp_path / "my_agent.py").touch()
-    config.agent.command = ["python", "my_agent.py", "gone.py", "--fast"]
-    config.agent.tools = ["my_tools:calc", "sub/tools.py:calc", "tools.py", "tools.yaml", "/code/tools.py"]
-    config.agent.named = {"other": {"environment": "other.py:Game", "max_turns": "3"}}
-    name_from_root(config)
-    assert config.agent.named == {"other": {"environment": f"{tmp_path}/other.py:Game", "max_turns": 3}}
-    assert config.agent.environment == f"{tmp_path}/my_game.py:Game"
-    assert config.agent.program == f"{tmp_path}/my_program.py:run"
-    assert config.agent.command == ["python", f"{tmp_path}/my_agent.py", "gone.py", "--fast"]
-    assert config.agent.python == f"{tmp_path}/bin/python"
-    inside = [f"{tmp_path}/{name}" for name in ("sub/tools.py:calc", "tools.py", "tools.yaml")]
-    assert config.agent.tools == ["my_tools:calc", *inside, "/code/tools.py"]
-    config.agent.environment, config.agent.python = "my_game:Game", "python3.12"
-    config.agent.tools = [
-        "mcp: python my_agent.py 'a b' gone.py",
-        "mcp: gone gone.py",
-        "mcp: https://x.y/z.py",
-        "mcp: '",
-    ]
-    same = list(config.agent.tools[1:])
-    name_from_root(config)
-    assert (config.agent.environment, config.agent.python) == ("my_game:Game", "python3.12")
-    assert config.agent.tools == [f"mcp: python {tmp_path}/my_agent.py 'a b' gone.py", *same]
-    config.agent.environment = "openenv:ws://localhost/my.py"
-    name_from_root(config)
-    assert config.agent.environment == "openenv:ws://localhost/my.py"
 
 
 def test_help_of_the_command() -> None:

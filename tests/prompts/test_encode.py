@@ -89,6 +89,21 @@ def test_a_row_chooses_one_of_the_agents(tokenizer, prompt_row):
         assert str(error.value).startswith(f"f.parquet, row 1 (row group 2): `agent_name` is {wrong!r}, which is no")
 
 
+def test_episodes_continue_no_begun_answer(tokenizer, prompt_row):
+    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So"}]
+    config = Config()
+    plain = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
+    (row,) = plain(prompts(prompt_row(0, prompt=begun)))
+    assert json.loads(row["prompt"]) == begun and tokenizer.decode(row["prompt_ids"]) == "<user>x<assistant>So"
+    # A program, and an environment, may put messages behind it.
+    config.agent.named = {"calc": {"tools": ["a:b"]}, "game": {"environment": "a:B"}, "mine": {"program": "a:run"}}
+    encoder = Encoder(ChatTokenizer(tokenizer, config.data), Quarantine(0), row_limits(config)["train"])
+    assert len(encoder(prompts(*(prompt_row(0, prompt=begun, agent_name=name) for name in ("game", "mine"))))) == 2
+    for name in ("calc", None):
+        with pytest.raises(ValueError, match=r"row 0 .*: the last message is the assistant's, and an answer of an epi"):
+            encoder(prompts(prompt_row(0, prompt=begun, agent_name=name)))
+
+
 def test_what_a_row_may_lack(encoder_of, prompt_row):
     row = prompt_row(0, reward_model=None)
     del row["extra_info"]

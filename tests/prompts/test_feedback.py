@@ -40,6 +40,12 @@ def test_acc_says_what_is_right_where_the_reward_gives_it(tmp_path):
     assert outcomes(str(tmp_path), 1)[0].solved == 0.25
 
 
+def test_a_response_without_acc_is_not_right_among_others_that_have_it(tmp_path):
+    parts = {("1", 0): {"acc": 1}, ("1", 1): {"acc": None}}
+    record(str(tmp_path), [row("1"), row("2")], [[1.0, 1.0, 1.0], [1.0, 0.0]], parts_of=parts)
+    assert [outcome.solved for outcome in outcomes(str(tmp_path), 1)] == [1 / 3, 1 / 2]
+
+
 def test_an_iteration_that_was_not_recorded(tmp_path):
     with pytest.raises(FileNotFoundError, match="no train trajectories of iteration 5"):
         outcomes(str(tmp_path), 5)

@@ -45,6 +45,13 @@ def test_rows_that_can_be_scored_pass() -> None:
     assert dry_call([], config) == {}
 
 
+def test_a_function_may_give_acc_for_other_responses(tmp_path: Path) -> None:
+    config = custom(tmp_path, "def compute_score(solution_str, **row): return {'score': 0.0}")
+    assert dry_call(prompts(("own", "1")), config)["own"].acc is None
+    config = custom(tmp_path, "def compute_score(solution_str, **row): return {'score': 0.0, 'acc': 0}")
+    assert dry_call(prompts(("own", "1")), config)["own"].acc is True
+
+
 def test_a_reward_that_fails_on_every_row_is_named() -> None:
     with pytest.raises(ValueError, match=r"first 4 prompts of data_source 'countdown', .*ground_truth"):
         dry_call(prompts(*[USELESS] * 9), RewardConfig())

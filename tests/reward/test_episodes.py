@@ -94,7 +94,7 @@ def test_each_agent_is_tried_in_its_own_way(tmp_path: Path) -> None:
     named = [
         one.append_column("agent_name", pa.array([name])) for one, name in zip(tables, (None, "calc"), strict=True)
     ]
-    assert dry_call(named, config, {}, agent) == {"math": (1.0, False)}
+    assert dry_call(named, config, {}, agent) == {"math": (1.0, None)}
 
 
 def test_the_reward_model_is_added_behind_the_environment() -> None:
@@ -166,11 +166,11 @@ def compute_score(messages, turns, **row):
     fine = ("anything", json.dumps(RESPONSE))
     for reward in ("function", "sum"):
         agent = AgentConfig(environment="m:E", reward=reward)
-        assert dry_call(prompts(fine), config, {"k": ["part"]}, agent) == {"anything": (1.0, False)}
+        assert dry_call(prompts(fine), config, {"k": ["part"]}, agent) == {"anything": (1.0, None)}
     with pytest.raises(ValueError, match="has no number 'acc'"):
         dry_call(prompts(fine), config, {"k": ["acc"]}, AgentConfig(tools=["m:f"]))
     assert dry_call(prompts(fine), config, {"k": ["acc"]}, agent) == {
-        "anything": (1.0, False)
+        "anything": (1.0, None)
     }  # the environment may give it
     # Where the environment scores alone, no rule is looked for and nothing is tried.
     agent = AgentConfig(environment="m:E")

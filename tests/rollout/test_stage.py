@@ -215,6 +215,16 @@ def test_a_greedy_row_follows_the_samples_of_its_prompt(make: Make, n: int) -> N
     assert set(table["iteration"].to_pylist()) == {1} and set(table["chunk"].to_pylist()) == {4}
 
 
+def test_a_response_begins_with_what_the_prompt_has_of_it(make: Make) -> None:
+    prompts = [[{"role": "user", "content": "x"}], None, [{"role": "assistant", "content": "So "}]]
+    prompts[1] = [*prompts[0], {"role": "assistant", "content": "1 "}]
+    table = chunk().drop_columns("prompt").append_column("prompt", pa.array(map(json.dumps, prompts)))
+    made = generate(make("grpo"), table.select(rows.PROMPT.names))
+    texts = [text.partition("[")[0] for text in made["response"].to_pylist()]
+    assert texts == ["", "", "1 ", "1 ", "So ", "So "]
+    assert all(text.endswith("]") for text in made["response"].to_pylist())
+
+
 def test_greedy_requests_differ_from_sampled_ones_in_the_sampling_alone(make: Make) -> None:
     stage = make("remax")
     stage._rollout.ignore_eos = True

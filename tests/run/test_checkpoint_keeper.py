@@ -73,11 +73,24 @@ def test_parts_from_before_a_restart_make_nothing_whole(tmp_path: Path) -> None:
     keeper = CheckpointKeeper(tmp_path, 1, None, "max", str(tmp_path))
     saved(keeper, tmp_path, 2)
     keeper.saved(4, 0, 2)
-    keeper.restarted()
+    keeper.forget_after(2)
     written(tmp_path, 4, marks=1)
     keeper.saved(4, 1, 2)
     keeper.close()
     assert iterations(str(tmp_path)) == [2, 4]
+
+
+def test_what_came_after_the_start_is_not_whole(tmp_path: Path) -> None:
+    """Else the one that is being copied would go as one that was left incomplete, and the one before it as too old."""
+    for iteration in (2, 4, 8):
+        written(tmp_path, iteration, marks=1 if iteration == 8 else None)
+    keeper = CheckpointKeeper(tmp_path, 1, METRIC, "max", str(tmp_path))
+    keeper.forget_after(4)
+    written(tmp_path, 6, marks=1)
+    for iteration in (4, 5):
+        keeper.record(iteration, {METRIC: 0.5})
+    keeper.close()
+    assert iterations(str(tmp_path)) == [4, 6, 8]
 
 
 def test_a_storage_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ class Run:
         self.notices: list[str] = []
         self.recorded_for_keeper: list[int] = []
         self.parts: list[tuple[int, int, int]] = []
-        self.restarts = 0
+        self.kept_from: list[int] = []
         self.monitor = RunMonitor(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -86,8 +86,8 @@ class Run:
     def saved(self, version: int, rank: int, ranks: int) -> None:
         self.parts.append((version, rank, ranks))
 
-    def restarted(self) -> None:
-        self.restarts += 1
+    def forget_after(self, version: int) -> None:
+        self.kept_from.append(version)
 
     # Events.
 
@@ -307,6 +307,20 @@ def test_names_without_a_metric_are_told_once() -> None:
     assert [f"trajectories/: parts of the reward: {'a' * 201}" in notice for notice in run.notices] == [True]
 
 
+def test_numbers_that_some_rows_lack_are_told_once() -> None:
+    run = Run()
+    run.handle(ValidationAnnounced(0, 3))
+    right = PromptScores("s", "val-0", 2, [1.0, 0.0], [0, 1], [1.0, None])
+    others = [PromptScores("s", f"val-{number}", 2, [0.0, 0.0], [0, 0], [0.0, 0.0]) for number in (1, 2)]
+    run.handle(ValidationScored(0, [right, *others], 0.1))
+    for iteration in (1, 2):
+        run.handle(IterationTrained(iteration, {"reward/format/missing_rate": 0.25, "reward/acc/missing_rate": 0.0}))
+    assert run.notices == [
+        "val-aux/s/acc is missing in 16.7% of the rows: they count as not right",
+        "reward/format is missing in 25.0% of the rows: its mean is over the others",
+    ]
+
+
 def test_traces_of_every_iteration_and_validation() -> None:
     run = Run(log_traces=2)
     run.announce(0)
@@ -360,7 +374,7 @@ def test_a_restart_is_reported_with_the_first_reason() -> None:
     run.handle(AttemptFailed("StaleAttempt: a consequence"))
     run.begun(4)
     assert run.notices == ["restarted the train workers from iteration 4 because the process of train rank 1 ended"]
-    assert run.monitor.training and run.restarts == 1
+    assert run.monitor.training and run.kept_from == [0, 4]
     run.begun(4)
     assert run.notices[1] == "restarted the train workers from iteration 4 because they failed"
 

@@ -38,7 +38,7 @@ def test_find_takes_a_checkpoint_or_a_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"iteration_000002 holds no whole checkpoint"):
         find(str(first))
     (first / "progress.json").write_text("{")
-    with pytest.raises(ValueError, match=r"iteration_000002/progress.json is damaged"):
+    with pytest.raises(ValueError, match=r"iteration_000002 is damaged: progress.json cannot be read"):
         find(str(first))
 
 

@@ -25,8 +25,9 @@ from pipeline.store.events import (
     PromptsMade,
     ValidationScored,
     VersionLoaded,
+    milliseconds,
 )
-from pipeline.store.policy_store import PolicyStore, milliseconds
+from pipeline.store.policy_store import PolicyStore
 from pipeline.store.prompt_ledger import PageGrant, PromptBatch
 from pipeline.store.status import StoreStatus, TrainerState
 from pipeline.store.versions import CRITIC, POLICY, Ticket

@@ -67,6 +67,33 @@ def test_sides_follow_the_prompt_as_generated_and_end_with_the_end_of_turn(token
         assert tokenizer.decode(ids[mask > 0]) == f"{text}<|im_end|>"
 
 
+@pytest.mark.parametrize("kto", [False, True])
+def test_texts_that_spell_special_tokens_are_text(tokenizer: Any, kto: bool) -> None:
+    mark, end = "<|im_end|>\n<|im_start|>assistant\n", tokenizer.eos_token_id
+    prompt = said(f"x{mark}y", "user")
+    rows = [pair(said(f"a{mark}b"), [*said(mark), *said("more", "user"), *said("c")], prompt=prompt)]
+    rows.append(pair(said("a"), said("b")))
+    for row, (chosen, rejected) in zip(encode(tokenizer, rows, kto).to_pylist(), [(1, 3), (1, 1)], strict=True):
+        assert row["prompt_ids"].count(end) == 1
+        assert row["chosen_ids"].count(end) == chosen and row["rejected_ids"].count(end) == rejected
+    row = encode(tokenizer, rows, kto).to_pylist()[0]
+    whole = tokenizer.apply_chat_template([*prompt, *said(f"a{mark}b")], tokenize=False)
+    assert tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == whole
+    learnt = [token for token, on in zip(row["chosen_ids"], row["chosen_mask"], strict=True) if on]
+    assert tokenizer.decode(learnt) == f"a{mark}b<|im_end|>"
+
+
+def test_answers_behind_an_answer_are_no_prompt(tokenizer: Any) -> None:
+    begun = [*PROMPT, *said("So")]
+    for kto, row in ((False, pair(prompt=begun)), (True, {"prompt": begun, "completion": "a", "label": True})):
+        with pytest.raises(ValueError, match="row 0, column 'prompt': the last message of the prompt is the assi"):
+            encode(tokenizer, [row], kto)
+    # Whole conversations part where an answer begins, not within several messages of it.
+    sides = [[*begun, *said(text)] for text in "ab"]
+    (row,) = encode(tokenizer, [{"chosen": sides[0], "rejected": sides[1]}]).to_pylist()
+    assert tokenizer.decode(row["prompt_ids"]).count("assistant") == 1
+
+
 def test_text_prompts_whole_conversations_and_several_turns_mean_the_same(tokenizer: Any) -> None:
     wanted = encode(tokenizer, [pair(said("x y"), said("z"))])
     text = {"prompt": PROMPT[0]["content"], "chosen": "x y", "rejected": "z"}

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from jobs.prepare import hh_rlhf
 from pipeline.config.supervised import PreferenceConfig, PreferenceDataConfig
+from pipeline.models.fsdp import NotSavedError
 from pipeline.models.micro_batches import split_micro_batches
 from pipeline.supervised.data import held_rows, read
 from pipeline.supervised.loop import Settings
@@ -65,6 +66,19 @@ def test_whole_conversations_text_and_other_columns_give_the_same_tokens(tokeniz
     other = {"prompt": user, "yes": GOOD, "no": BAD, "by": 2}
     (row,) = encode(tokenizer, [other], chosen_key="yes", rejected_key="no", margin_key="by")
     assert row == want[0] | {"margin": 2.0}
+
+
+def test_texts_that_spell_special_tokens_are_text(tokenizer: Any) -> None:
+    mark = "<|im_end|>\n<|im_start|>assistant\n"
+    ask, good = [{"role": "user", "content": mark}], [{"role": "assistant", "content": f"x{mark}"}]
+    first, second = encode(tokenizer, [{"prompt": ask, "chosen": good, "rejected": BAD}] * 2)
+    assert first == second and first["chosen_ids"].count(tokenizer.eos_token_id) == 2
+    assert tokenizer.decode(first["chosen_ids"]) == tokenizer.apply_chat_template([*ask, *good], tokenize=False)
+
+
+def test_an_answer_at_the_end_of_the_prompt_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="row 0, column 'prompt': the last message of the prompt is the assistant's"):
+        encode(tokenizer, [{"prompt": [*ASK, *GOOD], "chosen": GOOD, "rejected": BAD}])
 
 
 def test_template_arguments_reach_the_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +236,16 @@ def worker(folder: Path, tables: list[pa.Table], **changes: Any) -> tuple[Prefer
         patch.object(ray.train.torch, "get_device", return_value=torch.device("cpu")),
     ):
         return PreferenceLoop(Settings(PreferenceLoop, config, len(tables), [], progress)), posted
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_end_is_tried_before_the_first_step(folder: Path) -> None:
+    (folder.parent / "out").write_text("no folder")
+    with pytest.raises(NotSavedError, match="out at the end: it is a file"):
+        worker(folder, [pairs()])
+    (folder.parent / "out").unlink()
+    worker(folder, [pairs()])
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
 def plain(rows: pa.Table) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -59,6 +59,35 @@ def test_only_the_assistants_tokens_are_learnt(tokenizer: Any) -> None:
     assert ids[: mask.index(1)] == prompt
 
 
+def test_texts_that_spell_special_tokens_are_learnt_as_text(tokenizer: Any) -> None:
+    """Also with masks, several answers, tools, and a conversation that is cut."""
+    end, mark = tokenizer.eos_token_id, "<|im_end|>\n<|im_start|>user\n"
+    messages = [
+        {"role": "user", "content": f"What ends {mark}?"},
+        {"role": "assistant", "content": f"This: {mark}."},
+        {"role": "user", "content": mark},
+        {"role": "assistant", "content": f"{mark} a {mark}"},
+    ]
+    (row,) = encode(tokenizer, [messages]).to_pylist()
+    assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert row["input_ids"].count(end) == 4
+    learnt = [token for token, on in zip(row["input_ids"], row["loss_mask"], strict=True) if on]
+    assert tokenizer.decode(learnt) == f"This: {mark}.<|im_end|>{mark} a {mark}<|im_end|>" and learnt.count(end) == 2
+    masked = [messages[0], {**messages[1], "loss_mask": 0}, *messages[2:]]
+    (other,) = encode(tokenizer, [masked], max_length=len(learnt) + 60, truncation="right").to_pylist()
+    assert other["input_ids"] == row["input_ids"][: len(learnt) + 60]
+    first = row["loss_mask"].index(0, row["loss_mask"].index(1))
+    assert other["loss_mask"] == ([0] * first + row["loss_mask"][first:])[: len(learnt) + 60]
+
+
+def test_messages_behind_the_last_answer_are_noted(tokenizer: Any) -> None:
+    encoder = SFTEncoder(tokenizer, SFTDataConfig())
+    rows = pa.table({"messages": [conversation(1), [*conversation(1), {"role": "user", "content": "Again?"}]]})
+    first, second = encoder.encode(rows, ["row 0", "row 1"]).to_pylist()
+    assert first == second
+    assert [*encoder.omissions.notes] == ["messages behind the last answer of a conversation are left out"]
+
+
 @pytest.mark.parametrize(("behind", "learnt"), [("", 1), ("<|endoftext|>", 1), (" <|im_end|>", 1), ("x<|im_end|>", 3)])
 def test_answers_are_learnt_to_the_end_of_the_turn(tokenizer: Any, behind: str, learnt: int) -> None:
     """Also where the tokenizer's end of sequence is another token, and where a template writes more ends."""

@@ -19,6 +19,13 @@ def test_a_single_response_is_a_conversation_with_one_answer() -> None:
     assert why_ended(row) == "stop: the model ended it"
 
 
+def test_a_begun_answer_is_part_of_the_response() -> None:
+    prompt = [*PROMPT, {"role": "assistant", "content": "So "}]
+    talk = conversation(single(prompt=json.dumps(prompt), response="So 3"))
+    assert talk.prompt == PROMPT
+    assert [turn.messages for turn in talk.turns] == [[{"role": "assistant", "content": "So 3"}]]
+
+
 def test_an_episode_has_its_turns_in_order() -> None:
     row = episode(iteration=5)
     talk = conversation(row)

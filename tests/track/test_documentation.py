@@ -19,14 +19,14 @@ from pipeline.dynamic_sampling.ledger import IterationStats
 from pipeline.losses.registry import _POLICY_LOSSES, LossInput
 from pipeline.models.batch import TrainBatch
 from pipeline.stats import Stats
-from pipeline.track.metrics import iteration_metrics, log_prob_gap
+from pipeline.track.metrics import iteration_metrics, log_prob_gap, missing_rates
 from pipeline.track.performance import derived, memory_metrics, sequence_balance
 from pipeline.train.correction import RULES, correct, parse
 from pipeline.train.setup import build_actor, build_critic
 from tests.track.test_episodes import EPISODES, episode
 from tests.track.test_metrics import ROWS, SCORED, table
 from tests.track.test_performance import TIMES
-from tests.track.test_validation import VALIDATION, metrics_of
+from tests.track.test_validation import VALIDATION, metrics_of, validation
 from tests.train import test_actor, test_critic
 from tests.train.updates import update
 
@@ -58,11 +58,13 @@ def rows_and_validation() -> set[str]:
     made |= {name.replace("/share/0", "/share/{age}") for name in ages if not name.endswith("/share/1")}
     made |= set(iteration_metrics(table({"uid": "a", "version_runs": [{"version": 2, "tokens": 2}]})))
     made |= set(IterationStats(groups=1, rows=1).metrics(batch=1))
-    part = table({"uid": "a", "reward_parts": '{"part": 1}'})
-    made |= {name.replace("/part/", "/{part}/") for name in iteration_metrics(part)}
+    part = iteration_metrics(table({"uid": "a", "reward_parts": '{"part": 1}'}, {"uid": "b"}))
+    made |= {name.replace("/part/", "/{part}/") for name in {**part, **missing_rates(part)}}
     long = dict.fromkeys(("part", "tool"), "x" * 201)
     many = episode([1], [], calls={long["tool"]: 1}) | {"reward_parts": json.dumps({long["part"]: 1})}
     made |= {name for name in iteration_metrics(table(many)) if name.endswith("_left_out")}
+    judged = metrics_of(validation(("s", "a", 1.0, "x", '{"acc": 1}')))
+    made |= {name.replace("/s/", "/{source}/") for name in judged if name.endswith("missing_rate")}
     for name in metrics_of(VALIDATION):
         if "/s/" in name:
             made.add(name.replace("/s/", "/{source}/").replace("@4", "@N").replace("@2", "@K"))

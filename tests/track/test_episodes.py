@@ -76,26 +76,35 @@ def test_metrics_of_episodes_by_hand() -> None:
         "agent/env_s/mean": 2.25 / 4,
         "agent/env_s/max": 1.0,
         "agent/env_wait_share": 2.25 / 7,
-        "agent/calls/mean": 4 / 4,
-        "agent/no_call_rate": 2 / 4,
+        "agent/calls/mean": 4 / 3,
+        "agent/no_call_rate": 1 / 3,
         "agent/malformed_rate": 2 / 7,
         "agent/unknown_rate": 1 / 7,
         "agent/tool_error_rate": 1 / 4,
-        "agent/tool/calc": 3 / 4,
-        "agent/tool/look": 1 / 4,
+        "agent/tool/calc": 3 / 3,
+        "agent/tool/look": 1 / 3,
     }
     assert {name: value for name, value in got.items() if name.startswith("agent/") or name in expected} == (
         pytest.approx(expected)
     )
     # Ranks and chunks merge exactly.
-    parts = [iteration_metrics(table(*rows)) for rows in (EPISODES[:1], EPISODES[1:])]
-    assert {name: value for name, value in reduce(parts).items() if name in expected} == pytest.approx(expected)
+    for cut in (1, 3):
+        parts = [iteration_metrics(table(*rows)) for rows in (EPISODES[:cut], EPISODES[cut:])]
+        assert {name: value for name, value in reduce(parts).items() if name in expected} == pytest.approx(expected)
 
 
 def test_a_tool_that_nobody_calls_is_seen() -> None:
     got = reduce([episode_metrics(table(episode([1], [], calls={"calc": 0})), "val-agent")])
     assert got["val-agent/no_call_rate"] == 1 and got["val-agent/tool/calc"] == got["val-agent/calls/mean"] == 0
     assert "val-agent/malformed_rate" not in got and "val-agent/tool_error_rate" not in got
+
+
+def test_calls_are_per_episode_that_has_the_tool() -> None:
+    agents = [episode([1], [], calls={"calc": 2, "look": 0}), episode([1], [], calls={"calc": 0}), episode([1], [])]
+    whole = reduce([episode_metrics(table(*agents))])
+    assert (whole["agent/tool/calc"], whole["agent/tool/look"]) == (1, 0)
+    assert (whole["agent/calls/mean"], whole["agent/no_call_rate"]) == (1, 0.5)
+    assert reduce(episode_metrics(table(row)) for row in agents) == pytest.approx(whole)
 
 
 def test_without_tools_or_episodes_there_is_nothing_of_them() -> None:

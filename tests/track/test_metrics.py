@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.rows import SCHEMA
 from pipeline.stats import Stat, merge, reduce
-from pipeline.track.metrics import MOST_PARTS, iteration_metrics, log_prob_gap, without_metric
+from pipeline.track.metrics import MOST_PARTS, iteration_metrics, log_prob_gap, missing_rates, without_metric
 
 
 def table(*rows: dict) -> pa.Table:
@@ -273,6 +273,24 @@ def test_parts_of_rewards_and_what_counts_as_solved_before_shaping():
     assert got["reward/parts_left_out"] == 101 - MOST_PARTS
     assert without_metric([row]) == f"parts of the reward: {', '.join([*list(many)[MOST_PARTS:], 'x' * 201])}"
     assert [name for name in got if name.startswith("reward/p0")] == [f"reward/p{n:03}/mean" for n in range(MOST_PARTS)]
+
+
+def test_parts_that_some_rows_lack_are_counted_whatever_the_ranks() -> None:
+    rows = [
+        {"uid": "a", "reward_parts": '{"acc": 1, "format": 1}'},
+        {"uid": "a", "reward_parts": '{"format": 0, "acc": "no number"}'},
+        {"uid": "b", "reward_parts": '{"format": 1, "acc": null}'},
+        {"uid": "b"},
+        {"uid": "c", "reward_parts": "{}", "reward_error": "x", "drop_reason": "reward_error"},
+    ]
+    for cuts in ([rows], [rows[:1], rows[1:]], [[row] for row in rows]):
+        merged = merge(iteration_metrics(table(*part)) for part in cuts)
+        assert reduce([missing_rates(merged)]) == {
+            "reward/acc/missing_rate": 3 / 4,
+            "reward/format/missing_rate": 1 / 4,
+        }
+        assert reduce([merged])["reward/acc/mean"] == 1
+    assert missing_rates(merge([iteration_metrics(table(rows[0]))])) == {}
 
 
 def test_ages_of_tokens_whose_weights_changed_on_the_way():

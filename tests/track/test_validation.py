@@ -88,6 +88,17 @@ def test_a_source_is_judged_by_acc_where_the_reward_gives_one():
     assert not [name for name in got if name.startswith("val-core/s/reward")]
 
 
+def test_an_answer_without_acc_is_not_right() -> None:
+    rows = [("s", "a", 1.0, "3", '{"acc": 1}'), ("s", "a", 0.5, "4", '{"acc": null}'), ("s", "b", 0.0, "?", "{}")]
+    rows += [("s", "b", 0.0, "!"), ("s", "c", 0.0, "x", "{}", "TimeoutError"), ("t", "d", 1.0, "y", "{}")]
+    got = reduce([metrics_of(validation(*rows))])
+    assert (got["val-core/s/acc/mean@2"], got["val-core/s/acc/best@2/mean"]) == (1 / 4, 1 / 2)
+    assert got["val-core/s/acc/maj@2/mean"] == 1 / 4
+    assert got["val-aux/s/acc/missing_rate"] == 3 / 4
+    # A source in which no row has one is judged by its score.
+    assert got["val-core/t/reward/mean@1"] == 1 and not [name for name in got if "/t/acc" in name]
+
+
 def test_a_worker_of_the_light_stages_imports_no_model_library() -> None:
     modules = ("reward.stage", "track.validation", "advantage.baseline", "advantage.stage", "track.trajectories")
     code = f"import sys, {', '.join(f'pipeline.{name}' for name in modules)}; print(*sys.modules)"
@@ -101,7 +112,12 @@ SOURCES = {"数学": True, "a/b": False, "new": None}
 @pytest.mark.parametrize(
     "metric",
     [
-        *("val-core/数学/acc/mean@4", "val-aux/数学/reward/best@2/mean", "val-core/数学/acc/maj@4/mean"),
+        *(
+            "val-core/数学/acc/mean@4",
+            "val-aux/数学/acc/missing_rate",
+            "val-aux/数学/reward/best@2/mean",
+            "val-core/数学/acc/maj@4/mean",
+        ),
         *("val-core/a/b/reward/mean@4", "val-aux/a/b/reward/error_rate", "val-aux/a/b/reward/std@4"),
         *("val-core/new/acc/mean@4", "val-core/new/reward/mean@4"),
     ],

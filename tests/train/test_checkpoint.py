@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import threading
 import time
@@ -17,15 +18,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.advantage.kl_controller import AdaptiveKL
 from pipeline.config import Config, load_yaml, save_yaml
+from pipeline.errors import FinalError
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import full_state_dict
 from pipeline.rows import flat
 from pipeline.run.checkpoint_keeper import CheckpointKeeper
 from pipeline.storage import checkpoints
 from pipeline.storage.checkpoints import newest
+from pipeline.storage.manifest import listed
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.status import TrainerState
-from pipeline.train import checkpoint
+from pipeline.train import checkpoint, restore
 from pipeline.train.checkpoint import NotStored, Saver, staging
 from pipeline.train.setup import build_actor, build_critic
 from tests.train.updates import CPU, make_config, moved, table, update, with_column
@@ -53,6 +56,13 @@ class Storage:
     def report(self, metrics: dict[str, Any], *, checkpoint, checkpoint_dir_name, checkpoint_upload_fn, **mode) -> None:
         assert mode == {"checkpoint_upload_mode": ray.train.CheckpointUploadMode.ASYNC}
         threading.Thread(target=checkpoint_upload_fn, args=(checkpoint, checkpoint_dir_name), daemon=True).start()
+
+
+def listed_again(folder: Path) -> None:
+    """Let the list of a checkpoint's files be that of what it holds now."""
+    mark = folder / "complete_0"
+    mark.unlink()
+    mark.write_text(listed(folder))
 
 
 @pytest.fixture
@@ -103,7 +113,7 @@ class Learners:
         return state
 
     def restore(self, root: Path | str, *args: Any) -> TrainerState:
-        return checkpoint.restore(self.both, self.kl, str(root), *args)
+        return restore.restore(self.both, self.kl, str(root), *args)
 
     def distance(self, other: "Learners") -> float:
         pairs = zip(self.both, other.both, strict=True)
@@ -172,6 +182,7 @@ def test_a_run_begins_with_a_given_checkpoint_until_it_has_its_own(tiny_model: P
     shutil.copytree(given.place, later)
     progress = later / "progress.json"
     progress.write_text(progress.read_text().replace('"version": 3', '"version": 5'))
+    listed_again(later)
     assert learners.restore(own, given.place).version == 5
     # An incomplete checkpoint is not read.
     (later / "complete_0").unlink()
@@ -211,7 +222,7 @@ def test_reading_waits_for_a_storage_that_is_away(
 ) -> None:
     learners = Learners(tiny_model)
     state = learners.save(saver(storage), 1)
-    tries, real = [0], checkpoint.newest
+    tries, real = [0], restore.places
 
     def away(root: str) -> Any:
         tries[0] += 1
@@ -219,7 +230,7 @@ def test_reading_waits_for_a_storage_that_is_away(
             raise OSError(5, "the storage is away")
         return real(root)
 
-    monkeypatch.setattr(checkpoint, "newest", away)
+    monkeypatch.setattr(restore, "places", away)
     if after == 2:
         assert learners.restore(storage.run_dir, None, 30.0) == state
     else:
@@ -327,3 +338,80 @@ def test_checkpoints_are_staged_in_tmpdir(tmp_path: Path, monkeypatch: pytest.Mo
         staging()
     monkeypatch.delenv("TMPDIR")
     assert Path(staging()).is_dir()
+
+
+def shard(folder: Path) -> Path:
+    return folder / "__0_0.distcp"
+
+
+def halved(folder: Path) -> None:
+    with shard(folder).open("r+b") as file:
+        file.truncate(shard(folder).stat().st_size // 2)
+
+
+def of_another(folder: Path) -> None:
+    shutil.copy(shard(folder.with_name("iteration_000001")), shard(folder))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"), [(halved, "has .* bytes"), (of_another, "another content than was written")]
+)
+def test_the_checkpoint_before_a_damaged_one_is_taken(
+    tiny_model: Path, storage: Storage, damage: Any, problem: str
+) -> None:
+    """It is said, the damaged one stays under another name, and its number is free."""
+    saved, restored = Learners(tiny_model), Learners(tiny_model)
+    one = saver(storage)
+    states = []
+    for version in (1, 2, 3):
+        update(saved.actor, rows(version))
+        states.append(saved.save(one, version))
+        if version == 1:
+            expected = {name: tensor.clone() for name, tensor in full_state_dict(saved.actor.module).items()}
+    folder = storage.run_dir / "checkpoints"
+    for name in ("iteration_000003", "iteration_000002"):
+        damage(folder / name)
+    said: list[str] = []
+    assert restored.restore(storage.run_dir, None, 0.0, said.append) == states[0]
+    assert moved(full_state_dict(restored.actor.module), expected) == 0
+    for sentence, number in zip(said, (3, 2), strict=True):
+        assert re.search(
+            f"^the checkpoint {folder}/iteration_00000{number} is damaged: __0_0.*{problem}.*; it is kept as "
+            f"iteration_00000{number}.damaged, and {folder}/iteration_000001 is taken$",
+            sentence,
+        )
+    restored.save(saver(storage), 2)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("iteration_000001", "iteration_000002", "iteration_000002.damaged", "iteration_000003.damaged")
+    ]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tiny_model: Path, storage: Storage) -> None:
+    learners, untouched = Learners(tiny_model), Learners(tiny_model)
+    learners.save(saver(storage), 1)
+    folder = storage.run_dir / "checkpoints" / "iteration_000001"
+    given = storage.run_dir / "given"
+    shutil.copytree(folder, given)
+    halved(folder)
+    with pytest.raises(FinalError, match=r"000001 is damaged: .*There is no whole one before; put back the files, or"):
+        untouched.restore(storage.run_dir, str(given))
+    assert folder.is_dir()
+    # One of another run is left as it is.
+    shutil.rmtree(folder)
+    of_another_kind = shard(given).read_bytes()[::-1]
+    shard(given).write_bytes(of_another_kind)
+    with pytest.raises(FinalError, match=f"^trainer.resume: the checkpoint {given} is damaged: .*; name another one"):
+        untouched.restore(storage.run_dir, str(given))
+    assert given.is_dir() and untouched.distance(Learners(tiny_model)) == 0
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "rng_0.pt", ".metadata"])
+def test_an_older_checkpoint_that_cannot_be_loaded_is_named(tiny_model: Path, storage: Storage, file: str) -> None:
+    """It has no list of its files."""
+    learners = Learners(tiny_model)
+    learners.save(saver(storage), 1)
+    folder = storage.run_dir / "checkpoints" / "iteration_000001"
+    (folder / "complete_0").write_text("")
+    (folder / file).write_bytes((folder / file).read_bytes()[:100])
+    with pytest.raises(FinalError, match=f"^the checkpoint {folder} cannot be loaded: .*; move it away to use the one"):
+        learners.restore(storage.run_dir)

@@ -1,5 +1,6 @@
 """Errors of the train loop that say what was waited for."""
 
+import errno
 import socket
 import time
 from collections.abc import Callable
@@ -236,3 +237,22 @@ def test_a_model_that_can_be_saved_nowhere_is_said_with_all_reasons(
     with pytest.raises(FinalError) as error:
         loop.run()
     assert str(error.value).count("the model could not be saved in") == 2 and "The model is in" not in str(error.value)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_end_of_a_run_is_tried_at_its_start(
+    storing: Callable[..., Storing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, run_dir = storing(True, not_stored), tmp_path / "runs" / "a"
+    with pytest.raises(FinalError, match=f"^{run_dir} is not on the node {socket.gethostname()}, which trains; set"):
+        loop._try_to_save()
+    (run_dir / "config.yaml").write_text("written by the driver")
+    loop._try_to_save()
+    assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+    (run_dir / "model").write_text("no folder")
+    with pytest.raises(FinalError, match=f"could not be saved in {run_dir}/model at the end: it is a file"):
+        loop._try_to_save()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
+    (run_dir / "model").unlink()
+    with pytest.raises(FinalError, match="model at the end: Read-only"):
+        loop._try_to_save()

@@ -1,6 +1,7 @@
 """What assertions do with values that mean harm: an error or an answer, soon."""
 
 import ast
+import gc
 import json
 import time
 
@@ -73,16 +74,29 @@ SOURCES = [
 ]
 
 
+def judged(source: str, value: str) -> float:
+    """Seconds of CPU time that an assertion takes whose calls all gave `value`."""
+    line = f'{{"value": {value}}}\n'.encode()
+    assertions = grammar.read(source)
+    answers = Answers(Outcome("exit", result=line * len(assertions.calls)), 3 * len(line))
+    start = time.process_time()
+    assertions.failure(answers)
+    return time.process_time() - start
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_value_holds_the_judge_up(name: str) -> None:
-    line = f'{{"value": {HOSTILE[name]}}}\n'.encode()
-    for source in SOURCES:
-        assertions = grammar.read(source)
-        answers = Answers(Outcome("exit", result=line * len(assertions.calls)), 3 * len(line))
-        start = time.process_time()
-        assertions.failure(answers)
-        assert time.process_time() - start < 2.0 / 3, source
+    # What this process has loaded must not be searched for garbage again and again.
+    gc.collect()
+    gc.freeze()
+    try:
+        honest = min(judged("assert f(1) == f(2)", HOSTILE["numbers"]) for _ in range(3))
+        for source in SOURCES:
+            # A busy machine disturbs one try.
+            assert any(judged(source, HOSTILE[name]) < 10 * honest for _ in range(3)), source
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""Paths in settings, named from the root: workers have another working directory than the command.
+
+    a model        a folder, or a name on the Hub, which stays          links followed
+    files          paths, globs, URLs, or a list of them                links followed up to the last part
+    code           a file `x.py` or `x.py:Name`; modules stay           as files
+
+A path may be relative, begin with `~` or `file://`, hold `..`, or end with a slash. `LOCAL` names every setting that
+holds one.
+"""
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.agent import AgentConfig
+from pipeline.config.paths import expand_home
+from pipeline.config.schema import value_of
+
+SERVERS = ("mcp:", "openenv:")
+"""What `agent.tools` and `agent.environment` begin with if they name a server."""
+NO_PATH = ("auto", "never")
+"""Values of `trainer.resume` that name no checkpoint."""
+
+
+def name_from_root(config: Any) -> None:
+    """Make the local paths in the settings of a command absolute."""
+    for key, absolute in LOCAL.items():
+        section, _, name = key.rpartition(".")
+        try:
+            owner = value_of(config, section) if section else config
+            value = getattr(owner, name)
+        except AttributeError:
+            continue  # The other commands have fewer settings.
+        setattr(owner, name, absolute(value))
+    if isinstance(agent := getattr(config, "agent", None), AgentConfig):
+        _name_code_of_agents(agent)
+
+
+def model(value: str | None) -> str | None:
+    """An existing folder, named from the root; another text is a name on the Hub, or is missing."""
+    value = expand_home(value)
+    return os.path.realpath(value) if value and os.path.exists(value) else value
+
+
+def files(value: Any) -> Any:
+    """Paths and globs named from the root; URLs stay."""
+    if isinstance(value, list):
+        return [files(item) for item in value]
+    value = expand_home(value)
+    return value if not isinstance(value, str) or not value or "://" in value else file(value)
+
+
+def file(path: str) -> str:
+    """A path named from the root: its folder without links and `..`, and its own name, which may be a link's."""
+    path = path.rstrip("/") or "/"
+    folder, name = os.path.split(path)
+    return os.path.realpath(path) if name in ("", ".", "..") else os.path.join(os.path.realpath(folder), name)
+
+
+def _resumed(value: str) -> str:
+    return value if value in NO_PATH else str(files(value))
+
+
+def _script(value: str | None) -> str | None:
+    """A Python file; the name of a module stays, also if a folder here has it."""
+    return file(expand_home(value)) if value and value.endswith(".py") else value
+
+
+def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: one | {"path": _script(one["path"])} if "path" in one else one for name, one in functions.items()}
+
+
+LOCAL: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model.path", "model.tokenizer_path", "model.lora.path", "critic.path"), model),
+    **dict.fromkeys(("scoring.reference.path", "reward.model.path"), model),
+    **dict.fromkeys(("data.train_files", "data.val_files", "data.recorded_run", "trainer.storage_path"), files),
+    **dict.fromkeys(("trainer.default_local_dir", "out"), files),
+    "trainer.resume": _resumed,
+    "reward.custom_reward_function.path": _script,
+    "reward.functions": _scripts,
+}
+"""Settings that hold paths, and how each becomes absolute; those of agents, which may be several, are apart."""
+
+
+def _name_code_of_agents(agent: AgentConfig) -> None:
+    declared = agent.declared()
+    for name, settings in agent.named.items():
+        settings.update({key: _code(key, getattr(declared[name], key)) for key in settings})
+    for key, value in vars(agent).items():
+        setattr(agent, key, _code(key, value))
+
+
+def _code(key: str, value: Any) -> Any:
+    """The value of a key of an agent, with files named from the root."""
+    if not value:
+        return value
+    if key in ("environment", "program"):
+        return _member(value)
+    if key == "tools":
+        return [_member(tool) for tool in value]
+    if key == "command":
+        return _words(value)
+    # The interpreter of a virtual environment is a link, and a different one where the link leads.
+    return file(expand_home(value)) if key == "python" and "/" in value else value
+
+
+def _member(name: str) -> str:
+    """`file.py:Name`, or a file alone, named from the root; `module:Name` stays, and so does a server's URL."""
+    if name.startswith(SERVERS):
+        scheme, _, text = name.partition(":")
+        try:
+            words = shlex.split(text)
+        except ValueError:
+            return name
+        return name if (named := _words(words)) == words else f"{scheme}: {shlex.join(named)}"
+    path, colon, member = name.rpartition(":")
+    if not path.endswith(".py"):
+        path, colon, member = name, "", ""
+    return f"{file(expand_home(path))}{colon}{member}" if path.endswith((".py", ".yaml", ".yml")) else name
+
+
+def _words(words: list[str]) -> list[str]:
+    """A command, with files named from the root."""
+    return [file(home) if Path(home := expand_home(word)).is_file() else word for word in words]

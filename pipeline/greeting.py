@@ -1,0 +1,91 @@
+"""The rows with which engine and trainer are compared before the first iteration (`models/handshake.py`).
+
+The engine generates them as it generates all rows; the trainer computes their log-probs in each way in which rows pass
+through its model. They are few and short, but one is longer than each length at which the model's configuration says
+that something changes.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SHORT = (5, 17)
+"""Tokens of the prompts that every model gets."""
+RESPONSE = 12
+"""Tokens of a response."""
+BEYOND = 8
+"""Tokens of a long row beyond a border."""
+SAMPLES = 2
+"""Responses to a prompt, which share it."""
+BORDER = re.compile(r"window(_size)?$|chunk_size$|original_max_position|max_position_embeddings$")
+"""In the names of numbers in a model's configuration at which attention or positions change."""
+
+
+@dataclass(frozen=True)
+class GreetingPlan:
+    """Which rows are compared."""
+
+    prompts: tuple[int, ...]
+    """Tokens of each prompt."""
+    response: int
+    """Tokens of each response."""
+    vocabulary: int
+    """Tokens of the model."""
+    seed: int
+    borders: dict[int, str]
+    """Lengths that the rows pass, and the number of the configuration that names each."""
+
+    @classmethod
+    def of(cls, config: Any, longest: int, seed: int) -> "GreetingPlan":
+        """The rows for a model.
+
+        Args:
+            config: of its text model, from `transformers`.
+            longest: tokens of the run's longest row.
+            seed: of the run.
+        """
+        response = max(1, min(RESPONSE, longest // 2))
+        passed = {length: name for length, name in borders(config.to_dict()) if length + BEYOND <= longest}
+        prompts = {min(length, longest - response) for length in SHORT}
+        # The response crosses the border.
+        prompts |= {length + BEYOND - response for length in passed if length + BEYOND > response}
+        return cls(tuple(sorted(prompts)), response, config.vocab_size, seed, dict(sorted(passed.items())))
+
+    def passes(self, tokens: int) -> list[str]:
+        """Which of the borders a row of so many tokens passes, in words."""
+        return [f"{name}={length}" for length, name in self.borders.items() if tokens > length]
+
+
+def borders(settings: Mapping[str, Any], depth: int = 2) -> list[tuple[int, str]]:
+    """Lengths at which the model of a configuration computes something else, and the numbers that name them."""
+    found = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and depth:
+            found += borders(value, depth - 1)
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and BORDER.search(name):
+            found.append((value, name))
+    return found
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """Rows that an engine has generated, prompt by prompt."""
+
+    engine: str
+    prompts: Sequence[Sequence[int]]
+    """Token ids of each row's prompt; those of one prompt are neighbours."""
+    responses: Sequence[np.ndarray]
+    """[tokens] int32 of each row."""
+    log_probs: Sequence[np.ndarray]
+    """[tokens] float32 of each row: the engine's, in nats, at temperature 1."""
+
+
+def prompts_of(plan: GreetingPlan, tokenizer: Any) -> list[list[int]]:
+    """Token ids of the plan's prompts, drawn from the tokens of the policy's tokenizer that are plain text."""
+    added = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
+    plain = [token for token in range(min(plan.vocabulary, len(tokenizer))) if token not in added]
+    generator = np.random.default_rng(plan.seed)
+    return [generator.choice(plain, length).tolist() for length in plan.prompts]

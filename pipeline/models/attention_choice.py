@@ -1,0 +1,111 @@
+"""The attention of a model: one that computes all that the model's layers ask for.
+
+A layer of `transformers` hands its attention function what its family needs: a cap on the scores (Gemma 2), sinks
+(gpt-oss), a bias. A function that does not know an argument leaves it out without a word, and the engine does not. So
+the chosen function is compared with the family's own code (`eager`), with the arguments that the layers really pass.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from pipeline.models.repeatable import few_tokens
+
+SCORES = (4.0, 40.0, 400.0)
+"""Sizes of the attention scores that are tried: a cap shows in scores that are about as large."""
+TOLERANCE = 1e-3
+"""Relative difference of two outputs in float32 that is taken for rounding."""
+
+
+@torch.no_grad()
+def choose_attention(lm: Any) -> str | None:
+    """Let `lm`, a whole model of `transformers`, attend by `eager` if its attention leaves something out.
+
+    Returns a clause that says so, and None if the attention remains: it computes the same, or does not run here.
+    """
+    from transformers.modeling_utils import AttentionInterface
+
+    name = getattr(lm.config.get_text_config(), "_attn_implementation", None)
+    if name in (None, "eager"):
+        return None
+    found: list[str] = []
+    seen: set[Any] = set()
+    choose = AttentionInterface.get_interface
+
+    def spy(interfaces: Any, chosen: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = choose(interfaces, chosen, default)
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+            given = tuple(sorted(option for option, own in options.items() if own is not None))
+            kind = (type(module), given, mask is None, getattr(module, "layer_type", None))
+            if kind not in seen and function is not default:
+                seen.add(kind)
+                if (left_out := _left_out(function, default, module, (query, key, value), mask, options)) is not None:
+                    found.append(", ".join(left_out) or "something")
+            return function(module, query, key, value, mask, **options)
+
+        return attend
+
+    device = next(lm.parameters()).device
+    ids = few_tokens(lm, device)
+    options = {"use_cache": False} if "use_cache" in inspect.signature(lm.forward).parameters else {}
+    try:
+        with patch.object(AttentionInterface, "get_interface", spy):
+            lm(input_ids=ids, **options)
+    except Exception:  # noqa: BLE001 (a model that does not run here is tried when it runs)
+        return None
+    if not found:
+        return None
+    lm.set_attn_implementation("eager")
+    return f"attention {name!r} leaves out {found[0]}, so 'eager' computes it; that needs memory for all scores"
+
+
+def _left_out(
+    function: Callable[..., Any],
+    default: Callable[..., Any],
+    module: Any,
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> list[str] | None:
+    """The arguments that explain why two attention functions give other numbers; None if they give the same."""
+    query, key, value = (part.float() for part in states)
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        ones = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
+        allowed = ones.tril(keys - queries) if getattr(module, "is_causal", True) else ones
+    else:
+        allowed = mask
+    if allowed.dtype == torch.bool:
+        added = torch.zeros(allowed.shape, device=query.device).masked_fill(~allowed, -torch.inf)
+    else:
+        added = allowed.float()
+    given = added if mask is not None and mask.dtype != torch.bool else mask
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+    spread = float(scores.std()) * (options.get("scaling") or query.shape[-1] ** -0.5)
+    for size in SCORES:
+        strong = query * (size / max(spread, 1e-12))
+
+        def expected(left_out: str = "", strong: Tensor = strong) -> Tensor:
+            kept = {name: value for name, value in options.items() if name != left_out}
+            return default(module, strong, key, value, added, **kept)[0]
+
+        if _apart(function(module, strong, key, value, given, **options)[0], expected()):
+            unknown = options.keys() - inspect.signature(function).parameters.keys()
+            return sorted(name for name in unknown if _matters(name, expected))
+    return None
+
+
+def _matters(name: str, expected: Callable[..., Tensor]) -> bool:
+    try:
+        return _apart(expected(name), expected())
+    except TypeError:  # it cannot be left out
+        return True
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours - theirs).abs().max() > TOLERANCE * theirs.abs().max().clamp(min=1e-12))

@@ -1,0 +1,272 @@
+"""The handshake: engine and trainer give the same rows the same log-probs, before anything is learnt from them.
+
+Families of models are many, and engine and trainer have each their own code for them. So the trainer's numbers are
+compared with the engine's in each way in which rows pass through its model:
+
+    alone            each row in a pass of its own
+    packed           rows of several lengths end to end in one pass
+    sharing          samples behind one copy of their prompt
+    padded           rows below each other in one pass, for models that cannot pack
+
+In float32 they may differ by `LIMIT`. In bfloat16 mean and largest difference may be `FACTOR` times those between the
+trainer's own model in float32 and in the engine's type. If they differ by more, the ways that need less of the model
+are tried: without sharing, padded, with the family's own attention (`eager`). The first one that agrees is the run's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeline.greeting import Greeting, GreetingPlan
+from pipeline.models.batch import TokenBatch
+from pipeline.models.micro_batches import split_micro_batches
+from pipeline.models.packing import pack
+from pipeline.models.policy import Policy
+from pipeline.models.precision import computing_in
+from pipeline.models.sharing import Passes
+
+LIMIT = 1e-4
+"""Nats between two computations in float32."""
+FACTOR = 2.0
+"""Between a difference and the one that a type's rounding explains."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How rows pass through a model."""
+
+    attention: str
+    """As `transformers` names it."""
+    packed: bool
+    shared: bool
+
+    def __str__(self) -> str:
+        rows = "packed rows that share prompts" if self.shared else "packed rows" if self.packed else "padded rows"
+        return f"attention {self.attention!r} over {rows}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far engine and trainer are apart in one form of rows, in nats."""
+
+    form: str
+    mean: float
+    largest: float
+    tokens: int
+    """Length of the row with the largest difference."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How far they may be apart, in nats."""
+
+    mean: float
+    largest: float
+    why: str
+
+    def exceeded(self, found: Difference) -> bool:
+        return not (found.mean <= self.mean and found.largest <= self.largest)
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """What a comparison found."""
+
+    way: Way
+    """The one that agrees, or the first one."""
+    first: Way
+    """What the settings and the model's class gave."""
+    differences: list[Difference]
+    """Of `way`, form by form."""
+    before: list[Difference]
+    """Of `first`."""
+    limit: Limit
+
+    @property
+    def worst(self) -> Difference:
+        return max(self.differences, key=lambda found: found.largest)
+
+    @property
+    def agrees(self) -> bool:
+        return not any(map(self.limit.exceeded, self.differences))
+
+
+class Compared:
+    """A policy with the engine's rows, whose log-probs it computes in any way.
+
+    Args:
+        policy: as it trains.
+        rows: what the engine generated.
+        device: this rank's.
+        budget: most tokens of a pass.
+        sequence: ranks that divide the positions of packed rows.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rows: Greeting,
+        device: torch.device,
+        budget: int,
+        sequence: dist.ProcessGroup | None = None,
+    ):
+        self.policy, self.device, self.budget, self.sequence = policy, device, budget, sequence
+        self.rows = token_batch(rows)
+        self.engine = np.concatenate(rows.log_probs).astype(np.float64)
+
+    @property
+    def config(self) -> Any:
+        return self.policy.decoder.config.get_text_config()
+
+    def forms(self, way: Way) -> Iterator[tuple[str, list[list[list[int]]]]]:
+        """The forms of rows that occur in a way, each with the packs of its passes."""
+        count = len(self.rows)
+        singles = [[row] for row in range(count)]
+        yield "alone", [[single] for single in singles]
+        yield ("packed" if way.packed else "padded") + " beside others", self._passes(singles, way)
+        if way.shared:
+            yield "behind a shared prompt", self._passes(_by_prompt(self.rows), way)
+
+    def log_probs(self, passes: Sequence[list[list[int]]], way: Way) -> np.ndarray:
+        """[N] float64 of the rows' response tokens; a collective."""
+        found = np.zeros(len(self.engine))
+        before, self.config._attn_implementation = self.config._attn_implementation, way.attention
+        try:
+            with torch.no_grad():
+                for packs in passes:
+                    batch = pack(self.rows, packs, packed=way.packed, sequence=self.sequence).to(self.device)
+                    values, _ = self.policy(
+                        batch.input_ids,
+                        batch.logit_index,
+                        batch.targets,
+                        positions=batch.positions,
+                        packing=batch.packing,
+                    )
+                    found[batch.token_index] = values.double().cpu().numpy()
+        finally:
+            self.config._attn_implementation = before
+        return found
+
+    def differences(self, way: Way) -> list[Difference]:
+        """How far the engine is from each form of `way`; a collective."""
+        return [self._difference(form, self.log_probs(passes, way) - self.engine) for form, passes in self.forms(way)]
+
+    def rounding(self, way: Way, dtype: torch.dtype) -> Difference:
+        """How far the model in `dtype` is from itself in float32; a collective."""
+        passes = [[[row]] for row in range(len(self.rows))]
+        with computing_in(self.policy, torch.float32):
+            exact = self.log_probs(passes, way)
+        with computing_in(self.policy, dtype):
+            rounded = self.log_probs(passes, way)
+        return self._difference("alone", rounded - exact)
+
+    def _passes(self, packs: list[list[int]], way: Way) -> list[list[list[int]]]:
+        lengths = self.rows.pack_lengths(packs)
+        budget = max(self.budget, *lengths)
+        return [[packs[number] for number in part] for part in split_micro_batches(lengths, budget, packed=way.packed)]
+
+    def _difference(self, form: str, apart: np.ndarray) -> Difference:
+        sizes = np.nan_to_num(np.abs(apart), nan=np.inf)
+        row = int(self.rows.rows_of(np.searchsorted(self.rows.row_offsets, [sizes.argmax()], side="right") - 1)[0])
+        return Difference(form, float(sizes.mean()), float(sizes.max()), self.rows.lengths[row])
+
+
+def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dtype, may_change: bool) -> Handshake:
+    """Compare engine and trainer, and find the way in which they agree; a collective.
+
+    Args:
+        compared: the policy and the engine's rows.
+        passes: how rows pass through the policy now.
+        exact: whether both compute in float32.
+        dtype: the engine's type.
+        may_change: whether another way may be taken.
+    """
+    first = Way(compared.config._attn_implementation, passes.packed, passes.shared)
+    limit = Limit(LIMIT, LIMIT, "in float32")
+    if not exact:
+        rounding = compared.rounding(first, dtype)
+        limit = Limit(
+            FACTOR * rounding.mean + LIMIT,
+            FACTOR * rounding.largest + LIMIT,
+            f"{FACTOR:g} times what {str(dtype).removeprefix('torch.')} explains",
+        )
+    before = compared.differences(first)
+    found = Handshake(first, first, before, before, limit)
+    if found.agrees or not may_change:
+        return found
+    for way in ways(first, divided=compared.sequence is not None):
+        try:
+            tried = replace(found, way=way, differences=compared.differences(way))
+        except (ValueError, RuntimeError, TypeError, NotImplementedError):  # a way that the model does not have
+            continue
+        if tried.agrees:
+            return tried
+    return found
+
+
+def ways(first: Way, divided: bool) -> Iterator[Way]:
+    """Other ways than `first`, the fastest first; those of `divided` positions are packed."""
+    tried = {first}
+    for way in (
+        replace(first, shared=False),
+        *(() if divided else (Way("sdpa", False, False), Way("eager", False, False))),
+    ):
+        if way not in tried:
+            tried.add(way)
+            yield way
+
+
+def token_batch(rows: Greeting) -> TokenBatch:
+    """The rows as arrays."""
+
+    def flat(parts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        counts = np.array([len(part) for part in parts], dtype=np.int64)
+        return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts]), np.concatenate(
+            [[0], np.cumsum(counts)]
+        )
+
+    return TokenBatch(*flat(rows.prompts), *flat(rows.responses), np.arange(len(rows.prompts) + 1))
+
+
+def _by_prompt(rows: TokenBatch) -> list[list[int]]:
+    """Rows with equal prompts, which are neighbours."""
+    packs: list[list[int]] = []
+    last: tuple[int, ...] | None = None
+    for row in range(len(rows)):
+        prompt = tuple(rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]].tolist())
+        if prompt == last:
+            packs[-1].append(row)
+        else:
+            packs.append([row])
+            last = prompt
+    return packs
+
+
+def sentence(found: Handshake, plan: GreetingPlan) -> str:
+    """What the handshake found, in words."""
+    worst = found.worst
+    if found.agrees and found.way == found.first:
+        forms = ", ".join(difference.form for difference in found.differences)
+        return (
+            f"engine and trainer agree on rows {forms}: their log-probs differ by {worst.largest:.1e} nats at most "
+            f"(limit {found.limit.largest:.1e} {found.limit.why})"
+        )
+    first = max(found.before, key=lambda difference: difference.largest)
+    differ = f"engine and trainer differ by {_described(first, plan)} with {found.first}"
+    limit = f"the limit is {found.limit.largest:.1e}, {found.limit.mean:.1e} in the mean, {found.limit.why}"
+    if found.agrees:
+        return f"{differ}; {limit}. With {found.way} they agree ({worst.largest:.1e}), so the run uses it"
+    return f"{differ}; {limit}. No other attention and no other form of rows agrees"
+
+
+def _described(found: Difference, plan: GreetingPlan) -> str:
+    passed = plan.passes(found.tokens)
+    beyond = f", longer than {' and '.join(passed)}," if passed else ""
+    return (
+        f"{found.largest:.2g} nats (mean {found.mean:.2g}) in the log-prob of a token, in a row of {found.tokens} "
+        f"tokens{beyond} {found.form}"
+    )

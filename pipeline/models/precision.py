@@ -1,0 +1,66 @@
+"""Computing in another type, without another copy of the model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
+
+
+@contextmanager
+def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, a forward pass of `module` computes in `dtype`, as if its weights had that type.
+
+    Each part that has weights sees them, and what it reads, in `dtype`, while it runs. So this holds for weights that
+    FSDP gathers, and one part's weights are in memory twice at a time. The weights of a language model's head, which
+    `Policy` reads itself, are seen so during the whole pass.
+    """
+    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    head = getattr(getattr(module, "lm", None), "get_output_embeddings", lambda: None)()
+    owners: dict[nn.Module, list[nn.Module]] = {
+        part: [part] for part in module.modules() if part is not head and any(True for _ in _floats(part))
+    }
+    if head is not None:
+        owners.setdefault(module, []).append(head)
+    kept: dict[nn.Module, dict[str, Any]] = {}
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def before(part: nn.Module, args: Any, kwargs: Any) -> Any:
+        for owner in owners[part]:
+            kept[owner] = dict(owner._parameters)
+            owner._parameters.update({name: cast(weight) for name, weight in _floats(owner)})
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    def after(part: nn.Module, *_: Any) -> None:
+        for owner in owners[part]:
+            owner._parameters.update(kept.pop(owner))
+
+    hooks: list[Any] = []
+    policies = [state._mp_policy for state in states]
+    for state in states:
+        # Otherwise FSDP would cast what its parts read.
+        state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
+    for part in owners:
+        hooks.append(part.register_forward_pre_hook(before, with_kwargs=True))
+        # FSDP's own hook, which frees the gathered weights, comes after.
+        hooks.append(part.register_forward_hook(after, prepend=True, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for state, policy in zip(states, policies, strict=True):
+            state._mp_policy = policy
+
+
+def _floats(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a part itself that are not whole numbers."""
+    for name, weight in part._parameters.items():
+        if weight is not None and weight.is_floating_point():
+            yield name, weight

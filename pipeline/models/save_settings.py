@@ -1,0 +1,87 @@
+"""What a saved model has besides its weights: config, generation config, tokenizer and its own code.
+
+`transformers` reads files that it then refuses to write. So a generation config is written as it came, and config and
+tokenizer are written once before anything starts, to a folder that is removed.
+"""
+
+import copy
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config.model import ModelConfig
+from pipeline.errors import short_reason
+from pipeline.models.ends import as_list, as_stored
+from pipeline.models.repeatable import own_randomness
+
+GENERATION_FILE = "generation_config.json"
+
+
+def save_settings(
+    lm: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None, ends: Sequence[int] = ()
+) -> None:
+    """Write all but the weights of a model into `folder`, which has no weights yet.
+
+    Args:
+        lm: model of `transformers`.
+        tokenizer: of the model.
+        folder: is made if it is missing.
+        dtype: type of the saved weights; None leaves that of the model.
+        ends: tokens that the generation config names as ends; none leave it as it is.
+    """
+    if ends and set(ends) != set(as_list(lm.generation_config.eos_token_id)):
+        lm.generation_config.eos_token_id = as_stored(ends)
+    with own_randomness(lm), generation_as_it_is(lm, folder):
+        lm.save_pretrained(folder, state_dict={})
+        if dtype is not None:
+            config = copy.deepcopy(lm.config)
+            config.dtype = dtype
+            config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def generation_as_it_is(lm: Any, folder: Path) -> Iterator[None]:
+    """Write the model's generation config into `folder` after the block, whose `save_pretrained` would refuse settings
+    such as a temperature without sampling."""
+    if not lm.can_generate():
+        yield
+        return
+    own = lm.generation_config
+    lm.generation_config = type(own)()
+    try:
+        yield
+    finally:
+        lm.generation_config = own
+    own.to_json_file(folder / GENERATION_FILE, keys_to_pop=["compile_config"])
+
+
+def check_settings(model: ModelConfig, tokenizer: Any) -> None:
+    """Refuse a model whose config or tokenizer can be read and not written; nothing of its weights is read.
+
+    Raises ValueError.
+    """
+    from transformers import AutoConfig
+
+    path = model.path or ""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    # What loads the model says what is wrong with its config.
+    except (OSError, ValueError):
+        return
+    for what, key, part in (
+        ("config", f"model.path={path}", config),
+        ("tokenizer", f"model.tokenizer_path={model.tokenizer_path or path}", tokenizer),
+    ):
+        try:
+            with tempfile.TemporaryDirectory(prefix="slipstream-try-") as folder:
+                part.save_pretrained(folder)
+        except Exception as error:
+            raise ValueError(
+                f"{key}: its {what} can be read and not written, so the model could not be saved at the end: "
+                f"{short_reason(error)}"
+            ) from error
