@@ -138,9 +138,7 @@ def load_reward_model(
     # Missing weights are drawn at random; the seed makes them equal on all ranks.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        lm, report = load_pretrained(
-            AutoModelForSequenceClassification, model, key, mesh, longest, other_head=True, **options
-        )
+        lm, report = load_pretrained(AutoModelForSequenceClassification, model, key, mesh, longest, **options)
     for name, shape, needed in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{key}={model.path} holds {name} of shape {list(shape)} where one label needs {list(needed)}: it is a "
