@@ -304,16 +304,20 @@ def load_yaml(path: str | Path, schema: type[T]) -> T:
     """Settings as `save_yaml` wrote them; keys that the file lacks take their defaults.
 
     Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown, or a value has the wrong type.
+        ConfigError: the file is missing, empty or not YAML, a key is unknown, or a value has the wrong type.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"there is no config file {path}")
     try:
         content = OmegaConf.load(path)
+        if not content:
+            raise ConfigError(f"{path} is empty")
         config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), content))
     except RecursionError as error:
         raise ConfigError(f"{path} holds a value whose lists or dicts are nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is damaged: it is not text ({error})") from error
     except (OmegaConfBaseException, YAMLError) as error:
         # As Hydra names the file.
         message = f"In '{path.stem}': {error}"

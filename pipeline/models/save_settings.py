@@ -5,6 +5,7 @@ tokenizer are written once before anything starts, to a folder that is removed.
 """
 
 import copy
+import errno
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from pipeline.models.ends import as_list, as_stored
 from pipeline.models.repeatable import own_randomness
 
 GENERATION_FILE = "generation_config.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a disk that takes no more."""
 
 
 def save_settings(
@@ -63,7 +66,9 @@ def generation_as_it_is(lm: Any, folder: Path) -> Iterator[None]:
 def check_settings(model: ModelConfig, tokenizer: Any) -> None:
     """Refuse a model whose config or tokenizer can be read and not written; nothing of its weights is read.
 
-    Raises ValueError.
+    Raises:
+        ValueError: it would fail when the model is saved.
+        OSError: the folder for temporary files cannot be written.
     """
     from transformers import AutoConfig
 
@@ -81,6 +86,12 @@ def check_settings(model: ModelConfig, tokenizer: Any) -> None:
             with tempfile.TemporaryDirectory(prefix="slipstream-try-") as folder:
                 part.save_pretrained(folder)
         except Exception as error:
+            # The tokenizers' Rust code raises a plain exception for a full disk.
+            if "os error" in str(error) or (isinstance(error, OSError) and error.errno in FULL):
+                raise OSError(
+                    f"{tempfile.gettempdir()} cannot be written: {short_reason(error)}; make room, or name another "
+                    "folder: export TMPDIR=FOLDER"
+                ) from error
             raise ValueError(
                 f"{key}: its {what} can be read and not written, so the model could not be saved at the end: "
                 f"{short_reason(error)}"

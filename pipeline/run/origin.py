@@ -67,11 +67,21 @@ def origin(run_dir: Path, config: Config) -> Origin:
         _go_on(made, made.own, run_dir, config)
     elif made.policy is not None:
         _begin_with(made, made.policy, config)
-    if made.own is None and made.exists and (known := load(str(run_dir))):
-        changes = _listed(_changes(known, fingerprints(config)))
-        if changes:
-            made.notes.append(f"the run has no checkpoint and begins again, with other files: {'; '.join(changes)}")
+    if made.own is None and made.exists:
+        _begin_again(made, run_dir, config)
     return made
+
+
+def _begin_again(made: Origin, run_dir: Path, config: Config) -> None:
+    """Say in what a run without a checkpoint begins otherwise than before."""
+    known, resumed = load(str(run_dir)), load_yaml(run_dir / resume.CONFIG_FILE, Config).trainer.resume
+    if changes := _listed(_changes(known, fingerprints(config))) if known else []:
+        made.notes.append(f"the run has no checkpoint and begins again, with other files: {'; '.join(changes)}")
+    if resumed not in NO_PATH and made.policy is None:
+        made.notes.append(
+            f"the run has no checkpoint and begins again with model.path={config.model.path}; it began with the policy "
+            f"in {resumed}, which trainer.resume={resumed} takes"
+        )
 
 
 def _go_on(made: Origin, own: Saved, run_dir: Path, config: Config) -> None:

@@ -91,7 +91,9 @@ class Fingerprints:
         if changed:
             accepted.append({"at": stamp(), "behind_iteration": iteration, "changed": changed})
         # What cannot be seen now stays known.
-        model, prompts, code = (self.of(kind) | now.of(kind) for kind in FILES)
+        model, prompts = self.model | now.model, self.prompts | now.prompts
+        # A file that an option names, and that was not there at the beginning, is one that the user's code writes.
+        code = self.code | {setting: found for setting, found in now.code.items() if setting in self.code}
         return replace(self, model=model, prompts=prompts, code=code, accepted=accepted)
 
     def save(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from pipeline.config import Config, ConfigError, diff, load_yaml
 from pipeline.config.places import NO_PATH
 from pipeline.derived import uses_critic
 from pipeline.storage import moved
-from pipeline.storage.checkpoints import Saved, find, iterations, newest, root
+from pipeline.storage.checkpoints import PROGRESS, Saved, find, iterations, newest, root
 from pipeline.storage.filesystem import filesystem_of
 from pipeline.storage.fingerprints import Fingerprints, load
 from pipeline.storage.owner import FILE
@@ -84,7 +84,10 @@ def check_run_folder(run_dir: str | Path, config: Config, resume: str = "auto") 
     try:
         stored = load_yaml(run_dir / CONFIG_FILE, Config)
     except ConfigError as error:
-        raise ConfigError(f"the run in {run_dir} cannot be continued by this version: {error}; {remedies}") from error
+        raise ConfigError(
+            f"the run in {run_dir} cannot be continued by this version: {error}; if {CONFIG_FILE} is damaged, "
+            f"copy that of a checkpoint; or {remedies}"
+        ) from error
     changed = other_settings(stored, config, load(str(run_dir)))
     if changed:
         listed = ", ".join(f"{key} ({old} there, {new} now)" for key, old, new in changed)
@@ -150,7 +153,7 @@ def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | 
     if config.trainer.resume in NO_PATH:
         return None
     try:
-        found = find(config.trainer.resume, say)
+        found = find(_holder(config.trainer.resume), say)
     except ValueError as error:
         raise ConfigError(f"trainer.resume: {error}") from error
     stored, known = stored_config(found), load(found.place)
@@ -162,8 +165,19 @@ def given_policy(config: Config, say: Callable[[str], None] = print) -> Saved | 
         if key in compared and not same_files(key, old, new, known)
     ]
     if problems:
-        raise ConfigError(f"trainer.resume={found.place} has weights of another model: {'; '.join(problems)}")
+        raise ConfigError(
+            f"trainer.resume={found.place} has weights of another model: {'; '.join(problems)}; give these settings as "
+            "that run had them, or begin with its saved model: model.path=RUN/model without trainer.resume"
+        )
     return found
+
+
+def _holder(place: str) -> str:
+    """The folder or URL that holds the checkpoints of the run in `place`: its settings may name another one."""
+    file = Path(place, CONFIG_FILE)
+    if Path(place, PROGRESS).exists() or not file.is_file() or iterations(place):
+        return place
+    return root(load_yaml(file, Config).trainer, place)
 
 
 def recover(run_dir: Path, saved: Saved | None) -> bool:

@@ -191,10 +191,14 @@ def test_saved_settings_come_back_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("rollout: {n: a}", "expected a whole number"), ("rollout: {nn: 1}", "no key"), ("[", "YAML")]
+    ("text", "words"),
+    [
+        *((b"rollout: {n: a}", "expected a whole number"), (b"rollout: {nn: 1}", "no key"), (b"[", "YAML")),
+        *((b"", "config.yaml is empty"), (b"\xff\xfe", "config.yaml is damaged: it is not text"), (b"\0\0", "YAML")),
+    ],
 )
 def test_settings_of_a_damaged_file_are_refused(text, words, tmp_path):
-    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "config.yaml").write_bytes(text)
     with pytest.raises(ConfigError, match=words):
         load_yaml(tmp_path / "config.yaml", Config)
 

@@ -1,7 +1,9 @@
 """What a saved model has besides its weights: written as it came, and tried before a run begins."""
 
+import errno
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,20 @@ def test_settings_that_cannot_be_written_are_refused_before_anything_starts(
     monkeypatch.setattr(Qwen3Config, "save_pretrained", lambda *_: Unwritable().save_pretrained(""))
     with pytest.raises(ValueError, match=f"^model.path={folder}: its config can be read and not written"):
         check_settings(model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_a_full_temporary_folder_is_no_fault_of_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Unwritable, "save_pretrained", full)
+    with pytest.raises(OSError, match=f"^{tempfile.gettempdir()} cannot be written: .*No space left.*; make room"):
+        check_settings(ModelConfig(str(folder)), Unwritable())
 
 
 def test_the_end_is_tried_without_a_trace(folder: Path, tmp_path: Path) -> None:

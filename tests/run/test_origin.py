@@ -205,6 +205,20 @@ def test_a_run_without_a_checkpoint_begins_again_with_other_files(project: Proje
     assert begin.fingerprints(project.config()).accepted == []
 
 
+def test_a_run_that_began_with_a_policy_begins_again_without(project: Project) -> None:
+    first = Project(project.place.parent / "first")
+    first.train()
+    resumed = f"trainer.resume={first.run}"
+    project.run.mkdir(parents=True)
+    save_yaml(project.config(resumed), project.run / "config.yaml")
+    [note] = project.start().notes
+    assert note.startswith("the run has no checkpoint and begins again with model.path=") and resumed in note
+    [taken] = project.start(resumed).notes
+    assert taken.startswith("a new run with the policy")
+    project.train()
+    assert project.start().notes == []
+
+
 # a new run from a policy
 
 

@@ -169,6 +169,14 @@ def test_what_was_accepted_stays_on_record(tmp_path: Path) -> None:
     assert last.history == "since iteration 5: f (x has other content); since iteration 9: f (x is back)"
 
 
+def test_a_file_that_the_code_writes_is_none_that_it_reads() -> None:
+    """A log or a cache that an option names is there from the second start on, and grows."""
+    first = Fingerprints(code={"reward": {"x": A}})
+    second = first.continued(Fingerprints(code={"reward": {"x": B}, "reward_kwargs.log": {"log": A}}), 4, {})
+    assert second.code == {"reward": {"x": B}}
+    assert not second.changes(Fingerprints(code={"reward": {"x": B}, "reward_kwargs.log": {"log": B}}), "code")
+
+
 def test_which_settings_have_marks() -> None:
     known = Fingerprints({"model.path": {}}, code={"reward.functions.a.path": {}})
     found = {key: known.covers(key) for key in ("model.path", "reward.functions", "reward.functions.b", "model.pa")}

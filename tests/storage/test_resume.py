@@ -10,6 +10,7 @@ from pipeline.storage.checkpoints import FOLDER, PROGRESS
 from pipeline.storage.filesystem import check_scheme, filesystem_of
 from pipeline.storage.fingerprints import Fingerprints
 from pipeline.storage.resume import (
+    CONFIG_FILE,
     MAY_DIFFER,
     check_run_folder,
     given_policy,
@@ -121,7 +122,7 @@ def test_a_run_whose_folder_was_lost_goes_on_from_the_storage(tmp_path):
     assert own_checkpoint(tmp_path / "run", settings(tmp_path)) is None
     saved(tmp_path, "trainer.total_epochs=3")
     found = own_checkpoint(tmp_path / "run", settings(tmp_path))
-    assert found.iteration == 6 and found.place == f"{tmp_path}/far/run/checkpoints/iteration_000006"
+    assert found.iteration == 6 and found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
 
 
 def test_the_mlflow_run_of_a_lost_folder_is_continued(tmp_path):
@@ -149,8 +150,23 @@ def test_a_policy_with_other_adapters_is_refused(tmp_path):
         given_policy(load_config([run, "trainer.accept_changed=[model]"]))
     # A slash behind the run's name is no other folder of a store.
     found = given_policy(load_config([f"{run}/", "model.lora.rank=4"]))
-    assert found.place == f"{tmp_path}/far/run/checkpoints/iteration_000006"
+    assert found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
     assert given_policy(load_config([f"trainer.resume={found.place}", "model.lora.rank=4"])) == found
+
+
+def test_the_policy_of_a_run_whose_checkpoints_lie_elsewhere(tmp_path):
+    saved(tmp_path)
+    run, far = tmp_path / "run", f"{tmp_path}/far/run/checkpoints/iteration_000006"
+    run.mkdir()
+    save_yaml(settings(tmp_path), run / CONFIG_FILE)
+    for named in (run, far):
+        assert given_policy(load_config([f"trainer.resume={named}"])).place.endswith(far)
+    (tmp_path / "far").rename(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="far/run holds no whole checkpoint"):
+        given_policy(load_config([f"trainer.resume={run}"]))
+    # Checkpoints in its own folder come first.
+    (tmp_path / "gone" / "run" / FOLDER).rename(run / FOLDER)
+    assert given_policy(load_config([f"trainer.resume={run}"])).place == f"{run}/checkpoints/iteration_000006"
 
 
 @pytest.mark.parametrize("before", ["ppo", "grpo"])
