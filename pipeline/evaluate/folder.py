@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import Config, ConfigError
 from pipeline.config.trainer import FILES
+from pipeline.errors import short_reason
 from pipeline.evaluate.settings import result_settings
 from pipeline.evaluate.summary import COLUMNS, OF_EPISODES, Summary
 from pipeline.run.inputs import fingerprints
@@ -76,8 +77,15 @@ class Folder:
             return
         if not (self.path / DESCRIPTION).is_file():
             raise ConfigError(f"{self.path} is not empty and holds no {DESCRIPTION}; choose another --out")
-        known = json.loads((self.path / DESCRIPTION).read_text(encoding="utf-8"))
-        if known["files"].keys() != set(FILES):
+        try:
+            known = json.loads((self.path / DESCRIPTION).read_text(encoding="utf-8"))
+            kinds, _ = set(known["files"]), known["settings"].items()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.path / DESCRIPTION} is damaged ({short_reason(error)}); choose another --out or delete "
+                f"{self.path}"
+            ) from error
+        if kinds != set(FILES):
             raise ConfigError(
                 f"{self.path} holds an evaluation of an earlier version, which cannot be continued; choose another "
                 "--out or delete it"
@@ -99,17 +107,31 @@ class Folder:
         return {int(path.stem.removeprefix("part-")): path for path in paths}
 
     def read(self, summary: Summary) -> frozenset[int]:
-        """Add the responses that are there to `summary`; returns the numbers of their chunks."""
+        """Add the responses that are there to `summary`; returns the numbers of their chunks.
+
+        Raises ConfigError if a file cannot be read.
+        """
         parts = self.parts()
         for path in parts.values():
-            there = [name for name in OF_EPISODES if name in pq.read_schema(path).names]
-            summary.add(pq.read_table(path, columns=[*COLUMNS, *there], partitioning=None))
+            try:
+                there = [name for name in OF_EPISODES if name in pq.read_schema(path).names]
+                rows = pq.read_table(path, columns=[*COLUMNS, *there], partitioning=None)
+            except (OSError, pa.ArrowException) as error:
+                raise ConfigError(
+                    f"{path} is damaged ({short_reason(error)}); delete it, and the same command answers its "
+                    "prompts again"
+                ) from error
+            summary.add(rows)
         return frozenset(parts)
 
     def result(self) -> dict[str, Any]:
         """The content of `metrics.json`; empty if there is none, or if parts have come or gone since."""
         path = self.path / "metrics.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        try:
+            known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except ValueError:
+            # A damaged one is written once more.
+            known = {}
         return known if known.get("parts") == len(self.parts()) else {}
 
     def add(self, chunk: int, rows: pa.Table) -> None:

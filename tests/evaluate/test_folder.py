@@ -60,6 +60,33 @@ def test_parts_of_episodes_are_found_again(config: Config, tmp_path: Path) -> No
     assert summary.tokens == plain.tokens - len(TABLE) and summary.overall()["turns/mean"] == 1
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"[]", b"{}", b'{"files": 1, "settings": {}}', b"\xff"])
+def test_a_damaged_description_is_named(config: Config, tmp_path: Path, content: bytes) -> None:
+    folder = Folder(tmp_path)
+    folder.begin(description(config))
+    (tmp_path / "evaluation.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/evaluation.json is damaged .*; choose another --out"):
+        folder.check(description(config))
+
+
+@pytest.mark.parametrize("half", [0, 100, -100])
+def test_damaged_responses_are_named(config: Config, tmp_path: Path, half: int) -> None:
+    folder = Folder(tmp_path)
+    folder.begin(description(config))
+    folder.add(3, rows(3))
+    part = folder.parts()[3]
+    part.write_bytes(part.read_bytes()[:half])
+    with pytest.raises(ConfigError, match=f"^{part} is damaged .*; delete it, and the same command"):
+        folder.read(Summary([1]))
+    part.unlink()
+    assert folder.read(Summary([1])) == frozenset()
+
+
+def test_a_damaged_result_is_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_bytes(b"\0")
+    assert Folder(tmp_path).result() == {}
+
+
 def test_other_settings_are_refused(config: Config, tmp_path: Path) -> None:
     folder = Folder(tmp_path / "out")
     folder.begin(description(config))
