@@ -49,11 +49,7 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         ValueError: the cluster cannot be joined, or Ray cannot start with this environment.
         NotStarted: Ray did not start in time.
     """
-    # The source tree that runs here runs in the workers too, installed or not.
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    env = {**ENV, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
-    env |= {name: str(value) for name, value in env_vars.items()}
+    env = environment(env_vars)
     os.environ.update(env)
     if ray.is_initialized():
         return False
@@ -78,6 +74,16 @@ def start(num_cpus: int | None, object_store_gb: float | None, env_vars: Mapping
         options["object_store_memory"] = int(object_store_gb * 2**30)
     start_here(options)
     return True
+
+
+def environment(env_vars: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of all workers: `ENV` and `env_vars`, with a `PYTHONPATH` whose folders are named from the root."""
+    env = ENV | {name: str(value) for name, value in env_vars.items()}
+    # The source tree that runs here runs in the workers too, installed or not.
+    root = str(Path(__file__).resolve().parents[2])
+    folders = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")).split(os.pathsep)
+    paths = [root, *(os.path.abspath(os.path.expanduser(folder)) for folder in folders if folder)]
+    return env | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def release_placement_groups() -> None:

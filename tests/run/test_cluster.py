@@ -3,6 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from pipeline.run.cluster import ENV, environment
+
+OWN = Path(__file__).resolve().parents[2]
+
 
 def test_a_cluster_whose_token_is_not_here(tmp_path: Path) -> None:
     """In a process of its own: Ray reads mode and token once."""
@@ -15,3 +21,15 @@ def test_a_cluster_whose_token_is_not_here(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("Ray at 127.0.0.1:9 asks for a token: set RAY_AUTH_MODE=token"), done.stderr
     assert not (tmp_path / ".ray").exists()
+
+
+def test_workers_have_the_folders_of_the_python_path_by_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have another working folder than the command; and the source that runs here always comes first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"src:/lib::{OWN}")
+    assert environment({"A": 1}) == {**ENV, "A": "1", "PYTHONPATH": f"{OWN}:{tmp_path}/src:/lib"}
+    assert environment({"PYTHONPATH": "other"})["PYTHONPATH"] == f"{OWN}:{tmp_path}/other"
+    monkeypatch.delenv("PYTHONPATH")
+    assert environment({})["PYTHONPATH"] == str(OWN)
