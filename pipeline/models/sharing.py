@@ -59,7 +59,7 @@ class Passes:
         name = type(module if decoder is None else decoder).__name__
         if sequence > 1 and reason:
             raise ValueError(f"actor.parallel.sequence={sequence} divides packed rows, but {name} cannot: {reason}")
-        notes = notes_of(module)
+        notes = notes_of(module if decoder is None else decoder)
         if reason is None:
             return cls(True, share_prompts != "never", tuple(notes))
         if share_prompts == "always":

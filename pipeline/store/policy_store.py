@@ -30,7 +30,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from pipeline.errors import FinalError
-from pipeline.greeting import Change, Greeting
 from pipeline.store.admission import Admission
 from pipeline.store.cursor import PromptCursor
 from pipeline.store.errors import StaleAttempt, StoreTimeout
@@ -46,14 +45,14 @@ from pipeline.store.events import (
     VersionLoaded,
 )
 from pipeline.store.prompt_ledger import PageGrant, PromptBatch, PromptLedger
-from pipeline.store.shaking import Shaking
+from pipeline.store.shaking import Shaking, ShakingCalls
 from pipeline.store.status import StoreStatus, TrainerState
 from pipeline.store.versions import POLICY, Ticket, Versions
 from pipeline.store.waits import Waits
 from pipeline.weights.load import Shard
 
 
-class PolicyStore:
+class PolicyStore(ShakingCalls):
     """The class behind the actor; plain asyncio, usable without Ray. Calls of ended attempts raise `StaleAttempt`.
 
     Args:
@@ -191,30 +190,6 @@ class PolicyStore:
         """Wait for `version`; returns the coefficient of the KL in the reward for its rows."""
         await self.wait_version(attempt, version, timeout, "KL coefficient")
         return self._versions.kl_coef(version)
-
-    async def greet(self, attempt: int, greeting: Greeting) -> None:
-        """An engine has generated the rows that its ticket asked for."""
-        async with self._changing(attempt):
-            self._shaking.greet(greeting)
-            self._waits.heartbeat(f"engine {greeting.engine}")
-
-    async def greeting(self, attempt: int) -> Greeting | None:
-        """The first engine's greeting; None before it."""
-        self._check(attempt)
-        return self._shaking.greeting
-
-    async def settle(self, attempt: int, change: Change | None) -> None:
-        """The trainer has compared itself with the greeting."""
-        async with self._changing(attempt):
-            self._shaking.settle(change)
-            self._waits.heartbeat("the train loop")
-
-    async def wait_settled(self, attempt: int, timeout: float) -> Change | None:
-        """What the handshake changed; waits until that is known."""
-        await self._waits.until(
-            attempt, lambda: self._shaking.settled, timeout, "handshake", "the trainer's comparison"
-        )
-        return self._shaking.change
 
     # admission
 

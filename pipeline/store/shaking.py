@@ -1,8 +1,11 @@
 """The handshake of engine and trainer, as far as it has come (`pipeline/greeting.py`)."""
 
+from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from pipeline.greeting import Change, Greeting, GreetingPlan
+from pipeline.store.waits import Waits
 
 
 @dataclass
@@ -25,3 +28,39 @@ class Shaking:
     def settle(self, change: Change | None) -> None:
         """Note what was found."""
         self.change, self.settled = change, True
+
+
+class ShakingCalls(ABC):
+    """The calls of the policy store for the handshake."""
+
+    _shaking: Shaking
+    _waits: Waits
+
+    @abstractmethod
+    def _changing(self, attempt: int) -> AbstractAsyncContextManager[None]: ...
+
+    async def greet(self, attempt: int, greeting: Greeting) -> None:
+        """An engine has generated the rows that its ticket asked for."""
+        async with self._changing(attempt):
+            self._shaking.greet(greeting)
+            self._waits.heartbeat(f"engine {greeting.engine}")
+
+    async def greeting(self, attempt: int) -> Greeting | None:
+        """The first engine's greeting; None before it."""
+        async with self._changing(attempt):
+            return self._shaking.greeting
+
+    async def settle(self, attempt: int, change: Change | None) -> None:
+        """The trainer has compared itself with the greeting."""
+        async with self._changing(attempt):
+            self._shaking.settle(change)
+            self._waits.heartbeat("the train loop")
+
+    async def wait_settled(self, attempt: int, timeout: float) -> Change | None:
+        """What the handshake changed; waits until that is known."""
+        ready = self._shaking_settled
+        await self._waits.until(attempt, ready, timeout, "handshake", "the trainer's comparison")
+        return self._shaking.change
+
+    def _shaking_settled(self) -> bool:
+        return self._shaking.settled

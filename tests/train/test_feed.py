@@ -91,3 +91,38 @@ def test_drain_reads_to_the_end_and_refuses_rows() -> None:
     made.drain()
     with pytest.raises(RuntimeError, match="2 rows came after the last iteration"):
         feed(iter([EMPTY, block(2, 0, 1)])).drain()
+
+
+def test_what_comes_before_the_first_block_is_waited_for() -> None:
+    release = threading.Event()
+
+    def blocks() -> Iterator[pa.Table]:
+        release.wait(WAIT)
+        yield block(1, 0)
+        yield block(1, 1)
+
+    rows = TimedIterator(blocks(), WAIT, lambda: "")
+    looks = iter([None, None, "greeting"])
+    assert rows.wait(lambda: next(looks), "greeting") == "greeting"
+    release.set()
+    # The block came without it; it is still there.
+    assert rows.wait(lambda: None, "greeting") is None
+    assert RowsFeed(rows, 2).next(1)["row"].to_pylist() == [0, 1]  # type: ignore[index]
+
+
+def test_a_wait_ends_with_the_streams_error_and_at_the_deadline() -> None:
+    def failing() -> Iterator[pa.Table]:
+        raise KeyError("engine")
+        yield
+
+    with pytest.raises(KeyError, match="engine"):
+        TimedIterator(failing(), WAIT, lambda: "").wait(lambda: None, "greeting")
+    release = threading.Event()
+
+    def silent() -> Iterator[pa.Table]:
+        release.wait(WAIT)
+        yield block(1, 0)
+
+    with pytest.raises(RowsTimeout, match="no greeting within 0 s: 3 in admission"):
+        TimedIterator(silent(), 0.3, lambda: "3 in admission").wait(lambda: None, "greeting")
+    release.set()
