@@ -148,7 +148,7 @@ def verdict(found: dict[str, Any]) -> tuple[str, str]:
     if failed := found.get("failed"):
         # vLLM says at its start what it cannot compute; the product's own sentences are of these kinds.
         refused = found["step"] == "engine" or failed["kind"] in ("ValueError", "FinalError")
-        reason = " ".join(re.sub(r"\S*/(?=model\b)", "", failed["error"]).split())
+        reason = " ".join(re.sub(r"[^\s(=]*/(?=model\b)", "", failed["error"]).split())
         if len(reason) > SHOWN:
             reason = reason[:SHOWN].rsplit(" ", 1)[0] + " ..."
         return "refused" if refused else "fails", f"{STEPS[found['step']]}: {reason}"

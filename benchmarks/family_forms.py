@@ -207,7 +207,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-bigcode": ("gpt_bigcode", GPT | {"multi_query": True}),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1}),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 2}),
-    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1, "ffn_hidden_size": 96}),
+    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1}),
     "falcon-7b": ("falcon", {"multi_query": True}),
     "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 2, "n_layers": 2}),
@@ -259,7 +259,10 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-dense": ("hunyuan_v1_dense", HEADS),
     "hunyuan-moe": ("hunyuan_v1_moe", HEADS | {"num_experts": 4, "moe_topk": 2}),
     "hy-v3": ("hy_v3", HEADS | EXPERTS | {"first_k_dense_replace": 1, "expert_hidden_dim": 32}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False, "conv_dim": 64}),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False, "block_dim": 64, "conv_dim": 64},
+    ),
     "lfm2-moe": ("lfm2_moe", EXPERTS | {"layer_types": ["conv", FULL], "num_dense_layers": 1}),
     "falcon-h1": ("falcon_h1", HEADS | MAMBA),
     "bamba": (

@@ -26,7 +26,7 @@ from jobs.verl.script import Script
 from jobs.verl.state import State
 from jobs.verl.words import ScriptError
 from pipeline.config import ConfigError, load_config
-from pipeline.config.paths import expand_home, local_path
+from pipeline.config.paths import local_path, without_scheme
 from pipeline.plan.checks import check
 
 EPILOG = """\
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser("from_verl", "Convert a verl launch script into an experiment.", EPILOG)
     parser.add_argument(
         "sources",
-        type=expand_home,
+        type=without_scheme,
         nargs="+",
         metavar="SCRIPT_OR_OVERRIDES",
         help="bash scripts and key=value of verl",

@@ -15,14 +15,18 @@ OUR_FOLDERS = ("models", "runs")
 
 
 def expand_home(value: Any) -> Any:
+    """A path with the home folder in place of `~`; URLs and values that are no text stay as they are."""
+    is_home = isinstance(value, str) and (value == "~" or value.startswith("~/"))
+    return os.path.expanduser(value) if is_home else value
+
+
+def without_scheme(value: Any) -> Any:
     """A path without `~` or `file://` at its beginning; other URLs, and values that are no text, stay as they are."""
-    if not isinstance(value, str):
-        return value
-    if local := FILE_URL.match(value):
-        path = value[local.end() :]
-        # A URL has codes for characters that a name may have as they are.
-        return path if os.path.exists(path) else unquote(path)
-    return os.path.expanduser(value) if value == "~" or value.startswith("~/") else value
+    if not isinstance(value, str) or not (local := FILE_URL.match(value)):
+        return expand_home(value)
+    path = value[local.end() :]
+    # A URL has codes for characters that a name may have as they are.
+    return path if os.path.exists(path) else unquote(path)
 
 
 def expand_argument(text: str) -> str:
@@ -32,12 +36,12 @@ def expand_argument(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """An argument of a command as a path; see `expand_home`."""
-    return Path(expand_home(text))
+    """An argument of a command as a path; see `without_scheme`."""
+    return Path(without_scheme(text))
 
 
 def expand_settings(config: Any) -> None:
-    """Apply `expand_home` to all settings of a dataclass, and to its sections and lists."""
+    """Put the home folder in place of `~` in all settings of a dataclass, and in its sections and lists."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.agent import AgentConfig
-from pipeline.config.paths import expand_home
+from pipeline.config.paths import without_scheme
 from pipeline.config.schema import value_of
 
 SERVERS = ("mcp:", "openenv:")
@@ -40,7 +40,7 @@ def name_from_root(config: Any) -> None:
 
 def model(value: str | None) -> str | None:
     """An existing folder, named from the root; another text is a name on the Hub, or is missing."""
-    value = expand_home(value)
+    value = without_scheme(value)
     return os.path.realpath(value) if value and os.path.exists(value) else value
 
 
@@ -48,7 +48,7 @@ def files(value: Any) -> Any:
     """Paths and globs named from the root; URLs stay."""
     if isinstance(value, list):
         return [files(item) for item in value]
-    value = expand_home(value)
+    value = without_scheme(value)
     return value if not isinstance(value, str) or not value or "://" in value else file(value)
 
 
@@ -65,7 +65,7 @@ def _resumed(value: str) -> str:
 
 def _script(value: str | None) -> str | None:
     """A Python file; the name of a module stays, also if a folder here has it."""
-    return file(expand_home(value)) if value and value.endswith(".py") else value
+    return file(without_scheme(value)) if value and value.endswith(".py") else value
 
 
 def _scripts(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -103,7 +103,7 @@ def _code(key: str, value: Any) -> Any:
     if key == "command":
         return _words(value)
     # The interpreter of a virtual environment is a link, and a different one where the link leads.
-    return file(expand_home(value)) if key == "python" and "/" in value else value
+    return file(without_scheme(value)) if key == "python" and "/" in value else value
 
 
 def _member(name: str) -> str:
@@ -118,9 +118,9 @@ def _member(name: str) -> str:
     path, colon, member = name.rpartition(":")
     if not path.endswith(".py"):
         path, colon, member = name, "", ""
-    return f"{file(expand_home(path))}{colon}{member}" if path.endswith((".py", ".yaml", ".yml")) else name
+    return f"{file(without_scheme(path))}{colon}{member}" if path.endswith((".py", ".yaml", ".yml")) else name
 
 
 def _words(words: list[str]) -> list[str]:
     """A command, with files named from the root."""
-    return [file(home) if Path(home := expand_home(word)).is_file() else word for word in words]
+    return [file(home) if Path(home := without_scheme(word)).is_file() else word for word in words]

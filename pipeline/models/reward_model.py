@@ -132,15 +132,13 @@ def load_reward_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    options: dict[str, Any] = {"num_labels": 1}
+    options: dict[str, Any] = {"num_labels": 1, "other_head": True}
     if model.attn_implementation == "sdpa":
         options["attn_implementation"] = None  # sdpa, or eager for models without it, such as DeBERTa
     # Missing weights are drawn at random; the seed makes them equal on all ranks.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        lm, report = load_pretrained(
-            AutoModelForSequenceClassification, model, key, mesh, longest, other_head=True, **options
-        )
+        lm, report = load_pretrained(AutoModelForSequenceClassification, model, key, mesh, longest, **options)
     for name, shape, needed in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{key}={model.path} holds {name} of shape {list(shape)} where one label needs {list(needed)}: it is a "

@@ -41,8 +41,8 @@ _SECTIONS = {
     "trainer": "project_name experiment_name default_local_dir total_epochs total_training_steps cpus_per_worker "
     "num_threads ray_num_cpus object_store_gb val_before_train test_freq save_freq max_ckpt_to_keep best_metric "
     "best_metric_mode num_workers use_gpu gpus_per_worker resume accept_changed max_failures max_log_prob_gap "
-    "max_nonfinite_steps logger log_samples log_traces stream_gradients weight_bucket_mb weight_transport deadlines. "
-    "env_vars placement",
+    "handshake max_nonfinite_steps logger log_samples log_traces stream_gradients weight_bucket_mb weight_transport "
+    "deadlines. env_vars placement",
 }
 MAY_DIFFER = tuple(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())
 """Settings that a continued run may change; a name that ends in a dot stands for its section."""

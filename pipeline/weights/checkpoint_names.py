@@ -5,6 +5,7 @@
 do. Replicas are models of `transformers` and take weights as they are published; engines take them through here.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,21 @@ def skeleton(path: str, trust_remote_code: bool) -> Any:
     found = get_model_conversion_mapping(lm, add_legacy=False)
     lm._weight_conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
     return lm
+
+
+def skeleton_beside(vllm_config: Any) -> Any:
+    """The skeleton of an engine's model, in the engine's process.
+
+    vLLM computes some families by the classes of `transformers`, which it changes: they ask for an engine's
+    configuration then, and prepare themselves for its compiler.
+    """
+    from vllm.config import CompilationMode, set_current_vllm_config
+
+    plain = copy.copy(vllm_config)
+    plain.compilation_config = copy.copy(plain.compilation_config)
+    plain.compilation_config.mode = CompilationMode.NONE
+    with set_current_vllm_config(plain):
+        return skeleton(vllm_config.model_config.model, vllm_config.model_config.trust_remote_code)
 
 
 def as_in_checkpoint(lm: Any, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":

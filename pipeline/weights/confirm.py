@@ -9,7 +9,7 @@ followed: a tensor was read if numbers made of it were written to memory. A buff
 the model's class computes it from the configuration, as old models do with the frequencies of their rotary embedding.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +67,18 @@ class Watch(TorchDispatchMode):
 
     Args:
         model: vLLM's, prepared for loading.
+        needed: names of the parameters with which it computes. Prepared for loading it may have more, such as scales
+            that no checkpoint must hold.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, needed: Collection[str]) -> None:
         super().__init__()
         self._model = model
         self._made_of: dict[StorageWeakRef, set[str]] = {}
         """Names of the tensors whose numbers a storage may hold. A reference keeps its key from being used again."""
         self._written: set[StorageWeakRef] = set()
-        self._parameters = {name: StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters()}
+        held = ((name, parameter) for name, parameter in model.named_parameters() if name in needed)
+        self._parameters = {name: StorageWeakRef(parameter.untyped_storage()) for name, parameter in held}
         self.unread: dict[str, Tensor] = {}
         """Tensors that were given to the loader and not read so far."""
         self.loading: str | None = None

@@ -10,14 +10,13 @@ With `trainer.weight_transport=delta` a shard also holds what has changed since 
 """
 
 import contextlib
-import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton
+from pipeline.weights.checkpoint_names import as_in_checkpoint, skeleton_beside
 from pipeline.weights.checksum import crc
 from pipeline.weights.delta import BucketCache, Span
 from pipeline.weights.direct import RemoteBuffer, read
@@ -217,7 +216,6 @@ def accept(worker: Any) -> None:
 
 def register() -> None:
     """Make the transport known to vLLM in this process (also called in every vLLM process by the entry point)."""
-    from vllm.config import CompilationMode, set_current_vllm_config
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -241,19 +239,18 @@ def register() -> None:
             self._cache = BucketCache()
             self._reload: Reload | None = None
             self._watch: Watch | None = None
+            self._needed: set[str] = set()
             self._names: set[str] = set()
             self._accepted: set[str] = set()
-            # A class of `transformers` with which vLLM computes the model itself would be prepared for its compiler.
-            plain = copy.copy(self.vllm_config)
-            plain.compilation_config = copy.copy(plain.compilation_config)
-            plain.compilation_config.mode = CompilationMode.NONE
-            with set_current_vllm_config(plain):
-                self._lm = skeleton(self.model_config.model, self.model_config.trust_remote_code)
+            self._lm = skeleton_beside(self.vllm_config)
 
         def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
             pass
 
         def start_weight_update(self) -> None:
+            if not self._needed:
+                # Tied parameters are one until an update fails half way.
+                self._needed.update(name for name, _ in self.model.named_parameters())
             self._reload = self._reload or Reload(self.model, self.device.type)
             self._reload.begin()
 
@@ -264,7 +261,7 @@ def register() -> None:
             model: Any = self.model
             weights = as_in_checkpoint(self._lm, parameters(update_info.shards, take, self._cache))
             self._names = {piece.name for shard in update_info.shards for piece in shard.pieces}
-            self._watch = None if self._names == self._accepted else Watch(model)
+            self._watch = None if self._names == self._accepted else Watch(model, self._needed)
             if self._watch is None:
                 model.load_weights(weights)
             else:

@@ -121,7 +121,7 @@ def test_a_run_whose_folder_was_lost_goes_on_from_the_storage(tmp_path):
     assert own_checkpoint(tmp_path / "run", settings(tmp_path)) is None
     saved(tmp_path, "trainer.total_epochs=3")
     found = own_checkpoint(tmp_path / "run", settings(tmp_path))
-    assert found.iteration == 6 and found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
+    assert found.iteration == 6 and found.place == f"{tmp_path}/far/run/checkpoints/iteration_000006"
 
 
 def test_the_mlflow_run_of_a_lost_folder_is_continued(tmp_path):
@@ -149,7 +149,7 @@ def test_a_policy_with_other_adapters_is_refused(tmp_path):
         given_policy(load_config([run, "trainer.accept_changed=[model]"]))
     # A slash behind the run's name is no other folder of a store.
     found = given_policy(load_config([f"{run}/", "model.lora.rank=4"]))
-    assert found.place == f"file://{tmp_path}/far/run/checkpoints/iteration_000006"
+    assert found.place == f"{tmp_path}/far/run/checkpoints/iteration_000006"
     assert given_policy(load_config([f"trainer.resume={found.place}", "model.lora.rank=4"])) == found
 
 

@@ -20,12 +20,13 @@ from pipeline.config.learner import ParallelConfig
 from pipeline.models import policy
 from pipeline.models.fsdp import full_state_dict
 from pipeline.stats import reduce
-from pipeline.storage.checkpoints import PROGRESS
+from pipeline.storage.checkpoints import FOLDER, PROGRESS, complete_name, folder_name
 from pipeline.store.cursor import PromptCursor
 from pipeline.train import ranks
-from pipeline.train.checkpoint import _state, restore
+from pipeline.train.checkpoint import training_state
 from pipeline.train.deal import Dealer
 from pipeline.train.learner import Learner
+from pipeline.train.restore import restore
 from pipeline.train.setup import build_actor, build_critic
 from pipeline.weights.load import parameters
 from pipeline.weights.publish import named, pack
@@ -155,7 +156,7 @@ def work(rank: int, folder: str, kinds: str, *names: str) -> None:
         if number > 0:
             config = settings(f"{folder}/model", MESHES[name][1])
             learners = [BUILD[kind](config, CPU, 100) for kind in kinds.split()]
-            restore(learners, FixedKL(0.0), f"{folder}/none", f"{folder}/checkpoint {names[number - 1]}")
+            restore(learners, FixedKL(0.0), f"{folder}/run {names[number - 1]}")
             for learner in learners:
                 save(learner, 1, f"{folder}/{name} {learner.name} resumed.pt")
 
@@ -177,7 +178,7 @@ def begin(folder: str, kinds: str, name: str, losses: Iterable[str]) -> None:
         save(learner, 0, f"{folder}/{name} {learner.name}.pt")
     if "actor" in kinds:
         publishes(learners[0])
-    write_checkpoint(learners, f"{folder}/checkpoint {name}")
+    write_checkpoint(learners, f"{folder}/run {name}/{FOLDER}/{folder_name(1)}")
     for learner in learners:
         save(learner, 1, f"{folder}/{name} {learner.name} undisturbed.pt")
     for loss in losses:
@@ -196,12 +197,13 @@ def save(learner: Learner, seed: int, path: str) -> None:
 
 def write_checkpoint(learners: list[Learner], folder: str) -> None:
     """As `Saver` does, without Ray Train's storage."""
-    dcp.save(_state(learners), checkpoint_id=folder)
+    dcp.save(training_state(learners), checkpoint_id=folder)
     if dist.get_rank() == 0:
         steps = {learner.name: learner.scheduler.last_epoch for learner in learners}
         cursor = PromptCursor().to_json()
         progress = {"version": 1, "cursor": cursor, "validated": False, "kl_coef": 0.0, "scheduler_steps": steps}
-        Path(folder, PROGRESS).write_text(json.dumps(progress))
+        Path(folder, PROGRESS).write_text(json.dumps(progress | {"world_size": 1}))
+        Path(folder, complete_name(0)).touch()
 
 
 def publishes(learner: Learner) -> None:

@@ -86,7 +86,7 @@ def confirmed(
         engine.held[name.replace(".", "-")] = nn.Parameter(torch.zeros(tensor.shape))
     if extra:
         engine.held[extra] = nn.Parameter(torch.zeros(3))
-    watch = Watch(engine)
+    watch = Watch(engine, dict(engine.named_parameters()))
     watch.load(as_in_checkpoint(lm, iter(arrived.items())))
     return watch.confirmation(lm, set(arrived))
 
@@ -124,6 +124,15 @@ def test_a_parameter_of_the_engine_that_nothing_is_written_to_is_found(folder: P
     assert "held.sink: parameters of the engine that nothing is written to" in said(confirmed(folder, extra="sink"))
 
 
+def test_a_parameter_that_the_engine_has_for_loading_alone_is_not_needed() -> None:
+    engine = Engine([], whole)
+    engine.held["scale"] = nn.Parameter(torch.ones(1))
+    lm: Any = nn.Module()
+    lm._weight_conversions = []
+    assert Watch(engine, ["held.scale"]).confirmation(lm, set()).left == {"held.scale"}
+    assert not Watch(engine, []).confirmation(lm, set()).left
+
+
 def test_many_names_are_counted(folder: Path) -> None:
     text = said(confirmed(folder, lambda name, tensor: None if "experts" in name else tensor))
     assert "and 11 more: published and not read" in text and text.count("model.layers.1.mlp.experts") == 4
@@ -152,7 +161,7 @@ def test_a_buffer_that_follows_from_the_configuration_need_not_be_read(folder: P
 
 
 def test_a_name_that_the_loader_refuses_is_told(folder: Path) -> None:
-    watch = Watch(Engine(["a"], whole))
+    watch = Watch(Engine(["a"], whole), ())
     with pytest.raises(FinalError, match=r"vLLM's Engine cannot load b.c as it is trained \(KeyError: 'b.c'\); use a"):
         watch.load([("b.c", torch.ones(2))])
 
@@ -162,7 +171,7 @@ def test_what_fails_on_the_way_is_no_fault_of_the_loader() -> None:
         yield "a", torch.ones(2)
         raise ValueError("weights bucket 1 arrived damaged")
 
-    watch = Watch(Engine(["a"], lambda name, tensor: None))
+    watch = Watch(Engine(["a"], lambda name, tensor: None), ())
     with pytest.raises(ValueError, match="arrived damaged"):
         watch.load(arriving())
 
@@ -171,6 +180,6 @@ def test_writes_to_weights_without_memory_are_none() -> None:
     """vLLM's layers have none while they wait for all of their tensors."""
     engine = Engine(["direct"], whole)
     engine.held["direct"] = nn.Parameter(torch.empty(2, 2, device="meta"))
-    watch = Watch(engine)
+    watch = Watch(engine, dict(engine.named_parameters()))
     watch.load([("direct", torch.ones(2, 2))])
     assert set(watch.unread) == {"direct"}
