@@ -21,10 +21,10 @@ import torch.distributed as dist
 from benchmarks.family_forms import build, move
 from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline.config import Config
-from pipeline.greeting import Greeting, GreetingPlan
+from pipeline.greeting import Greeting, GreetingPlan, Way
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import save_hf, torch_dtype
-from pipeline.models.handshake import Compared, Way
+from pipeline.models.handshake import Compared
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import SCHEMA
 from pipeline.sampling import Sampling
