@@ -77,7 +77,7 @@ class Trainer:
         dtype = torch_dtype(config.rollout.dtype, "rollout.dtype")
         self.publisher = WeightPublisher(0, dtype, 2**20, np.copy, self.actor.module.hf_name)
         self.handshake = Handshake(
-            config, self.actor, [self.actor], [self.actor], str(folder.parent), "trial", last=False
+            config, self.actor, [self.actor], str(folder.parent), "trial", last=False
         )
         assert self.handshake.plan is not None
         return self.handshake.plan
