@@ -76,9 +76,7 @@ class Trainer:
         self.actor = build_actor(config, torch.device("cpu"), 100)
         dtype = torch_dtype(config.rollout.dtype, "rollout.dtype")
         self.publisher = WeightPublisher(0, dtype, 2**20, np.copy, self.actor.module.hf_name)
-        self.handshake = Handshake(
-            config, self.actor, [self.actor], str(folder.parent), "trial", last=False
-        )
+        self.handshake = Handshake(config, self.actor, [self.actor], str(folder.parent), "trial", last=False)
         assert self.handshake.plan is not None
         return self.handshake.plan
 
