@@ -21,10 +21,10 @@ import torch.distributed as dist
 from benchmarks.family_forms import build, move
 from jobs.tiny import build_tokenizer, countdown_texts
 from pipeline.config import Config
-from pipeline.greeting import Greeting, GreetingPlan
+from pipeline.greeting import Greeting, GreetingPlan, Way
 from pipeline.models.batch import TrainBatch
 from pipeline.models.fsdp import save_hf, torch_dtype
-from pipeline.models.handshake import Compared, Way
+from pipeline.models.handshake import Compared
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.rows import SCHEMA
 from pipeline.sampling import Sampling
@@ -76,7 +76,7 @@ class Trainer:
         self.actor = build_actor(config, torch.device("cpu"), 100)
         dtype = torch_dtype(config.rollout.dtype, "rollout.dtype")
         self.publisher = WeightPublisher(0, dtype, 2**20, np.copy, self.actor.module.hf_name)
-        self.handshake = Handshake(config, self.actor, str(folder.parent), "trial", False)
+        self.handshake = Handshake(config, self.actor, [self.actor], str(folder.parent), "trial", last=False)
         assert self.handshake.plan is not None
         return self.handshake.plan
 

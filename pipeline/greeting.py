@@ -14,8 +14,8 @@ import numpy as np
 
 SHORT = (5, 17)
 """Tokens of the prompts that every model gets."""
-RESPONSE = 12
-"""Tokens of a response."""
+RESPONSE, ROUNDED_RESPONSE = 12, 48
+"""Tokens of a response; more in short types, as the largest of few differences is a matter of chance."""
 BEYOND = 8
 """Tokens of a long row beyond a border."""
 SAMPLES = 2
@@ -41,15 +41,16 @@ class GreetingPlan:
     """Lengths that the rows pass, and the number of the configuration that names each."""
 
     @classmethod
-    def of(cls, config: Any, longest: int, seed: int) -> "GreetingPlan":
+    def of(cls, config: Any, longest: int, seed: int, exact: bool = True) -> "GreetingPlan":
         """The rows for a model.
 
         Args:
             config: of its text model, from `transformers`.
             longest: tokens of the run's longest row.
             seed: of the run.
+            exact: whether engine and trainer compute in float32.
         """
-        response = max(1, min(RESPONSE, longest // 2))
+        response = max(1, min(RESPONSE if exact else ROUNDED_RESPONSE, longest // 2))
         passed = {length: name for length, name in borders(config.to_dict()) if length + BEYOND <= longest}
         prompts = {min(length, longest - response) for length in SHORT}
         # The response crosses the border.

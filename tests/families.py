@@ -59,6 +59,7 @@ def greet(folder: Path, dtype: str = "float32", longest: int = LONGEST) -> tuple
     """What a real engine answers to the greeting of a run with rows of up to `longest` tokens."""
     from transformers import AutoConfig
 
-    plan = GreetingPlan.of(AutoConfig.from_pretrained(folder).get_text_config(), longest, 1)
+    text = AutoConfig.from_pretrained(folder).get_text_config()
+    plan = GreetingPlan.of(text, longest, 1, dtype == "float32")
     with ProcessPoolExecutor(1, mp_context=forking()) as pool:
         return plan, pool.submit(generate, str(folder), plan, dtype, longest).result(timeout=START_S)

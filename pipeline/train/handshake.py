@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline.config import Config
 from pipeline.derived import scorers, uses_engines
 from pipeline.errors import FinalError
@@ -51,7 +53,8 @@ class Handshake:
             self._take(Way(**known["first"]), Way(**known["way"]))
         elif uses_engines(config) and not last:
             text = actor.module.decoder.config.get_text_config()
-            self.plan = GreetingPlan.of(text, config.data.longest_row, config.trainer.seed)
+            exact = all(dtype == torch.float32 for dtype in self._types())
+            self.plan = GreetingPlan.of(text, config.data.longest_row, config.trainer.seed, exact)
 
     @property
     def due(self) -> bool:
@@ -65,6 +68,12 @@ class Handshake:
         If engines sleep, the trainer computes when it has an iteration's rows, so replicas cannot wait for it.
         """
         return Shaking(self.plan, change=self.change, settled=not self.due or self._config.rollout.sleep)
+
+    def _types(self) -> list[torch.dtype]:
+        """In which engine and trainer compute."""
+        config = self._config
+        own = config.actor.fsdp.compute_dtype(config.model.dtype, self._actor.device.type == "cuda")
+        return [torch_dtype(config.rollout.dtype, "rollout.dtype"), torch_dtype(own, "actor.fsdp.param_dtype")]
 
     def _take(self, first: Way, way: Way) -> None:
         if way == first:
@@ -93,9 +102,8 @@ class Handshake:
         plan, self.plan = self.plan, None
         assert plan is not None
         config, actor, begun = self._config, self._actor, time.perf_counter()
-        own = config.actor.fsdp.compute_dtype(config.model.dtype, actor.device.type == "cuda")
-        types = [torch_dtype(config.rollout.dtype, "rollout.dtype"), torch_dtype(own, "actor.fsdp.param_dtype")]
-        rounded = [dtype for dtype in types if dtype.itemsize < 4]
+        types = self._types()
+        rounded = [dtype for dtype in types if dtype != torch.float32]
         budget, sequence = actor.shape.max_tokens, actor.mesh.positions
         compared = Compared(actor.module, greeting, actor.device, budget, sequence)
         found = shake_hands(compared, actor.passes, not rounded, (rounded or types)[0])

@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError
 from pipeline.config.trainer import DeadlineConfig
 from pipeline.run import monitor
 from pipeline.store.errors import StoreTimeout
-from pipeline.store.events import Event, IterationTrained
+from pipeline.store.events import Event, IterationTrained, Noted, Trouble
 from pipeline.store.policy_store import PolicyStore
 from pipeline.store.status import StoreStatus
 
@@ -215,3 +215,12 @@ def test_a_ray_that_is_gone_ends_the_watch_at_once(run: Any, monkeypatch: pytest
     (interrupted, problem), seen, _ = run(messages(1, 1), (1, []), (1, []))
     assert not interrupted and seen.events == [1]
     assert problem.startswith("Ray is gone: its gcs_server has ended, by a signal to all processes of the job")
+
+
+def test_what_several_processes_say_of_a_model_is_shown_once() -> None:
+    seen = Seen()
+    watched = monitor.RunMonitor(seen, None, None, 1, 0, 0, None)  # type: ignore[arg-type]
+    for text in ("attention", "attention", "rope", "attention"):
+        watched.handle(Noted(text))
+    watched.handle(Trouble("attention"))
+    assert seen.notices == ["attention", "rope", "attention"]

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def config(tiny_model: Path) -> Config:
     made = make_config(tiny_model)
     made.data.max_prompt_length, made.data.max_response_length = 40, 24
+    made.rollout.dtype = "float32"
     return made
 
 
@@ -137,7 +138,7 @@ def test_a_difference_that_no_way_mends_is_refused_or_said(
 
 def changed(config: Config, change: Callable[[Config], None]) -> Config:
     own = make_config(Path(config.model.path or ""))
-    own.data = config.data
+    own.data, own.rollout = config.data, config.rollout
     change(own)
     return own
 
@@ -153,7 +154,8 @@ def test_sharing_that_must_be_is_not_given_up(config: Config, actor: Actor, tmp_
 
 def test_replicas_cannot_change_behind_sleeping_engines(config: Config, actor: Actor, tmp_path: Path) -> None:
     def sleep(own: Config) -> None:
-        own.rollout.sleep, own.algorithm.adv_estimator = True, "gae"
+        own.rollout = replace(own.rollout, sleep=True)
+        own.algorithm.adv_estimator = "gae"
 
     own = changed(config, sleep)
     hand = due(own, actor, tmp_path)
