@@ -28,6 +28,10 @@ NO_SDPA = "does not support an attention implementation through torch.nn.functio
 """What `transformers` says of families with attention of their own, and of those without attention."""
 
 
+class NotLoadedError(ValueError):
+    """`transformers` cannot build a model, whose files are complete."""
+
+
 class Pretrained(nn.Module):
     """A module around the whole `transformers` model `lm`, which `save_hf` can save."""
 
@@ -97,7 +101,7 @@ def load_pretrained(
                 model, report = auto.from_pretrained(place, output_loading_info=True, **arguments)
         # Formats, families and their packages raise errors of their own.
         except Exception as error:
-            raise ValueError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
+            raise NotLoadedError(f"{key}={config.path} cannot be loaded: {short_reason(error)}") from error
     if folder:
         model.name_or_path = model.config._name_or_path = str(folder)
     for name, shape, needed in sorted(report["mismatched_keys"]):

@@ -7,6 +7,8 @@ from pipeline.config.model import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+GIVEN = ("bos_token", "eos_token", "unk_token")
+"""Roles of tokens that prompts and answers may hold. Others, such as those of padding or images, are not written."""
 DIALOGUE = [
     {"role": "user", "content": "Hello."},
     {"role": "assistant", "content": "Hello."},
@@ -42,7 +44,7 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", source: str | None, r
     beyond = {number: token for token, number in tokenizer.get_vocab().items() if rows is not None and number >= rows}
     if not beyond:
         return ""
-    roles = [str(token) for token in tokenizer.special_tokens_map.values() if isinstance(token, str)]
+    roles = [tokenizer.special_tokens_map.get(role) for role in GIVEN]
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     written = _written(tokenizer)
     given = {n: token for n, token in beyond.items() if n not in special or token in roles or token in written}

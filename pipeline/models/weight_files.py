@@ -223,21 +223,9 @@ def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of the model in `folder` by name; none without weights.
 
     Raises:
-        ValueError: see `find_weights` and `tensor_shapes`; or an index names tensors that its files do not hold.
+        ValueError: see `find_weights` and `tensor_shapes`.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    found = find_weights(folder)
-    for file in found.files:
-        held = tensor_shapes(file)
-        shapes |= held
-        tied = file.suffix == PYTORCH
-        lost = sorted(name for name, place in found.places.items() if place == file.name and name not in held)
-        if lost and not tied:
-            raise ValueError(
-                f"{file} lacks {len(lost)} tensors that the index of {folder} names there, the first {lost[0]}; they "
-                "are not of one model: download it again"
-            )
-    return shapes
+    return {name: shape for file in find_weights(folder).files for name, shape in tensor_shapes(file).items()}
 
 
 def check_weights(folder: Path, key: str) -> None:

@@ -23,6 +23,7 @@ from pipeline.derived import reads_reference, uses_critic
 from pipeline.models import weight_files
 from pipeline.models.attention_names import PLAIN
 from pipeline.models.policy import load_lm, load_policy
+from pipeline.models.pretrained import NotLoadedError
 from pipeline.models.quantised import quantisation
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.slices import LOADER
@@ -33,7 +34,11 @@ from pipeline.models.value import ValueModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LAYER = re.compile(r"\.(?:layers|h|blocks|layer)\.(\d+)\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
+NEXT = ".eh_proj."
+"""Part of the names of layers that predict further tokens: they are numbered behind the model's own."""
+SCALES = re.compile(r"(?:weight_scale(?:_inv|_2)?|_scale_inv|\.SCB|\.absmax|\.quant_state\.[^.]*)$")
+"""Ends of the names of tensors with which weights in few bits are multiplied."""
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 """Names of a head and of embeddings, which may be tied."""
 COMPARED = 64
@@ -107,12 +112,16 @@ def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
         inside = f"{lm.base_model_prefix}."
         # Heads are for other uses of a model.
         lost = sorted(name for name in unread if key == "model.path" or name.startswith(inside))
-        layers = getattr(lm.config.get_text_config(), "num_hidden_layers", None)
-        beyond = [name for name in lost if (found := LAYER.search(name)) and layers and int(found[1]) >= layers]
-        if beyond:
+        if beyond := _layers_beyond(lm, lost):
+            layers = lm.config.get_text_config().num_hidden_layers
             raise ValueError(
                 f"{key}={path} holds weights of more layers than num_hidden_layers={layers} of its config.json, such "
                 f"as {beyond[0]}: they are not of one model. Give a complete checkpoint."
+            )
+        if scales := [name for name in lost if SCALES.search(name)]:
+            raise ValueError(
+                f"{key}={path} holds scales of quantised weights, such as {scales[0]}, and its config.json has no "
+                "quantization_config, so weights would be read without them; give the model in bfloat16 or float32"
             )
         if lost:
             yield (
@@ -120,6 +129,21 @@ def try_model(model: ModelConfig, key: str, load: Load) -> Iterator[str]:
                 f"{type(lm).__name__} of its config.json has no place for them"
             )
         _check_tied(lm, weight_files.find_weights(folder).files, f"{key}={path}")
+
+
+def _layers_beyond(lm: Any, unread: Sequence[str]) -> list[str]:
+    """Names among `unread`, those of weights without a place in `lm`, that would be of its layers if it had more."""
+    count = getattr(lm.config.get_text_config(), "num_hidden_layers", None)
+    modules, inside = {name for name, _ in lm.named_modules()}, f"{lm.base_model_prefix}."
+    found: dict[str, list[str]] = {}
+    for name in unread:
+        layer = LAYER.search(name)
+        if count and layer and int(layer[1]) >= count:
+            first = f"{name[: layer.start(1)]}0"
+            # Towers have layers of their own, and base models are saved without the prefix.
+            if not modules.isdisjoint((first, inside + first)):
+                found.setdefault(name[: layer.end()], []).append(name)
+    return [name for names in found.values() if not any(NEXT in name for name in names) for name in names]
 
 
 def _check_tied(lm: Any, files: Sequence[Path], model: str) -> None:
@@ -173,8 +197,10 @@ def try_models(config: Config, tokenizer: "PreTrainedTokenizerBase", trained: bo
         found.append(("scoring.reference.path", replace(plain, path=config.scoring.reference.path), load_policy))
     for key, one, load in found:
         yield from try_tokenizer(tokenizer, one, key, source)
-        if trained or not quantisation(one.path):
+        if trained:
             yield from try_model(one, key, load)
+        elif not quantisation(one.path):
+            yield from _try_engine_model(one, key)
     if config.reward.model.path:
         key = "reward.model.path"
         one = replace(plain, path=config.reward.model.path, tokenizer_path=None)
@@ -192,6 +218,17 @@ def try_tokenizer(
     source = source or model.tokenizer_path or model.path
     if note := check_vocabulary(tokenizer, source, vocabulary(model), f"{key}={model.path}"):
         yield note
+
+
+def _try_engine_model(model: ModelConfig, key: str) -> Iterator[str]:
+    """Notes on a model that an engine alone reads, which has code of its own for some families.
+
+    Raises ValueError as `try_model`, if it is of a family that `transformers` reads.
+    """
+    try:
+        yield from try_model(model, key, load_lm)
+    except NotLoadedError as error:
+        yield f"{error}. An evaluation leaves it to vLLM; it could not be trained"
 
 
 def _load_critic(model: ModelConfig, key: str) -> Any:

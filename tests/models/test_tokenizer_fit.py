@@ -51,6 +51,18 @@ def test_a_token_with_a_role_needs_a_row(tokenizer: Any) -> None:
         check_vocabulary(tokenizer, "t", 320, "model.path=m")
 
 
+@pytest.mark.parametrize(
+    "roles",
+    [{"pad_token": "<pad>"}, {"mask_token": "<mask>"}, {"extra_special_tokens": {"image_token": "<image_soft_token>"}}],
+)
+def test_a_token_that_nothing_writes_needs_no_row(roles: dict[str, Any], tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, **roles)
+    assert len(tokenizer) == 321
+    assert SENTENCE in check_vocabulary(tokenizer, "t", 320, "model.path=m")
+
+
 def test_a_smaller_embedding_is_found_by_its_config(tokenizer: Any, tiny_model: Path, tmp_path: Path) -> None:
     folder = configured(copied(tiny_model, tmp_path / "small"), vocab_size=100)
     rows = vocabulary(ModelConfig(path=str(folder)))

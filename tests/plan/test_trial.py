@@ -94,6 +94,26 @@ def test_a_config_of_other_weights_is_refused(
     assert f"model.path={folder}" in found and all(part in found for part in parts), found
 
 
+def test_layers_of_other_parts_are_not_the_models(tiny_model: Path, tmp_path: Path) -> None:
+    folder, state = copied(tiny_model, tmp_path / "more"), state_of(tiny_model)
+    beyond = f"model.layers.{json.loads((folder / 'config.json').read_text())['num_hidden_layers']}."
+    for names in (["visual.blocks.9.attn.qkv.weight"], [f"{beyond}eh_proj.weight", f"{beyond}mlp.up_proj.weight"]):
+        save_file(state | {name: torch.zeros(1) for name in names}, folder / WHOLE, {"format": "pt"})
+        (note,) = tried(folder)
+        assert f"holds {len(names)} weights that nothing reads" in note
+    # Base models are saved without the prefix.
+    bare = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    save_file(bare | {f"{beyond}x".removeprefix("model."): torch.zeros(1)}, folder / WHOLE, {"format": "pt"})
+    assert "holds weights of more layers" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["up_proj.weight_scale_inv", "up_proj.weight_scale", "up_proj.SCB"])
+def test_scales_of_quantised_weights_are_not_left_out(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    folder, state = copied(tiny_model, tmp_path / "scaled"), state_of(tiny_model)
+    save_file(state | {f"model.layers.0.mlp.{name}": torch.ones(1)}, folder / WHOLE, {"format": "pt"})
+    assert f"holds scales of quantised weights, such as model.layers.0.mlp.{name}" in refusal(folder)
+
+
 def test_a_tied_head_with_other_values_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     folder, state = copied(tiny_model, tmp_path / "tied"), state_of(tiny_model)
     embedding = state[HEADS[0]]
@@ -180,3 +200,18 @@ def test_an_evaluation_leaves_quantised_weights_to_the_engine(config: Config, ti
     with pytest.raises(ValueError, match="model.path=.*quantised"):
         all_notes(config)
     assert json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def test_an_evaluation_leaves_families_of_its_own_to_the_engine(
+    config: Config, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = configured(copied(tiny_model, tmp_path / "own"), model_type="of_the_engine")
+    tokenizer = load_tokenizer(config.model)
+    config.model = replace(config.model, path=str(folder))
+    (note,) = try_models(config, tokenizer, trained=False)
+    assert "cannot be loaded" in note and note.endswith("An evaluation leaves it to vLLM; it could not be trained")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        list(try_models(config, tokenizer))
+    configured(folder, model_type="qwen3", **layers(3))
+    with pytest.raises(ValueError, match="lacks 11 weights"):
+        list(try_models(config, tokenizer, trained=False))
