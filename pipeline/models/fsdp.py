@@ -140,9 +140,7 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> float:
     squares = 0.0
     for group in groups:
         # Ranks that hold the same weights have the same gradients, which count once.
-        # Of bfloat16 gradients torch would round the norm to three digits.
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in group if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
         squares += float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
     value = math.sqrt(squares)
     if math.isfinite(value):
