@@ -7,6 +7,7 @@ run any code. Here the index may contain only the classes of an index, and value
 import io
 import pickle
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,19 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class _PlainValues(dcp.DefaultLoadPlanner):
-    """Reads values that are no tensors with `weights_only=True`."""
+    """Reads values that are no tensors with `weights_only=True`. Tensors that are called `optional` may be missing."""
+
+    def __init__(self, optional: Collection[str]) -> None:
+        super().__init__()
+        self._optional = optional
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        there = metadata.state_dict_metadata
+        for name in [name for name in self.state_dict if name.rpartition(".")[2] in self._optional]:
+            if name not in there:
+                del self.state_dict[name]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # PyTorch's planner unpickles its argument, so it gets a copy of what was read safely.
@@ -80,8 +93,12 @@ class _PlainValues(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, copy)
 
 
-def load_checkpoint(state: dict[str, Any], folder: str | Path, no_dist: bool = False) -> None:
+def load_checkpoint(
+    state: dict[str, Any], folder: str | Path, no_dist: bool = False, optional: Collection[str] = ()
+) -> None:
     """Load the checkpoint in `folder` into the tensors of `state`; a collective unless `no_dist`.
+
+    Tensors whose own name is one of `optional` stay as they are if the checkpoint lacks them.
 
     Raises:
         ValueError: the index is damaged or could run code, or a part of `state` is missing or unreadable.
@@ -93,7 +110,7 @@ def load_checkpoint(state: dict[str, Any], folder: str | Path, no_dist: bool = F
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.load(state, storage_reader=reader, planner=_PlainValues(), no_dist=no_dist)
+            dcp.load(state, storage_reader=reader, planner=_PlainValues(optional), no_dist=no_dist)
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             # An error of torch's readers says neither the file nor that it is damaged.

@@ -88,7 +88,8 @@ class ByParameterAdamW(torch.optim.AdamW):
 
 def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 numbers as bfloat16, rounded to the nearest, and as int16 the distance of their bits from there."""
-    bits = whole.view(torch.int32)
+    # Rounding up would make a zero of a NaN with other bits, such as a GPU's.
+    bits = whole.masked_fill(whole.isnan(), torch.nan).view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 

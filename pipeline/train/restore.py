@@ -42,6 +42,7 @@ from pipeline.store.status import TrainerState
 from pipeline.train import ranks
 from pipeline.train.checkpoint import frozen, retry, training_state
 from pipeline.train.learner import Learner
+from pipeline.train.optim import LOW
 
 
 def restore(
@@ -126,7 +127,8 @@ def _load(folder: Path, place: str, learners: Sequence[Learner], kl: KLControlle
     state = training_state(learners)
     rng = folder / f"rng_{ranks.rank()}.pt"
     try:
-        load_checkpoint(state, folder)
+        # Earlier versions trained bfloat16 weights without their lower halves, which then are zeros.
+        load_checkpoint(state, folder, optional=(LOW,))
         progress = json.loads((folder / PROGRESS).read_text())
         generators = _generators(rng) if rng.is_file() else None
     # An earlier version listed no files.

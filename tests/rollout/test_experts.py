@@ -114,7 +114,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_log_probs_are_the_trainers_after_every_update(engine: Engine) -> None:
-    assert "model.layers.0.mlp.experts.gate_up_proj" in engine(published_names)
+    # The first layer of one family has none.
+    assert "model.layers.1.mlp.experts.gate_up_proj" in engine(published_names)
     found = engine(updates, 0.7)
     assert all(seen == {version} for version, seen in found["versions"])
     assert max(found["gaps"]) < 1e-4, found

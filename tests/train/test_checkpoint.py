@@ -165,6 +165,23 @@ def test_what_bfloat16_weights_lack_is_in_the_checkpoint(tiny_model: Path, stora
         assert torch.equal(*low) and low[0].any()
 
 
+def test_a_checkpoint_of_bfloat16_weights_alone_is_taken(tiny_model: Path, storage: Storage) -> None:
+    """As an earlier version wrote it: without the lower halves, and with averages in bfloat16."""
+    old, restored = Learners(tiny_model, "bfloat16"), Learners(tiny_model, "bfloat16")
+    update(old.actor, rows(0))
+    for learner in (old.actor, old.critic):
+        for kept in learner.optimizer.state.values():
+            del kept[LOW]
+            kept |= {name: kept[name].bfloat16() for name in ("exp_avg", "exp_avg_sq")}
+    state = old.save(saver(storage), 1)
+    assert restored.restore(storage.run_dir) == state and old.distance(restored) == 0
+    for mine, theirs in zip(old.actor.module.parameters(), restored.actor.module.parameters(), strict=True):
+        kept, found = old.actor.optimizer.state[mine], restored.actor.optimizer.state[theirs]
+        assert torch.equal(found["exp_avg"].full_tensor(), kept["exp_avg"].full_tensor().float())
+        assert found["step"] == 1 and not found[LOW].full_tensor().any()
+    update(restored.actor, rows(1))
+
+
 def test_training_goes_on_while_a_checkpoint_is_copied(tiny_model: Path, storage: Storage) -> None:
     learners, one = Learners(tiny_model), saver(storage, deadline=0.3)
     (storage.run_dir / "mlflow_run_id").write_text("abc\n")

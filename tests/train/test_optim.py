@@ -106,6 +106,12 @@ def test_a_number_is_its_two_halves() -> None:
     assert torch.equal((high.float() - whole).abs(), (whole.bfloat16().float() - whole).abs())
 
 
+def test_a_number_that_is_none_stays_so() -> None:
+    whole = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    high, low = halves(whole)
+    assert high.isnan().all() and joined(high, low).isnan().all()
+
+
 def stepped(dtype: torch.dtype, lr: float, offload: str = "none", steps: int = 20) -> tuple[nn.Module, Any]:
     """A small model with bfloat16 numbers, and its optimiser after steps with the same gradients."""
     torch.manual_seed(0)
