@@ -14,12 +14,13 @@ import numpy as np
 
 SHORT = (5, 17)
 """Tokens of the prompts that every model gets."""
-RESPONSE, ROUNDED_RESPONSE = 12, 48
-"""Tokens of a response; more in short types, as the largest of few differences is a matter of chance."""
+RESPONSE = 12
+"""Tokens of a response."""
+SAMPLES, ROUNDED_SAMPLES = 2, 8
+"""Responses to a prompt, which share it, where both compute in float32 and else: rounding shows its size in many tokens
+alone."""
 BEYOND = 8
 """Tokens of a long row beyond a border."""
-SAMPLES = 2
-"""Responses to a prompt, which share it."""
 BORDER = re.compile(
     r"window(_size)?$|chunk_size$|local_attention$|original_max_position|max_position_embeddings$|floor_scale$"
 )
@@ -34,6 +35,8 @@ class GreetingPlan:
     """Tokens of each prompt."""
     response: int
     """Tokens of each response."""
+    samples: int
+    """Responses to each prompt."""
     vocabulary: int
     """Tokens of the model."""
     seed: int
@@ -50,12 +53,13 @@ class GreetingPlan:
             seed: of the run.
             exact: whether engine and trainer compute in float32.
         """
-        response = max(1, min(RESPONSE if exact else ROUNDED_RESPONSE, longest // 2))
+        response = max(1, min(RESPONSE, longest // 2))
         passed = {length: name for length, name in borders(config.to_dict()) if length + BEYOND <= longest}
         prompts = {min(length, longest - response) for length in SHORT}
         # The response crosses the border.
         prompts |= {length + BEYOND - response for length in passed if length + BEYOND > response}
-        return cls(tuple(sorted(prompts)), response, config.vocab_size, seed, dict(sorted(passed.items())))
+        samples = SAMPLES if exact else ROUNDED_SAMPLES
+        return cls(tuple(sorted(prompts)), response, samples, config.vocab_size, seed, dict(sorted(passed.items())))
 
     def passes(self, tokens: int) -> list[str]:
         """Which of the borders a row of so many tokens passes, in words."""

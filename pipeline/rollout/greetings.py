@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.greeting import SAMPLES, Greeting, GreetingPlan, prompts_of
+from pipeline.greeting import Greeting, GreetingPlan, prompts_of
 from pipeline.rollout import vllm
 from pipeline.sampling import Sampling
 
@@ -13,7 +13,7 @@ def greeting_requests(plan: GreetingPlan, tokenizer: Any) -> list[tuple[Any, Any
     prompts = prompts_of(plan, tokenizer)
     plain = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_tokens=0, max_tokens=plan.response, stop=())
     uids = [f"greeting-{number}" for number in range(len(prompts))]
-    return vllm.requests(prompts, uids, [plain] * len(prompts), SAMPLES, seed=plan.seed, ignore_eos=True)
+    return vllm.requests(prompts, uids, [plain] * len(prompts), plan.samples, seed=plan.seed, ignore_eos=True)
 
 
 def read_greeting(engine: str, outputs: Sequence[Any]) -> Greeting:

@@ -15,7 +15,7 @@ from pipeline.store.status import TrainerState
 from pipeline.store.versions import POLICY
 from tests.store.test_policy_store import asynchronous, publish, settle
 
-PLAN = GreetingPlan((5,), 4, 100, 1, {})
+PLAN = GreetingPlan((5,), 4, 2, 100, 1, {})
 CHANGE = Change("Qwen3Model", Way("eager", False, False))
 STATE = TrainerState(0, PromptCursor(), False)
 
