@@ -17,6 +17,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from jobs.evaluate import main
+from pipeline.evaluate.folder import FILES
 from pipeline.storage.owner import of_folder, owned
 from pipeline.track.trajectories import read_trajectories
 from tests.runs import Training, score
@@ -98,7 +99,8 @@ def test_episodes_that_all_fail(refused: Refused, tmp_path: Path) -> None:
 
 def test_a_folder_of_another_evaluation(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "evaluation.json").write_text(json.dumps({"prompt_files": [], "settings": {}, "files": {}}))
+    other = {"prompt_files": [], "settings": {}, "files": dict.fromkeys(FILES, {})}
+    (tmp_path / "out" / "evaluation.json").write_text(json.dumps(other))
     refused(parts=(str(tmp_path / "out"), "already holds another evaluation", "model.path", "choose another --out"))
 
 
