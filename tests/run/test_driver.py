@@ -15,4 +15,6 @@ def test_what_a_run_that_broke_off_can_go_on_with(tmp_path: Path) -> None:
     said = what_remains(str(tmp_path))
     assert said.startswith("The newest checkpoint is ") and "iteration_000002; the same command continues" in said
     (tmp_path / checkpoints.FOLDER / "iteration_000004" / "progress.json").write_text("{")
+    assert what_remains(str(tmp_path)) == said
+    (tmp_path / checkpoints.FOLDER / "iteration_000002" / "progress.json").write_text("{")
     assert what_remains(str(tmp_path)).startswith("Which checkpoint remains cannot be read (")
