@@ -31,7 +31,8 @@ class Experts(Place):
             "num_key_value_heads": 1,
             "head_dim": 32,
             "num_experts_per_tok": 2,
-            "tie_word_embeddings": tie,
+            # vLLM's GLM-4.5 has a head of its own, as all published ones have.
+            "tie_word_embeddings": tie and self.kind != "glm4_moe",
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
         }
