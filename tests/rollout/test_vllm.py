@@ -587,15 +587,15 @@ def test_an_engine_reads_the_weights_of_the_trainer_at_the_length_of_its_model(
     folder = configured(copied(tiny_model, tmp_path / "two"), rope_parameters=yarn)
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
     config = Config()
-    for path, length in ((folder, {"max_position_embeddings": 8192}), (tiny_model, {})):
+    for path, length, tokens in ((folder, {"max_position_embeddings": 8192}, 3000), (tiny_model, {}, 1500)):
         config.model.path = str(path)
         config.rollout.engine_kwargs = {"load_format": "auto"}
-        assert build(config.model, config.rollout, 3000, 0) == "engine"
+        assert build(config.model, config.rollout, tokens, 0) == "engine"
         arguments, files = made.pop()
         assert files == ["model.safetensors"] and arguments.tokenizer == str(path)
         assert (arguments.load_format, arguments.config_format) == ("hf", "hf")
         assert arguments.hf_overrides == length
     assert arguments.model == str(tiny_model)
     config.rollout.engine_kwargs = {"hf_overrides": {"rope_theta": 5.0}}
-    build(config.model, config.rollout, 3000, 0)
+    build(config.model, config.rollout, 1500, 0)
     assert made[0][0].hf_overrides == {"rope_theta": 5.0} and made[0][0].load_format == "dummy"
