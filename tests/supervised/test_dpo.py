@@ -299,7 +299,7 @@ def worker(folder: Path, tables: list[pa.Table], rank: int = 0, world: int = 1, 
         section = next(part for part in (config.loss, config.data, config.trainer, config.model) if hasattr(part, name))
         setattr(section, name, value)
     shard = SimpleNamespace(iter_batches=lambda **_: iter(tables))
-    progress = SimpleNamespace(post=SimpleNamespace(remote=lambda metrics: None))
+    progress = SimpleNamespace(**dict.fromkeys(("post", "note"), SimpleNamespace(remote=lambda told: None)))
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world)
     loop = loop_of(config.loss.type)
     with (
