@@ -8,9 +8,10 @@ compared with the engine's in each way in which rows pass through its model:
     sharing          samples behind one copy of their prompt
     padded           rows below each other in one pass, for models that cannot pack
 
-In float32 they may differ by `LIMIT`. In bfloat16 mean and largest difference may be `FACTOR` times those between the
-trainer's own model in float32 and in the engine's type. If they differ by more, the ways that need less of the model
-are tried: without sharing, padded, with the family's own attention (`eager`). The first one that agrees is the run's.
+In float32 they may differ by `LIMIT`, or by what rounding explains in a deep model. In bfloat16 mean and largest
+difference may be `FACTOR` times those between the trainer's own model in float32 and in the engine's type. If they
+differ by more, the ways that need less of the model are tried: without sharing, padded, with the family's own attention
+(`eager`). The first one that agrees is the run's.
 """
 
 import math
@@ -159,9 +160,9 @@ class Compared:
         return [self._difference(form, self.log_probs(passes, way) - self.engine) for form, passes in self.forms(way)]
 
     def rounding(self, way: Way, dtype: torch.dtype) -> Difference:
-        """How far the model in `dtype` is from itself in float32; a collective."""
+        """How far the model in `dtype` is from itself in float32, that in float32 from float64; a collective."""
         passes = [[[row]] for row in range(len(self.rows))]
-        with computing_in(self.policy, torch.float32):
+        with computing_in(self.policy, torch.float64 if dtype == torch.float32 else torch.float32):
             exact = self.log_probs(passes, way)
         with computing_in(self.policy, dtype):
             rounded = self.log_probs(passes, way)
@@ -193,16 +194,12 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
         dtype: the engine's type.
     """
     first = Way(compared.config._attn_implementation, passes.packed, passes.shared)
-    limit = Limit(LIMIT, LIMIT, "in float32")
-    if not exact:
-        rounding = compared.rounding(first, dtype)
-        limit = Limit(
-            FACTOR * rounding.mean + LIMIT,
-            FACTOR * rounding.largest + LIMIT,
-            f"{FACTOR:g} times what {str(dtype).removeprefix('torch.')} explains",
-        )
+    limit = Limit(LIMIT, LIMIT, "in float32") if exact else _rounded(compared, first, dtype)
     before = compared.differences(first)
     found = Handshake(first, first, before, before, limit)
+    if exact and not found.agrees:
+        # Rounding in float32 grows with a model's depth.
+        found = replace(found, limit=_rounded(compared, first, torch.float32))
     if found.agrees:
         return found
     for way in ways(first, divided=compared.sequence is not None):
@@ -213,6 +210,16 @@ def shake_hands(compared: Compared, passes: Passes, exact: bool, dtype: torch.dt
         if tried.agrees:
             return tried
     return found
+
+
+def _rounded(compared: Compared, way: Way, dtype: torch.dtype) -> Limit:
+    """What the rounding of a type explains, beyond `LIMIT`; a collective."""
+    rounding = compared.rounding(way, dtype)
+    return Limit(
+        FACTOR * rounding.mean + LIMIT,
+        FACTOR * rounding.largest + LIMIT,
+        f"{FACTOR:g} times what {str(dtype).removeprefix('torch.')} explains",
+    )
 
 
 def ways(first: Way, divided: bool) -> Iterator[Way]:

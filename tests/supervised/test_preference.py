@@ -230,7 +230,8 @@ def worker(folder: Path, tables: list[pa.Table], **changes: Any) -> tuple[Prefer
         section = next(part for part in (config.data, config.trainer) if hasattr(part, name))
         setattr(section, name, value)
     posted: list[dict[str, float]] = []
-    progress = SimpleNamespace(post=SimpleNamespace(remote=posted.append))
+    told = SimpleNamespace(remote=lambda notes: None)
+    progress = SimpleNamespace(post=SimpleNamespace(remote=posted.append), note=told)
     shard = SimpleNamespace(iter_batches=lambda **_: iter(tables))
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     with (
