@@ -92,6 +92,8 @@ async def overlapping(stage: Rollout, first: pa.Table, second: pa.Table, steps: 
     running = asyncio.ensure_future(stage(first))
     stage.fake.permits.release(steps)
     while stage.engine.steps < steps:
+        if running.done():
+            running.result()
         await asyncio.sleep(0.001)
     behind = asyncio.ensure_future(stage(second))
     await heard(stage)

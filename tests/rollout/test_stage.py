@@ -64,8 +64,8 @@ class FakeEngine:
             for request_id, tokens in done
         ]
 
-    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
-        pass
+    def collective_rpc(self, method: Any, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        return []
 
     def get_weight_version(self) -> str:
         return self.version
