@@ -138,6 +138,7 @@ def test_a_part_is_trained_on_before_the_next_one_is_waited_for(monkeypatch: pyt
     monkeypatch.setattr("pipeline.train.loop.ranks", SimpleNamespace(all_gather=lambda value: [value]))
     loop: Any = Loop.__new__(Loop)
     loop.config, loop.version, loop.rank, loop.critic = Config(), 4, 1, None
+    loop.handshake = SimpleNamespace(due=False)
     loop.actor = SimpleNamespace(needs_old_log_probs=True, leads=True)
     loop.record = SimpleNamespace(old_log_probs=record)
     loop.feed, loop.deal = SimpleNamespace(parts=2, next=wait), dealt
@@ -167,9 +168,11 @@ def test_engines_start_after_the_first_version_is_published(monkeypatch: pytest.
     loop.schedule, loop._describe = SimpleNamespace(chunks_per_iteration=2), str
     loop._publish = lambda: log.append("publish")
     loop.actor = loop.critic = None
+    loop.handshake, loop._greeting = SimpleNamespace(due=True), lambda: [log.append("ask for rows to compare")]
+    loop._shake_hands = lambda greeting: log.append("handshake")
     monkeypatch.setattr("pipeline.train.loop.Dealer", SimpleNamespace(of=lambda *_: None))
     loop._begin()
-    assert log == ["publish", "all ranks", "rows of rollouts"]
+    assert log == ["publish", "all ranks", "rows of rollouts", "ask for rows to compare", "handshake"]
 
 
 def test_blocks_of_one_name_add_up() -> None:

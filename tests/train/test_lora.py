@@ -79,7 +79,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on(tiny_model: Path, sto
     assert restored.distance(whole) == 0.0 and restored.distance(stopped) > 1e-4
     names = {
         name
-        for learner, state in checkpoint._state(whole.both).items()
+        for learner, state in checkpoint.training_state(whole.both).items()
         for name in (f"{learner}.{inner}" for inner in state["model"])
     }
     assert all(".lora_" in name or name.startswith("critic.head.") for name in names) and len(names) == 2 * 28 + 2

@@ -161,4 +161,4 @@ def test_a_run_goes_on_with_the_same_reference(tiny_model: Path, storage: Storag
             update(learner, rows(1))
     assert restored.distance(whole) == 0.0
     names = {name for name, _ in whole.actor.module.named_parameters(remove_duplicate=False)}
-    assert checkpoint._state(whole.both)["actor"]["model"].keys() == names
+    assert checkpoint.training_state(whole.both)["actor"]["model"].keys() == names
