@@ -92,14 +92,14 @@ turns | int32 | rollout | metrics | answers of the policy
 ended | string | rollout | metrics | why it ended: `done`, `stop`, `turns`, `length`, `timeout`, `malformed`, `error`
 episode | string | rollout | metrics | numbers of the episode as JSON: calls by tool, malformed calls, seconds
 """)
-"""Only with episodes (`agent.*`). The response is then everything after the prompt, observations included, and the
+"""Columns of episodes (`agent.*`). The response is then everything after the prompt, observations included, and the
 column `response` is only the text of the last answer."""
 
 REWARD_MODEL = _columns("""
 rm_score | float32 | reward_model | reward | the reward model's number, null where it failed
 rm_error | string | reward_model | reward | why the reward model failed, else null
 """)
-"""Only with a reward model."""
+"""Columns of a run with a reward model."""
 
 REWARD = _columns("""
 score | float32 | reward | advantage, metrics | sum of rule, functions and reward model, shaped; 0 where one failed
@@ -111,29 +111,29 @@ reward_s | float32 | reward | metrics | seconds spent on the chunk's rewards
 BASELINE = _columns("""
 baseline | float32 | baseline | advantage | score of the prompt's greedy response, null if failed
 """)
-"""Only if the estimator reads baselines."""
+"""Columns of a run whose estimator reads baselines."""
 
 REFERENCE = _columns("""
 ref_log_probs | floats | reference | advantage, train | log-prob of each token under the reference
 """)
-"""Only with a KL in reward or loss."""
+"""Columns of a run with a KL in reward or loss."""
 
 VALUE = _columns("""
 values | floats | value | advantage, train | the critic's value before each response token
 value_version | int64 | value | metrics | version of the critic that gave the values
 """)
-"""Only with a critic."""
+"""Columns of a run with a critic."""
 
 POLICY = _columns("""
 sum_pi_squared | floats | policy | advantage | sum over the vocabulary of squared probabilities, per token
 pi_version | int64 | policy | metrics | version of the policy that gave sum_pi_squared
 """)
-"""Only if the estimator reads sum_pi_squared."""
+"""Columns of a run whose estimator reads sum_pi_squared."""
 
 KL_COEF = _columns("""
 kl_coef | float32 | advantage | metrics | coefficient of the KL in the reward at that version
 """)
-"""Only with a KL in the reward."""
+"""Columns of a run with a KL in the reward."""
 
 ADVANTAGE = _columns("""
 advantages | floats | advantage | train | one per response token, 0 where the token does not train

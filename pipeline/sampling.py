@@ -46,11 +46,11 @@ class Sampling:
         return cls(chosen.temperature, chosen.top_p, chosen.top_k, *limits)
 
     def greedy(self) -> "Sampling":
-        """Return the same with the likeliest token each time."""
+        """Return these settings with the likeliest token each time."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
     def of_row(self, extra_info: str) -> "Sampling":
-        """Return the same with the settings of a row's `extra_info`, JSON that `RowLimits` has passed."""
+        """Return these settings, overridden by a row's `extra_info`, JSON that `RowLimits` has passed."""
         # Most rows set nothing, and their JSON can be long.
         if f'"{KEY}"' not in extra_info:
             return self

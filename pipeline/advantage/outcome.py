@@ -32,8 +32,8 @@ def gdpo(data: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     (default 1): a reward of large spread does not hide one of small spread. The sum is whitened over the trained tokens
     of the batch. No part contains the KL penalty in the reward, so `gdpo` ignores it.
 
-    Raises ValueError if there are no keys, if a key is not a reward part or not finite in some row, or if the numbers
-    of weights and keys differ.
+    Raises ValueError without keys, if a key is not a reward part or not finite in some row, or if the numbers of
+    weights and keys differ.
     """
     assert data.parts is not None
     keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights

@@ -1,4 +1,4 @@
-"""From token losses to one number, normalised over the whole global mini-batch."""
+"""Aggregation of token losses to one number, normalised over the whole global mini-batch."""
 
 import torch
 from torch import Tensor

@@ -84,7 +84,7 @@ class Layout:
 
 
 def layout(contexts: np.ndarray, total: int) -> Layout:
-    """Compute the layout of C contexts in a packed sequence of `total` tokens, each of which belongs to a context.
+    """Compute the layout of C contexts in a packed sequence of `total` tokens; every token belongs to a context.
 
     Args:
         contexts: [C, 4] int64: start of the prompt, its tokens, start of the response, and its tokens; at least one
@@ -250,7 +250,7 @@ def has_varlen(device: int, dtype: torch.dtype) -> bool:
 
 
 def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """Packed rows need no mask, and neither do rows padded on the right, which bring none."""
+    """Return no mask for packed rows, which need none, nor for rows padded on the right, which bring none."""
     from transformers.masking_utils import sdpa_mask
 
     return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **options)

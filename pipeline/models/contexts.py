@@ -4,10 +4,10 @@
     contexts   prompt_ids a1 a2 a3 | prompt b1 b2 | prompt c1 ...
 
 Most rows are one context: their prompt and their response. An episode that summarises its past, forgets some of it or
-sends a request again continues after another prompt; its column `contexts` has this prompt, and the number of response
-tokens that follow it. A context is a sequence that passes through a model. Everything else is about rows: groups,
-rewards, mini-batches, and the "sequences" of losses, their aggregation and the off-policy correction. So however an
-episode is cut into contexts, it has the weight of one row.
+begins another conversation continues after another prompt; its column `contexts` has this prompt, and the number of
+response tokens that follow it. A context is a sequence that passes through a model. Everything else is about rows:
+groups, rewards, mini-batches, and the "sequences" of losses, their aggregation and the off-policy correction. So
+however an episode is cut into contexts, it has the weight of one row.
 """
 
 import numpy as np

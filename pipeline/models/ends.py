@@ -35,7 +35,7 @@ class Ends:
     missing: tuple[int, ...]
     """Members of `ids` that the model's own files do not name as ends for `generate`."""
     line: str
-    """One sentence that names them, and warns if answers may go on after the template's end."""
+    """Sentence that names them, and warns if answers may go on after the template's end."""
     learnt: bool
     """True if the template writes one of them after the last answer of a conversation."""
 
@@ -60,7 +60,7 @@ def find_ends(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", argument
         vocabulary = config.get_text_config().vocab_size
     try:
         stored = as_list(GenerationConfig.from_pretrained(path).eos_token_id) or stored
-    # `transformers` raises OSError if there is no file, and if the file is not JSON.
+    # `transformers` raises OSError if the file is missing, and if it is not JSON.
     except (OSError, ValueError, TypeError, AttributeError) as error:
         file = Path(path) / "generation_config.json"
         if not isinstance(error, OSError) or file.is_file():

@@ -55,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Limit:
-    """Largest differences that may be, in nats."""
+    """Limits of these differences, in nats."""
 
     mean: float
     largest: float

@@ -211,7 +211,7 @@ def _reshard(model: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is its base. Nothing else changes: peft's own switch would freeze the adapters."""
+    """Make the model its base within the block. Nothing else changes: peft's own switch would freeze the adapters."""
     layers: list[Any] = [part for part in model.modules() if hasattr(part, "lora_A")]
     for layer in layers:
         layer._disable_adapters = True

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 @contextmanager
 def computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, a forward pass of `module` computes in `dtype`, as if its weights had that type.
+    """Let forward passes of `module` compute in `dtype` within the block, as if its weights had that type.
 
     Each part with weights sees them, and its inputs, in `dtype` while it runs. So this holds for weights that FSDP
     gathers, and one part's weights are in memory twice at a time. The weights of a language model's head, which

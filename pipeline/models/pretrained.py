@@ -157,7 +157,7 @@ def random_states(lm: Any, decoder: Any, head: nn.Linear, token: int) -> tuple[T
 
 @contextmanager
 def small_head(head: nn.Linear) -> Iterator[None]:
-    """Inside, a linear head has random weights and at most 256 outputs, for a look at what a model computes from them.
+    """Give a linear head random weights and at most 256 outputs within the block, to show how a model uses its outputs.
 
     Its own weights may be spread over ranks. Logits are large enough to show a cap on them.
     """

@@ -79,7 +79,7 @@ def without_dropout(lm: Any) -> None:
 
 @contextmanager
 def own_randomness(lm: Any) -> Iterator[None]:
-    """Inside, `lm` and its configurations have the numbers that `without_dropout` has set to 0."""
+    """Give `lm` and its configurations, within the block, the numbers that `without_dropout` has set to 0."""
     own = getattr(lm, OWN, [])
     for holder, name, value in own:
         setattr(holder, name, value)

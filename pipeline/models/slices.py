@@ -70,7 +70,7 @@ def _slice(parameter: Tensor, mesh: Mesh) -> DTensor:
 
 @contextmanager
 def reading_slices(mesh: Mesh) -> Iterator[None]:
-    """Let `from_pretrained` of `transformers` read only this rank's slices, inside.
+    """Let `from_pretrained` of `transformers` read only this rank's slices within the block.
 
     A `transformers` whose loader has another form than the known one reads whole weights, with a warning.
 

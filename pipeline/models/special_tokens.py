@@ -135,7 +135,7 @@ class SpecialTokens:
         return ids
 
     def ordinary(self, text: str) -> list[int]:
-        """Encode `text` without special tokens."""
+        """Encode `text` as ordinary text: no id is a special token's."""
         ids: list[int] = self._copy.encode(text, add_special_tokens=False).ids
         return [self._ids.get(number, number) for number in ids]
 
@@ -183,7 +183,7 @@ class SpecialTokens:
 
     @cached_property
     def _ids(self) -> dict[int, int]:
-        """The tokenizer's ids of the copy's ids that differ."""
+        """Map from the copy's ids to the tokenizer's, for ids that differ."""
         found = {}
         for number, token in self.tokenizer.added_tokens_decoder.items():
             copied = self._copy.token_to_id(self._names.get(token.content, token.content))

@@ -46,7 +46,7 @@ def arguments_of(tokenizer: "PreTrainedTokenizerBase", template: str | None = No
         template: another template, or the name of one of the tokenizer's.
 
     Raises:
-        ValueError: there is no such template, or it is not valid Jinja.
+        ValueError: the template does not exist, or is not valid Jinja.
     """
     import jinja2.meta
 

@@ -41,7 +41,7 @@ def load_tokenizer(
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    # Readers of the formats raise any error for damaged files (the Rust tokenizers raise plain Exception).
+    # Readers of the formats may raise any error for damaged files (the Rust tokenizers raise plain Exception).
     except Exception as error:
         raise ValueError(
             f"{key}: the tokenizer of {path} cannot be loaded: {short_reason(error)}. Check that it is a model folder "

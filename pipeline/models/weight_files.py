@@ -110,7 +110,7 @@ def find_weights(folder: Path) -> WeightFiles:
 
 def model_files(path: str | Path | None) -> Path | None:
     """Return the folder with the files of the model at `path`, a folder or a Hub name: for a name the cache of the Hub,
-    which may hold some of them; None if there is no `config.json` on this machine."""
+    which may hold some of them; None if its `config.json` is not on this machine."""
     folder = Path(path or "")
     if path and (folder / CONFIG).is_file():
         return folder

@@ -175,7 +175,7 @@ def _shown(tokenizer: Any, episodes: list[Episode]) -> list[tuple[str, str]]:
 
 
 def _reply(episode: Episode) -> str:
-    """Describe the reply to the first answer; for several contexts, only their number and the score."""
+    """Describe the reply to the first answer; for several contexts, only their number, the answers' and the score."""
     if len(episode.contexts) > 1:
         return f"{episode.turns} answers in {len(episode.contexts)} contexts, score {episode.score:g}"
     [context] = episode.contexts

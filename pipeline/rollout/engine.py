@@ -36,7 +36,7 @@ class Lease:
 @dataclass
 class _Command:
     run: Callable[[Any], Any] | None
-    """None ends the loop."""
+    """Function of the engine; None ends the loop."""
     when_idle: bool = False
     updates: bool = False
     lease: Lease | None = None

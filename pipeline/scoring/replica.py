@@ -44,8 +44,8 @@ class Replica(Generic[M]):
         scorer: device, threads and the size of a forward pass.
         name: the pool's name, as in `scoring.<name>`.
         share_prompts: `model.share_prompts`, for modules with a `decoder`.
-        store: the policy store. It has the handshake's changes to the model's passes, and takes the passes chosen here;
-            None in an evaluation.
+        store: the policy store. It has the handshake's change of the model's passes, and gets notes on the passes
+            chosen here; None in an evaluation.
         patience: seconds for the handshake.
     """
 

@@ -128,7 +128,6 @@ class RewardModelScore:
     @torch.no_grad()
     def _score(self, ids: list[list[int]]) -> np.ndarray:
         """Run the model over the rows of tokens in micro-batches; returns a number for each, [R] float32."""
-
         self._replica.settle()
         lengths, packed = [len(tokens) for tokens in ids], self._replica.passes.packed
         scores = np.zeros(len(ids), dtype=np.float32)

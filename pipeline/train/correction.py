@@ -55,7 +55,7 @@ class Rule:
     """A rejection rule with its bounds."""
 
     name: str
-    """One of `RULES`."""
+    """Name among `RULES`."""
     low: float
     """k1: smallest ratio that is kept; 0 for the others."""
     high: float
@@ -220,8 +220,8 @@ def correct(
         mask: [N] 1 if the token trains; masked values have no influence.
         offsets: [R + 1] first token of each response, and N at the end; a response may be empty.
         all_sum: sums numbers over all ranks, which must all call `correct` alike; `list` for a single process. None if
-            the call sees only a part of the batch: then there are no normalised weights and no
-            `rollout_is_eff_sample_size`.
+            the call sees only a part of the batch: then weights cannot be normalised, and
+            `rollout_is_eff_sample_size` is left out.
 
     With `normalize`, weights are divided by their mean over the kept tokens (or responses with a kept token) of all
     ranks, unless that mean is 0.

@@ -58,7 +58,7 @@ class Handshake:
 
     @property
     def due(self) -> bool:
-        """True until engine and trainer are compared."""
+        """True if engine and trainer are still to be compared."""
         return self.plan is not None
 
     @property

@@ -55,7 +55,7 @@ def restore(
 ) -> TrainerState:
     """Load the newest whole checkpoint of the run into `learners` and `kl`; a collective.
 
-    The files decide which one is whole, because Ray Train's own list lags behind them.
+    The files decide which one is whole, because Ray Train's own list is updated later.
 
     Args:
         learners: actor and critic, sharded over any number of ranks.

@@ -22,7 +22,7 @@ from pipeline.weights.publish import WeightPublisher
 
 
 def build_actor(config: Config, device: torch.device, iterations: int) -> Actor:
-    """Build the actor, sharded over all ranks, and its sharded reference; `iterations` of the run update it."""
+    """Build the actor and, if it has one, its reference, sharded over all ranks; `iterations` of the run update it."""
     mesh = make_mesh(device, config.actor.parallel)
     return Actor(
         config.actor,

@@ -93,7 +93,7 @@ class Shard:
 
 
 def checksum(shards: Sequence[Shard]) -> int:
-    """One number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
+    """Return one number for a whole version: the CRC-32 over all buckets' checksums in rank order."""
     ordered = sorted(shards, key=lambda shard: shard.rank)
     return zlib.crc32(b"".join(crc.to_bytes(4, "little") for shard in ordered for crc in shard.checksums))
 
