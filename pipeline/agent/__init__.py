@@ -1,7 +1,7 @@
-"""What environments, tools and programs are written with: `from pipeline.agent import Environment, Observation`.
+"""The interface of environments, tools and programs: `from pipeline.agent import Environment, Observation`.
 
 This module needs Python 3.9 and nothing but the standard library, because environments may run in an interpreter of
-their own (`agent.python`), beside packages that do not fit those of the trainer.
+their own (`agent.python`), with packages that conflict with the trainer's packages.
 
     class HigherLower(Environment):
         def open(self, row, seed):
@@ -30,15 +30,18 @@ from typing import Any, Awaitable, Callable, Dict, List, Optional, Union  # noqa
 
 Content = Union[str, List[Dict[str, Any]], None]  # noqa: UP006, UP007
 """Text of one message, whose role is `agent.observation_role` (`user` for what `open` returns), or messages
-`{role, content}`; None for none."""
+`{role, content}`; None for no message."""
 
 
 class ToolError(Exception):
-    """A mistake of the model, raised by a tool: the model reads the message. Any other exception fails the row."""
+    """A mistake of the model, raised by a tool. The model reads the message. Any other exception fails the row."""
 
 
 class EpisodeOver(Exception):
-    """The policy answers no more: no turn is left (`agent.max_turns`), or nothing fits. A program may let it pass."""
+    """The policy gives no further answers: no turn is left (`agent.max_turns`), or nothing fits.
+
+    A program need not catch it.
+    """
 
 
 @dataclass
@@ -61,42 +64,42 @@ class Message:
     calls: List[Call] = field(default_factory=list)  # noqa: UP006
     """Tool calls that the tool parser took out of the answer."""
     truncated: bool = False
-    """Whether the answer reached its length limit before the model ended it."""
+    """True if the answer reached its length limit before the model ended it."""
 
 
 @dataclass
 class Observation:
-    """What an environment answers to a message."""
+    """The answer of an environment to a message."""
 
     content: Content = None
-    """What the model reads next."""
+    """The next message or messages that the model reads."""
     done: bool = False
-    """Whether the episode ends here."""
+    """True if the episode ends here."""
     reward: Optional[float] = None  # noqa: UP045
     """Reward of the message; the rewards of an episode are summed."""
     parts: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    """Further numbers for metrics, such as `acc`; a later observation replaces those of the same name."""
+    """Further numbers for metrics, such as `acc`; a later observation replaces numbers of the same name."""
 
 
 Chat = Callable[..., Awaitable[Message]]
-"""What a program asks the policy with: `answer = await chat(messages, tools=None)`.
+"""A function that lets the policy answer a program's messages: `answer = await chat(messages, tools=None)`.
 
-`messages` are those of OpenAI's chat completions; answers of the policy may stand among them as they came. Messages
-that repeat an earlier chat, its answer included, and go on behind it continue that conversation. Others begin a new
-one, of which an episode may have `agent.max_contexts`. `tools` are schemas (`pipeline.agent.schema.schema_of` makes
-them); the answer then has `calls`, which the program makes itself. Several chats may be asked at once
-(`asyncio.gather`); one that is cancelled leaves no trace. It raises
+`messages` have the form of OpenAI's chat completions; they may hold earlier answers of the policy as `Message` objects.
+Messages that repeat an earlier chat with its answer, and add more, continue that conversation. Other messages begin a
+new conversation; an episode may have `agent.max_contexts` conversations. `tools` are schemas
+(`pipeline.agent.schema.schema_of` makes them); the answer then has `calls`, which the program makes itself. A program
+may run several chats at once (`asyncio.gather`); a cancelled chat leaves no trace. A chat raises
 
-    EpisodeOver     The policy answers no more. The program may return what it has; where it lets the exception pass,
-                    its reward is 0. The row is no error.
-    ValueError      The messages or the tools are none.
+    EpisodeOver     The policy gives no further answers. The program may still return a result; if it does not catch
+                    the exception, its reward is 0. The row is not an error.
+    ValueError      The messages or the tools are malformed.
 
-and never returns where the episode fails, as it does with messages that begin one conversation too many.
+and never returns if the episode fails, for example because the messages begin one conversation too many.
 """
 
 
 class Environment:
-    """One episode. A new object is made for each, in a process without others; all methods may be `async def`."""
+    """One episode. Each episode has a new object, in a process without other episodes; methods may be `async def`."""
 
     def open(self, row: Dict[str, Any], seed: int) -> Content:  # noqa: UP006
         """Begin the episode.
@@ -106,12 +109,12 @@ class Environment:
             seed: the same for all episodes of a group while `agent.same_seed_in_group` is set.
 
         Returns:
-            What stands behind the row's prompt.
+            The text or messages that follow the row's prompt.
         """
         return None
 
     def step(self, message: Message) -> Union[Observation, str]:  # noqa: UP007
-        """Answer a message of the model. A text is `Observation(text)`."""
+        """Answer a message of the model. A text stands for `Observation(text)`."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -124,9 +127,9 @@ def tool(function: Optional[Callable] = None, *, timeout_s: Optional[float] = No
     A marked method of an environment is a tool that knows the episode.
 
     Args:
-        function: plain or `async def`, whose parameters have type hints.
+        function: plain or `async def`; its parameters have type hints.
         timeout_s: seconds of one call; None takes `agent.step_timeout_s`.
-        name: name that the model calls it by; None takes the function's.
+        name: name that the model calls it by; None takes the function's name.
     """
 
     def mark(function: Callable) -> Callable:

@@ -1,7 +1,7 @@
 """Anthropic's messages in front of the endpoint: requests become chat completions, completions become messages.
 
-vLLM's own converter does the first half, so that its server and this endpoint read a request alike. It is a part of
-that server, which only an engine imports whose clients speak this protocol.
+vLLM's own converter does the first half, so that its server and this endpoint read a request alike. The converter is a
+part of that server; an engine imports it only if its clients speak this protocol.
 """
 
 import json
@@ -18,18 +18,18 @@ from pipeline.agent.refused import Refused
 from pipeline.errors import short_reason
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-"""Why an answer ends, by OpenAI's word for it."""
+"""Anthropic's reason for the end of an answer, by OpenAI's reason."""
 
 
 def as_completion(asked: dict[str, Any], longest: int) -> dict[str, Any]:
-    """A request for a message as one for a chat completion.
+    """Convert a request for a message into a request for a chat completion.
 
     Args:
         asked: the request.
-        longest: most tokens of an answer. `max_tokens`, which every request has to give, may be above it.
+        longest: most tokens of an answer. `max_tokens`, which every request must have, may be above it.
 
     Raises:
-        Refused: it is no such request.
+        Refused: the request is malformed, or has a key that is not supported.
     """
     try:
         count = len(asked["messages"])
@@ -58,13 +58,13 @@ def as_completion(asked: dict[str, Any], longest: int) -> dict[str, Any]:
 
 
 def message(completion: dict[str, Any]) -> dict[str, Any]:
-    """A chat completion as a message."""
+    """Convert a chat completion into a message."""
     [choice] = completion["choices"]
     said, usage = choice["message"], completion["usage"]
     content: list[dict[str, Any]] = []
     if said.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": said["reasoning_content"], "signature": completion["id"]})
-    # Clients expect a block of text where the policy said nothing.
+    # Clients expect a block of text even if the answer is empty.
     if said["content"] or not said.get("tool_calls"):
         content.append({"type": "text", "text": said["content"] or ""})
     for call in said.get("tool_calls", ()):
@@ -84,7 +84,7 @@ def message(completion: dict[str, Any]) -> dict[str, Any]:
 
 
 def streamed(answer: dict[str, Any]) -> bytes:
-    """A message as a stream of events, in which each block of its content is one piece."""
+    """Write a message as a stream of events; each block of its content is one piece."""
     return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in _events(answer)).encode()
 
 
@@ -112,6 +112,6 @@ def _events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def error(refused: Refused) -> web.Response:
-    """A refusal as Anthropic's clients read it."""
+    """Write a refusal as Anthropic's clients read it."""
     body = {"type": "error", "error": {"type": "invalid_request_error", "message": str(refused)}}
     return web.json_response(body, status=refused.status, headers={"x-should-retry": "false"})

@@ -1,4 +1,4 @@
-"""Bodies of requests, which anyone may have written, read so that none holds the event loop."""
+"""Bodies of requests, which any client may write, read so that none of them blocks the event loop."""
 
 import asyncio
 import zlib
@@ -14,10 +14,12 @@ WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
 
 
 async def read(request: web.Request) -> bytes:
-    """The body of a request, unpacked. The server itself must unpack none: it has no bound and uses the event loop.
+    """Read the body of a request and unpack it.
+
+    The server itself must not unpack bodies: it does so on the event loop, and without a bound.
 
     Raises:
-        Refused: it is too long, or is not packed as its header says.
+        Refused: the body is too long, or is not packed in the encoding of its header.
     """
     encoding = request.headers.get("Content-Encoding", "").strip().lower() or "identity"
     if encoding not in WINDOWS and encoding != "identity":
@@ -31,10 +33,10 @@ async def read(request: web.Request) -> bytes:
 
 
 def unpacked(body: bytes, window: int) -> bytes:
-    """What is packed in a body.
+    """Unpack a body.
 
     Raises:
-        Refused: it is too long, is not packed like this, or breaks off.
+        Refused: the content is too long, is not packed in this way, or breaks off.
     """
     unpacking = zlib.decompressobj(window)
     try:
@@ -53,7 +55,7 @@ def _too_long() -> Refused:
 
 
 def as_json(body: bytes) -> dict[str, Any]:
-    """The object in a body. Raises Refused."""
+    """Read the JSON object in a body. Raises Refused if there is none."""
     try:
         return heard(body)
     except ValueError as error:

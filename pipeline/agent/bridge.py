@@ -1,14 +1,14 @@
 """Tokens between two answers of an episode, derived from the model's own chat template and proven before the run.
 
-What is guaranteed: the prompt of answer k + 1 is the prompt of answer k, the tokens sampled for answer k, and
-`Bridge.after`, one list behind the other. Nothing that was sampled is encoded again. `after` gives what the template
-writes behind an assistant's message (`template.py`): the closing marker, the separator, the new messages, the
+This is guaranteed: the prompt of answer k + 1 is the prompt of answer k, the tokens sampled for answer k, and the
+tokens of `Bridge.after`, concatenated. Sampled tokens are never encoded again. `after` gives the tokens that the
+template writes after an assistant's message (`template.py`): the closing marker, the separator, the new messages, the
 generation prompt. It is exact for any content, because the real messages are rendered each time: templates trim
 contents, quote them as JSON, or leave out empty ones. `proof.py` shows before the run that a template can do it.
 
-What is not guaranteed: that the template, given the whole conversation, would write the same. Templates of reasoning
-models remove the thinking from earlier answers when a user speaks. The context of an episode keeps it: every token is
-trained in the context that it was sampled in. `Proof.appends` tells which of both holds.
+This is not guaranteed: that the template, given the whole conversation, would write the same. Templates of reasoning
+models remove the thinking from earlier answers at a user's message. The context of an episode keeps it: every token is
+trained in the context that it was sampled in. `Proof.appends` is true if the template writes the same.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Bridge:
-    """Makes first prompts, and what stands between an answer and the next one."""
+    """The tokens of first prompts, and the tokens between an answer and the next one."""
 
     def __init__(self, template: Template, proofs: dict[str, Proof]) -> None:
-        """Use `prove`, which refuses what does not work."""
+        """Use `prove`, which refuses templates that do not work."""
         self._template, self.proofs = template, proofs
         self.tokens, self.template_kwargs = template.tokens, template.kwargs
 
@@ -39,7 +39,7 @@ class Bridge:
     def prove(
         cls, tokenizer: "PreTrainedTokenizerBase", template_kwargs: dict[str, Any], roles: set[str], tools: list[dict]
     ) -> "Bridge":
-        """A bridge for messages of these roles.
+        """Make a bridge for messages of these roles.
 
         Args:
             tokenizer: tokenizer of the model, with its chat template.
@@ -49,19 +49,19 @@ class Bridge:
 
         Raises:
             ValueError: the template cannot continue an answer with a message of one of the roles, or the tokenizer is
-                not one of the `tokenizers` library.
+                not from the `tokenizers` library.
         """
         template = Template(tokenizer, template_kwargs, tools)
         return cls(template, {role: prove(template, role) for role in sorted(roles)})
 
     def prompt(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
-        """Tokens of the first prompt, generation prompt included.
+        """Return the tokens of the first prompt, generation prompt included.
 
         Special tokens in contents are encoded as ordinary text (`models/special_tokens.py`).
 
         Args:
             messages: the conversation so far; arguments of calls in it are objects.
-            tools: schemas of the tools, which servers may have written; None takes those of `prove`.
+            tools: schemas of the tools, which servers may have written; None takes the schemas given to `prove`.
 
         Raises:
             ValueError: the template fails on the messages.
@@ -71,16 +71,18 @@ class Bridge:
         return self.tokens.encode(lambda given: self._template.render(*given), [messages, tools])
 
     def after(self, sampled: Sequence[int], messages: list[dict], calls: Sequence[Call] = ()) -> list[int]:
-        """Tokens behind the sampled ones, up to where the next answer begins. No content gives a special token.
+        """Return the tokens after the sampled ones, up to the start of the next answer.
+
+        No content gives a special token.
 
         Args:
             sampled: tokens of the answer, with or without its closing marker.
-            messages: what follows the answer: at least one `{role, content}`, the first of a proven role.
+            messages: messages after the answer: at least one `{role, content}`, the first of a proven role.
             calls: the tool calls of the answer, which the messages of role `tool` answer in their order.
 
         Raises:
             ValueError: the first message has a role that was not proven, the template fails on the messages, or it
-                writes one of them only.
+                writes only one message of this role and there are more.
         """
         if not messages:
             raise ValueError("an answer is continued with at least one message, but there is none")
@@ -107,11 +109,13 @@ class Bridge:
         return ids
 
     def content_ids(self, text: str) -> list[int]:
-        """Tokens of text from outside, none of which is special."""
+        """Return the tokens of text from outside; none of them is special."""
         return self.tokens.ordinary(clean(text))
 
     def answer(self, text: str, calls: Sequence[Call]) -> list[int]:
-        """Tokens of an answer as the template writes it, without its closing marker: what a parser must read.
+        """Return the tokens of an answer as the template writes it, without its closing marker.
+
+        A parser must read them.
 
         Raises:
             ValueError: the template cannot write the calls.
@@ -128,7 +132,10 @@ class Bridge:
         return self.tokens.as_template(answer[: ends[-1]] if ends else answer)
 
     def _with_calls(self, text: str, calls: Sequence[Call]) -> tuple[str, str]:
-        """A conversation that ends with the answer, and the first form in which the template writes the calls."""
+        """Render a conversation that ends with the answer.
+
+        Also returns the first form in which the template writes the calls. Raises ValueError if there is none.
+        """
         reason = "the model's chat template leaves out the tool calls of an answer"
         for form in FORMS if calls else ("none",):
             try:
@@ -144,13 +151,13 @@ class Bridge:
 
     @cached_property
     def _form(self) -> str:
-        """One of `FORMS`, in which the template reads calls; the first where it reads none."""
+        """The form, one of `FORMS`, in which the template reads calls; the first if it reads none."""
         with suppress(ValueError):
             return self._with_calls("", [Call(call_id(0), "tool", {"value": "x"})])[1]
         return FORMS[0]
 
     def _readable(self, message: dict[str, Any]) -> dict[str, Any]:
-        """An answer with calls as the template reads it."""
+        """Convert an answer with calls to the form that the template reads."""
         calls = [
             Call(call.get("id") or call_id(number), call["function"]["name"], call["function"]["arguments"])
             for number, call in enumerate(message["tool_calls"])
@@ -159,7 +166,7 @@ class Bridge:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the template writes the schemas of the tools."""
+        """True if the template writes the schemas of the tools."""
         return self._template.render([QUESTION], self._template.tools) != self._template.render([QUESTION], None)
 
     @property
@@ -168,11 +175,11 @@ class Bridge:
         return frozenset().union(*(proof.closings for proof in self.proofs.values()))
 
     def text(self, ids: list[int]) -> str:
-        """Text of tokens, control tokens included (conversation.py)."""
+        """Decode tokens, control tokens included (`conversation.py`)."""
         return str(self._template.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def summary(self) -> str:
-        """What was proven, in one line."""
+        """Describe the proven continuations in one line."""
         parts = []
         for role, proof in sorted(self.proofs.items()):
             notes = ["as the template writes it" if proof.appends else "earlier answers kept as sampled"]

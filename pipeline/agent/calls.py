@@ -1,9 +1,9 @@
-"""Answer tokens to a `Message`, by vLLM's own parsers, in this process.
+"""Conversion of answer tokens to a `Message`, by vLLM's own parsers, in this process.
 
-A parser is proven before the run: calls that the model's chat template writes must come back as they were. vLLM's
-parsers report "no call" both where there is none and where a call cannot be read, and some log a traceback. Here the
-second is recognised by the marks that the template puts around calls: an answer with such a mark and without a call is
-malformed, and the model reads why. Nothing that a model writes raises an error.
+A parser is proven before the run: it must read calls that the model's chat template writes back unchanged. vLLM's
+parsers report "no call" both if an answer has none and if a call cannot be read, and some log a traceback. This module
+recognises the second case by the marks that the template puts around calls: an answer with such a mark and without a
+call is malformed, and the model reads the reason. No answer of a model raises an error.
 """
 
 import contextlib
@@ -38,30 +38,30 @@ MAX_DEPTH = 64
 LOGGERS = ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning")
 """Loggers that write a traceback for a call that cannot be read."""
 TAG = re.compile(r"<[^<>\s=]{1,40}(?:>|=)|\[[A-Z_]{3,40}\]")
-"""What templates put around calls: `<tool_call>`, `<function=`, `[TOOL_CALLS]`."""
+"""Marks that templates put around calls: `<tool_call>`, `<function=`, `[TOOL_CALLS]`."""
 
 
 Probe = tuple[list[int], list[Call]]
 
 
 class Malformed(Exception):
-    """A call cannot be read; the text says why, and is read by the model."""
+    """A call cannot be read; the model reads the text, which is the reason."""
 
 
 class Reader:
-    """Reads answers. Objects are safe to use from several threads."""
+    """A reader of answers. It is safe to use from several threads."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: list[dict], bridge: Bridge) -> None:
-        """A reader that leaves calls and reasoning in the text. Use `prove` for one that reads them."""
+        """Make a reader that leaves calls and reasoning in the text. Use `prove` for a reader that takes them out."""
         self.tokenizer = tokenizer
         self.tools = tools
         self.bridge = bridge
         self.parser = "none"
         self.reasoning_parser = "none"
         self.marks: list[str] = []
-        """Texts, each of which shows that an answer means to call a tool."""
+        """Texts that show that an answer is meant to call a tool; each of them is enough."""
         self._mark_per_call = False
-        """Whether the template writes the first of `marks` once for each call."""
+        """True if the template writes the first of `marks` once for each call."""
         self._class: Any = None
         self._request: Any = None
         self._prompt: list[int] = []
@@ -70,17 +70,17 @@ class Reader:
     def prove(
         cls, tokenizer: "PreTrainedTokenizerBase", tools: list[dict], parser: str, reasoning_parser: str, bridge: Bridge
     ) -> "Reader":
-        """A reader whose tool parser reads the calls that the model's chat template writes.
+        """Make a reader whose tool parser reads the calls that the model's chat template writes.
 
         Args:
-            tokenizer: the model's.
-            tools: schemas of the tools; without any, no call is looked for.
+            tokenizer: tokenizer of the model.
+            tools: schemas of the tools; without tools, the reader looks for no calls.
             parser: name of one of vLLM's tool parsers; `auto` takes the first of `PREFERRED` that fits; `none`.
             reasoning_parser: name of one of vLLM's reasoning parsers, or `none`.
-            bridge: the model's, which writes the calls.
+            bridge: bridge of the model, which writes the calls.
 
         Raises:
-            ValueError: there is no parser of the name, or it does not read the template's calls.
+            ValueError: a parser of the name does not exist, or it does not read the template's calls.
         """
         reader = cls(tokenizer, tools, bridge)
         parser = parser if tools else "none"
@@ -111,14 +111,15 @@ class Reader:
         )
 
     def read(self, ids: Sequence[int], truncated: bool) -> tuple[Message, str | None]:
-        """The answer of these tokens.
+        """Read the answer in these tokens.
 
         Args:
             ids: sampled tokens, with or without the closing marker.
-            truncated: whether the answer was cut at its length limit.
+            truncated: true if the answer was cut at its length limit.
 
         Returns:
-            The message, and why a call in it could not be read, or None. A message with such a reason has no calls.
+            The message, and the reason if a call in it could not be read, else None. A message with a reason has no
+            calls.
         """
         plain = self._decode(ids, skip=True)
         if self._class is None:
@@ -137,13 +138,13 @@ class Reader:
         return Message(text, reasoning, calls, truncated), None
 
     def summary(self) -> str:
-        """Which parsers read the answers, in one line."""
+        """Name the parsers that read the answers, in one line."""
         if self.parser == "none":
             return f"tool calls are not read; reasoning parser {self.reasoning_parser}"
         return f"tool parser {self.parser}, proven on {len(self.tools)} tools; reasoning parser {self.reasoning_parser}"
 
     def _use(self, parser: str, reasoning_parser: str) -> None:
-        """Read with these parsers. Raises ValueError where vLLM has none of the name or it refuses the tokenizer."""
+        """Read with these parsers. Raises ValueError if vLLM has no such parser or it refuses the tokenizer."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser.parser_manager import ParserManager
 
@@ -164,7 +165,7 @@ class Reader:
         self.parser, self.reasoning_parser = parser, reasoning_parser
 
     def _prove_reasoning(self, name: str) -> None:
-        """Raises ValueError where the reasoning parser does not read reasoning between its own marks."""
+        """Raise ValueError if the reasoning parser does not read reasoning between its own marks."""
         from vllm.reasoning import ReasoningParserManager
 
         known = sorted(ReasoningParserManager.list_registered())
@@ -191,7 +192,7 @@ class Reader:
         )
 
     def _misread(self, name: str, reasoning_parser: str, probes: list[Probe]) -> str | None:
-        """What the parser makes of a probe that it does not read back; None where it reads all of them."""
+        """Return the parser's problem or wrong result on the first probe that it misreads; None if it reads all."""
         try:
             self._use(name, reasoning_parser)
         except ValueError as error:
@@ -204,7 +205,7 @@ class Reader:
         return None
 
     def _probes(self) -> list[Probe]:
-        """Answers with calls as the template writes them: each tool alone, and two calls where it can.
+        """Make answers with calls as the template writes them: one for each tool, and one with two calls if possible.
 
         Raises:
             ValueError: the template cannot write a call.
@@ -218,7 +219,7 @@ class Reader:
         return probes
 
     def _find_marks(self, probes: list[Probe]) -> None:
-        """Sets `marks`: tags that the template writes in front of a call, or else how a call begins."""
+        """Set `marks`: tags that the template writes in front of a call, or else the beginning of a call."""
         ids, (call,) = probes[0]
         text = self._decode(ids, skip=False)
         before = text[: text.index(call.name)]
@@ -231,7 +232,7 @@ class Reader:
             self._mark_per_call = self._decode(last, skip=False).count(self.marks[0]) == 2
 
     def _parser(self) -> Any:
-        """A parser for one answer: parsers keep state."""
+        """Make a parser for one answer: parsers keep state."""
         parser = self._class(
             self.tokenizer, self._request.tools, chat_template_kwargs=dict(self.bridge.template_kwargs)
         )
@@ -239,7 +240,7 @@ class Reader:
         return parser
 
     def _parse(self, raw: str, ids: Sequence[int]) -> tuple[str, str, list[tuple[str, str]]]:
-        """Reasoning, text, and name and arguments of the calls. Raises Malformed."""
+        """Parse an answer into reasoning, text, and names and arguments of the calls. Raises Malformed."""
         try:
             reasoning, text, calls = self._parser().parse(
                 raw, self._request, enable_auto_tools=self.parser != "none", model_output_token_ids=list(ids)
@@ -252,11 +253,11 @@ class Reader:
         return without.sub("", reasoning or ""), without.sub("", text or ""), named
 
     def _call(self, number: int, name: Any, text: Any) -> Call:
-        """A checked call. Raises Malformed."""
+        """Check a call. Raises Malformed."""
         if not isinstance(name, str) or not name:
             raise Malformed(f"call {number + 1} has no name")
         try:
-            # Some parsers give what they have made of it.
+            # Some parsers give an object in place of its JSON.
             arguments = loads((text or "{}") if isinstance(text, str) else json.dumps(text))
         except (ValueError, TypeError, RecursionError) as error:
             raise Malformed(f"the arguments of {name:.80} are not valid JSON: {error}") from error
@@ -271,7 +272,7 @@ class Reader:
         return Call(call_id(number), name, arguments)
 
     def _check_size(self, raw: str) -> None:
-        """Raises Malformed where an answer is too long for parsers, some of which take quadratic time."""
+        """Raise Malformed if an answer is too long for parsers; some take quadratic time."""
         if len(raw) > MAX_TEXT:
             raise Malformed(f"the answer has {len(raw)} characters; calls are read in answers of up to {MAX_TEXT}")
         for mark in self.marks:
@@ -279,7 +280,7 @@ class Reader:
                 raise Malformed(f"the answer holds {mark} {raw.count(mark)} times, more than {MAX_CALLS}")
 
     def _check_count(self, raw: str, reasoning: str, calls: list[Call], truncated: bool) -> None:
-        """Raises Malformed where an answer begins more calls than could be read."""
+        """Raise Malformed if an answer begins more calls than could be read."""
         if not self.marks or self.parser == "none":
             return
         mark = self.marks[0]
@@ -294,7 +295,7 @@ class Reader:
         raise Malformed(f"no tool call can be read behind {mark}{why(raw.partition(mark)[2])}")
 
     def _decode(self, ids: Sequence[int], skip: bool) -> str:
-        """Text of the tokens without the closing marker."""
+        """Decode the tokens without the closing marker."""
         ids = list(ids)
         while ids and ids[-1] in self.bridge.closings:
             ids.pop()
@@ -303,14 +304,14 @@ class Reader:
 
 
 def registered() -> list[str]:
-    """Names of vLLM's tool parsers."""
+    """List the names of vLLM's tool parsers."""
     from vllm.tool_parsers import ToolParserManager
 
     return sorted(ToolParserManager.list_registered())
 
 
 def why(text: str) -> str:
-    """What is wrong with the JSON that `text` begins with; nothing where it does not begin with JSON."""
+    """Describe the mistake in the JSON at the beginning of `text`; empty if `text` does not begin with JSON."""
     if not text.lstrip().startswith(("{", "[")):
         return ""
     try:
@@ -323,13 +324,13 @@ def why(text: str) -> str:
 
 
 def example(tool: dict) -> dict[str, Any]:
-    """Arguments of a tool that fit its schema."""
+    """Make arguments of a tool that fit its schema."""
     properties = tool["function"].get("parameters", {}).get("properties", {})
     return {name: _value(schema) for name, schema in properties.items()}
 
 
 def _value(schema: Any) -> Any:
-    """A value of a JSON schema."""
+    """Make a value that fits a JSON schema."""
     schema = schema if isinstance(schema, dict) else {}
     if schema.get("enum"):
         return schema["enum"][0]

@@ -1,4 +1,4 @@
-"""The chats of a program that drives its episode: questions to the run, several at once, from the episode's process.
+"""The chats of a program that drives its episode: requests to the run, several at once, from the episode's process.
 
 Needs Python 3.9 and nothing but the standard library. While the run's request `run` is being answered, frames
 (`frames.py`) go both ways:
@@ -23,7 +23,7 @@ from pipeline.agent.forms import tool_call
 from pipeline.agent.frames import HEADER, decode, length_of
 
 MAX_CHATS = 64
-"""Chats of one episode that may wait for their answers; further ones wait until one of these has its own."""
+"""Chats of one episode that may wait for answers at once; further chats wait until one of them has its answer."""
 _READ = 1 << 16
 
 
@@ -31,8 +31,8 @@ class Chats:
     """The chats of one run of the program. It must be made on the event loop of the program.
 
     Args:
-        connection: to the run.
-        send: sends an object.
+        connection: connection to the run.
+        send: function that sends an object.
     """
 
     def __init__(self, connection: socket.socket, send: Callable[[dict[str, Any]], None]) -> None:
@@ -45,14 +45,14 @@ class Chats:
         self._loop.add_reader(connection, self._receive)
 
     def close(self) -> bool:
-        """Read no further answers; whether no answer has been read in part."""
+        """Stop reading answers; returns true unless an answer has been read in part."""
         self._loop.remove_reader(self._connection)
         return not self._inbox
 
     async def chat(
         self, messages: list[dict[str, Any] | Message], tools: list[dict[str, Any]] | None = None
     ) -> Message:
-        """What the policy answers; `pipeline.agent.Chat` says more."""
+        """Return the answer of the policy; see `pipeline.agent.Chat`."""
         number = next(self._ids)
         plain = [_plain(message) for message in messages] if isinstance(messages, list) else messages
         question = {"messages": plain, "tools": tools}
@@ -74,7 +74,7 @@ class Chats:
         return Message(calls=[Call(**call) for call in said.pop("calls")], **said)
 
     def _receive(self) -> None:
-        """Take in what the run sends. The socket blocks, but has something to read."""
+        """Read frames from the run. The socket is a blocking one, but has something to read."""
         data = self._connection.recv(_READ)
         if not data:
             # The run has ended the episode.
@@ -92,7 +92,7 @@ class Chats:
 
 
 def _plain(message: Any) -> Any:
-    """A message as JSON; an answer of the policy as what it was."""
+    """Convert a message to JSON; a `Message` becomes an assistant's message."""
     if not isinstance(message, Message):
         return message
     plain: dict[str, Any] = {"role": "assistant", "content": message.text}
@@ -102,6 +102,6 @@ def _plain(message: Any) -> Any:
 
 
 def passed_over(error: BaseException) -> bool:
-    """Whether an exception says nothing but that the episode is over, as a group of them does."""
+    """Return whether an exception is `EpisodeOver`, or a group of nothing else."""
     parts = getattr(error, "exceptions", None)
     return isinstance(error, EpisodeOver) or (isinstance(parts, tuple) and all(map(passed_over, parts)))

@@ -1,7 +1,8 @@
-"""A command that drives an episode (`agent.command`), in the episode's process, with which it and its children end.
+"""A command that drives an episode (`agent.command`), in the episode's process.
 
-Needs Python 3.9 and nothing but the standard library. The command gets the row as a JSON file, whose path is in
-SLIPSTREAM_ROW; it is a file in memory that ends with the episode. Its result is the last line that it prints.
+This module needs Python 3.9 and nothing but the standard library. The command and its children end with the process.
+The command gets the row as a JSON file, whose path is in SLIPSTREAM_ROW; the file is in memory and ends with the
+episode. The result of the command is the last line that it prints.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 LINE = 1 << 16
-"""Bytes of the last line that are read."""
+"""Most bytes of the last line that are read."""
 Start = Callable[[list[str], dict[str, str], tuple[int, int], tuple[int, ...]], int]
-"""Starts a command, and returns its process id. It takes program and arguments, further environment variables, the
-descriptors of standard output and error, and descriptors that the command must not have."""
+"""A function that starts a command and returns its process id. It takes program and arguments, further environment
+variables, the descriptors of standard output and error, and descriptors that the command must not have."""
 
 
 def run(command: list[str], row: dict[str, Any], variables: dict[str, str], start: Start) -> dict[str, Any]:
@@ -25,12 +26,13 @@ def run(command: list[str], row: dict[str, Any], variables: dict[str, str], star
 
     Args:
         command: program and arguments.
-        row: of the episode.
-        variables: environment variables beside those of this process.
-        start: starts it.
+        row: row of the episode.
+        variables: environment variables in addition to this process's variables.
+        start: function that starts the command.
 
     Returns:
-        The JSON object in the last line that it printed, or none; and `failed`, how it did.
+        `result`, the JSON object in the last line that the command printed; `failed`, a sentence, if the command did
+        not start or ended with an error; or an empty dict if the last line is not a JSON object.
     """
     given = os.memfd_create("row")
     with os.fdopen(given, "wb", closefd=False) as file:
@@ -67,7 +69,7 @@ def fresh(command: list[str], variables: dict[str, str], outputs: tuple[int, int
 
 
 def _last_lines(process: int, *pipes: int) -> list[str]:
-    """The last line of each pipe when the process ends, which others may still hold open."""
+    """Return the last line of each pipe when the process ends; other processes may still hold the pipes open."""
     poll, tails = select.poll(), dict.fromkeys(pipes, b"")
     ended = os.pidfd_open(process)
     for descriptor in (ended, *pipes):
@@ -75,7 +77,7 @@ def _last_lines(process: int, *pipes: int) -> list[str]:
     open_pipes = set(pipes)
     while True:
         ready = {descriptor for descriptor, _ in poll.poll()}
-        # What was printed before the end is there by now.
+        # Output printed before the end has arrived by now.
         for pipe in open_pipes & (set(pipes) if ended in ready else ready):
             more = _read(pipe, tails, ended in ready)
             if not more:
@@ -87,7 +89,7 @@ def _last_lines(process: int, *pipes: int) -> list[str]:
 
 
 def _read(pipe: int, tails: dict[int, bytes], whole: bool) -> bool:
-    """Add what a pipe holds to its tail, up to 16 MiB with `whole`; False where nothing more will come."""
+    """Add the content of a pipe to its tail, up to 16 MiB with `whole`; returns False if the pipe is at its end."""
     os.set_blocking(pipe, False)
     for _ in range(256 if whole else 1):
         try:

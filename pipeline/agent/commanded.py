@@ -1,4 +1,4 @@
-"""Commands that drive episodes, on the run's side: each asks at a path of the endpoint."""
+"""Commands that drive episodes, on the run's side: each sends its requests to a path of the endpoint."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ class Command:
 
     Args:
         session: the process of the episode.
-        endpoint: where the command asks.
+        endpoint: server for the requests of the command.
         sampling: `temperature`, `top_p` and `top_k` of the answers.
         longest: most tokens of one answer.
     """
@@ -26,11 +26,12 @@ class Command:
         self.place, self.close = session.place, session.close
 
     async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
-        """What the command printed at its end.
+        """Run the command and return its result.
 
         Raises:
-            EpisodeOver: it failed after a refusal because the episode is over, as clients do that do not catch it.
-            EpisodeFailed: it failed otherwise.
+            EpisodeOver: the command failed after the endpoint refused a request because the episode is over; a client
+                that does not catch the refusal fails in this way.
+            EpisodeFailed: the command failed otherwise.
         """
         refused: list[EpisodeOver] = []
 

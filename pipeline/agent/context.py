@@ -1,4 +1,4 @@
-"""One sequence of an episode: what the engine saw and sampled, token by token."""
+"""One sequence of an episode: the tokens that the engine saw and sampled."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Span = tuple[int, int, float | None]
 
 @dataclass
 class Context:
-    """A prompt, and the answers and observations behind it."""
+    """A prompt, and the answers and observations after it."""
 
     prompt_ids: list[int]
     messages: list[dict[str, Any]]
@@ -27,11 +27,11 @@ class Context:
     heard: list[Any] = field(default_factory=list)
     """The conversation as the program knows it: long messages are whole."""
     ids: list[int] = field(default_factory=list)
-    """Tokens behind the prompt."""
+    """Tokens after the prompt."""
     mask: list[int] = field(default_factory=list)
-    """1 where the policy sampled the token and it trains."""
+    """1 if the policy sampled the token and it trains, else 0."""
     log_probs: list[float] = field(default_factory=list)
-    """Of sampled tokens; 0 for others."""
+    """Log-probs of sampled tokens; 0 for others."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """Policy versions with their numbers of tokens; an observation has the version of the answer before it."""
     spans: list[Span] = field(default_factory=list)
@@ -40,13 +40,13 @@ class Context:
     calls: Sequence[Call] = ()
     """Tool calls of the last answer."""
     call_ids: Sequence[str] = ()
-    """Their ids as a program knows them."""
+    """Ids of these calls in the program."""
     text: str = ""
     """Text of the last answer."""
     turns: list[int] = field(default_factory=list)
-    """Numbers of the answers among those that the policy was asked for in the episode."""
+    """Numbers of the answers, in the order of the episode's requests to the policy."""
     finish_reason: str = "abort"
-    """Of the last answer, as the engine gave it."""
+    """Finish reason of the last answer, from the engine."""
 
     @property
     def turn(self) -> int:
@@ -54,7 +54,7 @@ class Context:
         return self.turns[-1] if self.turns else -1
 
     def add_answer(self, generation: Generation) -> None:
-        """Put sampled tokens behind the others."""
+        """Append sampled tokens."""
         self.answer = generation.token_ids.tolist()
         self.finish_reason = generation.finish_reason
         self.ids += self.answer
@@ -65,7 +65,7 @@ class Context:
         self.spans.append((ANSWER, len(self.answer), None))
 
     def add_observation(self, ids: list[int]) -> None:
-        """Put tokens that the policy did not write behind an answer."""
+        """Append tokens that the policy did not sample after an answer."""
         self.ids += ids
         self.log_probs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
@@ -73,7 +73,7 @@ class Context:
         self.spans.append((OBSERVATION, len(ids), None))
 
     def drop_observation(self, messages: int) -> None:
-        """Take back the observation at the end, which is of so many messages."""
+        """Remove the observation at the end, and its `messages` last messages."""
         _, count, _ = self.spans.pop()
         for values in (self.ids, self.log_probs, self.mask):
             del values[len(values) - count :]
@@ -88,7 +88,7 @@ class Context:
             self.spans[place] = (ANSWER, self.spans[place][1], reward)
 
     def set_reward(self, reward: float | None, trains: bool) -> None:
-        """Set the reward of the last answer, behind which nothing stands yet; without `trains`, mask it out."""
+        """Set the reward of the last answer, which must be the last span; without `trains`, mask it out."""
         kind, count, _ = self.spans[-1]
         self.spans[-1] = (kind, count, reward)
         if not trains:
@@ -101,11 +101,11 @@ class Context:
 
 
 def joined(contexts: Sequence[Context], finish_reason: str, version: int) -> tuple[Generation, np.ndarray]:
-    """The tokens of all contexts, one after the other, as one response, and their mask [T] int8.
+    """Join the tokens of all contexts into one response; also returns their mask [T] int8.
 
     Args:
-        contexts: of one episode.
-        finish_reason: of the last answer.
+        contexts: contexts of one episode.
+        finish_reason: finish reason of the last answer.
         version: policy version of an episode without tokens.
     """
     runs = tuple(itertools.chain.from_iterable(context.runs for context in contexts))

@@ -1,4 +1,4 @@
-"""Control tokens: the added tokens of a tokenizer, special or not, by which templates and parsers tell what is what."""
+"""Control tokens: the added tokens of a tokenizer, special or not, which mark the parts of a conversation."""
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -14,7 +14,7 @@ class Tokens:
     """A tokenizer and its control tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Raises ValueError where the tokenizer is not one of the `tokenizers` library."""
+        """Raise ValueError if the tokenizer is not from the `tokenizers` library."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
             raise ValueError(
@@ -27,22 +27,22 @@ class Tokens:
             for number, token in tokenizer.added_tokens_decoder.items()
             if len(token.content.strip(BLANK)) > 1
         }
-        """Control token to id."""
+        """Id of each control token."""
         self.control = alternatives(self.ids)
-        """Matches any control token."""
+        """Pattern of any control token."""
         self.special = self._special.special
-        """Matches those that decoding leaves out."""
+        """Pattern of the control tokens that decoding leaves out."""
         self._control_ids = frozenset(self.ids.values())
-        # Makes the copy of the tokenizer, for which the event loop would stand still later.
+        # Make the copy of the tokenizer now; later it would block the event loop.
         self.ordinary("")
 
     def as_template(self, text: str) -> list[int]:
-        """Tokens of what a template wrote: the texts of control tokens are control tokens."""
+        """Encode text that a template wrote: the texts of control tokens become control tokens."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode(self, template: Callable[[Any], str], given: Any) -> list[int]:
-        """Tokens of what a template writes, with `given` as text.
+        """Encode the text that a template writes for `given`; the strings in `given` give no special tokens.
 
         Raises:
             ValueError: as `Spellings.render`.
@@ -52,21 +52,21 @@ class Tokens:
         return self._special.encode([spellings.render(template, given)], [spellings])[0]
 
     def ordinary(self, text: str) -> list[int]:
-        """Tokens of `text`, none of which is special."""
+        """Encode `text` without special tokens."""
         return self._special.ordinary(text)
 
     def count(self, ids: Iterable[int]) -> int:
-        """How many of `ids` are control tokens."""
+        """Count the control tokens in `ids`."""
         return sum(map(self._control_ids.__contains__, ids))
 
     def first_control(self, ids: list[int]) -> int:
-        """Place of the first control token."""
+        """Return the place of the first control token."""
         return next(place for place, number in enumerate(ids) if number in self._control_ids)
 
 
 @lru_cache(maxsize=1)
 def tokens_of(tokenizer: "PreTrainedTokenizerBase") -> Tokens:
-    """The `Tokens` of a tokenizer, which all lists of tools share.
+    """Return the `Tokens` of a tokenizer, which all lists of tools share.
 
     Raises:
         ValueError: as `Tokens`.
@@ -75,7 +75,7 @@ def tokens_of(tokenizer: "PreTrainedTokenizerBase") -> Tokens:
 
 
 def clean(value: Any) -> Any:
-    """A value of JSON's types as valid UTF-8: a lone surrogate becomes a question mark."""
+    """Make all strings of a value of JSON's types valid UTF-8: a lone surrogate becomes a question mark."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
