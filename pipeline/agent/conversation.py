@@ -1,7 +1,7 @@
-"""How the contexts of an episode grow: the policy answers, and observations follow.
+"""Growth of the contexts of an episode: the policy answers, and observations follow.
 
-The tokens of a turn are those of the turn before, what was sampled, and the bridge to the next answer, put one behind
-the other. Nothing that was sampled is encoded again, so the trainer computes log-probs of exactly the tokens that the
+The tokens of a turn are the tokens of the turn before, the sampled tokens, and the bridge to the next answer,
+concatenated. Sampled tokens are never encoded again, so the trainer computes log-probs of exactly the tokens that the
 engine saw.
 """
 
@@ -24,17 +24,18 @@ from pipeline.conversations import begun_answer
 from pipeline.generation import Generation
 
 Ask = Callable[[list[int], int, int], Awaitable[Generation]]
-"""The policy: tokens so far, most tokens of the answer, and the number of the turn, to the answer."""
+"""The policy: a function of the tokens so far, most tokens of the answer, and the number of the turn."""
 
 LEFT_OUT, LEFT_OUT_SHORT = "\n[... {} tokens are left out ...]\n", "..."
-"""Marks of a message that is cut; the short one where the other one would take more than half of what is allowed."""
+"""Marks of a cut message; the short one is used if the other would take more than half of the allowed tokens."""
 USUAL = 8
 """Characters for each allowed token; a longer text is counted in pieces before the whole is encoded. A text of 4 MiB
-would take seconds, in which the engine's other episodes stand still."""
+would take seconds, and would block the engine's other episodes."""
 READ_AT_ONCE = 1000
-"""Tokens that take no time on the event loop: of an answer that is read there, not in a thread, and of a reply."""
+"""Most tokens of an answer that is read on the event loop, not in a thread; and of a reply that is kept in the record
+even if no answer to it fits."""
 PIECE, SEAM = 1 << 13, 16
-"""Characters of such a piece, and tokens that it may have because it is cut out."""
+"""Characters of such a piece, and most tokens that the cut can add to it."""
 
 
 @dataclass
@@ -43,11 +44,11 @@ class Answer:
 
     message: Message
     malformed: str | None
-    """Why a tool call in it could not be read; None where all could."""
+    """The reason if a tool call in the answer could not be read; else None."""
     full: bool
-    """Whether no token fits behind it."""
+    """True if no token fits after the answer."""
     prompt_tokens: int = 0
-    """Tokens that the policy was asked with."""
+    """Tokens of the request to the policy."""
     tokens: int = 0
     """Tokens of the answer."""
 
@@ -56,9 +57,9 @@ class Conversation:
     """The contexts of one episode.
 
     Args:
-        language: of the engine.
+        language: language of the engine.
         ask: the policy.
-        longest: most tokens behind a context's prompt.
+        longest: most tokens after a context's prompt.
         stop: texts that end an answer.
     """
 
@@ -67,28 +68,29 @@ class Conversation:
         self.config: AgentConfig = language.config
         self.contexts: list[Context] = []
         self.turns = 0
-        """Answers of the policy."""
+        """Number of the policy's answers."""
         self.over = ""
-        """Why `chat` gives no further answers, `length` or `turns`."""
+        """The limit that ended `chat`, `length` or `turns`; empty if it goes on."""
         self.engine_s = 0.0
         """Seconds in which the policy answered."""
         self.cut_observations = 0
         self.calls: Counter[str] = Counter()
-        """Calls in answers of `chat`, by the name of the tool; 0 for a tool that was offered in vain."""
+        """Calls in answers of `chat`, by the name of the tool; 0 for a tool that was shown but not called."""
         self.mistakes: Counter[str] = Counter()
         """Calls in answers of `chat` that could not be read (`malformed`), or name no tool (`unknown`)."""
         self._asked = self._made = 0
-        """Answers that were asked for, and calls that were read."""
+        """Requests to the policy, and calls that were read."""
         self._answering: list[Context] = []
         """Contexts to which the policy is answering."""
         self._busy_since = 0.0
 
     def begin(self, messages: list[dict[str, Any]], language: Language | None = None) -> Context:
-        """A new context, whose prompt is `messages`; without `language`, it is in that of the engine.
+        """Begin a context with `messages` as its prompt; without `language`, in the language of the engine.
 
         Raises:
-            EpisodeFailed: it is one too many, it is too long, its calls might be cut, or the chat template refuses it.
-            EpisodeOver: it is too long, and not the first.
+            EpisodeFailed: the context is one too many, its prompt is too long, ends with an answer or is refused by the
+                chat template, or `stop` could cut its calls.
+            EpisodeOver: the prompt is too long, and the context is not the first.
         """
         language, most = language or self._language, self.config.max_contexts
         if begun_answer(messages) is not None:
@@ -119,7 +121,7 @@ class Conversation:
             length, fits = f"{len(ids)} tokens", len(ids) <= language.max_prompt_length
         if not fits:
             if self.contexts:
-                # It depends on what the policy wrote.
+                # The length depends on the policy's answers.
                 self._end("length")
             raise EpisodeFailed(
                 f"the prompt with its tools and the environment's first messages has {length}, more than "
@@ -132,7 +134,7 @@ class Conversation:
         return self.contexts[-1]
 
     def _room(self, context: Context) -> int:
-        """Tokens that fit behind a context; a prompt with earlier answers in it takes some of them."""
+        """Count the tokens that fit after a context; a prompt with earlier answers in it takes some of them."""
         total = self._language.max_prompt_length + self._longest
         return min(self._longest, total - len(context.prompt_ids)) - len(context.ids)
 
@@ -147,7 +149,7 @@ class Conversation:
             generation = await self._ask(ids, limit, number)
             truncated = generation.finish_reason == "length"
             read, said = context.language.reader.read, generation.token_ids.tolist()
-            # Some parsers take 50 µs for each token, in which other episodes would wait.
+            # Some parsers take 50 µs for each token; other episodes would wait.
             long = len(said) > READ_AT_ONCE
             message, malformed = await asyncio.to_thread(read, said, truncated) if long else read(said, truncated)
         finally:
@@ -171,22 +173,22 @@ class Conversation:
             self.engine_s += time.monotonic() - self._busy_since
 
     def observe(self, context: Context, messages: list[dict[str, Any]]) -> Context | None:
-        """Put messages behind the last answer.
+        """Append messages after the last answer.
 
         Returns:
-            The context to go on with: this one, or with `agent.history=template` a new one where the chat template
-            shows earlier answers otherwise than they were sampled. None where no further answer would fit.
+            The context to go on with: this one, or with `agent.history=template` a new one if the chat template shows
+            earlier answers otherwise than they were sampled. None if no further answer would fit.
 
         Raises:
             EpisodeFailed: the chat template cannot continue with the messages.
         """
         language, bridge = context.language, context.language.bridge
         heard = [*context.heard, *(_content(message) for message in messages)]
-        # A new sequence may leave out what takes room in this one.
+        # A new sequence may leave out parts that take room in this one.
         keeps = self.config.history == "keep"
         room = self._room(context) if keeps else language.max_prompt_length + self._longest
         most = self.config.max_observation_tokens
-        # What may be long is not even cut. A short reply is kept in the record, also if no answer to it fits.
+        # A reply that may be long is not even cut. A short reply is kept in the record even if no answer to it fits.
         begun = [message | {"content": message["content"][:most]} for message in messages]
         if not self._may_fit(begun, max(room, READ_AT_ONCE)):
             return None
@@ -206,7 +208,7 @@ class Conversation:
         except ValueError as error:
             raise EpisodeFailed(str(error)) from error
         context.messages, context.heard = whole, heard
-        # Observations behind which nothing is sampled would train nothing.
+        # An observation without an answer after it would train nothing.
         if len(ids) >= self._room(context):
             return None
         context.add_observation(ids)
@@ -215,19 +217,19 @@ class Conversation:
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, most: int | None = None
     ) -> Answer:
-        """The answer to `messages`, which continue the context that they begin with, or begin a new one.
+        """Let the policy answer `messages`, which continue the context that they begin with, or begin a new one.
 
-        A context is continued where the messages repeat its own, answers included, and end with at least one more. One
-        that is being answered cannot be continued. A chat that is cancelled leaves no trace.
+        The messages continue a context if they repeat its messages, answers included, and add at least one. A context
+        that waits for an answer cannot be continued. A cancelled chat leaves no trace.
 
         Args:
             messages: as `messages.checked_messages` returns them.
-            tools: schemas; a context has the same from its beginning to its end.
+            tools: schemas of the tools; a context keeps the same tools from its beginning to its end.
             most: most tokens of the answer; None leaves it to `agent.max_turn_tokens`.
 
         Raises:
             EpisodeOver: no turn is left, or no further answer fits; each later chat raises it, too.
-            EpisodeFailed: as `begin` and `observe`.
+            EpisodeFailed: as `begin` and `observe`, or the tools cannot be used.
         """
         try:
             language = await self._language.with_tools(tools or [])
@@ -276,21 +278,21 @@ class Conversation:
         raise EpisodeOver(f"the episode is over: no further answer is allowed by {limit}")
 
     def _continued(self, messages: list[dict[str, Any]], language: Language) -> Context | None:
-        """The context with the longest conversation that `messages` repeat."""
+        """Return the context with the longest conversation that `messages` repeat; None if they repeat none."""
         wanted = [_content(message) for message in messages]
         found: Context | None = None
         for context in self.contexts:
             known = context.heard
             longer = found is None or len(known) > len(found.heard)
             free = context.language.key == language.key and not any(context is other for other in self._answering)
-            # What else an assistant is to have said is none of the policy's answers.
+            # Further messages of an assistant are not answers of the policy.
             follows = len(known) < len(wanted) and all(role != "assistant" for role, *_ in wanted[len(known) :])
             if longer and free and follows and wanted[: len(known)] == known:
                 found = context
         return found
 
     def _may_fit(self, messages: list[dict[str, Any]], tokens: int) -> bool:
-        """Whether it is worth encoding messages if so many tokens fit; each message takes at least one."""
+        """Return whether messages may fit in so many tokens and are worth encoding; each takes at least one token."""
         if len(messages) > tokens or (characters := _characters(messages)) > tokens * TOKEN:
             return False
         if characters <= tokens * USUAL:
@@ -303,7 +305,7 @@ class Conversation:
         return True
 
     def cut(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message of at most `agent.max_observation_tokens`, cut in the middle."""
+        """Cut a message in the middle to at most `agent.max_observation_tokens` tokens."""
         text, most = message["content"], self.config.max_observation_tokens
         bridge = self._language.bridge
         # A token is at least one byte, so most texts need not be encoded to be counted.
@@ -328,7 +330,7 @@ def _characters(messages: list[dict[str, Any]]) -> int:
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """What the policy reads of messages, but for what the chat template adds."""
+    """Yield the texts in messages that the policy reads, without the texts that the chat template adds."""
     for message in messages:
         yield message.get("content") or ""
         yield message.get("name") or ""
@@ -337,7 +339,7 @@ def _texts(messages: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _to_calls(context: Context, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages that follow a context, those of tools with the call of the answer that they name."""
+    """Give messages of tools after a context the id and name of the answer's call that they name."""
     named = []
     for message in messages:
         if message["role"] == "tool":
@@ -351,7 +353,7 @@ def _to_calls(context: Context, messages: list[dict[str, Any]]) -> list[dict[str
 
 
 def _content(message: dict[str, Any]) -> tuple[str, str, str]:
-    """What makes two messages the same: role, text and calls, however these are written."""
+    """Return role, text and calls of a message, which are the same for two equal messages, however they are written."""
     calls = message.get("calls") or [call["function"] for call in message.get("tool_calls") or []]
     made = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""Episodes that a program drives, on the run's side: it asks for answers, and returns rewards at the end."""
+"""Episodes that a program drives, on the run's side: it requests answers, and returns rewards at the end."""
 
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from pipeline.agent.session import EpisodeFailed
 
 
 class Program(Protocol):
-    """A program that runs: a `Session`, or a `Command`."""
+    """The program of an episode: a `Session`, or a `Command`."""
 
     async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
         """See `session.Session.run`."""
@@ -25,15 +25,15 @@ class Program(Protocol):
 async def drive(conversation: Conversation, program: Program, row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Have a program drive an episode to its end.
 
-    Each answer gets its own of the `rewards` that the program returns. What these leave of `reward`, the score, stands
-    on the last answer. A program that lets `EpisodeOver` pass is rewarded with 0.
+    Each answer gets its entry of the program's `rewards`. If the program returns a score as `reward`, the last answer
+    gets the score minus the rewards of the other answers. A program that does not catch `EpisodeOver` scores 0.
 
     Returns:
-        why the episode ended, as in the column `ended`, and further numbers of the program.
+        The end of the episode, as in the column `ended`, and further numbers of the program.
 
     Raises:
-        EpisodeFailed: the program failed, asked for no answer, returned no reward where it is the score, or returned
-            more or fewer `rewards` than there are answers.
+        EpisodeFailed: the program failed, requested no answer, returned no reward although it scores the episode, or
+            returned more or fewer `rewards` than the episode has answers.
     """
     config = conversation.config
     try:

@@ -1,15 +1,16 @@
 """OpenAI's chat completions and Anthropic's messages on 127.0.0.1, for programs that know nothing of this project
 (`agent.command`).
 
-Each episode has a path of its own that cannot be guessed, which answers 410 when the episode has ended. Answers are
-those of `Conversation.chat`, so that tokens are recorded as they were sampled. What a client asks for and does not get,
-such as another temperature than the run's, is refused by name. A stream is the whole answer as one chunk.
+Each episode has a path of its own that cannot be guessed; it answers 410 when the episode has ended. The answers come
+from `Conversation.chat`, so that tokens are recorded as they were sampled. The endpoint refuses a setting that it
+cannot honour, such as another temperature than the run's, by name. A stream is the whole answer as one chunk.
 
-`GET /v1/models` lists one model, which answers to any name.
+`GET /v1/models` lists one model, which can be requested under any name.
 
-A client that repeats a request because it waited too long gets the answer to the first one: it says so
-(`x-stainless-retry-count`), or has hung up before it had the answer. While one client waits for an answer, the same
-request of another is refused, because it may be either the first one again or a wish for another answer.
+A client that repeats a request because it waited too long gets the answer to the first request. The request is a
+repetition if its header `x-stainless-retry-count` is not 0, or if the first client hung up before it had the answer.
+While one client waits for an answer, the same request of another client is refused, because it may be either a
+repetition or a wish for a second answer.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ IGNORED = (
     *("model", "user", "seed", "store", "metadata", "service_tier"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 )
-"""What a request may say without an effect; the run has seeds of its own."""
+"""Keys of a request that have no effect; the run has seeds of its own."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False, True),
@@ -51,11 +52,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
 }
-"""Values that change nothing; others are refused."""
+"""Values that change nothing; other values are refused."""
 SAMPLED = ("temperature", "top_p", "top_k")
 LENGTHS = ("max_tokens", "max_completion_tokens")
 MODEL = "policy"
-"""Name of the model in answers to requests that give none."""
+"""Name of the model in answers to requests without a name."""
 SHUTDOWN_S = 1.0
 log = logging.getLogger(__name__)
 log.addFilter(
@@ -63,7 +64,7 @@ log.addFilter(
         not (record.exc_info and isinstance(record.exc_info[1], (http_exceptions.HttpProcessingError, ConnectionError)))
     )
 )
-"""aiohttp writes a traceback for each client that sends no HTTP, or that leaves before its request is whole."""
+"""The filter drops aiohttp's tracebacks for clients that do not send HTTP, or leave before their request is whole."""
 
 
 @dataclass
@@ -72,13 +73,13 @@ class Asked:
 
     completion: asyncio.Task[dict[str, Any]]
     left: list[Callable[[], bool]] = field(default_factory=list)
-    """Whether each client that waits for it has hung up."""
+    """For each client that waits for the answer, a function that returns true if the client has hung up."""
     heard: bool = False
-    """Whether a client was there when the answer was."""
+    """True if a client was connected when the answer was ready."""
 
     @property
     def lost(self) -> bool:
-        """Whether no client has, or will have, the answer."""
+        """True if no client has, or will have, the answer."""
         return not self.heard and all(left() for left in self.left)
 
 
@@ -86,23 +87,23 @@ class Line:
     """The path of one episode.
 
     Args:
-        chat: of the episode's conversation.
-        sampling: `temperature`, `top_p` and `top_k` of its answers.
+        chat: `chat` of the episode's conversation.
+        sampling: `temperature`, `top_p` and `top_k` of the answers.
         longest: most tokens of an answer.
     """
 
     def __init__(self, chat: Chat, sampling: dict[str, float], longest: int) -> None:
         self._chat, self._sampling, self.longest = chat, sampling, longest
         self.failed: asyncio.Future[ChatFailed] = asyncio.get_running_loop().create_future()
-        """What ended the episode: an error of a chat, for which the client can do nothing."""
+        """The error of a chat that ended the episode; the client can do nothing for it."""
         self._answers: dict[bytes, Asked] = {}
-        """By the request."""
+        """Requests by their key."""
         self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self.room = asyncio.Semaphore(MAX_CHATS)
-        """For requests; further ones wait."""
+        """Places for requests; further requests wait."""
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Cancel all requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -110,16 +111,16 @@ class Line:
     async def answer(
         self, request: dict[str, Any], key: bytes, repeated: bool, left: Callable[[], bool]
     ) -> dict[str, Any]:
-        """The completion.
+        """Return the completion for a request.
 
         Args:
-            request: for a chat completion.
-            key: the same for the same request alone.
-            repeated: whether the client says that it asks again.
-            left: whether the client has hung up.
+            request: request for a chat completion.
+            key: key of the request; equal requests have equal keys, and other requests have others.
+            repeated: true if the client marked the request as a repetition.
+            left: function that returns true if the client has hung up.
 
         Raises:
-            Refused: there is none.
+            Refused: the request has no answer.
         """
         messages, tools, most = self._checked(request)
         asked = self._answers.get(key)
@@ -151,7 +152,7 @@ class Line:
             if not task.cancelled():
                 raise
             raise gone() from None
-        # Whatever it is, the run raises it, and the client need not wait until it is killed.
+        # The run raises the error, and the client need not wait until it is killed.
         except Exception as error:  # noqa: BLE001
             if not self.failed.done():
                 self.failed.set_result(ChatFailed(error))
@@ -166,7 +167,7 @@ class Line:
             del self._answers[key]
 
     def _checked(self, request: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int | None]:
-        """Messages, tools and most tokens of the answer. Raises Refused."""
+        """Check a request; returns its messages, its tools and the most tokens of the answer. Raises Refused."""
         most = None
         for name, value in request.items():
             if value is None or name in ("messages", "tools", "stream_options", *IGNORED):
@@ -221,23 +222,23 @@ class Line:
 
 
 def model_of(name: Any) -> str:
-    """The name of the model in an answer: the one that the client asked for."""
+    """Return the name of the model in an answer: the name in the request, else `MODEL`."""
     return f"{name:.200}" if name and isinstance(name, str) else MODEL
 
 
 def described(name: str) -> dict[str, Any]:
-    """A model as OpenAI's and Anthropic's clients read it."""
+    """Describe a model as OpenAI's and Anthropic's clients read it."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "slipstream"}
     return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def gone() -> Refused:
-    """What a request to an episode that has ended gets."""
+    """Return the refusal of a request to an episode that has ended."""
     return Refused("the episode of this path has ended", "episode_ended", 410)
 
 
 class Endpoint:
-    """The server of one engine's episodes, on the event loop that it is started on."""
+    """The server of one engine's episodes, on the event loop that starts it."""
 
     def __init__(self) -> None:
         self._lines: dict[str, Line] = {}
@@ -245,7 +246,7 @@ class Endpoint:
         self._port = 0
 
     async def start(self) -> None:
-        """Listen, unless it does."""
+        """Start listening, unless the server listens already."""
         if self._runner is not None:
             return
         app = web.Application(client_max_size=MAX_HEARD)
@@ -254,7 +255,7 @@ class Endpoint:
         app.router.add_get("/{path}/v1/models", self._models)
         app.router.add_get("/{path}/v1/models/{name:.+}", self._model)
         app.router.add_route("*", "/{rest:.*}", self._unknown)
-        # aiohttp would unpack a body on the event loop, and without an end.
+        # aiohttp would unpack a body on the event loop, and without a bound.
         self._runner = web.AppRunner(
             app, access_log=None, logger=log, shutdown_timeout=SHUTDOWN_S, auto_decompress=False
         )
@@ -263,12 +264,12 @@ class Endpoint:
         self._port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     def open(self, line: Line) -> dict[str, str]:
-        """Give a line a path; the environment variables that lead a client there."""
+        """Give a line a path; returns the environment variables that lead a client there."""
         path = secrets.token_urlsafe(24)
         self._lines[path] = line
         url = f"http://127.0.0.1:{self._port}/{path}"
@@ -276,7 +277,7 @@ class Endpoint:
         return openai | {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": path}
 
     async def end(self, variables: dict[str, str]) -> None:
-        """Take the path away."""
+        """Remove the path of these variables, and close its line."""
         await self._lines.pop(variables["OPENAI_API_KEY"]).close()
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -291,7 +292,7 @@ class Endpoint:
         return web.Response(body=streamed(completion, usage), content_type="text/event-stream")
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        # It takes half a second, and only where a client asks in this way.
+        # The import takes half a second, so it runs only if a client uses this protocol.
         anthropic = await asyncio.to_thread(importlib.import_module, "pipeline.agent.anthropic")
         try:
             completion, asked = await self._answer(request, anthropic.as_completion)
@@ -305,7 +306,10 @@ class Endpoint:
     async def _answer(
         self, request: web.Request, as_completion: Callable[[dict[str, Any], int], dict[str, Any]]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The completion, and the request; `as_completion` makes a request for one, given the most tokens."""
+        """Return the completion, and the request in OpenAI's form.
+
+        `as_completion` makes it from the client's request and the most tokens of an answer.
+        """
         async with self._line(request).room:
             body = await read(request)
             given = as_json(body)
@@ -339,12 +343,12 @@ class Endpoint:
 
 
 def hung_up(request: web.Request) -> bool:
-    """Whether the client of a request has closed its connection."""
+    """Return whether the client of a request has closed its connection."""
     return request.transport is None or request.transport.is_closing()
 
 
 def streamed(completion: dict[str, Any], usage: bool) -> bytes:
-    """A completion as a stream of events, in which the answer is one chunk."""
+    """Write a completion as a stream of events; the answer is one chunk."""
     [choice] = completion["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

@@ -17,27 +17,27 @@ from pipeline.agent.world import Played, World
 from pipeline.config.agent import AgentConfig
 
 Opened = tuple[Played | None, World] | tuple[Program, None]
-"""The process of an episode, None for a single answer; and its world, None where a program drives it."""
+"""The process of an episode, None for a single answer; and its world, None if a program drives it."""
 
 
 @dataclass
 class Episode:
-    """What is known of an episode at its end."""
+    """The result of an episode."""
 
     contexts: list[Context]
     messages: list[dict[str, Any]]
-    """The conversation, the prompt included; those of a program as `forms.joined` puts them."""
+    """The conversation, the prompt included; conversations of a program as `forms.joined` joins them."""
     finish_reason: str = "abort"
-    """Of the last answer, as the engine gave it."""
+    """Finish reason of the last answer, from the engine."""
     response: str = ""
     """Text of the last answer."""
     turns: int = 0
     ended: str = "error"
-    """Why it ended, as in the column `ended`."""
+    """The end of the episode, as in the column `ended`."""
     error: str | None = None
-    """Why it failed."""
+    """The error of an episode that failed."""
     lost: bool = False
-    """Whether it failed with all others of its engine, so that it may begin again."""
+    """True if the episode failed with its zygote or its host, so that it may begin again."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Further numbers of the environment."""
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Episode:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Of the first context; empty where the episode failed before it."""
+        """Tokens of the first context's prompt; empty if the episode failed before it."""
         return self.contexts[0].prompt_ids if self.contexts else []
 
     @property
@@ -57,7 +57,7 @@ class Episode:
 
     @staticmethod
     def to_json(value: Any) -> str:
-        """JSON of what a column holds, as valid UTF-8 whatever the model wrote."""
+        """Write the value of a column as JSON in valid UTF-8, even if the model wrote lone surrogates."""
         return json.dumps(value, ensure_ascii=False).encode(errors="replace").decode()
 
 
@@ -70,14 +70,14 @@ async def run(
     stop: Sequence[str] = (),
     spent_s: float = 0.0,
 ) -> Episode:
-    """Run one episode to its end; one that fails is returned with its `error`.
+    """Run one episode to its end; if it fails, the result has an `error`.
 
     Args:
         row: `prompt`, `data_source`, `ground_truth` and `extra_info`.
-        opened: gives the process of the episode, and its world; None where a program drives it.
-        language: of the engine.
+        opened: the process of the episode, and its world; see `Opened`.
+        language: language of the engine.
         ask: the policy.
-        longest: most tokens behind the prompt that the row asks for.
+        longest: most tokens after the prompt, by the row's settings.
         stop: texts that end an answer.
         spent_s: seconds that the episode took before it began again.
     """
@@ -115,7 +115,7 @@ async def run(
     if last is not None:
         episode.finish_reason, episode.response = last.finish_reason, last.text
     if world is None:
-        # The last answer of the row is the one that was asked for last.
+        # The last answer of the row is the answer to the last request.
         conversation.contexts.sort(key=lambda context: context.turn)
         if conversation.contexts:
             episode.messages = joined([context.messages for context in conversation.contexts])
@@ -137,10 +137,10 @@ async def run(
 async def _turns(
     episode: Episode, conversation: Conversation, row: dict[str, Any], session: Played | None, world: World
 ) -> str:
-    """Take turns until the episode ends; why it did."""
+    """Take turns until the episode ends; returns its end, as in the column `ended`."""
     first = (session.opened if session is not None else None) or []
     if isinstance(first, str):
-        # Many templates write a message of role `tool` only behind a call.
+        # Many templates write a message of role `tool` only after a call.
         first = [{"role": "user", "content": first}]
     context = conversation.begin([*row["prompt"], *first])
     episode.messages = context.messages
@@ -152,7 +152,7 @@ async def _turns(
         ended = reply.ended or ("length" if answer.full else "turns" if last else "")
         following = None if ended else conversation.observe(context, reply.messages)
         if following is None:
-            # People read what came last; the policy does not.
+            # The last reply is for readers of the record; the policy does not read it.
             episode.messages = context.messages + ([conversation.cut(m) for m in reply.messages] if ended else [])
             return ended or "length"
         context = following

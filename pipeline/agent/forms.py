@@ -1,6 +1,6 @@
-"""Messages in OpenAI's form, which clients and chat templates read, and in that of the column `messages`.
+"""Messages in OpenAI's form, which clients and chat templates read, and in the form of the column `messages`.
 
-Needs Python 3.9 and nothing but the standard library; processes of episodes load it, too.
+This module needs Python 3.9 and nothing but the standard library; processes of episodes load it, too.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 from pipeline.agent import Message
 
 NEW_CONTEXT = "new_context"
-"""Key of the first message of each conversation in the column `messages` but the first one; its value is true."""
+"""Key in the first message of each conversation after the first in the column `messages`; its value is true."""
 
 
 def call_id(number: int) -> str:
-    """Id of a call within its answer: nine letters and digits, which Mistral's template demands."""
+    """Make the id of a call within its answer: nine letters and digits, which Mistral's template demands."""
     return f"call{number:05}"
 
 
 def tool_call(number: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call in OpenAI's form.
+    """Write a call in OpenAI's form.
 
     Args:
-        number: its id.
-        name: of the tool.
+        number: id of the call.
+        name: name of the tool.
         arguments: an object for most chat templates; its JSON for clients and for some templates.
     """
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def as_recorded(message: Message) -> dict[str, Any]:
-    """An answer as it stands in the column `messages`."""
+    """Convert an answer to the form of the column `messages`."""
     recorded: dict[str, Any] = {"role": "assistant", "content": message.text}
     if message.reasoning:
         recorded["reasoning"] = message.reasoning
@@ -41,7 +41,7 @@ def as_recorded(message: Message) -> dict[str, Any]:
 
 
 def recorded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's form as they stand in the column `messages`."""
+    """Convert messages from OpenAI's form to the form of the column `messages`."""
     return [_recorded(message) for message in messages]
 
 
@@ -53,11 +53,11 @@ def _recorded(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(conversations: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The conversations of an episode one behind the other, each with at least one message, as a row has them."""
+    """Join the conversations of an episode, each with at least one message, into the messages of a row."""
     messages: list[dict[str, Any]] = []
     for number, conversation in enumerate(conversations):
         start = len(messages)
-        # A message of the user's files that has the key already is no border.
+        # A message of the user's files that has the key already is not a border.
         messages += [_without_border(message) for message in conversation]
         if number:
             messages[start] = {**messages[start], NEW_CONTEXT: True}
@@ -69,7 +69,7 @@ def _without_border(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The conversations in the column `messages` of a row, without the marks of `joined`; at least one."""
+    """Split the column `messages` of a row into its conversations, at least one, without the marks of `joined`."""
     conversations: list[list[dict[str, Any]]] = [[]]
     for message in messages:
         if message.get(NEW_CONTEXT):
@@ -79,12 +79,12 @@ def split(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def prompt_length(conversation: Sequence[dict[str, Any]], prompt: Sequence[dict[str, Any]]) -> int:
-    """How many of a conversation's messages are those of the row's prompt; a program may begin without them."""
+    """Count a conversation's messages that come from the row's prompt; a program may begin without them."""
     return len(prompt) if list(conversation[: len(prompt)]) == recorded(prompt) else 0
 
 
 def for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of the column `messages` as chat templates read it."""
+    """Convert a message of the column `messages` to the form that chat templates read."""
     shown = {name: value for name, value in message.items() if name not in ("calls", "reasoning")}
     if "reasoning" in message:
         shown["reasoning_content"] = message["reasoning"]

@@ -1,9 +1,8 @@
 """Frames between a run and the processes of its episodes: 4 bytes of length, then JSON in UTF-8.
 
-Needs Python 3.9 and nothing but the standard library. JSON, because what comes back may be written by anyone: it is
-data and no more. An engine reads further things that anyone may have written: bodies of requests, and texts of errors.
-All of it has the bounds of this module, so that none of it holds the engine's event loop, on which its other episodes
-wait.
+This module needs Python 3.9 and nothing but the standard library. Frames are JSON, which is data and not code, because
+an untrusted process may write them. An engine reads further untrusted input: bodies of requests, and texts of errors.
+The bounds of this module hold for all of it, so that none of it blocks the engine's event loop and its other episodes.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ import struct
 from typing import Any, NoReturn
 
 MAX_FRAME = 16 << 20
-"""Bytes of a frame to a process, such as a row."""
+"""Most bytes of a frame to a process, such as a row."""
 MAX_HEARD = 4 << 20
-"""Bytes that an engine reads as one piece of JSON, such as a frame of a process or the body of a request."""
+"""Most bytes that an engine reads as one piece of JSON, such as a frame of a process or the body of a request."""
 MAX_VALUES = 100_000
-"""Values in such a piece."""
+"""Most values in such a piece."""
 MAX_LEVELS = 100
-"""Levels of lists and objects. Python's own limit is 1,000 calls, and callers have used some."""
+"""Most levels of lists and objects. Python's own limit is 1,000 calls, and callers have used some."""
 MAX_MESSAGES = 4096
-"""Messages of a conversation that an engine reads."""
+"""Most messages of a conversation that an engine reads."""
 MAX_TOOLS = 256
-"""Tools that a server or a program has."""
+"""Most tools of a server or a program."""
 MAX_TEXT = 1 << 20
-"""Characters of one text that a process sends to be read by the policy."""
+"""Most characters of one text that a process sends for the policy."""
 MAX_REASON = 2000
-"""Characters of a text that says why something failed."""
+"""Most characters of the reason of a failure."""
 HEADER = struct.Struct(">I")
 _LEFT_OUT = "\n[... {:,} characters are left out ...]\n"
 _READ = 1 << 16
 
 
 def text_of(error: BaseException) -> str:
-    """The message of an exception."""
+    """Return the message of an exception; empty if it cannot be made."""
     try:
         return str(error)
     # The user's class may have a `__str__` that fails or ends the process.
@@ -45,7 +44,7 @@ def text_of(error: BaseException) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """`text`; if it is longer than `most` characters, its middle is left out."""
+    """Cut the middle out of `text` if it is longer than `most` characters."""
     if len(text) <= most:
         return text
     mark = _LEFT_OUT.format(len(text) - most)
@@ -54,7 +53,7 @@ def cut(text: str, most: int) -> str:
 
 
 def depth(value: Any) -> int:
-    """Levels of lists and dicts."""
+    """Count the levels of lists and dicts."""
     levels, level = 0, [value]
     while level := [entry for entry in level if isinstance(entry, (dict, list))]:
         levels += 1
@@ -65,10 +64,10 @@ def depth(value: Any) -> int:
 
 
 def encode(value: Any, most: int = MAX_FRAME) -> bytes:
-    """A frame. NumPy values become what their `tolist` says; lone surrogates, which UTF-8 lacks, become question marks.
+    """Write a frame. NumPy values become the result of `tolist`; lone surrogates, which UTF-8 lacks, question marks.
 
     Raises:
-        ValueError: the value cannot be JSON, or longer than `most` bytes.
+        ValueError: the value cannot be written as JSON, or is longer than `most` bytes.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
@@ -87,26 +86,26 @@ def _plain(value: Any) -> Any:
 
 
 def loads(text: str) -> Any:
-    """The value of JSON, in which all numbers are finite.
+    """Read JSON in which all numbers are finite.
 
     Raises:
-        ValueError: it is not JSON, or has integers of thousands of digits.
-        RecursionError: it is nested too deep.
+        ValueError: the text is not JSON, or has integers of thousands of digits.
+        RecursionError: the JSON is nested too deep.
     """
     return json.loads(text, parse_constant=_refused, parse_float=_finite)
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The object in the body of a frame, with valid UTF-8 in all its strings, and with finite numbers.
+    """Read the object in the body of a frame, with valid UTF-8 in all its strings, and with finite numbers.
 
     Raises:
-        ValueError: it is not a JSON object, or is nested too deep.
+        ValueError: the body is not a JSON object, or is nested too deep.
     """
     try:
-        # Given bytes, `json` would let half characters pass.
+        # With bytes, `json` would accept half characters.
         value = loads(body.decode())
         if b"\\u" in body:
-            # An escape may stand for a lone surrogate, with which later code could do nothing.
+            # An escape may stand for a lone surrogate, which later code could not encode.
             value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON ({error})") from None
@@ -118,10 +117,10 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def heard(body: bytes) -> dict[str, Any]:
-    """The same of text that anyone may have written, as an engine reads it.
+    """Read the object in untrusted JSON, within the bounds of an engine.
 
     Raises:
-        ValueError: as `decode`, or there is more of it than an engine reads.
+        ValueError: as `decode`, or the JSON is longer or has more values than an engine reads.
     """
     if len(body) > MAX_HEARD:
         raise ValueError(f"{len(body):,} bytes, more than {MAX_HEARD:,}")
@@ -131,12 +130,12 @@ def heard(body: bytes) -> dict[str, Any]:
 
 
 def _values(body: bytes) -> int:
-    """No fewer than the values in JSON, which are counted before they are made."""
+    """Return an upper bound of the number of values in JSON, before they are made."""
     return sum(map(body.count, (b"[", b"{", b",")))
 
 
 def _without_texts(body: bytes) -> bytes:
-    """JSON with empty texts."""
+    """Empty the texts in JSON."""
     return b'""'.join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
 
 
@@ -152,10 +151,10 @@ def _finite(text: str) -> float:
 
 
 def length_of(header: bytes, most: int = MAX_FRAME) -> int:
-    """The length of the body behind a header.
+    """Return the length of the body after a header.
 
     Raises:
-        ValueError: it is longer than `most`.
+        ValueError: the body is longer than `most`.
     """
     (length,) = HEADER.unpack(header)
     if length > most:
@@ -164,10 +163,10 @@ def length_of(header: bytes, most: int = MAX_FRAME) -> int:
 
 
 def read(connection: socket.socket, header: bytes = b"") -> dict[str, Any] | None:
-    """The next frame of a blocking socket; None where the other end is closed.
+    """Read the next frame of a blocking socket; returns None if the other end is closed.
 
     Args:
-        header: what of its header has been read.
+        header: beginning of the frame's header, if it has been read.
 
     Raises:
         OSError: the connection broke.
@@ -180,7 +179,7 @@ def read(connection: socket.socket, header: bytes = b"") -> dict[str, Any] | Non
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """`count` bytes; fewer where the other end is closed."""
+    """Read `count` bytes; fewer if the other end is closed."""
     data = bytearray()
     while len(data) < count:
         part = connection.recv(min(count - len(data), _READ))

@@ -5,11 +5,11 @@
 
 Needs Python 3.9 on Linux and nothing but the standard library.
 
-1. The keeper runs no foreign code. It waits for the end of the run, of its connection or of the zygote, and kills all
-   that is below it then, daemons included: orphans come to it, because it is a child subreaper.
-2. The zygote forks a process for each episode when the run sends it that episode's connection, reaps them, and kills
-   what an ended episode left behind. Where importing the user's files left threads, which a fork would not have, it
-   starts a fresh process instead, which imports them again.
+1. The keeper runs no foreign code. It waits for the end of the run, of its connection or of the zygote, and then kills
+   all processes below it, daemons included: orphans come to it, because it is a child subreaper.
+2. The zygote forks a process for each episode when the run sends it that episode's connection. It reaps the processes
+   of ended episodes, and kills the processes that they left. If the imports of the user's files left threads, which a
+   fork would not have, it starts a fresh process instead, which imports the files again.
 3. An episode answers the run's requests on its connection (`replies.py`).
 """
 
@@ -33,9 +33,9 @@ from pipeline.agent import frames, load, preload
 from pipeline.agent.replies import LATE, Replies, children
 
 MEMORY = 4 << 30
-"""Bytes that the process of an episode may take beyond what the user's files took as they were imported."""
-LOOK_S = 1.0  # seconds between two looks of the keeper whether the run is there
-END_S = 10.0  # seconds in which all processes end when they are killed
+"""Memory limit of an episode process, on top of the memory after import (bytes)."""
+LOOK_S = 1.0  # seconds between two checks of the keeper that the run lives
+END_S = 10.0  # seconds that killed processes have to end
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -62,12 +62,12 @@ else:
 from pipeline.agent import host
 getattr(host, sys.argv[1])(settings, *map(int, sys.argv[2:]))
 """
-"""What an interpreter is started with, old ones included: `python -c START FUNCTION SETTINGS DESCRIPTOR...`. Without
-`path`, the interpreter is not the run's own, and of `pipeline` only what it needs can be imported there."""
+"""Code that every interpreter is started with, also an old one: `python -c START FUNCTION SETTINGS DESCRIPTOR...`.
+Without `path`, the interpreter is not the run's own, and can import only the parts of `pipeline` that it needs."""
 
 
 def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int) -> NoReturn:
-    """Be the keeper and start the zygote.
+    """Start the zygote and become the keeper.
 
     Args:
         settings: `path`; `package`, the folder of `pipeline`; `isolation` and `home`; and `code`, the arguments of
@@ -108,14 +108,14 @@ def keep(settings: dict[str, Any], given: int, control: int, life: int, run: int
             os.read(wake[0], 4096)
     _kill_all()
     code = os.waitstatus_to_exitcode(ended[1]) if ended[0] else 0
-    # The run reads how the zygote ended from how the keeper does.
+    # The keeper ends in the same way as the zygote, for the run to read.
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(abs(code))
 
 
 def _kill_all() -> None:
-    """Kill all processes below this one, those included that come to it because their parent ended."""
+    """Kill all processes below this one, also orphans that come to it because their parent ended."""
     deadline = time.monotonic() + END_S
     try:
         while time.monotonic() < deadline:
@@ -131,14 +131,14 @@ def _kill_all() -> None:
 class Zygote:
     """The process that the processes of episodes are forked from.
 
-    The constructor loads the user's files, and answers the run what it found, or a sentence.
+    The constructor loads the user's files, and sends the run a description of them, or a sentence on the error.
     """
 
     def __init__(self, settings: dict[str, Any], given: int, control: socket.socket) -> None:
         self._control = control
         self._given = given
         self._episodes: dict[int, int] = {}  # process id: number of the episode
-        self._numbers: dict[int, int] = {}  # the other way round
+        self._numbers: dict[int, int] = {}  # number of the episode: process id
         process, refused = os.getpid(), ""
         try:
             if settings["isolation"] != "none":
@@ -156,15 +156,15 @@ class Zygote:
             self._send({"refused": refused})
             os._exit(0)
         self._alone = preload.is_alone()
-        self._own = set(children())  # what the user's files started as they were imported
+        self._own = set(children())  # processes that the imports of the user's files started
         self._limit = _memory_limit()
         self._former = signal.getsignal(signal.SIGCHLD)
         self._wake, self._woken = _wake_on_child()
         silence(1, 2)
         if "numpy" in sys.modules:
-            # It is imported when it is first used, which each episode would do (`replies.py`).
+            # numpy imports it at its first use, so each episode would import it (`replies.py`).
             importlib.import_module("numpy.random")
-        # Objects that the collector does not look at stay in memory that all processes share.
+        # Frozen objects stay in memory that all processes share.
         gc.collect()
         gc.freeze()
         tools = list(self._code.tools.values())
@@ -195,7 +195,7 @@ class Zygote:
                 if self._control.fileno() in ready:
                     self._obey()
         except (EOFError, OSError):
-            # The keeper kills what is left.
+            # The keeper kills the remaining processes.
             os._exit(0)
 
     def _obey(self) -> None:
@@ -242,18 +242,18 @@ class Zygote:
             _die_with(zygote)
             _serve(socket.socket(fileno=connection), self._code, self._limit)
         finally:
-            # Whatever happens, this process must not go on as a second zygote.
+            # In any case, this process must not go on as a second zygote.
             os._exit(1)
 
     def _fresh(self, connection: int) -> int:
         command = [sys.executable, "-c", START, "begin", str(self._given), str(connection), str(os.getpid())]
-        # It is reaped like the others, and by no other code.
+        # `_reap` reaps it like the others, and no other code may.
         process = subprocess.Popen(command, pass_fds=[self._given, connection], start_new_session=True)
         process.returncode = 0
         return process.pid
 
     def _reap(self) -> None:
-        """Take note of processes that ended, and kill what they left."""
+        """Report processes that ended, and kill the processes that they left."""
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -269,21 +269,21 @@ class Zygote:
             code = os.waitstatus_to_exitcode(os.waitpid(found.si_pid, 0)[1])
             if number is not None:
                 self._send({"ended": number, "code": code})
-        # Episodes are subreapers, so what comes here is left over from one that ended.
+        # Episodes are subreapers, so orphans that come here are left over from an ended one.
         for orphan in children():
             if orphan not in self._episodes and orphan not in self._own:
                 os.kill(orphan, signal.SIGKILL)
 
 
 def begin(settings: dict[str, Any], given: int, connection: int, zygote: int) -> NoReturn:
-    """Be the process of an episode that was not forked."""
+    """Run the process of an episode that was not forked."""
     os.close(given)
     _die_with(zygote)
     ours = socket.socket(fileno=connection)
     try:
         code = load.load(**settings["code"])
     except ValueError as error:
-        # They loaded at the start of the run.
+        # The files loaded at the start of the run, so the run expects no refusal here.
         request = frames.read(ours)
         ours.sendall(frames.encode({"id": request["id"] if request else 0, "error": str(error)}))
         os._exit(0)
@@ -303,12 +303,12 @@ def _serve(connection: socket.socket, code: load.Code, memory: int) -> NoReturn:
 
 
 def first_to_go() -> None:
-    """Have the kernel end this process first, and not the engine, when the machine has no memory left."""
+    """Make the kernel end this process first, and not the engine, if the machine runs out of memory."""
     name = "/proc/self/oom_score_adj"
     place = os.open(name, os.O_RDONLY)
     done = os.read(place, 16) == b"1000\n"
     os.close(place)
-    # In isolation it is done by now, and the file cannot be written any more.
+    # In isolation the file has been written by now, and cannot be written again.
     if not done:
         place = os.open(name, os.O_WRONLY)
         os.write(place, b"1000")
@@ -316,21 +316,21 @@ def first_to_go() -> None:
 
 
 def _memory_limit() -> int:
-    """The limit of the private memory of an episode's process (RLIMIT_DATA), in bytes."""
+    """Return the limit of the private memory of an episode's process (RLIMIT_DATA), in bytes."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[5])
     return pages * resource.getpagesize() + MEMORY
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _wake_on_child() -> tuple[int, int]:
-    """A pipe that can be read when a child of this process has ended."""
+    """Make a pipe that becomes readable when a child of this process has ended."""
     wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -350,7 +350,7 @@ def _kill_group(process: int) -> None:
 
 
 def silence(*descriptors: int) -> None:
-    """What is written to these descriptors from here on goes nowhere, and nothing is read from them."""
+    """Point these descriptors at `/dev/null`."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nothing, descriptor)

@@ -1,8 +1,8 @@
 """The processes of episodes on hosts, as an engine uses them: the interface of `processes.py`, by calls of Ray actors.
 
-Deadlines are those of `Processes` and `Session`, which the host keeps; an engine waits `MARGIN_S` longer, so that a
-host that does not answer is named. An episode whose host died is lost (`EpisodeLost`) and begins again, on another
-host or on the same one once Ray has restarted it.
+The host keeps the deadlines of `Processes` and `Session`. An engine waits `MARGIN_S` longer, so that an error names a
+host that does not answer. An episode whose host died is lost (`EpisodeLost`) and begins again, on another host or on
+the same one after Ray has restarted it.
 """
 
 import asyncio
@@ -25,34 +25,34 @@ from pipeline.config.agent import AgentConfig
 
 log = logging.getLogger(__name__)
 
-MARGIN_S = 30.0  # seconds that an answer may be on its way, beyond those that the host takes for it
-RETRY_S = 0.5  # seconds between two looks at hosts that are not there
+MARGIN_S = 30.0  # seconds that a request and its answer may be on their way
+RETRY_S = 0.5  # seconds between two checks of hosts that are not available
 
 
 class Link:
-    """One host, as one agent of an engine sees it."""
+    """The connection of one agent of an engine to one host."""
 
     def __init__(self, actor: Any) -> None:
         self.actor, self.name = actor, "that has not started"
         self.open = 0
-        """Episodes that are open there."""
+        """Number of open episodes on the host."""
         self.loaded: Loaded | None = None
-        """What the user's files hold; None while the host is not there."""
+        """The loaded user code; None while the host is not available."""
         self.refused: str | None = None
-        """Why they do not load there."""
+        """The error if the user's files do not load on the host."""
         self.problem = ""
-        """Why it is not there, in Ray's words."""
+        """Ray's error message if the host is unavailable."""
         self.life: asyncio.Future[None] | None = None
-        """Done when the host has died, or is taken for dead; each life of it has its own."""
+        """A future that is done when the host has died or is regarded as dead; a restarted host has a new one."""
 
 
 class Hosted:
-    """The environment processes of one agent, on hosts, as `Processes` has them here.
+    """The environment processes of one agent on hosts, in place of `Processes`, whose processes are local.
 
     Args:
         agent: name of the agent, the same for all engines.
-        config: its settings.
-        hosts: of the run.
+        config: settings of the agent.
+        hosts: hosts of the run.
     """
 
     def __init__(self, agent: str | None, config: AgentConfig, hosts: Hosts) -> None:
@@ -68,7 +68,7 @@ class Hosted:
         """Import the user's files on all hosts, unless it is done.
 
         Raises:
-            ValueError: they do not load on one of them.
+            ValueError: the files do not load on one of the hosts.
             TimeoutError: fewer than `agent.min_hosts` hosts have started in time.
         """
         if not self._tending:
@@ -89,7 +89,7 @@ class Hosted:
         )
 
     async def _tend(self, link: Link) -> None:
-        """Have a host ready, again and again: it may die and be restarted."""
+        """Keep a host ready: it may die and be restarted."""
         while True:
             try:
                 link.name, loaded = await link.actor.start.remote(self._agent, self._config)
@@ -108,10 +108,10 @@ class Hosted:
             await asyncio.sleep(RETRY_S)
 
     async def open(self, row: dict[str, Any], seed: int, timeout_s: float) -> "HostedSession":
-        """Begin an episode on the host that has the fewest of this engine; see `Processes.open`.
+        """Begin an episode on the host with the fewest episodes of this engine; see `Processes.open`.
 
         Raises:
-            EpisodeFailed: there is no host, or as `Processes.open`.
+            EpisodeFailed: no host is available in time, or as `Processes.open`.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
@@ -138,17 +138,17 @@ class Hosted:
 
 
 class HostedSession:
-    """One episode on a host, as `Session` is one here; methods raise what its methods raise."""
+    """One episode on a host, in place of a local `Session`; its methods raise the errors of `Session`'s."""
 
     def __init__(self, link: Link, key: Key, closing: set[asyncio.Task[None]]) -> None:
         self.opened: Content = None
-        """What the environment's `open` returned."""
+        """The content that the environment's `open` returned."""
         self._link, self._key, self._closing, self._life = link, key, closing, link.life
         self._closed = False
         link.open += 1
 
     async def open(self, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float) -> None:
-        """Begin the episode; `Hosted.open` does."""
+        """Begin the episode; called by `Hosted.open`."""
         self.opened = await self._ask("open", timeout_s, agent, row, seed, timeout_s)
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
@@ -167,7 +167,7 @@ class HostedSession:
 
         try:
             async with Questions(chat, answer) as questions:
-                # As long as the episode may take, which its caller limits.
+                # No deadline: the caller limits the time of the episode.
                 reply = await self._ask("run", None, row)
                 while isinstance(reply, dict):
                     await questions.take(reply)
@@ -198,7 +198,7 @@ class HostedSession:
             await self._ask("close", CLOSE_S, well)
 
     async def _ask(self, do: str, seconds: float | None, *arguments: Any) -> Any:
-        """What the host answers to a request; `seconds` are those that it takes at most."""
+        """Send the host a request and return its answer; the host takes at most `seconds`, or any time if None."""
         limit = None if seconds is None else seconds + MARGIN_S
         try:
             async with asyncio.timeout(limit):
@@ -212,7 +212,7 @@ class HostedSession:
             words = f"the environment host {self._link.name} is gone: {first_line(gone)}"
             error = EpisodeLost(f"ProcessError: {words}")
         if isinstance(error, EpisodeLost) and self._life is not None:
-            # The episode, which begins again, must not come to a host that is not there.
+            # The episode begins again, and must not come to an unavailable host.
             self._life.cancel()
             if self._life is self._link.life:
                 self._link.loaded = None
@@ -222,5 +222,5 @@ class HostedSession:
 
 
 def first_line(error: BaseException | None) -> str:
-    """The first line of what Ray says, which may be a page."""
+    """Return the first line of Ray's error message, which may be a page long."""
     return str(error).partition("\n")[0]

@@ -2,9 +2,9 @@
 
     engine: Hosted ─── Ray calls ───► Host: Processes ─► keeper ─► zygote ─► episode        (`processes.py`)
 
-All hosts are alike, and each serves all agents of all engines. They live as long as the run: Ray restarts one that has
-died, and its episodes begin again on those that are there (`hosted.py`). What an engine that died has left ends as soon
-as Ray reports its death.
+All hosts are alike, and each serves all agents of all engines. They live as long as the run: Ray restarts a host that
+has died, and its episodes begin again on the available hosts (`hosted.py`). The episodes of an engine that died end as
+soon as Ray reports its death.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 100_000  # calls that a host works on at once; each open episode has one or two
 Key = tuple[str, int]
-"""An episode: the id that its engine has given itself, and a number."""
+"""Key of an episode: the id that its engine has given itself, and a number."""
 Outcome = tuple[Any, Exception | None]
-"""What a call returned, or the error that it raised. Ray would wrap an error that a call raises in one of its own."""
+"""The result of a call, or its error. If a call raised the error itself, Ray would wrap it in an error of its own."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Hosts:
 
     actors: tuple[Any, ...] = ()
     fewest: int = 0
-    """Hosts without which no engine begins."""
+    """Fewest hosts that must have started before an engine begins."""
     start_s: float = 0.0
-    """Seconds until these must have started."""
+    """Seconds in which these must have started."""
 
     @classmethod
     def start(cls, agent: AgentConfig, trainer: TrainerConfig) -> "Hosts":
-        """Ask Ray for `agent.hosts` hosts, and wait for none of them; without that key there are none."""
+        """Request `agent.hosts` hosts from Ray, without waiting for them; the default of that key is no hosts."""
         import ray
 
         options: dict[str, Any] = {"num_cpus": agent.host_cpus, "label_selector": trainer.placed("agent")}
         host = ray.remote(Host).options(
-            # Calls are not repeated: a new host knows nothing of the old one's episodes.
+            # Ray does not repeat calls: a new host does not have the old one's episodes.
             **options,
             max_restarts=-1,
             max_task_retries=0,
@@ -63,9 +63,9 @@ class Hosts:
         return cls(actors, agent.fewest_hosts, trainer.deadlines.engine_start)
 
     def end(self) -> None:
-        """Kill the hosts, and with them all processes that they hold."""
+        """Kill the hosts, and with them all their processes."""
         for actor in self.actors:
-            # A dry run, which has no hosts, is spared the import.
+            # A dry run has no hosts, and does without the import.
             import ray
 
             ray.kill(actor)
@@ -82,16 +82,16 @@ class Held:
         self.session: Session | None = None
         self.send: Send | None = None
         self._request: asyncio.Task[Any] | None = None
-        self._program: asyncio.Queue[Outcome] = asyncio.Queue()  # its questions, and at last what it returned
+        self._program: asyncio.Queue[Outcome] = asyncio.Queue()  # the program's questions, and at last its result
         self._room = asyncio.Semaphore(MAX_CHATS)  # for questions that the engine has not fetched
 
     def begin(self, request: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Work on a request of the engine, which `stop` ends."""
+        """Start a request of the engine, which `stop` ends."""
         self._request = asyncio.create_task(request)
         return self._request
 
     async def stop(self) -> None:
-        """End the request that is worked on: the engine waits for it no more."""
+        """End the running request: the engine no longer waits for it."""
         if self._request is not None:
             self._request.cancel()
             await asyncio.wait([self._request])
@@ -115,7 +115,7 @@ class Held:
         self._program.put_nowait((frame, None))
 
     async def next(self) -> Outcome:
-        """The next question of the program, a frame, or what it returned."""
+        """Return the next question of the program, a frame, or the program's result."""
         asked = await self._program.get()
         if isinstance(asked[0], dict):
             self._room.release()
@@ -123,7 +123,7 @@ class Held:
 
 
 async def outcome(request: Awaitable[Any]) -> Outcome:
-    """What a request returned, or the error of the episode that it raised."""
+    """Wait for a request; returns its result, or the error of the episode that it raised."""
     try:
         return await request, None
     except (EpisodeFailed, EpisodeOver, PolicyMistake) as error:
@@ -133,10 +133,10 @@ async def outcome(request: Awaitable[Any]) -> Outcome:
 
 
 class Host:
-    """The Ray actor. Methods on an episode return an `Outcome`; those of one that it does not know, `EpisodeLost`."""
+    """The Ray actor. Methods on an episode return an `Outcome`, with `EpisodeLost` if the host does not know it."""
 
     def __init__(self) -> None:
-        # An episode has a descriptor, and a host may have those of many engines.
+        # Each episode takes a descriptor, and a host may have the episodes of many engines.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.name = f"{socket.gethostname()}:{os.getpid()}"
@@ -144,7 +144,7 @@ class Host:
         self._held: dict[Key, Held] = {}
 
     async def start(self, agent: str | None, config: AgentConfig) -> tuple[str, Loaded | str]:
-        """The host's name, and what the files of an agent hold, or why they do not load."""
+        """Load the files of an agent; returns the host's name, and the loaded user code or the error."""
         processes = self._processes.setdefault(agent, Processes(config))
         try:
             return self.name, await processes.start()
@@ -152,15 +152,15 @@ class Host:
             return self.name, str(refused)
 
     async def hold(self) -> None:
-        """Return never, so that an engine learns of this host's death by this call."""
+        """Wait forever, so that an engine learns of this host's death by this call."""
         await asyncio.Event().wait()
 
     async def watch(self, engine: str, life: "list[ObjectRef]") -> None:
         """End the episodes of an engine when it has died.
 
         Args:
-            engine: its id.
-            life: what its call of `hold` returns. It is the engine's, so that Ray raises `OwnerDiedError` here.
+            engine: id of the engine.
+            life: result of the engine's call of `hold`. The engine owns it, so that Ray raises `OwnerDiedError` here.
         """
         from ray.exceptions import RayError
 
@@ -170,7 +170,7 @@ class Host:
             await asyncio.gather(*(self.close(key) for key in list(self._held) if key[0] == engine))
 
     async def open(self, key: Key, agent: str | None, row: dict[str, Any], seed: int, timeout_s: float) -> Outcome:
-        """What the environment's `open` returned; see `Processes.open`."""
+        """Begin an episode; the outcome is the content that the environment's `open` returned (`Processes.open`)."""
         processes = self._processes.get(agent)
         if processes is None:
             return None, self._unknown()
@@ -200,7 +200,7 @@ class Host:
         return EpisodeLost(f"ProcessError: the environment host {self.name} was started again")
 
     async def run(self, key: Key, row: dict[str, Any]) -> Outcome:
-        """Start the program of the episode; the first of what `next` returns."""
+        """Start the program of the episode; returns the first result of `next`."""
         if key in self._held:
             self._held[key].run(row)
         return await self.next(key)
@@ -211,16 +211,16 @@ class Host:
         return (None, self._unknown()) if held is None else await held.next()
 
     async def answer(self, key: Key, frame: dict[str, Any]) -> Outcome:
-        """Hand the answer to a question to the program."""
+        """Send the program the answer to its question."""
         held = self._held.get(key)
         if held is not None and held.send is not None:
-            # How a process ended that takes it no more, its request tells.
+            # If the process has ended, its request reports how.
             with suppress(OSError):
                 await held.send(frame)
         return None, None
 
     async def place(self, key: Key) -> Outcome:
-        """Where the process is; see `Session.place`."""
+        """Return the place of the process; see `Session.place`."""
         held = self._held.get(key)
         if held is None or held.session is None:
             return "", None
@@ -228,7 +228,7 @@ class Host:
         return await held.session.place(), None
 
     async def close(self, key: Key, well: bool = False) -> Outcome:
-        """End the episode, which has ended when this returns; see `Session.close`."""
+        """End the episode, and wait for its end; see `Session.close`."""
         held = self._held.pop(key, None)
         if held is not None:
             await held.stop()

@@ -1,10 +1,11 @@
 """Isolation of environment processes (`agent.isolation`): Linux namespaces around the zygote and its episodes.
 
-Needs Python 3.9 and nothing but the standard library. The parts are those of the sandbox (`pipeline/reward/sandbox/`).
+This module needs Python 3.9 and nothing but the standard library. It uses the parts of the sandbox
+(`pipeline/reward/sandbox/`).
 
 1. The processes see the system's programs and libraries, the interpreter and its packages, this package, and the
-   folders of the user's files, all of them read-only. `/tmp` is in memory and ends with them.
-2. They see no process but each other, and have no network.
+   folders of the user's files, all of them read-only. `/tmp` is in memory and ends with the processes.
+2. They see only each other's processes, and have no network.
 3. They have no capabilities, and a filter of system calls.
 
 Episodes of one zygote are not isolated from each other. The interpreter itself starts outside.
@@ -21,25 +22,28 @@ from pipeline.agent import host, load
 from pipeline.reward.sandbox.inside import limits, namespaces
 
 TEMP = 1 << 30
-"""Bytes of `/tmp`, which the episodes of one zygote share."""
+"""Most bytes of `/tmp`, which the episodes of one zygote share."""
 PROCESSES = 8192
-"""Processes and threads of one zygote, its episodes included. The kernel does not hold user 0 to it."""
+"""Most processes and threads of one zygote, its episodes included. The kernel does not apply the limit to user 0."""
 ALLOWED = ("setsid", "setpgid")
-"""System calls that the sandbox refuses. The zygote needs the first, and finds what an episode starts without it."""
+"""System calls that are allowed here, though the sandbox refuses them. The zygote needs the first. It finds the
+processes of an episode even if they leave their group."""
 
 
 def enter(settings: dict[str, Any]) -> None:
-    """Isolate this process, which goes on as process 1 of its namespaces; the process that it was waits for its end.
+    """Isolate this process.
+
+    The function returns in a child that is process 1 of its namespaces; the calling process waits for its end.
 
     Args:
-        settings: as of `host.keep`.
+        settings: settings of `host.keep`.
 
     Raises:
-        ValueError: this machine cannot isolate it, or too much would be visible.
+        ValueError: this machine cannot isolate processes, or too much would be visible.
     """
     folders = shown(settings)
     try:
-        # What follows can be done neither without privileges nor inside.
+        # This is possible neither without privileges nor inside.
         host.first_to_go()
         os.umask(0o022)
         uid = namespaces.enter([(folder, folder) for folder in folders], TEMP, os.getcwd())
@@ -62,10 +66,10 @@ def enter(settings: dict[str, Any]) -> None:
 
 
 def shown(settings: dict[str, Any]) -> list[str]:
-    """Folders and files that the processes see beside the system's.
+    """List the folders and files that the processes see in addition to the system's.
 
     Args:
-        settings: as of `host.keep`.
+        settings: settings of `host.keep`.
 
     Raises:
         ValueError: the home folder or `/tmp` would be among them.
@@ -81,7 +85,7 @@ def shown(settings: dict[str, Any]) -> list[str]:
                     f"agent.isolation would show environments the folder {folder}, which holds {one}; put the files "
                     "of environment, tools and program into a folder of their own"
                 )
-    # The current folder is often that of the run, with its checkpoints and logs.
+    # The current folder is often the run's folder, with checkpoints and logs.
     kept = [os.path.realpath(one) for one in (*kept, os.getcwd())]
     path = [os.path.abspath(entry) for entry in sys.path if os.path.exists(entry)]
     wanted += [entry for entry in path if not any(_is_below(one, os.path.realpath(entry)) for one in kept)]
@@ -94,5 +98,5 @@ def shown(settings: dict[str, Any]) -> list[str]:
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Whether a path is a folder or below it; links are not followed."""
+    """Return whether a path is a folder or below it; links are not followed."""
     return os.path.commonpath((path, folder)) == os.path.abspath(folder)

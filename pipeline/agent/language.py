@@ -1,4 +1,4 @@
-"""How conversations become tokens, and answers become messages."""
+"""Conversion of conversations to tokens, and of answers to messages, for one list of tools."""
 
 import asyncio
 import json
@@ -13,25 +13,26 @@ from pipeline.config.agent import AgentConfig
 from pipeline.errors import short_reason
 
 MAX_TOOL_LISTS = 64
-"""Lists of tools that an engine keeps ready. Programs may show more; the one that was not shown for the longest time is
-proven again when it is shown again."""
+"""Lists of tools that an engine keeps ready. Programs may show more; then the list that was shown the longest time ago
+is dropped, and is proven again when it is shown again."""
 TOKEN = 128
-"""Characters of the longest tokens of known vocabularies, which are runs of spaces. A text of more for each token that
-is allowed does not fit."""
+"""Characters of the longest tokens of known vocabularies, which are runs of spaces. A text with more characters per
+allowed token does not fit."""
 NO_TOOLS = "[]"
 
 
 @dataclass(frozen=True)
 class Language:
-    """The same for all episodes of an engine, and for all of their conversations with the same tools.
+    """The bridge and the reader of all conversations of an engine's episodes with the same tools.
 
     Args:
         config: the section `agent`.
-        bridge, reader: tokens to the policy and from it.
+        bridge, reader: conversion to the policy's tokens and from them.
         tools: schemas of the tools.
         max_prompt_length: most tokens of a context's prompt.
-        max_response_length: most tokens behind it, observations included.
-        prove: bridge and reader of other tools, or a ValueError; a program may show the policy tools of its own.
+        max_response_length: most tokens after the prompt, observations included.
+        prove: function that makes bridge and reader of other tools, or raises ValueError; a program may show the policy
+            tools of its own.
     """
 
     config: AgentConfig
@@ -45,15 +46,15 @@ class Language:
 
     @cached_property
     def key(self) -> str:
-        """Names the tools; their order, and that of their keys, is what the policy reads."""
+        """The tools as text; their order and the order of their keys count, because the policy reads them so."""
         return json.dumps(self.tools) if self.tools else NO_TOOLS
 
     async def with_tools(self, tools: list[dict[str, Any]]) -> "Language":
-        """The language of conversations with these tools.
+        """Return the language of conversations with these tools.
 
         Raises:
-            ValueError: they are longer than a prompt, the chat template cannot write them, or no parser reads their
-                calls.
+            ValueError: the tools are longer than a prompt, the chat template cannot write them, or no parser reads
+                their calls.
         """
         key = json.dumps(tools)
         if key == self.key:

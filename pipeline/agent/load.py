@@ -1,6 +1,6 @@
-"""The user's environment, tools and program, loaded from what the settings name.
+"""Loading of the user's environment, tools and program, which the settings name.
 
-Needs Python 3.9 and nothing but the standard library; it runs in environment processes.
+This module needs Python 3.9 and nothing but the standard library; it runs in environment processes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Tool:
     timeout_s: float | None = None
     """Seconds of one call; None takes `agent.step_timeout_s`."""
     episode: verl.ToolOfVerl | None = None
-    """Called when an episode begins and ends."""
+    """A tool of verl, which is called when an episode begins and ends."""
     method: bool = False
-    """Whether `function` is a method of the environment, and so knows the episode."""
+    """True if `function` is a method of the environment, which holds the episode."""
 
     @property
     def name(self) -> str:
@@ -55,30 +55,30 @@ class Tool:
 
 @dataclass
 class Code:
-    """What the settings name."""
+    """The loaded user code."""
 
     environment: Callable[[], Environment] | None = None
-    """Makes the environment of an episode."""
+    """A function that makes the environment of an episode."""
     closes: bool = False
-    """Whether there is something to do when an episode ends."""
+    """True if an episode must be closed at its end."""
     tools: dict[str, Tool] = field(default_factory=dict)
     servers: list[Server] = field(default_factory=list)
-    """MCP servers, which are connected for an episode."""
+    """MCP servers; each episode connects to them."""
     program: Callable[..., Any] | None = None
-    """Drives an episode: `async def run(row, chat)`."""
+    """The program that drives an episode: `async def run(row, chat)`."""
     command: list[str] = field(default_factory=list)
-    """Drives an episode: program and arguments."""
+    """The command that drives an episode: program and arguments."""
     preloaded: bool = False
-    """Whether the command runs as a fork (`preload.py`)."""
+    """True if the command runs as a fork (`preload.py`)."""
     folders: list[str] = field(default_factory=list)
-    """Of the user's files; an error names the deepest line in them."""
+    """Folders of the user's files; an error names the deepest line in them."""
 
     def words(self, error: BaseException) -> str:
-        """An exception with its place: `ValueError: boom (my_game.py, line 12)`."""
+        """Describe an exception with its place: `ValueError: boom (my_game.py, line 12)`."""
         return words(error, self.folders)
 
     def place(self, frame: FrameType | None) -> str:
-        """The innermost line of the user's code in a stack, such as ` (my_game.py, line 12)`, or nothing."""
+        """Return the innermost line of the user's code in a stack, such as ` (my_game.py, line 12)`, or nothing."""
         while frame is not None:
             if _below(frame.f_code.co_filename, self.folders):
                 return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
@@ -87,7 +87,7 @@ class Code:
 
 
 def words(error: BaseException, folders: list[str]) -> str:
-    """As `Code.words`."""
+    """Describe an exception as `Code.words` does."""
     name, text = type(error).__name__, text_of(error)
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.msg, str):
         return cut(f"{name}: {error.msg} ({os.path.basename(error.filename)}, line {error.lineno})", MAX_ERROR)
@@ -111,18 +111,19 @@ def load(
     within_s: float = 60.0,
     path: Sequence[str] = (),
 ) -> Code:
-    """Import what the settings of the same names in the section `agent` name, and ask the servers among them.
+    """Import the user's code, and check the servers, by the settings of the same names in the section `agent`.
 
     Args:
         within_s: seconds in which each server must answer.
         path: `sys.path` of an interpreter that has no script.
 
     Raises:
-        ValueError: it does not load or answer, or is no environment or tool; the sentence names the key.
+        ValueError: something does not load, does not answer, or is not an environment, tool, program or command; the
+            sentence names the key.
     """
     code = Code()
     if not command:
-        # A command finds what a fresh interpreter would.
+        # A command must find the modules of a fresh interpreter.
         verl.provide()
     if environment is not None and environment.startswith(OPENENV):
         _openenv(code, environment, kwargs, within_s)
@@ -154,7 +155,7 @@ def _command(command: Sequence[str]) -> list[str]:
 
 
 def _preload(code: Code, modules: Sequence[str], path: Sequence[str]) -> None:
-    """Import what the script of the command will import."""
+    """Import the modules that the script of the command will import."""
     script = code.command[1]
     if not os.path.isfile(script):
         what = "is not a file" if os.path.exists(script) else "does not exist"
@@ -217,7 +218,7 @@ def _environment(code: Code, spec: str, kwargs: dict[str, Any]) -> None:
 
 
 def _openenv(code: Code, spec: str, kwargs: dict[str, Any], within_s: float) -> None:
-    """The environment of an OpenEnv server."""
+    """Load the environment of an OpenEnv server."""
     try:
         from pipeline.agent.openenv import OpenEnv
     except ImportError as error:
@@ -237,7 +238,7 @@ def _openenv(code: Code, spec: str, kwargs: dict[str, Any], within_s: float) -> 
 
 
 def _of_server(code: Code, key: str, spec: str, within_s: float) -> list[Tool]:
-    """The tools of an MCP server."""
+    """Load the tools of an MCP server."""
     try:
         from pipeline.agent.mcp_client import Server
     except ImportError as error:
@@ -257,7 +258,7 @@ def _lacking(key: str, spec: str, package: str, error: ImportError) -> str:
 
 
 def _tools(code: Code, key: str, spec: str) -> list[Tool]:
-    """The tools that an entry of `agent.tools` names: one, or all that are marked in a file."""
+    """Load the tools that an entry of `agent.tools` names: one, or all that are marked in a file."""
     if spec.endswith((".yaml", ".yml")):
         return _tools_of_verl(code, key, spec)
     path, _, name = _split(spec)
@@ -275,7 +276,7 @@ def _tools(code: Code, key: str, spec: str) -> list[Tool]:
 
 
 def _tools_of_verl(code: Code, key: str, path: str) -> list[Tool]:
-    """The tools in verl's YAML file."""
+    """Load the tools in verl's YAML file."""
     try:
         entries = verl.entries(path)
     except ValueError as error:
@@ -314,7 +315,7 @@ def _tool(key: str, function: Any, method: bool = False) -> Tool:
 
 
 def _named(code: Code, key: str, spec: str) -> Any:
-    """What `module:Name` or `/path/file.py:Name` stands for."""
+    """Load the object that `module:Name` or `/path/file.py:Name` stands for."""
     path, _, name = _split(spec)
     if not name:
         raise ValueError(f"{key} is {spec}, which names no class or function; write {spec}:NAME")
@@ -326,12 +327,12 @@ def _named(code: Code, key: str, spec: str) -> Any:
 
 
 def folders(environment: str | None, tools: list[str], program: str | None = None, **_: Any) -> list[str]:
-    """Folders of the files that the settings of these names stand for, found without importing them."""
+    """Find the folders of the files that the settings of these names stand for, without importing them."""
     specs = [_split(spec)[0] for spec in (environment, program) if spec is not None]
     for spec in tools:
         if spec.endswith((".yaml", ".yml")):
             specs.append(spec)
-            # What is wrong with the file is an error when it is loaded.
+            # A mistake in the file becomes an error when it is loaded.
             with contextlib.suppress(ValueError):
                 specs += [entry["class_name"] for entry in verl.entries(spec)]
         else:
@@ -359,16 +360,16 @@ def _split(spec: str) -> tuple[str, str, str]:
 
 
 def _module(code: Code, key: str, path: str) -> ModuleType:
-    """The module of a file or of a dotted name, imported once."""
+    """Import the module of a file or of a dotted name, once."""
     file = os.path.abspath(os.path.expanduser(path))
     if not path.endswith(".py") and _MODULE.fullmatch(path):
         name, spec = path, None
     elif path.endswith(".py") and os.path.isfile(file):
-        # Two files of one name are two modules; one file that several settings name is loaded once.
+        # Two files of one name are two modules; if several settings name one file, it is loaded once.
         name = f"agent_{os.path.basename(file)[:-3]}_{hashlib.blake2b(file.encode(), digest_size=4).hexdigest()}"
         spec = importlib.util.spec_from_file_location(name, file)
         code.folders.append(os.path.dirname(file))
-        # Modules that lie beside the file can be imported.
+        # The file can import modules in its folder.
         if os.path.dirname(file) not in sys.path:
             sys.path.append(os.path.dirname(file))
     else:
@@ -387,7 +388,7 @@ def _imported(code: Code, key: str, path: str, name: str, spec: Any) -> ModuleTy
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    # A module may raise anything as it is loaded, `SystemExit` of a script included.
+    # A module may raise anything during its import, `SystemExit` of a script included.
     except BaseException as error:
         sys.modules.pop(name, None)
         raise ValueError(f"{key}: importing {path} failed with {words(error, code.folders)}") from error

@@ -1,13 +1,13 @@
 """MCP servers as toolsets, in the process of an episode: `agent.tools=["mcp: COMMAND or URL"]`.
 
-Needs the package `mcp`, from version 2 on, in the interpreter of the episodes; `load.py` imports it where a server is
-named. Each episode has a connection of its own and, where a command is named, a server process of its own, which ends
-with it. The client runs on an event loop in a thread, so that it answers the server between two calls, too.
+This module needs the package `mcp`, from version 2 on, in the interpreter of the episodes; `load.py` imports it if the
+settings name a server. Each episode has its own connection and, for a command, its own server process, which ends with
+the episode. The client runs on an event loop in a thread, so that it answers the server between two calls, too.
 
-What a server sends is bounded: `LIMIT` bytes for one line, for all that follows one call, and for one HTTP response.
-Lines are, too: millions of short ones take many seconds.
-What cannot be read as an answer ends the connection at once (`mcp_streams.py`).
-Deadlines are those of the episode, whose process is killed after them, and the server with it.
+The output of a server is bounded: `LIMIT` bytes for one line, for all output after one call, and for one HTTP response.
+The number of lines is bounded, too: millions of short ones take many seconds.
+A message that cannot be read as an answer ends the connection at once (`mcp_streams.py`).
+The deadlines of the episode hold; a late episode's process is killed, and the server with it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pipeline.agent.remote import ServerFailed, cause, without_login
 from pipeline.agent.schema import NAME
 
 LIMIT = MAX_FRAME
-END_S = 1.0  # seconds in which a server must end by itself when its input is closed
+END_S = 1.0  # seconds in which a server must end by itself after its input is closed
 _MAX_LINE = 500  # bytes of the last line on standard error
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -54,11 +54,11 @@ class Server:
     """One entry of `agent.tools`, and in the process of an episode the connection to its server.
 
     Args:
-        key: the entry's, for sentences.
+        key: key of the entry, for sentences.
         text: a command or an http(s) URL.
 
     Raises:
-        ValueError: it is neither, or names no program.
+        ValueError: the text is neither, or the program is not found.
     """
 
     def __init__(self, key: str, text: str) -> None:
@@ -68,15 +68,16 @@ class Server:
         self._stack = contextlib.ExitStack()
         self._portal: BlockingPortal
         self._client: Client
-        self._problem = ""  # why the server answers no more, as far as is known
+        self._problem = ""  # the reason if the server gives no further answers, as far as is known
         self._received = self._lines = 0  # bytes and lines since the last call
         self._watch = Watch(self._fail)
 
     def schemas(self, within_s: float) -> list[dict[str, Any]]:
-        """Connect, and ask for the schemas of the tools.
+        """Connect, and request the schemas of the tools.
 
         Raises:
-            ServerFailed: it does not answer in time, or has no tools that a model could call.
+            ServerFailed: the server does not answer in time, or has tools that a model could not call, too many, or
+                none.
         """
         with start_blocking_portal() as portal:
             try:
@@ -118,7 +119,7 @@ class Server:
         """Connect for an episode.
 
         Raises:
-            ServerFailed: it cannot be done.
+            ServerFailed: the connection failed.
         """
         self._problem, self._watch = "", Watch(self._fail)
         self._portal = self._stack.enter_context(start_blocking_portal())
@@ -129,11 +130,11 @@ class Server:
             raise self._failed(error) from error
 
     def call(self, name: str, /, **arguments: Any) -> str:
-        """What a tool of the server replies.
+        """Call a tool of the server and return its reply.
 
         Raises:
-            ToolError: it replied that the call failed.
-            ServerFailed: it did not reply.
+            ToolError: the server replied that the call failed.
+            ServerFailed: the server did not reply.
         """
         self._received = self._lines = self._watch.received = 0
         try:
@@ -142,7 +143,7 @@ class Server:
             if error.code == mcp_types.INVALID_PARAMS:
                 raise ToolError(error.message) from None
             raise self._failed(error) from None
-        # The client is foreign code, and raises what it finds wrong with a result.
+        # The client is foreign code, and may raise anything on a malformed result.
         except Exception as error:
             raise self._failed(error) from error
         text = said(result)
@@ -182,7 +183,7 @@ class Server:
         response.stream = _Bounded(self, response.stream)  # type: ignore[arg-type]
 
     def too_much(self) -> str:
-        """Take note that the server sent more than it may."""
+        """Record and return the problem that the server sent more than `LIMIT` bytes."""
         self._fail(f"sent more than {LIMIT:,} bytes")
         return self._problem
 
@@ -191,7 +192,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncIterator[Any]:
-        """The server process of a command, as the streams of its messages."""
+        """Start the server process of a command; gives the streams of its messages."""
         try:
             process = subprocess.Popen(
                 self._command,
@@ -288,7 +289,7 @@ class _Bounded(httpx2.AsyncByteStream):
 
 
 def said(result: mcp_types.CallToolResult) -> str:
-    """The text of a result; what is no text is named in brackets."""
+    """Return the text of a result; other content is named in brackets."""
     parts = []
     for block in result.content:
         inner = getattr(block, "resource", block)
@@ -325,7 +326,7 @@ async def _reader(pipe: Any, limit: int) -> asyncio.StreamReader:
 
 
 async def _exited(process: subprocess.Popen[bytes], within_s: float) -> Any:
-    """How a process ended, which is left to be reaped; None where it did not in time."""
+    """Wait for the end of a process, without reaping it; returns how it ended, or None if it did not in time."""
     with anyio.move_on_after(within_s):
         while True:
             found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -336,7 +337,7 @@ async def _exited(process: subprocess.Popen[bytes], within_s: float) -> Any:
 
 
 async def _end(process: subprocess.Popen[bytes], errors: bytearray) -> str:
-    """How a server ended that closed its output, in words."""
+    """Describe how a server ended that closed its output."""
     found = await _exited(process, END_S)
     last = errors.decode(errors="replace").strip().split("\n")[-1]
     words = f"; the last line on its standard error: {last}" if last else ""

@@ -1,6 +1,6 @@
-"""The messages of an MCP server, watched: the first that answers no request ends the connection.
+"""A check of an MCP server's messages: the first that answers no request ends the connection.
 
-The client passes over an answer that it cannot read, or that has the id of no request. The call that waits for it would
+The client ignores an answer that it cannot read or whose id belongs to no request. The call that waits for it would
 wait until its deadline.
 """
 
@@ -17,10 +17,10 @@ from pipeline.agent.frames import MAX_MESSAGES
 
 
 class Watch:
-    """What is known of a connection.
+    """The state of a connection.
 
     Args:
-        fail: takes note of why the server answers no more, in words behind its name.
+        fail: function that records the reason if the server gives no further answers: a predicate to the server's name.
     """
 
     def __init__(self, fail: Callable[[str], None]) -> None:
@@ -30,12 +30,12 @@ class Watch:
         self._waiting: set[str] = set()
 
     def asked(self, message: Any) -> None:
-        """Take note of a message to the server."""
+        """Record a message to the server."""
         if isinstance(message, JSONRPCRequest):
             self._waiting.add(str(message.id))
 
     def answers(self, item: Any) -> bool:
-        """Whether the client can do something with what the server sent; if not, `fail` is called."""
+        """Return whether the client can use a message of the server; if not, call `fail`."""
         self.received += 1
         if self.received > MAX_MESSAGES:
             self.fail(f"sent more than {MAX_MESSAGES:,} messages")
@@ -54,7 +54,7 @@ class Watch:
 
 
 def is_meant(line: bytes) -> bool:
-    """Whether a line that cannot be read was meant as a message; servers print other things, too."""
+    """Return whether a line that cannot be read was meant as a message; servers print other text, too."""
     if not line.lstrip().startswith((b"{", b"[")):
         return False
     if b'"jsonrpc"' in line:
@@ -78,14 +78,14 @@ class Read:
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> Any:
-        """The next message."""
+        """Receive the next message."""
         item = await self._stream.receive()
         if not self._watch.answers(item):
             raise anyio.EndOfStream
         return item
 
     async def aclose(self) -> None:
-        """Receive no more."""
+        """Stop receiving."""
         await self._stream.aclose()
 
     def __aiter__(self) -> Read:
@@ -116,7 +116,7 @@ class Written:
         await self._stream.send(item)
 
     async def aclose(self) -> None:
-        """Send no more."""
+        """Stop sending."""
         await self._stream.aclose()
 
     async def __aenter__(self) -> Written:

@@ -1,4 +1,4 @@
-"""Messages and tools that a program gives, which may be anything, in OpenAI's form."""
+"""Checks of a program's messages and tools, which may be anything; the results have OpenAI's form."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from pipeline.conversations import read_calls, read_content
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NOTES = ("reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call", "id")
-"""Keys of an answer that clients send back; a context has the answer's own tokens."""
+"""Keys of an answer that clients send back. They are ignored: a context has the answer's own tokens."""
 MAX_KEY = 256
-"""Characters of a name or an id."""
+"""Most characters of a name or an id."""
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: contents are texts, arguments of calls are objects.
+    """Convert messages to the form of chat templates: contents are texts, arguments of calls are objects.
 
     Raises:
-        ValueError: something else is in them; the sentence is for who wrote the program.
+        ValueError: the messages are malformed. The text addresses the author of the program.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message {role, content}")
@@ -73,10 +73,10 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
-    """Schemas of tools.
+    """Check schemas of tools; returns an empty list for None.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: the schemas are malformed, or two tools have the same name.
     """
     if tools is None:
         return []

@@ -8,12 +8,12 @@
     await session.close()
     await processes.close()                                       # no process is left
 
-All of it runs on one event loop. The program of the processes is `host.py`.
+All calls run on one event loop. The program of the processes is `host.py`.
 
 With `agent.episodes_per_process` a process serves further episodes, if the one before ended well and left no thread,
 child, task or timer. An episode that does not begin in such a process begins again in a fresh one.
 
-With 512 open episodes on two cores: 2 ms to fork one (10 ms where the user's files import torch), 0.1 ms for a step,
+With 512 open episodes on two cores: 2 ms to fork a process (10 ms if the user's files import torch), 0.1 ms for a step,
 half of it CPU time of the run, and 1.8 MiB of memory that a process shares with no other.
 """
 
@@ -25,7 +25,7 @@ from pipeline.agent.session import EpisodeFailed, Session
 from pipeline.agent.zygote import Loaded, Zygote, ZygoteLost
 from pipeline.config.agent import AgentConfig
 
-RETRY_S = 0.2  # seconds until a process that the machine had no room for is started again
+RETRY_S = 0.2  # seconds until the next attempt to start a process that the machine had no room for
 
 
 class Processes:
@@ -39,13 +39,13 @@ class Processes:
         self._numbers = itertools.count()
         self._sessions: set[Session] = set()
         self._free: list[Session] = []
-        """Sessions that have ended, whose processes may serve another one."""
+        """Ended sessions whose processes may serve another session."""
 
     async def start(self) -> Loaded:
         """Import the user's files, unless it is done.
 
         Raises:
-            ValueError: they do not load within `START_S`; the sentence names the key.
+            ValueError: the files do not load within `START_S`; the sentence names the key.
         """
         return (await self._started())[1]
 
@@ -67,11 +67,12 @@ class Processes:
             await zygote.close()
 
     async def open(self, row: dict[str, Any], seed: int, timeout_s: float) -> Session:
-        """Start the process of an episode, and begin the episode where there is an environment.
+        """Start the process of an episode, and begin the episode if it has an environment.
 
         Args:
             row: `prompt`, `data_source`, `ground_truth` and `extra_info`, as JSON data.
-            timeout_s: seconds for all of it; a machine that has no room for a process is asked again until then.
+            seed: seed of the environment's `open`.
+            timeout_s: seconds for all of it; if the machine has no room for a process, the start is retried until then.
 
         Raises:
             EpisodeFailed: the process could not be started, or the environment failed.
@@ -108,7 +109,7 @@ class Processes:
         self._free.append(session)
 
     def _used(self) -> Session | None:
-        """A session in a process that has served others; None where there is none."""
+        """Return a session in a process that has served others; None if no such process is free."""
         while self._free:
             former = self._free.pop()
             if former.is_there:

@@ -1,4 +1,4 @@
-"""How messages of a role follow an answer, proven on the model's own chat template before the run."""
+"""Proof, on the model's own chat template and before the run, that messages of a role can follow an answer."""
 
 from dataclasses import dataclass
 
@@ -18,26 +18,26 @@ TOOL_WAYS = (*(Way(form, tools) for form in ("objects", "texts") for tools in (F
 
 @dataclass(frozen=True)
 class Proof:
-    """How messages of a role follow an answer."""
+    """The proven way in which messages of a role follow an answer."""
 
     way: Way
     closing: str
-    """The control token that `after` begins with where the answer was cut."""
+    """The control token that `after` begins with if the answer was cut."""
     closings: frozenset[int]
-    """Ids of the tokens that the template writes behind an answer; where one was sampled, none is added."""
+    """Ids of the tokens that the template writes to close an answer; if one was sampled, none is added."""
     several: bool
-    """Whether several such messages may follow one answer."""
+    """True if several such messages may follow one answer."""
     appends: bool
-    """Whether the template renders the longer conversation as the shorter one and more."""
+    """True if the template renders the longer conversation as the shorter one and more."""
     trimmed: bool
-    """Whether the template removes white space around contents."""
+    """True if the template removes white space around contents."""
 
 
 def prove(template: Template, role: str) -> Proof:
-    """How messages of a role follow an answer.
+    """Find a way in which messages of a role follow an answer, if possible several of them.
 
     Raises:
-        ValueError: the template cannot continue an answer with one.
+        ValueError: the template cannot continue an answer with such a message.
     """
     reason, single = "", None
     for way in TOOL_WAYS if role == "tool" else USER_WAYS:
@@ -61,7 +61,7 @@ def prove(template: Template, role: str) -> Proof:
 
 
 def _try(template: Template, role: str, way: Way) -> Proof:
-    """The proof of one way. Raises ValueError where it fails."""
+    """Prove one way. Raises ValueError if the proof fails."""
     name = template.tools[0]["function"]["name"] if template.tools else "tool"
     calls = [] if way.calls == "none" else [Call(call_id(number), name, {}) for number in range(2)]
     message = {"role": role, "content": WORD}
@@ -82,7 +82,7 @@ def _try(template: Template, role: str, way: Way) -> Proof:
 
 
 def _closing(template: Template, way: Way, message: dict, calls: list[Call]) -> tuple[str, frozenset[int]]:
-    """The control token that ends an answer in front of `message`, and the ids of all that end one."""
+    """Return the control token that ends an answer in front of `message`, and the ids of all tokens that end one."""
     text = template.behind(way, [message], calls)
     controls = list(template.tokens.control.finditer(text))
     if not controls:
@@ -91,10 +91,10 @@ def _closing(template: Template, way: Way, message: dict, calls: list[Call]) -> 
     if way.calls == "none":
         if text[: controls[0].start()].strip():
             raise ValueError(f"behind an answer it writes {text[: controls[0].start()]!r:.40}, not a control token")
-        # Where nothing follows, some templates end an answer with another token.
+        # At the end of a conversation, some templates end an answer with another token.
         ends = [controls[0].group(), *(match.group() for match in [template.tokens.control.match(last)] if match)]
         return ends[0], frozenset(template.tokens.ids[end] for end in ends)
-    # What both share is the rest of the call, and the closing marker if answers in last place have one.
+    # Both share the rest of the call, and the closing marker if answers in last place have one.
     shared = len(common_prefix(text, last))
     within = [control.group() for control in controls if control.end() <= shared]
     behind = [control.group() for control in controls if control.start() >= shared]
@@ -106,7 +106,7 @@ def _closing(template: Template, way: Way, message: dict, calls: list[Call]) -> 
 
 
 def _check_border(template: Template, way: Way, closing: str, message: dict, calls: list[Call]) -> None:
-    """Raises ValueError where what follows an answer depends on it, or a token could cross the border."""
+    """Raise ValueError if the text after an answer depends on the answer, or a token could cross the border."""
     tail = template.tail(way, closing, [message], calls)
     encode = template.tokens.as_template
     for answer in ANSWERS:
@@ -121,7 +121,7 @@ def _check_border(template: Template, way: Way, closing: str, message: dict, cal
 
 
 def _appends(template: Template, way: Way, closing: str, message: dict, calls: list[Call]) -> bool:
-    """Whether the whole conversation, as the template writes it, is the first prompt, the answer and the tail."""
+    """Return whether the template writes the whole conversation as the first prompt, the answer and the tail."""
     start = template.render([QUESTION], template.tools)
     answer = said(THOUGHT, calls, way.calls)
     try:

@@ -1,7 +1,8 @@
 """A tool that runs Python code of the model: `agent.tools=[pipeline.agent.python_tool:python]`.
 
-The code runs in the sandbox of `pipeline/reward/sandbox/`, in a process of its own for each call: no network, no file
-of this machine to write, and the limits of `LIMITS`. The tool is not loaded where the machine cannot isolate the code.
+The code runs in the sandbox of `pipeline/reward/sandbox/`, in a process of its own for each call: it has no network, it
+cannot write files of this machine, and `LIMITS` holds for it. The tool does not load if the machine cannot isolate the
+code.
 """
 
 from pipeline.agent import ToolError, tool

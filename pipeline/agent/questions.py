@@ -1,4 +1,4 @@
-"""The chats that a program asks for by frames (`chats.py`), on the run's side."""
+"""The chats that a program requests by frames (`chats.py`), on the run's side."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from pipeline.agent.conversation import Answer
 
 Chat = Callable[..., Awaitable["Answer"]]
-"""`Conversation.chat`."""
+"""The function `Conversation.chat`."""
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-"""Sends a reply to the program, as one frame."""
+"""A function that sends a reply to the program, as one frame."""
 
 
 class Asked(Protocol):
-    """What takes the frames that a program asks by: `Questions`, or what hands them on."""
+    """A receiver of a program's frames: `Questions`, or an object that passes them on."""
 
     async def take(self, frame: dict[str, Any]) -> None:
         """See `Questions.take`."""
 
 
 class ChatFailed(Exception):
-    """A chat raised `error`, for which the program can do nothing."""
+    """A chat raised `error`, which the program cannot mend."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -38,11 +38,11 @@ class Questions:
         async with Questions(chat, send) as questions:
             await questions.take(frame)
 
-    A chat that raises ends the block, which raises `ChatFailed` from what it raised. At its end no chat is left.
+    If a chat raises, the block ends and raises `ChatFailed` with the error. No chat outlives the block.
 
     Args:
-        chat: of the episode's conversation.
-        send: sends a reply as one frame.
+        chat: `chat` of the episode's conversation.
+        send: function that sends a reply as one frame.
     """
 
     def __init__(self, chat: Chat, send: Send) -> None:
@@ -66,14 +66,14 @@ class Questions:
             raise next(chats, group.exceptions[0]) from None
 
     async def take(self, frame: dict[str, Any]) -> None:
-        """Ask or cancel what a frame says."""
+        """Start or cancel the chat of a frame."""
         number = frame["chat"]
         if "cancel" in frame:
             if number in self._asking:
                 self._asking[number].cancel()
             return
         while len(self._tasks) >= MAX_CHATS:
-            # The program that `chats.Chats` runs sends no more; another one waits.
+            # The program behind `chats.Chats` does not send more; any other has to wait.
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         task = self._group.create_task(self._answer(number, frame))
         self._tasks.add(task)
@@ -93,7 +93,7 @@ class Questions:
             own = asyncio.current_task()
             if own is None or own.cancelling():
                 raise
-            # The program has cancelled it, and waits for nothing.
+            # The program has cancelled the chat, and does not wait for an answer.
             return None
         except Exception as error:
             raise ChatFailed(error) from error
@@ -107,6 +107,6 @@ class Questions:
 
 
 def as_fields(message: Message) -> dict[str, Any]:
-    """A message in a frame."""
+    """Convert a message to the fields of a frame."""
     calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.calls]
     return {"text": message.text, "reasoning": message.reasoning, "truncated": message.truncated, "calls": calls}

@@ -1,4 +1,4 @@
-"""Requests of programs that the endpoint does not answer."""
+"""Refusals of programs' requests by the endpoint."""
 
 from aiohttp import web
 
@@ -8,12 +8,12 @@ MAX_PARAM = 200  # characters
 
 
 class Refused(Exception):
-    """A request that is not answered.
+    """The endpoint refuses a request.
 
     Args:
-        message: a sentence for who wrote the client.
-        code: short, in OpenAI's manner.
-        status: of HTTP; the clients repeat none of those that are used.
+        message: a sentence for the author of the client.
+        code: short code in OpenAI's manner.
+        status: HTTP status; clients do not repeat requests with the statuses in use.
         param: key of the request.
     """
 
@@ -22,7 +22,7 @@ class Refused(Exception):
         self.code, self.status, self.param = code, status, param and cut(param, MAX_PARAM)
 
     def response(self) -> web.Response:
-        """As OpenAI's clients read it."""
+        """Write the refusal as OpenAI's clients read it."""
         kind = "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return web.json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})

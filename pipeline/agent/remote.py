@@ -1,6 +1,6 @@
-"""Servers that reply to episodes: of tools (`mcp_client.py`), and of an environment (`openenv.py`).
+"""Common parts of the clients of servers: of tools (`mcp_client.py`), and of an environment (`openenv.py`).
 
-Needs Python 3.9 and nothing but the standard library; it runs in environment processes.
+This module needs Python 3.9 and nothing but the standard library; it runs in environment processes.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 
 MCP, OPENENV = "mcp:", "openenv:"
-"""What `agent.tools` and `agent.environment` begin with where they name a server."""
+"""Prefixes in `agent.tools` and `agent.environment` that mark a server."""
 
 
 class ServerFailed(Exception):
-    """A server does not answer, broke off, or sent what is no answer: an error of the row."""
+    """A server does not answer, broke off, or sent something that is not an answer: an error of the row."""
 
 
 def cause(error: BaseException) -> str:
-    """An exception in words; of a group, its first one."""
+    """Describe an exception; of a group, the first one."""
     while getattr(error, "exceptions", None):
         error = error.exceptions[0]  # type: ignore[attr-defined]
     text = str(error)
@@ -24,5 +24,5 @@ def cause(error: BaseException) -> str:
 
 
 def without_login(text: str) -> str:
-    """`text` without the names and passwords in URLs."""
+    """Remove names and passwords from the URLs in `text`."""
     return re.sub(r"//[^/@\s]*@", "//", text)

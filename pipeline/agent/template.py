@@ -1,6 +1,6 @@
-"""What a chat template writes, and what of it stands behind an answer.
+"""The text of a chat template, and the part of it after an answer.
 
-It is found by rendering `[user, assistant(SENTINEL), *messages]` and keeping what follows the sentinel.
+That part is found by rendering `[user, assistant(SENTINEL), *messages]` and keeping the text after the sentinel.
 """
 
 import json
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
 QUESTION = {"role": "user", "content": "Hello."}
 
 FORMS = ("objects", "texts", "alone")
-"""How templates read calls: with arguments as objects, as JSON texts, or as JSON texts without content beside them."""
+"""Forms of calls that templates read: arguments as objects, as JSON texts, or as JSON texts in a message without
+content."""
 
 
 class Way(NamedTuple):
-    """How the answer in front of new messages is rendered."""
+    """The way in which the answer in front of new messages is rendered."""
 
     calls: str
     """`none`, or `objects` or `texts` of `FORMS`: some templates need the call in front of its result."""
     tools: bool
-    """Whether with the tools' schemas."""
+    """True to render the tools' schemas, too."""
 
 
 class Template:
     """The chat template of a model.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         kwargs: further arguments of the template.
         tools: schemas of the tools.
     """
@@ -46,12 +47,12 @@ class Template:
         self._sentinel = f"S{secrets.token_hex(8)}S"
 
     def render(self, messages: list[dict], tools: list[dict] | None, generate: bool = True) -> str:
-        """The text of a conversation.
+        """Render the text of a conversation.
 
         Args:
-            messages: in OpenAI's form.
-            tools: schemas.
-            generate: whether with the generation prompt.
+            messages: messages in OpenAI's form.
+            tools: schemas of the tools.
+            generate: true to append the generation prompt.
 
         Raises:
             ValueError: the template fails.
@@ -73,13 +74,13 @@ class Template:
         return text
 
     def behind(self, way: Way, messages: list[dict], calls: Sequence[Call], generate: bool = True) -> str:
-        """What the template writes behind an answer; where the answer has calls, behind what the last of them says.
+        """Return the text of the template after an answer; if it has calls, after the argument of the last call.
 
         Args:
-            way: how the answer is rendered.
-            messages: what follows it.
-            calls: its calls; none stand for as many as `messages` answer.
-            generate: whether with the generation prompt.
+            way: way in which the answer is rendered.
+            messages: messages after the answer.
+            calls: calls of the answer; if empty, as many placeholders as `messages` has results of tools, at least one.
+            generate: true to append the generation prompt.
 
         Raises:
             ValueError: the template fails, or does not write the answer once.
@@ -95,17 +96,17 @@ class Template:
         return text[text.index(self._sentinel) + len(self._sentinel) :]
 
     def tail(self, way: Way, closing: str, messages: list[dict], calls: Sequence[Call]) -> str:
-        """`behind`, from the control token `closing` on where the answer has calls, with the generation prompt."""
+        """Return `behind` with the generation prompt, from the control token `closing` on if the answer has calls."""
         text = self.behind(way, messages, calls)
         return text if way.calls == "none" else text[text.index(closing) :]
 
 
 def said(text: str, calls: Sequence[Call], form: str, in_call: bool = False) -> dict[str, Any]:
-    """An assistant's message.
+    """Make an assistant's message.
 
     Args:
-        text: its content; the argument of its last call with `in_call`, where there are calls.
-        calls: its calls, whose arguments are left out with `in_call`.
+        text: content of the message; with `in_call` and if there are calls, the argument of the last one.
+        calls: calls of the message; `in_call` replaces their arguments.
         form: one of `FORMS`, or `none`.
         in_call: see `text`.
     """
@@ -123,12 +124,12 @@ def said(text: str, calls: Sequence[Call], form: str, in_call: bool = False) -> 
 
 
 def arguments(call: Call, form: str) -> Any:
-    """Arguments as templates read them."""
+    """Convert the arguments of a call to a form of `FORMS`."""
     return call.arguments if form == "objects" else json.dumps(call.arguments, ensure_ascii=False)
 
 
 def answering(messages: list[dict], calls: Sequence[Call]) -> list[dict]:
-    """`messages`, those of role `tool` with id and name of the call that they answer."""
+    """Give the messages of role `tool` the id and name of the call that they answer."""
     waiting = iter(calls)
     named = []
     for message in messages:
@@ -138,6 +139,6 @@ def answering(messages: list[dict], calls: Sequence[Call]) -> list[dict]:
 
 
 def common_prefix(one: str, other: str) -> str:
-    """What both begin with."""
+    """Return the longest common beginning of two texts."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:length]
