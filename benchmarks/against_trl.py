@@ -8,23 +8,23 @@
 Three cases take turns, `--rounds` times, each run in processes of its own: TRL, ours strictly on-policy, and ours one
 iteration ahead (`algorithm.max_staleness=1`). All train the Countdown model of `make demo` with the sizes of
 `experiment=countdown_cpu`, in float32, by the clipped loss without a KL, and score answers by the same rule. Settings
-after `--` are of both of our cases, and TRL takes batch, samples, lengths, mini-batches and learning rate from them;
-those of `--ahead` are of the second one alone. Ours has one train worker. Strictly on-policy it takes turns on all
-cores with engines of one core each; one iteration ahead it and the only engine have half of the cores each. Chunks are
-of 16 prompts. Puzzles, model and an environment with TRL are made in the folder, once, unless `--data`, `--model` and
+after `--` hold for both of our cases, and TRL takes batch, samples, lengths, mini-batches and learning rate from them;
+settings of `--ahead` hold only for the second case. Ours has one train worker. Strictly on-policy it takes turns on all
+cores with engines of one core each; one iteration ahead it and the only engine have half of the cores each. A chunk has
+16 prompts. Puzzles, model and an environment with TRL are made in the folder, once, unless `--data`, `--model` and
 `--trl-python` name them.
 
-With `--long` rows are 250 + about 170 tokens: 16 puzzles a step behind 230 digits that have no meaning, 8 answers to
+With `--long` rows are 250 + about 170 tokens: 16 puzzles a step, each after 230 digits without meaning, 8 answers to
 each by an untrained model of 5 million parameters, which ends them at random, and two mini-batches.
 
 TRL runs in its fastest way without a GPU. It cannot put new weights into a CPU build of vLLM, so it generates with
-`transformers`, all samples of an iteration at once; before the rounds the `--ways` of using the cores are tried, and
-the fastest is taken. An iteration is one generation and the optimiser steps on it, timed by the wall from the end of
-the one before to its own end. Left out on both sides: the start, the first `--warmup` iterations, and what follows the
-last one; of ours also the last iteration, beside which nothing is generated any more.
+`transformers`, all samples of an iteration at once. Before the rounds the `--ways` of using the cores are tried, and
+the fastest is taken. An iteration is one generation and the optimiser steps on it, in wall-clock time from the end of
+the iteration before. Both sides leave out the start, the first `--warmup` iterations, and the time after the last one.
+Ours also leaves out the last iteration, because no generation runs during it.
 
-Tables and `result.json` come at the end. The exit code is 1 where a run fails, and where strictly on-policy the median
-of the rounds' ratios to TRL is below 1.
+Tables and `result.json` come at the end. The exit code is 1 if a run fails, or if strictly on-policy the median of the
+rounds' ratios to TRL is below 1.
 """
 
 import argparse
@@ -70,12 +70,12 @@ from pipeline.track.history import write_atomically
 
 SIDE = Path(__file__).with_name("trl_side.py")
 TRIED = 3
-"""Iterations, after those of warm-up, in which a way of using the cores is tried."""
+"""Iterations after the warm-up in which a way of using the cores is tried."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How TRL uses the cores."""
+    """A way in which TRL uses the cores."""
 
     processes: int
     generation: str = "generate"
@@ -84,11 +84,11 @@ class Way:
 
 WAYS = {"one": Way(1), "two": Way(2), "continuous": Way(1, "continuous")}
 CHUNKS = 4
-"""Of an iteration of ours, and as many engines can share it."""
+"""Chunks of an iteration of ours; at most as many engines can share it."""
 MICRO_BATCH = 128
-"""Rows of a forward pass of TRL's, all processes together; fewer were slower."""
+"""Most rows of TRL's forward pass, all processes together; fewer were slower."""
 DIGITS = 230
-"""Before each puzzle of `--long`; a token each."""
+"""Digits before each puzzle of `--long`; a token each."""
 LONG = [
     "data.train_batch_size=16",
     "data.max_prompt_length=320",
@@ -100,10 +100,10 @@ LONG = [
 
 
 def make_long_inputs(folder: Path) -> tuple[Path, Path]:
-    """Puzzles behind many digits, and an untrained model, in folders of `folder`; what is there already is taken.
+    """Make puzzles after many digits, and an untrained model, in folders of `folder`, unless they exist.
 
     Raises:
-        subprocess.CalledProcessError: they could not be made.
+        subprocess.CalledProcessError: puzzles or model could not be made.
     """
     data, model = folder / "data", folder / "model"
     train = data / "train.parquet"
@@ -123,10 +123,10 @@ def make_long_inputs(folder: Path) -> tuple[Path, Path]:
 
 
 def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[str]:
-    """Settings of one of our cases."""
-    # Engines and trainer take turns, or work side by side; threads that wait for a core others hold make both crawl.
+    """Make the settings of one of our cases."""
+    # Engines and trainer take turns, or work at the same time; threads that wait for a busy core slow both down.
     half = max(1, args.cores // 2)
-    # An engine of two threads is no faster for so small a model than one of one.
+    # For so small a model, an engine with two threads is not faster than with one.
     engines, engine_threads, threads = min(args.cores, CHUNKS), 1, args.cores
     if case == AHEAD:
         engines, engine_threads, threads = 1, half, half
@@ -136,7 +136,7 @@ def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[s
         "data.val_files=null",
         f"model.path={model.resolve()}",
         "actor.optim.lr_scheduler_type=constant",
-        # Of the ways to use two cores the fastest for so small a model: fewer processes, fewer and larger chunks.
+        # The fastest use of two cores for so small a model: fewer processes, fewer and larger chunks.
         "trainer.num_workers=1",
         f"trainer.num_threads={threads}",
         f"rollout.num_engines={engines}",
@@ -154,10 +154,10 @@ def ours(args: argparse.Namespace, data: Path, model: Path, case: str) -> list[s
 
 
 def theirs(config: Config, way: Way, cores: int, folder: Path, iterations: int, seed: int) -> dict[str, Any]:
-    """Settings of a run of TRL's that does what `config` asks of ours.
+    """Make the settings of a run of TRL with the same work as ours with `config`.
 
     Raises:
-        ValueError: the settings ask for something that TRL is not set to do.
+        ValueError: TRL's side does not support the settings.
     """
     actor, prompts, samples = (
         config.actor,
@@ -196,34 +196,34 @@ def theirs(config: Config, way: Way, cores: int, folder: Path, iterations: int, 
 
 
 def trl_command(python: Path, processes: int, settings: Path) -> list[str]:
-    """How TRL's side is started; without the path of this folder, whose modules are none of its."""
+    """Make the command that starts TRL's side, without the path of this folder, whose modules it must not import."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
     side = [str(python), "-P", str(SIDE), str(settings)]
     return side if processes == 1 else [str(python), "-P", *launcher, *side]
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a run: those of this process, without what would bring it to another Ray or other modules."""
+    """Make the variables of a run: this process's, without those that lead to another Ray or other modules."""
     left_out = {"RAY_ADDRESS", "PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS"}
     return {name: value for name, value in os.environ.items() if name not in left_out} | dict(more)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Makes the runs."""
+    """The runs of both sides."""
 
     args: argparse.Namespace
     python: Path
-    """With TRL."""
+    """Interpreter with TRL."""
     data: Path
     model: Path
     cores: int
 
     def trl(self, way: Way, name: str, seed: int, steps: int) -> Outcome:
-        """One run of TRL's.
+        """Run TRL once.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the run failed.
         """
         warmup, folder = self.args.warmup, self._fresh(name)
         config = load_config(ours(self.args, self.data, self.model, SYNCHRONOUS))
@@ -232,7 +232,7 @@ class Runner:
         variables = {
             "OMP_NUM_THREADS": str(settings["threads"]),
             "TOKENIZERS_PARALLELISM": "false",
-            # Model and prompts are files here.
+            # Model and prompts are local files.
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(self.args.out.resolve() / "huggingface"),
         }
@@ -241,10 +241,10 @@ class Runner:
         return of_trl(folder / "result.json", warmup, steps)
 
     def ours(self, case: str, name: str, seed: int) -> Outcome:
-        """One run of ours.
+        """Run ours once.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the run failed.
         """
         folder = self._fresh(name)
         settings = ours(self.args, self.data, self.model, case)
@@ -254,7 +254,7 @@ class Runner:
         return of_ours(folder / "run", self.args.warmup, self.args.steps)
 
     def fastest(self, names: Sequence[str]) -> tuple[str, dict[str, float]]:
-        """The name of the way with the quickest iterations, and the seconds an iteration of each; none for one."""
+        """Find the way with the quickest iterations; also returns the seconds of each way, unless there is only one."""
         if len(names) == 1:
             return names[0], {}
         taken = {}
@@ -264,7 +264,7 @@ class Runner:
         return min(taken, key=lambda name: taken[name]), taken
 
     def round(self, number: int, way: Way) -> dict[str, Outcome]:
-        """One run of each case."""
+        """Run each case once."""
         outcomes = {}
         for case, title in NAMES.items():
             name = f"round-{number}-{case.replace(' ', '-').lower()}"
@@ -277,7 +277,7 @@ class Runner:
         return outcomes
 
     def _fresh(self, name: str) -> Path:
-        """An empty folder for a run."""
+        """Make an empty folder for a run."""
         folder: Path = (self.args.out / "runs" / name).resolve()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -285,7 +285,7 @@ class Runner:
 
 
 def show(rounds: Rounds, samples: int) -> None:
-    """Prints the tables."""
+    """Print the tables."""
     console = Console()
     console.print(table(rounds, samples))
     for case in (SYNCHRONOUS, AHEAD):
@@ -296,16 +296,16 @@ def show(rounds: Rounds, samples: int) -> None:
 
 
 def keep_to(cores: int) -> int:
-    """Leaves this process, and the runs, which inherit it, so many cores; how many it has then."""
+    """Limit this process, and the runs, which inherit the limit, to so many cores; returns the number that it has."""
     kept = sorted(os.sched_getaffinity(0))[:cores]
     os.sched_setaffinity(0, kept)
     return len(kept)
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Make what is needed, the runs and the report; the exit code."""
+    """Make the inputs, the runs and the report; returns the exit code."""
     args.out.mkdir(parents=True, exist_ok=True)
-    # The settings are looked at before anything is made that takes minutes.
+    # The settings are checked before the steps that take minutes.
     for case in (SYNCHRONOUS, AHEAD):
         config = load_config(ours(args, Path(), Path(), case))
         for name in args.ways:

@@ -3,11 +3,11 @@
     python -m benchmarks.against_trl_agent --out runs/against-trl-agent
     python -m benchmarks.against_trl_agent --out DIR --trl-python PATH --turns 4 --turn-tokens 16
 
-Both play `examples/agents/higher_lower.py` with a tiny model of random weights, whose answers are all of the same
-length and never the number, so every episode has all its turns; tokens are counted on both sides. They take turns, and
-only the generation counts: ours is the rollout stage with its processes of episodes, weights loaded each time, TRL's is
+Both run `examples/agents/higher_lower.py` with a tiny model of random weights. Its answers all have the same length and
+are never the number, so every episode has all its turns; tokens are counted on both sides. The sides take turns, and
+only the generation counts: ours is the rollout stage with its processes of episodes, weights loaded each time; TRL's is
 `GRPOTrainer`, from the reset of its environments on. TRL cannot put new weights into a CPU build of vLLM, so it
-generates with `transformers`. Seconds of the CPU are those of all processes of a side.
+generates with `transformers`. CPU seconds include all processes of a side.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def settings(args: argparse.Namespace) -> Config:
-    """Of our side."""
+    """Make the settings of our side."""
     return load_config(
         [
             "experiment=higher_lower_cpu",
@@ -89,7 +89,7 @@ class Trl:
         self._log = args.out / "trl.log"
 
     def play(self) -> dict[str, Any]:
-        """One batch of episodes.
+        """Run one batch of episodes.
 
         Raises:
             RuntimeError: the process has ended.

@@ -7,11 +7,11 @@
 The modes take turns with one engine: `single` samples all tokens of a row in one request, `episodes` in several turns
 with an environment that replies at once, `slow` with one that sleeps `--pause` seconds before each reply, and `used` as
 `episodes`, in processes that serve `--episodes-per-process` one after the other. `turns` is the bound of `episodes`:
-bare vLLM is asked the same prompts, with no environment, and each next one at once. Every answer has the same length.
-Only ratios within one run are to be trusted.
+bare vLLM with the same prompts, without an environment, and with each next prompt at once. Every answer has the same
+length. Only ratios within one run are to be trusted.
 
-CPU time of a turn is that of the engine's thread, of all others of the run's process (`outside`), and of the processes
-of the environments, those that start and end them included.
+CPU time of a turn is given for the engine's thread, for all other threads of the run's process (`outside`), and for the
+processes of the environments, with the processes that start and end them.
 """
 
 import argparse
@@ -64,22 +64,22 @@ AGAINST = {
     "slow": ("episodes",),
     "used": ("episodes",),
 }
-"""Modes, and those that each is compared with."""
+"""Modes that each mode is compared with."""
 
 
 class Clocks(NamedTuple):
     """CPU seconds."""
 
     engine: float
-    """Of the engine's thread."""
+    """Seconds of the engine's thread."""
     outside: float
-    """Of all other threads of this process."""
+    """Seconds of all other threads of this process."""
     environments: float
-    """Of the processes below this one, those that have ended included."""
+    """Seconds of the processes below this one, ended ones included."""
 
 
 def own(stage: Rollout) -> tuple[float, float]:
-    """CPU seconds so far of the engine's thread, and of all other threads of this process."""
+    """Return the CPU seconds so far of the engine's thread, and of all other threads of this process."""
     thread = stage.engine._thread.ident
     assert thread is not None
     engine = time.clock_gettime(time.pthread_getcpuclockid(thread))
@@ -87,11 +87,11 @@ def own(stage: Rollout) -> tuple[float, float]:
 
 
 def below() -> float:
-    """CPU seconds so far of the processes below this one."""
+    """Sum the CPU seconds so far of the processes below this one."""
     seconds = 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
-            # The clock of clock_getcpuclockid(3): `cpu_times` drops what is less than a tick in each process.
+            # The clock of clock_getcpuclockid(3): `cpu_times` drops less than a tick of each process.
             seconds += time.clock_gettime(~process.pid << 3 | 2) + sum(process.cpu_times()[2:4])
     return seconds
 
@@ -104,20 +104,20 @@ class Measured(NamedTuple):
     cpu_rate: float
     """Sampled tokens per CPU second of this process."""
     cpu_ms: Clocks
-    """Milliseconds of a turn."""
+    """CPU milliseconds of a turn."""
     idle: float
     """Share of the time in which the engine took no step."""
     steps: int
-    """Of the engine."""
+    """Steps of the engine."""
 
 
 def sampled(table: pa.Table) -> int:
-    """Tokens that the policy wrote."""
+    """Count the tokens that the policy sampled."""
     return int(rows.flat(table, "response_mask")[0].sum())
 
 
 async def generate(stage: Rollout, chunks: Sequence[pa.Table]) -> int:
-    """Tokens that the stage samples."""
+    """Let the stage generate; returns the number of sampled tokens."""
     tables = await asyncio.gather(*(stage(chunk) for chunk in chunks))
     for table in tables:
         for error in filter(None, table["env_error"].to_pylist() if "env_error" in table.column_names else ()):
@@ -126,7 +126,7 @@ async def generate(stage: Rollout, chunks: Sequence[pa.Table]) -> int:
 
 
 async def bare(stage: Rollout, policy: rollout.OneVersion, config: Config, chunks: Sequence[pa.Table]) -> int:
-    """Tokens that bare vLLM samples, asked as the episodes ask it."""
+    """Let bare vLLM generate with the requests of the episodes; returns the number of sampled tokens."""
     assert stage._episodes is not None
     language = await stage._episodes._agents[None].start()
     observation = language.bridge.after([], [{"role": config.agent.observation_role, "content": REPLY}])
@@ -158,7 +158,7 @@ async def bare(stage: Rollout, policy: rollout.OneVersion, config: Config, chunk
 
 
 def paused(table: pa.Table, seconds: float) -> pa.Table:
-    """The chunk, whose environments sleep so long before each reply."""
+    """Return the chunk with environments that sleep so long before each reply."""
     column = table.column_names.index("extra_info")
     texts = pa.array([f'{{"pause_s": {seconds}}}'] * len(table))
     return table.set_column(column, table.schema.field(column), texts)
@@ -193,7 +193,7 @@ async def measure(config: Config, args: argparse.Namespace) -> dict[str, list[Me
     for repeat in range(args.repeats + 1):
         for name in args.modes[:: 1 if repeat % 2 else -1]:
             turns, play = modes[name]
-            # Each takes the weights again, so that no prefix is cached.
+            # Each mode loads the weights again, so that no prefix is cached.
             single._version = used._version = episodes._version
             policy.version += 1
             steps, busy, before = episodes.engine.steps, episodes.engine.busy_s, below()

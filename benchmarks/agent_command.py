@@ -1,11 +1,11 @@
-"""CPU time and memory of episodes that a Python command plays, as fresh interpreters and as forks (`agent.preload`).
+"""CPU time and memory of episodes that a Python command drives, as fresh interpreters and as forks (`agent.preload`).
 
     python -m benchmarks.agent_command --episodes 32 --repeats 3
 
-The command is `examples/agents/higher_lower_client.py`; its answers come from a server that always says the same, six
-for an episode. The ways take turns, and only ratios within one run are to be trusted. CPU time is that of all processes
-below this one, the end of the episode's included. Memory is what processes share with no other (USS), summed up when
-all episodes have asked for the first time.
+The command is `examples/agents/higher_lower_client.py`; its answers come from a server that always sends the same one,
+six for an episode. The ways take turns, and only ratios within one run are to be trusted. CPU time includes all
+processes below this one, up to the end of the episode. Memory is the unshared memory of the processes (USS), summed up
+when all episodes have sent their first request.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ANSWER = {
 
 
 class Server:
-    """Answers chat completions, the first ones once all episodes have asked."""
+    """A server of chat completions; it answers the first requests after all episodes have sent theirs."""
 
     def __init__(self, episodes: int) -> None:
         self.missing, self.all, self.measured = episodes, asyncio.Event(), asyncio.Event()
@@ -59,7 +59,7 @@ class Server:
 
 
 def below() -> tuple[float, float]:
-    """CPU seconds of the processes below this one, those that ended included, and MiB that they share with no other."""
+    """Sum the CPU seconds of the processes below this one, ended ones included, and their unshared memory in MiB."""
     seconds, memory = 0.0, 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -69,7 +69,7 @@ def below() -> tuple[float, float]:
 
 
 async def play(processes: Processes, episodes: int) -> tuple[float, float]:
-    """CPU milliseconds and MiB of an episode."""
+    """Run episodes; returns CPU milliseconds and MiB of an episode."""
     server = Server(episodes)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]

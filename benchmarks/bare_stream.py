@@ -1,4 +1,4 @@
-"""Ray Data alone in the shape of the stream: what is left of its cost when no stage does anything.
+"""Bare Ray Data in the shape of the stream: the cost of the stream if no stage does anything.
 
 Pages, prompts, blocks cut to chunks, an asynchronous actor that waits for the policy store, one task for each chunk,
 and splits for the trainers. Rows have two columns.
@@ -20,7 +20,7 @@ from pipeline.weights.load import checksum
 
 
 class Chunks:
-    """In place of the prompt source: the rows of a page, with the numbers of their chunk and iteration."""
+    """A stand-in for the prompt source: the rows of a page, with the numbers of their chunk and iteration."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -36,7 +36,7 @@ class Chunks:
 
 
 class Admitted:
-    """In place of an engine: waits until the chunk may start, and passes it on."""
+    """A stand-in for an engine: it waits until the chunk may start, and passes it on."""
 
     def __init__(self, policy: StorePolicy) -> None:
         self._policy, self._version = policy, -1
@@ -50,7 +50,7 @@ class Admitted:
 
 
 def build(config: Config, schedule: Schedule, store: Any, run_dir: str, rollout_stage: Any = None) -> Dataset:
-    """The bare stream; arguments are those of `pipeline.stream.build`."""
+    """Build the bare stream, with the arguments of `pipeline.stream.build`."""
     stream.set_context()
     shorten_waits(DataContext.get_current())
     client = StoreClient(store, StoreClient(store).ask(PolicyStore.new_attempt))

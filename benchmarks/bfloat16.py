@@ -1,9 +1,10 @@
-"""What the type of the weights does to AdamW's steps: which share of them moves, and how far.
+"""The effect of the weights' type on AdamW's steps: the share of the weights that moves, and the distance.
 
     python -m benchmarks.bfloat16 --model models/tiny-sft-1
 
-Weights of a model take steps with gradients of random sign, which agree in three of four steps. Compared are float32,
-bfloat16 as the product trains it, and bfloat16 alone: weights and averages in that type, as torch has them.
+Weights of a model take steps with gradients of random sign, which agree in three of four steps. Three types are
+compared: float32, bfloat16 as the product trains it, and pure bfloat16, with weights and averages in that type, as
+torch trains it.
 """
 
 import argparse
@@ -20,7 +21,7 @@ RATES = (1e-6, 1e-5, 1e-4)
 
 
 def moved(model: str, dtype: str, alone: bool, lr: float, steps: int) -> tuple[float, float, float]:
-    """The share of the weights that differ after the steps, their mean distance, and bytes of state of a weight."""
+    """Measure the share of the weights that the steps change, their mean distance, and the bytes of state per weight."""
     policy = load_policy(ModelConfig(path=model, dtype=dtype)).bfloat16().to(getattr(torch, dtype))
     optimizer = build_optimizer(policy, OptimConfig(lr=lr, weight_decay=0.0))
     if alone:

@@ -13,17 +13,17 @@ ENDING_S = 60
 def call(
     command: Sequence[str], log: Path, timeout_s: float, variables: Mapping[str, str] | None = None, name: str = "a run"
 ) -> None:
-    """Run a command, its output in `log`.
+    """Run a command, and write its output to `log`.
 
     Args:
         command: program and arguments.
         log: file that is overwritten.
-        timeout_s: seconds it may take.
-        variables: its environment; None is that of this process.
-        name: of the command, for errors.
+        timeout_s: seconds that the command may take.
+        variables: environment of the command; None takes this process's environment.
+        name: name of the command, for errors.
 
     Raises:
-        RuntimeError: it failed, or took longer than `timeout_s`; the message names its log.
+        RuntimeError: the command failed, or took longer than `timeout_s`; the message names its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:
@@ -42,7 +42,7 @@ def call(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that has not ended, with what it started."""
+    """End a command that has not ended; if it does not end in time, kill it with its children."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -1,10 +1,10 @@
-"""Which environment a CPU engine should run in: the same rollouts in fresh processes, taking turns.
+"""The best environment of a CPU engine: the same rollouts in fresh processes, taking turns.
 
     python -m benchmarks.engine_env --rounds 2 --variants plain iomp no-dynamo
 
-Each process starts an engine, generates once (cold) and then several times (warm). Printed, per variant and as ratios
-to `plain` of the same round: CPU seconds of the start and of the cold generation, tokens per second and per CPU second
-when warm, and the CPUs that the engine's process keeps busy while it has nothing to do.
+Each process starts an engine, generates once (cold) and then several times (warm). The output has, per variant and as
+ratios to `plain` of the same round: CPU seconds of the start and of the cold generation, tokens per second and per CPU
+second when warm, and the CPUs that the engine's process keeps busy while it has nothing to do.
 """
 
 import argparse
@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 
 
 def child(arguments: list[str]) -> None:
-    """One process of one variant: prints its measurements as JSON."""
+    """Measure in this process, which runs in one variant; prints the measurements as JSON."""
     from benchmarks import rollout
     from pipeline.rollout.stage import Rollout, sections
 
@@ -62,10 +62,10 @@ def child(arguments: list[str]) -> None:
 
 
 def run(variant: str, threads: int, arguments: list[str]) -> dict[str, float]:
-    """A fresh process of `variant`.
+    """Run a fresh process of `variant`; returns its measurements.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the process failed.
     """
     base = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "benchmarks.engine_env", "--child", *arguments]

@@ -2,10 +2,10 @@
 
     python -m benchmarks.failing_rewards --model models/tiny-sft-1 --data data/countdown-1 --timeouts 1 5
 
-Runs of `experiment=countdown_cpu`, with the Countdown rule as a function of one's own, one after the other: one in
-which it never fails, and one for each `reward.timeout_s` in which it does. Which rows fail follows from their words, so
-those that should have failed are counted afresh from the recorded trajectories, and compared with what the run recorded
-and reported. `--model` and `--data` are what `make demo` leaves.
+Runs of `experiment=countdown_cpu`, with the Countdown rule as a custom function, follow one another: one in which it
+never fails, and one with failures for each `reward.timeout_s`. The words of a row decide if it fails. So the expected
+failures are counted from the recorded trajectories, and compared with the failures that the run recorded and reported.
+`make demo` makes a folder for `--model` and one for `--data`.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from jobs.train import main as train
 from pipeline.reward.rules.countdown import compute_score as rule
 
 FATES = ("sleeps", "raises")
-"""What becomes of the rows of the first percent and of the second one."""
+"""Failures of the rows of the first percent and of the second one."""
 
 
 def fate(solution_str: str, extra_info: Any) -> str:
-    """`sleeps`, `raises` or `fine`: a draw that depends on the row alone."""
+    """Draw `sleeps`, `raises` or `fine`; the draw depends only on the row."""
     draw = zlib.crc32(f"{extra_info} {solution_str}".encode()) % 100
     return FATES[draw] if draw < len(FATES) else "fine"
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, fails: bool) -> Any:
-    """The Countdown rule, which with `fails` does not come back for some rows and raises for others."""
+    """Score by the Countdown rule; with `fails`, never return for some rows and raise for others."""
     happens = fate(solution_str, extra_info) if fails else "fine"
     if happens == "sleeps":
         time.sleep(1e9)
@@ -47,7 +47,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def run(args: argparse.Namespace, folder: str, name: str, fails: bool, timeout_s: float) -> dict[str, Any]:
-    """One run; what it took, what failed, and what should have."""
+    """Make one run; returns its time, its failures, and the expected failures."""
     code = train(
         [
             "experiment=countdown_cpu",
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, folder: str, name: str, fails: bool, timeout_s
 
 
 def main() -> None:
-    """Runs, and prints them side by side."""
+    """Make the runs, and print them in one table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.failing_rewards", description=(__doc__ or "").split("\n\n")[0]
     )

@@ -1,20 +1,20 @@
-"""Which model families work: a tiny random model of each form goes through all that a run and an export do with it.
+"""A check of model families: a tiny random model of each form goes through all steps of a run and an export.
 
     python -m benchmarks.families                                    # all forms, half a minute each
     python -m benchmarks.families --only gemma-2 phi-4-mini          # some of them
-    python -m benchmarks.families --page docs/families.md            # what was found so far, in the page of families
+    python -m benchmarks.families --page docs/families.md            # writes the results so far into the page
 
 A trial of a form, on CPUs in float32:
 
 1. A model and its tokenizer are made (`family_forms.py`). The trainer loads them, and an engine starts, each in a
    process of its own (`family_sides.py`).
 2. The engine generates rows that are longer than windows and original lengths of ropes, and the handshake compares.
-3. One update, and two changes of all weights by random amounts. Each version is published and loaded, the engine
-   generates, and the trainer's log-probs are compared with the engine's: rows alone, together, behind shared prompts.
-4. The model is saved, an engine starts on what was saved, and the log-probs are compared once more.
+3. One update and two changes of all weights by random amounts follow. Each version is published and loaded, the engine
+   generates, and the trainer's log-probs are compared with the engine's: single rows, packed rows, shared prompts.
+4. The model is saved, an engine starts on the saved model, and the log-probs are compared once more.
 
-What ends a trial ends no other one: an error, a crash, or a step that takes longer than three minutes. What was found
-is kept in `--out`, and a form that has been tried there is not tried again (`--again` does).
+An error, a crash, or a step that takes longer than three minutes ends one trial and not the others. `--out` keeps the
+results, and a form with a result there is not tried again (except with `--again`).
 """
 
 import argparse
@@ -40,7 +40,7 @@ LIMIT = 1e-4
 FOUND = "found.json"
 BEGIN, END = "<!-- table: python -m benchmarks.families -->", "<!-- end of the table -->"
 SHOWN = 200
-"""Characters of a reason in the table."""
+"""Most characters of a reason in the table."""
 STEPS = {
     "model": "no tiny model can be made",
     "trainer": "the trainer refuses it",
@@ -55,7 +55,7 @@ STEPS = {
 
 
 class Trial:
-    """One form of a family from its first weights to an engine on what was saved."""
+    """One form of a family, from its first weights to an engine on the saved model."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.model, self.export, self.log = name, folder / "model", folder / "export", folder / "log"
@@ -63,7 +63,7 @@ class Trial:
         self.sides: list[Side] = []
 
     def run(self) -> dict[str, Any]:
-        """What was found; with `failed` the step that ended the trial, and its error."""
+        """Run all steps; returns the findings, with the last `step` and its error in `failed` if the trial ended early."""
         steps: dict[str, Callable[[], None]] = {
             "model": self.make,
             "trainer": self.load,
@@ -137,16 +137,16 @@ class Trial:
 
 
 def largest(found: dict[str, Any]) -> dict[str, float]:
-    """The largest difference of each form of rows, over all versions."""
+    """Find the largest difference of each form of rows, over all versions."""
     forms = dict.fromkeys(form for gaps in found["gaps"] for form in gaps)
-    # Of a difference that is no number, JSON keeps that it is none.
+    # `max` may pass over NaN, which JSON keeps.
     return {form: max(math.inf if math.isnan(g[form]) else g[form] for g in found["gaps"]) for form in forms}
 
 
 def verdict(found: dict[str, Any]) -> tuple[str, str]:
-    """`works` and by which way, `refused` with a sentence before the first iteration, `fails` or `differs` and how."""
+    """Judge a form: `works`, `refused` before the first iteration, `fails` or `differs`; and the way or the reason."""
     if failed := found.get("failed"):
-        # vLLM says at its start what it cannot compute; the product's own sentences are of these kinds.
+        # vLLM refuses at its start; the product's own sentences are errors of these kinds.
         refused = found["step"] == "engine" or failed["kind"] in ("ValueError", "FinalError")
         reason = " ".join(re.sub(r"[^\s(=]*/(?=model\b)", "", failed["error"]).split())
         if len(reason) > SHOWN:
@@ -160,7 +160,7 @@ def verdict(found: dict[str, Any]) -> tuple[str, str]:
 
 
 def cells(found: dict[str, Any]) -> list[str]:
-    """The form's row in the table."""
+    """Make the form's row in the table."""
     result, why = verdict(found)
     worst = max(largest(found).values(), default=math.nan)
     shown = f"{worst:.1e}" if result == "works" else ""
@@ -171,7 +171,7 @@ HEADER = ["form", "class", "vLLM's class", "result", "way, or why", "largest dif
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of the page."""
+    """Write the table of the page."""
     lines = [HEADER, ["---"] * len(HEADER)]
     for found in rows:
         name, *more = (cell.replace("|", "\\|") for cell in cells(found))
@@ -189,7 +189,7 @@ def write(page: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def tried(name: str, out: Path, again: bool) -> dict[str, Any]:
-    """What a trial of the form found, now or before."""
+    """Return the findings of a trial of the form, which may be an earlier one."""
     folder = (out / name).resolve()
     if again or not (folder / FOUND).exists():
         shutil.rmtree(folder, ignore_errors=True)

@@ -47,7 +47,7 @@ class Hosts:
 
     @classmethod
     def start(cls, agent: AgentConfig, trainer: TrainerConfig) -> "Hosts":
-        """Request `agent.hosts` hosts from Ray, without waiting for them; the default of that key is no hosts."""
+        """Request `agent.hosts` hosts from Ray, without waiting for them; without that key, start none."""
         import ray
 
         options: dict[str, Any] = {"num_cpus": agent.host_cpus, "label_selector": trainer.placed("agent")}

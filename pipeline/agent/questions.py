@@ -73,7 +73,7 @@ class Questions:
                 self._asking[number].cancel()
             return
         while len(self._tasks) >= MAX_CHATS:
-            # The program behind `chats.Chats` does not send more; any other has to wait.
+            # A program that uses `chats.Chats` does not send more; any other has to wait.
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         task = self._group.create_task(self._answer(number, frame))
         self._tasks.add(task)

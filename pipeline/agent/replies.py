@@ -1,7 +1,7 @@
-"""What the process of an episode does: it answers the run's requests by the user's code.
+"""The work of an episode's process: it answers the run's requests with the user's code.
 
-Needs Python 3.9 and nothing but the standard library. Requests and answers are frames (`frames.py`), one answer for
-each request, in order:
+This module needs Python 3.9 and nothing but the standard library. Requests and answers are frames (`frames.py`), one
+answer for each request, in order:
 
     {"id": 1, "do": "open", "row": {...}, "seed": 7}            {"id": 1, "opened": "Guess."}
     {"id": 2, "do": "step", "message": {"text": "31", ...}}     {"id": 2, "content": "lower", "done": false, ...}
@@ -10,8 +10,8 @@ each request, in order:
     {"id": 5, "do": "run", "row": {...}}                        {"id": 5, "reward": 1.0, ...}, or {"over": ""}
     {"id": 6, "do": "command", "row": {}, "variables": {}}      {"id": 6, "reward": 1.0, ...}, or {"failed": ""}
 
-and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} where the user's code failed. A program that runs asks
-by further frames (`chats.py`). After a `close` that leaves the process free, another episode may begin by `open`.
+and {"id": 2, "error": "ValueError: boom (my_game.py, line 12)"} if the user's code failed. A running program sends its
+chats as further frames (`chats.py`). After a `close` that leaves the process free, `open` may begin another episode.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ FLOAT32_MAX = 3.4028234663852886e38
 MAX_PARTS = 100_000  # bytes of one observation's parts as JSON
 MAX_ROLE = 40  # characters
 LATE = signal.SIGRTMAX - 1 if sys.platform == "linux" else signal.SIGUSR2
-"""Signal that asks a process where it is, when its deadline is over."""
+"""Signal that requests the place of a process after its deadline."""
 
 
 @dataclass
 class Returned:
-    """What a program or a command returns at the end of its episode."""
+    """The result of a program or a command at the end of its episode."""
 
     reward: float | None = None
     """Score of the episode."""
     rewards: list[float] | None = None
-    """Reward of each answer, in the order in which the answers were asked for."""
+    """Reward of each answer, in the order of their requests."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Further numbers for metrics."""
 
@@ -63,12 +63,12 @@ class Replies:
         self._environment: Environment | None = None
         self._loop: Any = None  # the event loop of `async def` methods; made for the first of them
         self._busy: int | None = None  # the request that the user's code works on
-        self._awaited: Any = None  # its coroutine, where it is `async def`
+        self._awaited: Any = None  # the coroutine of `async def` code
         self._server = ""  # the server that is being connected
-        self._whole = True  # whether no part of a frame has been read
+        self._whole = True  # false if a part of a frame has been read
         self._exit_code = 0  # of a fork that the user's code did not end
         self._process = os.getpid()
-        # No other process speaks for this one: neither a fork nor a program that the user's code starts.
+        # No other process may use the connection: neither a fork nor a program that the user's code starts.
         connection.set_inheritable(False)
         os.register_at_fork(after_in_child=connection.close)
         self._first = _alive()  # threads and children that were there before the first episode
@@ -92,12 +92,12 @@ class Replies:
             self._connection.sendall(answer)
 
     def _late(self, number: int, frame: FrameType | None) -> None:
-        """Tell where the user's code is; the run kills the process afterwards."""
+        """Report the place of the user's code; the run kills the process afterwards."""
         if self._busy is not None:
             places = [self._code.place(frame)]
             coroutine = self._awaited
             while getattr(coroutine, "cr_frame", None) is not None:
-                # The frame alone: what called it is the event loop.
+                # Only this frame counts: its callers are the event loop.
                 places.append(self._code.place(coroutine.cr_frame))
                 coroutine = coroutine.cr_await
             place = next((place for place in reversed(places) if place), self._server)
@@ -125,7 +125,7 @@ class Replies:
             )
 
     def _name(self, request: dict[str, Any]) -> str:
-        """What the user's code that answers a request is called."""
+        """Name the part of the user's code that answers a request."""
         if request["do"] == "call":
             return f"tool {request['name']}"
         if request["do"] in ("run", "command"):
@@ -133,13 +133,13 @@ class Replies:
         return f"{type(self._environment).__name__}.{request['do']}"
 
     def _value(self, result: Any) -> Any:
-        """What a method returned, awaited where it is `async def`."""
+        """Return the result of a method, awaited if it is `async def`."""
         if not inspect.isawaitable(result):
             return result
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
-            # A fork that goes back to the event loop would take what comes for this process.
+            # A fork that goes back to the event loop would take input for this process.
             os.register_at_fork(after_in_child=partial(self._loop.call_soon, os._exit, 0))
 
         async def awaited() -> Any:
@@ -224,7 +224,7 @@ class Replies:
         return vars(returned(printed.get("result"), "agent.command"))
 
     def _leave(self) -> None:
-        """Be the process of an episode no longer."""
+        """Close the connection, and restore the signal, in a fork that is not an episode's process."""
         self._connection.close()
         signal.signal(LATE, signal.SIG_DFL)
 
@@ -241,7 +241,7 @@ class Replies:
         return {"free": self._is_free()}
 
     def _is_free(self) -> bool:
-        """Whether nothing of the episode goes on: no thread, no child, no task of the event loop and no timer."""
+        """Return whether the episode has ended wholly: no thread, child, task of the event loop or timer is left."""
         tasks = self._loop is not None and asyncio.all_tasks(self._loop)
         timer = any(
             signal.getitimer(kind)[0] for kind in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
@@ -255,13 +255,13 @@ class Replies:
 
 
 def _exit_code(error: BaseException) -> int:
-    """What a process ends with that does not catch an exception."""
+    """Return the exit code of a process that does not catch an exception."""
     code = error.code if isinstance(error, SystemExit) else 1
     return 0 if code is None else code & 255 if isinstance(code, int) else 1
 
 
 def children() -> list[int]:
-    """Process ids of the children of this process."""
+    """List the process ids of the children of this process."""
     found: list[int] = []
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children") as file:
@@ -270,25 +270,25 @@ def children() -> list[int]:
 
 
 def _alive() -> set[int]:
-    """Ids of the threads and of the children of this process."""
+    """Collect the ids of the threads and of the children of this process."""
     return {*map(int, os.listdir("/proc/self/task")), *children()}
 
 
 def returned(result: Any, name: str) -> Returned:
-    """What a program returned: a number, a dict that may have a `reward` and `rewards`, or None.
+    """Check the result of a program: a number, a dict that may have a `reward` and `rewards`, or None.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the result is something else.
     """
     parts = dict(result) if isinstance(result, dict) else {"reward": result}
     return checked_result(Returned(parts.pop("reward", None), parts.pop("rewards", None), parts), name)
 
 
 def checked_result(result: Returned, name: str) -> Returned:
-    """The result with numbers as such.
+    """Check a result, and convert its rewards to floats.
 
     Raises:
-        ValueError: a field is of a wrong type, or a reward is not finite.
+        ValueError: a field has a wrong type, or a reward is not a finite float32.
     """
     rewards: Any = result.rewards
     if rewards is not None:
@@ -300,13 +300,13 @@ def checked_result(result: Returned, name: str) -> Returned:
 
 
 def checked(observation: Observation, name: str) -> dict[str, Any]:
-    """The fields of an observation.
+    """Check an observation and return its fields.
 
     Args:
-        name: what returned it.
+        name: name of the method that returned the observation.
 
     Raises:
-        ValueError: a field is of a wrong type, or the reward is not finite.
+        ValueError: a field has a wrong type, or the reward is not a finite float32.
     """
     reward, done = _reward(observation.reward, name), observation.done
     if done not in (True, False):
@@ -352,10 +352,10 @@ def _parts(parts: Any, name: str) -> dict[str, Any]:
 
 
 def checked_content(content: Any, name: str) -> Any:
-    """What the model reads: a text, messages, or None. Texts that are longer than an engine reads are cut.
+    """Check content for the model: a text, messages, or None. Texts longer than an engine reads are cut.
 
     Raises:
-        ValueError: it is something else, or there are too many messages.
+        ValueError: the content is something else, or has too many messages.
     """
     if content is None:
         return content
@@ -375,7 +375,7 @@ def checked_content(content: Any, name: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value in a sentence, cut."""
+    """Write a value for a sentence, cut to 200 characters."""
     try:
         text = repr(value)
     # The user's class may have a `__repr__` that fails.

@@ -1,4 +1,4 @@
-"""One episode on the run's side: requests to its process (`host.py`), and what becomes of one that fails."""
+"""One episode on the run's side: requests to its process (`host.py`), and the handling of failures."""
 
 import asyncio
 import copy
@@ -20,22 +20,25 @@ log = logging.getLogger(__name__)
 CLOSE_S = 5.0  # seconds in which an environment's `close` must be done
 EXIT_S = 3.0  # seconds until the zygote reports a process whose connection has ended
 PLACE_S = 2.0
-"""Seconds in which a process that is late must tell where it is."""
+"""Seconds in which a late process must report its place."""
 PLACE = 300
-"""Characters of that."""
+"""Most characters of that report."""
 _READ = 1 << 16
 Asking = Callable[[Send], AbstractAsyncContextManager[Asked]]
 
 
 class EpisodeFailed(Exception):
-    """The environment or a tool failed, and with it the row; the message is the row's error, cut to `MAX_REASON`."""
+    """The environment, a tool or the program failed, and the row with it.
+
+    The message is the row's error, cut to `MAX_REASON`.
+    """
 
     def __init__(self, words: str) -> None:
         super().__init__(frames.cut(words, frames.MAX_REASON))
 
 
 class EpisodeLost(EpisodeFailed):
-    """The process that starts those of episodes has ended, and this one's with it; it is no fault of the episode."""
+    """The zygote or the host of the episode's process has ended, through no fault of the episode."""
 
 
 class CommandFailed(EpisodeFailed):
@@ -43,21 +46,21 @@ class CommandFailed(EpisodeFailed):
 
 
 class PolicyMistake(Exception):
-    """A tool could not do what the model asked; the message is for the model."""
+    """A tool could not fulfil the model's call; the message is for the model."""
 
 
 class Session:
-    """One episode: the handle of its process. Requests are answered one after the other.
+    """One episode: the handle of its process. The process answers requests one after the other.
 
     Args:
-        zygote: starts the process.
-        number: of the process.
-        loaded: what the user's files hold.
+        zygote: handle of the zygote, which starts the process.
+        number: number of the process.
+        loaded: the loaded user code.
         further: episodes that the process may serve after this one.
-        keep: takes the session when it has ended and its process may serve another one.
+        keep: function that takes the session when it has ended and its process may serve another one.
 
     Raises:
-        OSError: (when made) there is no descriptor for its connection.
+        OSError: (when made) no descriptor is left for its connection.
         ZygoteLost: (when made) the zygote has ended.
     """
 
@@ -65,19 +68,19 @@ class Session:
         self, zygote: Zygote, number: int, loaded: Loaded, further: int, keep: Callable[["Session"], None]
     ) -> None:
         self.opened: Content = None
-        """What the environment's `open` returned."""
+        """The content that the environment's `open` returned."""
         self.found_room = True
-        """Whether the machine could start its process, as far as is known."""
+        """False if the machine is known to have had no room for the process."""
         self.closing: asyncio.Task[None] | None = None
-        """Ends the episode, from `close` on."""
+        """The task that ends the episode; None before `close`."""
         self.fresh = True
-        """Whether the process has served no other episode."""
+        """False if the process has served another episode."""
         self._further, self._keep = further, keep
         self._zygote = zygote
         self._number = number
         self._loaded = loaded
         self._schemas = {schema["function"]["name"]: schema for schema in loaded.tools}
-        self._failed: str | None = None  # why it answers no further requests
+        self._failed: str | None = None  # reason if it answers no further requests
         self._dead = False
         self._torn = 0  # frames that were not sent to their end
         self._asking = asyncio.Lock()
@@ -93,30 +96,30 @@ class Session:
             raise
 
     async def open(self, row: dict[str, Any], seed: int, timeout_s: float) -> None:
-        """Begin the episode; `Processes.open` does."""
+        """Begin the episode; called by `Processes.open`."""
         reply = await self._ask("open", "open", timeout_s, row=row, seed=seed)
         self.opened = self._checked(lambda: checked_content(reply.get("opened"), "open"))
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
-        """What the environment answers to a message.
+        """Return the environment's answer to a message.
 
         Raises:
-            EpisodeFailed: it raised, ended, was late, or returned what an observation cannot hold.
+            EpisodeFailed: the environment raised, ended, was late, or returned a malformed observation.
         """
         reply = await self._ask("step", "step", timeout_s, message=as_fields(message))
         reply.pop("id")
         return self._checked(lambda: Observation(**checked(Observation(**reply), "step")))
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What a tool returns, as text.
+        """Call a tool and return its result as text.
 
         Raises:
-            PolicyMistake: there is no such tool, the arguments do not fit, or the tool raised `ToolError`.
+            PolicyMistake: the tool does not exist, the arguments do not fit, or the tool raised `ToolError`.
             EpisodeFailed: the tool raised anything else, ended the process, or was late.
         """
         if name not in self._schemas:
             raise PolicyMistake(f"there is no tool {name!r:.80}; the tools are: {', '.join(self._schemas) or 'none'}")
-        # A server's schema may have many forms, and an answer many values, for each of which all are tried.
+        # A server's schema may have many forms, and an answer many values; each value is tried on each form.
         problem = await asyncio.to_thread(mistake, self._schemas[name], arguments)
         if problem is not None:
             raise PolicyMistake(problem)
@@ -127,15 +130,15 @@ class Session:
         return str(reply.get("text"))
 
     async def run(self, row: dict[str, Any], chat: Chat) -> Returned:
-        """What the program of the episode returns.
+        """Run the program of the episode and return its result.
 
         Args:
             row: as in `Processes.open`.
-            chat: gives the answers that the program asks for; what it raises, but for `EpisodeOver`, is raised here.
+            chat: function that gives the answers for the program. Its exceptions other than `EpisodeOver` propagate.
 
         Raises:
-            EpisodeOver: the program let it pass.
-            EpisodeFailed: it raised anything else, ended, or returned what is no reward.
+            EpisodeOver: the program did not catch it.
+            EpisodeFailed: the program raised anything else, ended, or returned a malformed result.
         """
         try:
             return await self.drive(row, lambda send: Questions(chat, send))
@@ -143,7 +146,7 @@ class Session:
             raise failed.error from None
 
     async def drive(self, row: dict[str, Any], asked: Asking) -> Returned:
-        """The same, where `asked` makes what takes the program's questions."""
+        """Run the program as `run` does; `asked` makes the receiver of the program's questions."""
         reply = await self._ask("run", "the program", None, asked, row=row)
         if "over" in reply:
             raise EpisodeOver(str(reply["over"]))
@@ -154,15 +157,15 @@ class Session:
         return self._checked(lambda: checked_result(Returned(**reply), "the program"))
 
     async def command(self, row: dict[str, Any], variables: dict[str, str]) -> Returned:
-        """What the command of the episode printed at its end.
+        """Run the command of the episode and return its result.
 
         Args:
             row: as in `Processes.open`.
             variables: further environment variables of the command.
 
         Raises:
-            CommandFailed: it ended with an exit code other than 0.
-            EpisodeFailed: it printed what is no reward.
+            CommandFailed: the command did not start, or ended with an exit code other than 0.
+            EpisodeFailed: the command printed a malformed result.
         """
         reply = await self._ask("command", "agent.command", None, row=row, variables=variables)
         if "failed" in reply:
@@ -170,25 +173,25 @@ class Session:
         return self._returned(reply)
 
     async def place(self) -> str:
-        """Where the process is that has not answered, such as ` (my_program.py, line 12)`; "" if it does not tell."""
+        """Return the place of the late process, such as ` (my_program.py, line 12)`; "" if it does not report one."""
         return "" if self._dead else await self._place()
 
     async def close(self, well: bool = False) -> None:
         """End the episode in the background: the environment's `close` has `CLOSE_S`, then its process is killed.
 
         Args:
-            well: whether the episode came to its end, so that its process may serve another one.
+            well: true if the episode came to its end, so that its process may serve another one.
         """
         if self.closing is None:
             self.closing = asyncio.create_task(self._close(well and self._failed is None and self._further > 0))
 
     @property
     def is_there(self) -> bool:
-        """Whether the process has not ended, as far as is known."""
+        """False if the process is known to have ended."""
         return not self._ended.done()
 
     def following(self) -> "Session":
-        """Another episode in the process of this one, which has ended well."""
+        """Return a session for another episode in the process of this one, which has ended well."""
         session = copy.copy(self)
         session.opened, session.closing, session._failed, session._asking = None, None, None, asyncio.Lock()
         session.fresh, session._further = False, self._further - 1
@@ -196,11 +199,11 @@ class Session:
         return session
 
     def when_ended(self, tell: Callable[["Session"], None]) -> None:
-        """Have `tell` called when the process has ended."""
+        """Call `tell` when the process has ended."""
         self._ended.add_done_callback(lambda _: tell(self))
 
     def kill(self) -> None:
-        """Kill the process and what it started."""
+        """Kill the process and its children."""
         if not self._dead:
             self._dead = True
             self._failed = self._failed or "the episode was ended"
@@ -233,12 +236,18 @@ class Session:
     async def _ask(
         self, do: str, what: str, timeout_s: float | None, asked: Asking | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """The answer to a request.
+        """Send a request and return its answer.
 
         Args:
-            what: names the request in errors.
-            timeout_s: seconds until it must be there; None leaves that to the caller.
-            asked: makes what takes the questions that the process asks meanwhile.
+            do: name of the request.
+            what: name of the request in errors.
+            timeout_s: seconds until the answer must arrive; None leaves the limit to the caller.
+            asked: function that makes the receiver of the process's questions in the meantime.
+            fields: further fields of the request.
+
+        Raises:
+            EpisodeFailed: the process answered with an error, was late, ended or broke the protocol; the session is
+                over.
         """
         async with self._asking:
             if self._failed is not None:
@@ -269,18 +278,18 @@ class Session:
         return kind(words)
 
     def _checked(self, make: Callable[[], Any]) -> Any:
-        """What the process sent, checked once more: its code is the user's."""
+        """Check the answer of the process once more: its code is the user's."""
         try:
             return make()
         except (ValueError, TypeError) as error:
             raise self._fail(f"ValueError: {error}") from None
 
     async def _exchange(self, number: int, request: dict[str, Any], asked: Asking | None = None) -> dict[str, Any]:
-        """Send a request and read its answer; an answer to a request that was cancelled is passed over.
+        """Send a request and read its answer; answers to cancelled requests are skipped.
 
         Raises:
             EOFError, OSError: the connection ended.
-            ValueError: the request or the answer is no frame.
+            ValueError: the request or the answer is not a frame.
         """
         await self._send({"id": number, **request})
         if asked is None:
@@ -320,11 +329,11 @@ class Session:
             if not data:
                 raise EOFError
             self._inbox += data
-            # asyncio's own loop does not turn if something is there, and a process may send without an end.
+            # With data available `sock_recv` does not yield to the loop, and a process may send without an end.
             await asyncio.sleep(0)
 
     async def _place(self) -> str:
-        """Where the process is, which has not answered in time; "" if it does not tell."""
+        """Return the place of the late process; "" if it does not report one."""
         self._zygote.signal(self._number, "late")
         try:
             async with asyncio.timeout(PLACE_S):
@@ -336,7 +345,7 @@ class Session:
             return ""
 
     async def _how(self) -> tuple[str, type[EpisodeFailed]]:
-        """How the process ended, whose connection has, and the error that this is."""
+        """Describe how the process of a closed connection ended; also returns the class of the error."""
         with suppress(TimeoutError):
             async with asyncio.timeout(EXIT_S):
                 end = await asyncio.shield(self._ended)

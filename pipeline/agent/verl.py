@@ -1,11 +1,11 @@
-"""verl's forms of environments and tools: interactions, tools (`BaseTool`, the YAML file of them) and function tools.
+"""verl's forms of environments and tools: interactions, tools (`BaseTool` and its YAML file) and function tools.
 
-Needs Python 3.9 and nothing but the standard library (and PyYAML for a YAML file); it runs in environment processes.
-Where verl is not installed, `provide` stands in for the few of its modules that such files import.
+This module needs Python 3.9 and nothing but the standard library (and PyYAML for a YAML file); it runs in environment
+processes. If verl is not installed, `provide` stands in for the few of its modules that such files import.
 
-As in verl, the rewards that tools return are in no score: `execute`'s is dropped, and `calc_reward` is not called.
-Other than in verl, a tool is created once for an episode, at its first call, and released at the end; and what a tool
-raises fails the row, while verl shows it to the model.
+As in verl, no score contains the rewards that tools return: `execute`'s is dropped, and `calc_reward` is not called.
+Other than in verl, a tool is created once for an episode, at its first call, and released at the end. An exception of a
+tool fails the row, while verl shows it to the model.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ FUNCTION_TOOLS = "verl.tools.function_tool"
 
 
 def is_interaction(made: Any) -> bool:
-    """Whether a class is one of verl's interactions."""
+    """Return whether a class is one of verl's interactions."""
     return inspect.isclass(made) and hasattr(made, "start_interaction") and hasattr(made, "generate_response")
 
 
 def is_tool(made: Any) -> bool:
-    """Whether a class is one of verl's tools."""
+    """Return whether a class is one of verl's tools."""
     return inspect.isclass(made) and hasattr(made, "create") and hasattr(made, "execute")
 
 
 class Interaction(Environment):
-    """An interaction as an environment; `agent.kwargs` are its `config`, `extra_info.interaction_kwargs` its kwargs."""
+    """An interaction as an environment.
+
+    `agent.kwargs` are its `config`, and `extra_info.interaction_kwargs` its keyword arguments.
+    """
 
     def __init__(self, made: Any, config: dict[str, Any]) -> None:
         self._interaction = made(config)
@@ -67,7 +70,7 @@ class ToolOfVerl:
     """A tool of verl for one episode.
 
     Raises:
-        ValueError: (when made) it has no schema.
+        ValueError: (when made) the tool cannot be made, or has no schema.
     """
 
     def __init__(self, made: Any, config: dict[str, Any], schema: dict[str, Any] | None) -> None:
@@ -88,10 +91,10 @@ class ToolOfVerl:
         self._kwargs = ((row["extra_info"] or {}).get("tools_kwargs") or {}).get(name) or {}
 
     async def call(self, /, **arguments: Any) -> str:
-        """What the tool says."""
+        """Call the tool, which is created first if it is the episode's first call, and return its text."""
         if self._id is None:
             given = self._kwargs.get("create_kwargs") or {}
-            # verl's versions differ in how `create` gets them.
+            # verl's versions pass them to `create` in different ways.
             created = await _fitting(self._tool.create, create_kwargs=given, **given)
             self._id = str(created[0] if isinstance(created, tuple) else created)
         result = await self._tool.execute(self._id, arguments, **(self._kwargs.get("execute_kwargs") or {}))
@@ -105,10 +108,10 @@ class ToolOfVerl:
 
 
 def said(result: Any) -> str:
-    """The text of what a tool of verl returned: text, `ToolResponse`, or a tuple that begins with one.
+    """Return the text in the result of a verl tool: text, `ToolResponse`, or a tuple that begins with one of them.
 
     Raises:
-        ValueError: it holds images or videos.
+        ValueError: the result holds images or videos.
     """
     if isinstance(result, tuple) and 1 <= len(result) <= 3:
         result = result[0]
@@ -122,7 +125,7 @@ def said(result: Any) -> str:
 
 
 async def _fitting(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a coroutine function with those of the arguments that it takes."""
+    """Call a coroutine function with the arguments that it takes; others are left out."""
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
@@ -130,10 +133,10 @@ async def _fitting(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _dumped(schema: Any) -> dict[str, Any]:
-    """A schema of verl as OpenAI's.
+    """Convert a schema of verl to OpenAI's form.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the schema is None.
     """
     if schema is None:
         raise ValueError("it has no schema; give `tool_schema` in verl's YAML file")
@@ -141,7 +144,7 @@ def _dumped(schema: Any) -> dict[str, Any]:
 
 
 def function_tools(module: str) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
-    """Schemas and functions of a module that are marked with verl's `@function_tool`."""
+    """List schemas and functions of a module that are marked with verl's `@function_tool`."""
     registry = getattr(sys.modules.get(FUNCTION_TOOLS), "FUNCTION_TOOL_REGISTRY", {})
     found = [entry for entry in registry.values() if entry.fn.__module__ == module]
     return [(_dumped(entry.tool_schema), _said_by(entry.fn)) for entry in found]
@@ -156,10 +159,10 @@ def _said_by(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def entries(path: str) -> list[dict[str, Any]]:
-    """The tools in verl's YAML file, each with `class_name`, `config` and `tool_schema`.
+    """Read the tools in verl's YAML file, each with `class_name`, `config` and `tool_schema`.
 
     Raises:
-        ValueError: it is none, or holds what cannot be used.
+        ValueError: the file does not exist, is malformed, or holds a tool that cannot be used; or PyYAML is missing.
     """
     try:
         import yaml
@@ -183,7 +186,7 @@ def entries(path: str) -> list[dict[str, Any]]:
 
 
 class _Model:
-    """Stands in for verl's pydantic models of schemas."""
+    """A stand-in for verl's pydantic models of schemas."""
 
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
@@ -208,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Response:
-    """Stands in for `ToolResponse`."""
+    """A stand-in for `ToolResponse`."""
 
     def __init__(self, text: str | None = None, image: Any = None, video: Any = None) -> None:
         self.text = text
@@ -217,7 +220,7 @@ class _Response:
 
 
 class _Tool:
-    """Stands in for `BaseTool`."""
+    """A stand-in for `BaseTool`."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         self.config = config
@@ -238,7 +241,7 @@ class _Tool:
 
 
 class _Interaction:
-    """Stands in for `BaseInteraction`."""
+    """A stand-in for `BaseInteraction`."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -255,7 +258,7 @@ _REGISTRY: dict[str, Any] = {}
 
 
 def _function_tool(name: Any = None, *, schema: Any = None) -> Any:
-    """Stands in for `function_tool`."""
+    """Register a function as verl's `function_tool` does."""
 
     def mark(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
         made = schema if schema is not None else schema_of(function)
@@ -282,7 +285,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds verl's modules where no other finder has found them."""
+    """A finder of stand-ins for verl's modules that no other finder has found."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in _MODULES:
@@ -297,6 +300,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def provide() -> None:
-    """Have files import the base classes of verl's tools and interactions where verl is not installed."""
+    """Let files import the base classes of verl's tools and interactions if verl is not installed."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

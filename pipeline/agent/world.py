@@ -1,8 +1,7 @@
-"""What replies to the answers of one episode: an environment, tools, or both.
+"""Replies to the answers of one episode, by an environment, tools, or both.
 
-Calls of an answer go to the tools. An answer without calls goes to the environment, and ends the episode where there is
-none. A mistake of the model is something that it reads (`Reply.messages`); a failure of the environment raises
-`EpisodeFailed`.
+Calls of an answer go to the tools. An answer without calls goes to the environment, and ends the episode if there is
+none. The model reads its mistakes (`Reply.messages`); a failure of the environment raises `EpisodeFailed`.
 """
 
 import json
@@ -20,7 +19,7 @@ class Played(Protocol):
     """The process of an episode, here (`session.Session`) or on a host (`hosted.HostedSession`)."""
 
     opened: Content
-    """What the environment's `open` returned."""
+    """The content that the environment's `open` returned."""
 
     async def step(self, message: Message, timeout_s: float) -> Observation:
         """See `session.Session.step`."""
@@ -37,16 +36,16 @@ class Played(Protocol):
 
 @dataclass
 class Reply:
-    """What follows an answer."""
+    """The reply to an answer."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """What the model reads next."""
+    """The next messages that the model reads."""
     ended: str = ""
-    """Why the episode ends here, as in the column `ended`; empty where it goes on."""
+    """The end of the episode, as in the column `ended`; empty if it goes on."""
     reward: float | None = None
     """Reward of the answer."""
     trains: bool = True
-    """Whether the answer trains."""
+    """False to mask the answer out of the training."""
 
 
 class World:
@@ -54,9 +53,9 @@ class World:
 
     Args:
         config: the section `agent`.
-        session: the process of the episode's environment and tools; None where there are none.
+        session: the process of the episode's environment and tools; None if there are none.
         tools: names of the tools that the model may call, with the seconds of one call or None.
-        environment: whether there is an environment.
+        environment: true if the episode has an environment.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class World:
     ) -> None:
         self.config, self._session, self._tools, self._environment = config, session, tools, environment
         self.calls: Counter[str] = Counter(dict.fromkeys(tools, 0))
-        """Calls by the name of the tool; of every tool that there is."""
+        """Number of calls of every tool, by name."""
         self.mistakes: Counter[str] = Counter()
         """`malformed` and `unknown` calls, and calls that the tool refused (`tool_errors`)."""
         self.parts: dict[str, Any] = {}
@@ -75,8 +74,8 @@ class World:
 
         Args:
             message: the answer as it was read.
-            malformed: why a call in it could not be read; None where all could.
-            last: whether no further answer may follow; calls are not made then.
+            malformed: the reason if a call in the answer could not be read; else None.
+            last: true if no further answer may follow; then calls are not made.
 
         Raises:
             EpisodeFailed: the environment or a tool failed.
@@ -85,7 +84,7 @@ class World:
             self.mistakes["malformed"] += 1
             if self.config.on_malformed == "end":
                 return Reply(ended="malformed")
-            # A template may write a tool's message only behind a call that it answers.
+            # A template may write a tool's message only after a call that it answers.
             reply = [{"role": "user", "content": f"Error: {malformed}"}]
             return Reply(reply, trains=self.config.on_malformed != "mask")
         if message.calls:

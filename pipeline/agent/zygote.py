@@ -1,4 +1,4 @@
-"""The run's side of the process that environment processes are forked from (`host.py`)."""
+"""The run's side of the zygote, the process that environment processes are forked from (`host.py`)."""
 
 import asyncio
 import json
@@ -30,36 +30,36 @@ _READ = 1 << 16
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the user's files hold."""
+    """A description of the loaded user code."""
 
     tools: list[dict[str, Any]]
-    """Schemas."""
+    """Schemas of the tools."""
     timeouts: dict[str, float | None]
     """Seconds of one call by tool; None takes `agent.step_timeout_s`."""
     environment: bool
-    """Whether there is an environment."""
+    """True if the settings name an environment."""
     closes: bool
-    """Whether there is something to do when an episode ends."""
+    """True if an episode must be closed at its end."""
     forks: bool
-    """Whether processes are forked; otherwise each episode starts a fresh interpreter."""
+    """True if processes are forked; otherwise each episode starts a fresh interpreter."""
 
 
 class End(NamedTuple):
-    """How the process of an episode ended."""
+    """The end of an episode's process."""
 
     words: str
     started: bool = True
-    """False where the machine had no room for it."""
+    """False if the machine had no room for the process."""
     lost: bool = False
-    """Whether the zygote ended, and with it all processes of episodes."""
+    """True if the zygote ended, and all processes of episodes with it."""
 
 
 class ZygoteLost(Exception):
-    """The zygote has ended; the message says how."""
+    """The zygote has ended; the message describes how."""
 
 
 class Zygote:
-    """Handle of a keeper, its zygote, and the processes of their episodes.
+    """The handle of a keeper, its zygote, and the processes of their episodes.
 
     Raises:
         ValueError: (when made) the interpreter does not start.
@@ -67,17 +67,17 @@ class Zygote:
 
     def __init__(self, config: AgentConfig) -> None:
         named = [spec for spec in [config.environment, *config.tools] if spec and spec.startswith((MCP, OPENENV))]
-        self._start_s = START_S + config.open_timeout_s * len(named)  # each server has so long to answer
+        self._start_s = START_S + config.open_timeout_s * len(named)  # and the time of each server to answer
         self._python = sys.executable if config.python is None else os.path.expanduser(config.python)
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._ended: dict[int, asyncio.Future[End]] = {}  # how the process of an episode ended, by its number
+        self._ended: dict[int, asyncio.Future[End]] = {}  # end of an episode's process, by its number
         self._outbox: deque[tuple[bytes, socket.socket | None]] = deque()
         self._inbox = bytearray()
         self._mourning: asyncio.Task[None] | None = None
         self.lost: str | None = None
-        """How it ended; None while it serves."""
-        # It records errors that occur before the files are imported.
+        """The way in which the zygote ended; None while it serves."""
+        # The file records errors that occur before the user's files are imported.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._control, control = socket.socketpair()
         self._life, life = socket.socketpair()
@@ -107,10 +107,10 @@ class Zygote:
         self._loop.add_reader(self._control, self._receive)
 
     async def load(self) -> Loaded:
-        """What the user's files hold, once they are imported.
+        """Wait until the user's files are imported; returns their description.
 
         Raises:
-            ValueError: they do not load; the sentence names the key.
+            ValueError: the files do not load; the sentence names the key.
         """
         try:
             async with asyncio.timeout(self._start_s):
@@ -124,19 +124,19 @@ class Zygote:
         return Loaded(**first)
 
     def _last_line(self) -> str:
-        """A clause with the last line on standard error, if there is one."""
+        """Return a clause with the last line on standard error; empty if there is none."""
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _MAX_LINE))
         lines = self._stderr.read().decode(errors="replace").strip().split("\n")
         return f"; the last line that it wrote: {lines[-1]}" if lines[-1] else ""
 
     def open(self, number: int, connection: socket.socket) -> asyncio.Future[End]:
-        """Start the process of an episode; `connection` is its end, which is closed here.
+        """Start the process of an episode; `connection` is its end of the connection, which is closed here.
 
         Returns:
-            A future of how the process ended.
+            A future of the process's end.
 
         Raises:
-            ZygoteLost: there is no zygote any more.
+            ZygoteLost: the zygote has ended.
         """
         if self.lost is not None:
             connection.close()
@@ -146,7 +146,7 @@ class Zygote:
         return ended
 
     def signal(self, number: int, kind: str) -> None:
-        """Send the process of an episode a signal, `kill` or `late`, if it is there."""
+        """Send the process of an episode a signal, `kill` or `late`, unless the process has ended."""
         if self.lost is None and number in self._ended:
             self._send({"number": number, "signal": kind})
 
@@ -168,7 +168,7 @@ class Zygote:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what the zygote takes now, and the rest later."""
+        """Send as much as the zygote takes now, and the rest later."""
         while self._outbox:
             frame, connection = self._outbox[0]
             try:
@@ -189,7 +189,7 @@ class Zygote:
         self._loop.remove_writer(self._control)
 
     def _receive(self) -> None:
-        """Take in what the zygote reports."""
+        """Read reports of the zygote."""
         try:
             data = self._control.recv(_READ)
         except BlockingIOError:
@@ -209,10 +209,10 @@ class Zygote:
             self._lose(f"the process that starts those of episodes sent {error}")
 
     def _take_in(self) -> None:
-        """Take in the events that are there.
+        """Handle the events in the inbox.
 
         Raises:
-            ValueError: something there is no frame.
+            ValueError: something in the inbox is not a frame.
         """
         size = frames.HEADER.size
         while len(self._inbox) >= size:
@@ -235,14 +235,14 @@ class Zygote:
             ended.set_result(End(words, started))
 
     async def _mourn(self) -> None:
-        """Find out how the zygote ended, which closed its connection."""
+        """Wait for the end of the zygote, which closed its connection, and report how it ended."""
         how = "closed its connection"
         with suppress(subprocess.TimeoutExpired):
             how = f"ended with {_code(await asyncio.to_thread(self._process.wait, END_S))}"
         self._lose(f"the process that starts those of episodes {how}")
 
     def _lose(self, how: str) -> None:
-        """All its episodes have failed."""
+        """Record how the zygote ended: all its episodes have failed."""
         if self.lost is not None:
             return
         self.lost = how
@@ -255,7 +255,7 @@ class Zygote:
         self._outbox.clear()
         if not self._first.done():
             self._first.set_exception(ZygoteLost(how))
-            # A caller that waits for it gets it; there may be none.
+            # Mark the exception as read: no caller may wait for it.
             self._first.exception()
         for ended in self._ended.values():
             if not ended.done():
@@ -264,7 +264,7 @@ class Zygote:
 
 
 def _settings(config: AgentConfig) -> dict[str, Any]:
-    """The settings that an environment process gets (`host.START`)."""
+    """Make the settings of an environment process (`host.START`)."""
     return {
         "path": [os.path.abspath(entry) for entry in sys.path] if config.python is None else None,
         "package": str(_PACKAGE),
@@ -283,9 +283,9 @@ def _settings(config: AgentConfig) -> dict[str, Any]:
 
 
 def _variables(chosen: dict[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of environment processes."""
+    """Choose the environment variables of environment processes."""
     variables = {name: inherited[name] for name in INHERITED if name in inherited}
-    # Hundreds of processes share the cores, and libraries that start threads as they are imported cannot be forked.
+    # Hundreds of processes share the cores, and libraries whose import starts threads cannot be forked.
     return {**variables, "OMP_NUM_THREADS": "1", **chosen}
 
 
