@@ -21,7 +21,7 @@ RATES = (1e-6, 1e-5, 1e-4)
 
 
 def moved(model: str, dtype: str, alone: bool, lr: float, steps: int) -> tuple[float, float, float]:
-    """Measure the share of the weights that the steps change, their mean distance, and the bytes of state per weight."""
+    """Measure the share of the weights that the steps change, their mean distance, and the bytes of state a weight."""
     policy = load_policy(ModelConfig(path=model, dtype=dtype)).bfloat16().to(getattr(torch, dtype))
     optimizer = build_optimizer(policy, OptimConfig(lr=lr, weight_decay=0.0))
     if alone:

@@ -10,7 +10,8 @@ A trial of a form, on CPUs in float32:
    process of its own (`family_sides.py`).
 2. The engine generates rows that are longer than windows and original lengths of ropes, and the handshake compares.
 3. One update and two changes of all weights by random amounts follow. Each version is published and loaded, the engine
-   generates, and the trainer's log-probs are compared with the engine's: single rows, packed rows, shared prompts.
+   generates, and the trainer's log-probs are compared with the engine's: of single rows, of rows together, and of rows
+   with shared prompts.
 4. The model is saved, an engine starts on the saved model, and the log-probs are compared once more.
 
 An error, a crash, or a step that takes longer than three minutes ends one trial and not the others. `--out` keeps the
@@ -63,7 +64,7 @@ class Trial:
         self.sides: list[Side] = []
 
     def run(self) -> dict[str, Any]:
-        """Run all steps; returns the findings, with the last `step` and its error in `failed` if the trial ended early."""
+        """Run all steps; returns the findings, with the last `step` and its error (`failed`) if the trial ended early."""
         steps: dict[str, Callable[[], None]] = {
             "model": self.make,
             "trainer": self.load,

@@ -1,7 +1,7 @@
 """The forms of model families that `benchmarks.families` tries: configurations of `transformers`, as small as they go.
 
-A form is a family with one choice of what families differ in: rope, window, experts. Windows are of `WINDOW` tokens and
-ropes are made for `ORIGINAL` positions, so that rows of some tens of tokens pass both.
+A form is a family with one choice of rope, window and experts. Windows have `WINDOW` tokens and ropes are made for
+`ORIGINAL` positions, so that rows of some tens of tokens are longer than both.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ LINEAR_HEADS = {
 
 
 def rope(kind: str, length: int = LENGTH, **options: Any) -> dict[str, Any]:
-    """A rope stretched from `ORIGINAL` positions to `length`."""
+    """Configure a rope stretched from `ORIGINAL` positions to `length`."""
     parameters = {
         "rope_type": kind,
         "rope_theta": 10_000.0,
@@ -66,7 +66,7 @@ def rope(kind: str, length: int = LENGTH, **options: Any) -> dict[str, Any]:
 
 
 def by_length(dims: int, **more: Any) -> dict[str, Any]:
-    """A rope of `dims` rotated dimensions with factors for short rows and others for long ones."""
+    """Configure a rope of `dims` rotated dimensions with factors for short rows and others for long ones."""
     factors: dict[str, Any] = {
         "short_factor": [1.0 + 0.01 * i for i in range(dims // 2)],
         "long_factor": [1.5 + i for i in range(dims // 2)],
@@ -334,7 +334,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, tokenizer: Any) -> Any:
-    """A model of the form `name` with random weights, all of which matter, for the tokens of `tokenizer`."""
+    """Build a model of the form `name` for the tokens of `tokenizer`; its weights are random, and all of them matter."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind, changes = FORMS[name]
@@ -355,7 +355,7 @@ def move(model: torch.nn.Module, seed: int, size: float) -> None:
     """Change all weights, and the biases that are buffers, by random numbers: none is 0 or 1 afterwards."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # Other buffers, such as those of an activation, are constants.
+        # Other buffers, such as an activation's, are constants.
         if isinstance(tensor, torch.nn.Parameter) or name.endswith("bias"):
             local = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
             local += size * torch.randn(local.shape, generator=generator)

@@ -1,6 +1,6 @@
 """The two sides of a trial of a model family, each in a process of its own: the trainer and an engine.
 
-Both are what a run has: the actor, sharded over one rank, and the loop around vLLM. Weights go as published shards.
+Both are parts of a real run: the actor, sharded over one rank, and the loop around vLLM. Weights go as published shards.
 """
 
 import os
@@ -44,7 +44,7 @@ COLUMNS = ("uid", "sample", "prompt_ids", "response_ids", "response_mask", "roll
 
 
 def settings(folder: Path) -> Config:
-    """Of a run on CPUs with the model in `folder`."""
+    """Make the settings of a run on CPUs with the model in `folder`."""
     config = Config()
     config.model.path = str(folder)
     config.data.max_prompt_length, config.data.max_response_length = max(PROMPTS), max(RESPONSES)
@@ -60,7 +60,7 @@ class Trainer:
     """The model and the actor that trains it."""
 
     def make(self, name: str, folder: Path) -> tuple[str, list[list[int]]]:
-        """Make the model of a form in `folder`; its class, and prompts for it."""
+        """Make the model of a form in `folder`; returns its class, and prompts for it."""
         self.tokenizer = build_tokenizer(countdown_texts(256, seed=0), vocab_size=320)
         model = build(name, self.tokenizer)
         model.save_pretrained(folder)
@@ -70,7 +70,7 @@ class Trainer:
         return type(model).__name__, self.prompts
 
     def load(self, folder: Path) -> GreetingPlan:
-        """Load it as a train worker does; the rows of the handshake."""
+        """Load the model as a train worker does; returns the rows of the handshake."""
         config = settings(folder)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.actor = build_actor(config, torch.device("cpu"), 100)
@@ -82,27 +82,30 @@ class Trainer:
 
     @property
     def way(self) -> Way:
-        """How rows pass through the model."""
+        """The way in which rows pass through the model."""
         passes, config = self.actor.passes, self.actor.module.decoder.config.get_text_config()
         return Way(config._attn_implementation, passes.packed, passes.shared)
 
     def publish(self, version: int) -> Any:
-        """The shard of a version."""
+        """Pack the shard of a version."""
         return self.publisher.pack(self.actor.module, version)
 
     def shake_hands(self, greeting: Greeting) -> dict[str, str]:
-        """What the handshake finds, and the way that it chooses. Raises FinalError if it refuses the model."""
+        """Run the handshake; returns its finding, and the way that it chooses.
+
+        Raises FinalError if the handshake refuses the model.
+        """
         return {"handshake": self.handshake.settle(greeting), "way": str(self.way)}
 
     def gaps(self, rows: Greeting) -> dict[str, float]:
-        """The largest difference between log-probs of engine and trainer, by the form in which rows pass."""
+        """Find the largest difference between log-probs of engine and trainer, by the form in which rows pass."""
         compared = Compared(self.actor.module, rows, self.actor.device, self.actor.shape.max_tokens)
         return {found.form: found.largest for found in compared.differences(self.way)}
 
     def update(self, rows: Greeting) -> list[str]:
-        """Train on these rows; the parameters that stay as they were.
+        """Train on these rows; returns the names of the parameters that do not change.
 
-        Raises ArithmeticError if there is no gradient.
+        Raises ArithmeticError if the gradient is zero.
         """
         before = {name: tensor.detach().clone() for name, tensor in self.actor.module.named_parameters()}
         update = StreamedUpdate(self.actor, 1)
@@ -122,7 +125,7 @@ class Trainer:
 
 
 def table(rows: Greeting) -> pa.Table:
-    """Rows for an update, every other one with a negative advantage."""
+    """Make rows for an update; every other one has a negative advantage."""
     return pa.Table.from_pylist(
         [
             {
@@ -147,7 +150,7 @@ class Engine:
     """An engine on the model in a folder."""
 
     def start(self, folder: Path, saved: bool) -> str:
-        """Start it, with the weights in `folder` if they are `saved` there; vLLM's class of the model."""
+        """Start the engine, with the weights in `folder` if they are `saved` there; returns vLLM's class of the model."""
         from pipeline.rollout import vllm
         from pipeline.rollout.engine import EngineLoop
 
@@ -163,17 +166,17 @@ class Engine:
         return type(found.result(CALL_S)[0]).__name__
 
     def load(self, shard: Any, version: int) -> None:
-        """Take a version as a rollout stage does."""
+        """Load a version as a rollout stage does."""
         self.loop.call(lambda engine: self.vllm.load(engine, [shard], CALL_S, version), True).result(CALL_S)
 
     def greet(self, plan: GreetingPlan) -> Greeting:
-        """The rows of the handshake."""
+        """Generate the rows of the handshake."""
         from pipeline.rollout.greetings import greeting_requests
 
         return self._generated(greeting_requests(plan, load_tokenizer(self.config.model)))
 
     def generate(self, prompts: Sequence[list[int]]) -> Greeting:
-        """Responses of all lengths to each prompt."""
+        """Generate responses of all lengths to each prompt."""
         chosen = [Sampling.of(self.config.rollout, length, "train") for length in RESPONSES] * len(prompts)
         repeated = [prompt for prompt in prompts for _ in RESPONSES]
         uids = [str(number) for number in range(len(repeated))]
@@ -186,7 +189,7 @@ class Engine:
 
 
 def known_class(folder: Path) -> None:
-    """Let vLLM have the model's class: one that it knows by name alone is looked at in one more process."""
+    """Give vLLM the model's class: vLLM inspects a class that it knows only by name in one more process."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
@@ -197,7 +200,7 @@ def known_class(folder: Path) -> None:
 
 
 class Failed(RuntimeError):
-    """An error of a side: the name of its class, and what it says."""
+    """An error of a side, with the name of its class and its text."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)
@@ -236,15 +239,15 @@ class Side:
         self._pid = self._pool.submit(_open, kind, log).result(CALL_S)
 
     def begin(self, method: str, *args: Any) -> "Future[Any]":
-        """Call a method there."""
+        """Start a call of a method in the process."""
         return self._pool.submit(_call, method, args)
 
     def __call__(self, method: str, *args: Any) -> Any:
-        """What the method returns. Raises TimeoutError if it takes longer than `CALL_S`."""
+        """Call a method and return its result. Raises TimeoutError if it takes longer than `CALL_S`."""
         return self.begin(method, *args).result(CALL_S)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, also if it is busy."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         try:
             os.kill(self._pid, signal.SIGKILL)

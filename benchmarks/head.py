@@ -26,14 +26,14 @@ Head = Callable[[Tensor, Tensor, Tensor, float, int, bool], tuple[Tensor, Tensor
 def fused(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The fused head."""
+    """Compute the fused head."""
     return token_log_probs(hidden, weight, None, targets, LogitRule(temperature=temperature), chunk, entropy)
 
 
 def checkpointed(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The plain softmax, recomputed chunk by chunk."""
+    """Compute the plain softmax, recomputed chunk by chunk."""
 
     def one(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
         log_probs = torch.log_softmax((states @ weight.t()).float() / temperature, dim=-1)
@@ -53,7 +53,7 @@ class Case:
     Args:
         tokens, width, vocabulary: N, H and V.
         dtype: of hidden states and weights.
-        device: where they are.
+        device: device of hidden states and weights.
         chunk: positions whose logits exist at a time.
     """
 
@@ -67,7 +67,7 @@ class Case:
         self.targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(device)
 
     def run(self, head: Head, entropy: str) -> tuple[float, list[Tensor]]:
-        """Seconds of a forward and a backward pass, and log-probs, gradients and entropies."""
+        """Run a forward and a backward pass; returns the seconds, and log-probs, gradients and entropies."""
         hidden, weight = (value.clone().requires_grad_() for value in (self.hidden, self.weight))
         self._wait()
         clock = time.perf_counter if hidden.is_cuda else time.process_time
@@ -89,7 +89,7 @@ class Case:
 
 
 def compare(case: Case, repeats: int) -> list[tuple[str, float, float, float]]:
-    """For each use of the entropy: the best seconds of both ways, and their largest relative difference."""
+    """Compare both ways for each use of the entropy: their best seconds, and their largest relative difference."""
     rows = []
     for entropy in ENTROPY:
         times: dict[str, list[float]] = {"fused": [], "checkpointed": []}

@@ -1,11 +1,11 @@
-"""How an iteration spends its time, from a run's `metrics.jsonl`.
+"""The parts of an iteration's time, from a run's `metrics.jsonl`.
 
     python -m benchmarks.iteration runs/NAME [runs/OTHER ...] [--skip 1]
 
-The parts of the upper block follow one another and add up to the step (nearly: each is the slowest rank's); those of
-the middle block lie inside them, as noted. The last block says which side waits for the other, as shares of the time.
-Iterations up to `--skip` are left out: in the first one engines start. Where generation runs ahead, and where training
-begins before an iteration is complete, "wait for rows" is what neither hides.
+The parts of the upper block follow one another and nearly add up to the step: each is the slowest rank's. The parts of
+the middle block lie inside them, as noted. The last block has the share of the time in which each side waits for the
+other. Iterations up to `--skip` are left out: in the first one engines start. If generation runs ahead, or training
+begins before an iteration is complete, "wait for rows" is the part of the generation that neither hides.
 """
 
 import argparse
@@ -34,10 +34,10 @@ STEP = "timing_s/step"
 
 
 def read(run: Path, skip: int) -> list[dict[str, float]]:
-    """The iterations after `skip` of a run.
+    """Read the iterations of a run after iteration `skip`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the run has no such iteration.
     """
     file = run / "metrics.jsonl" if run.is_dir() else run
     with open(file) as lines:
@@ -49,7 +49,7 @@ def read(run: Path, skip: int) -> list[dict[str, float]]:
 
 
 def table(run: Path, iterations: list[dict[str, float]]) -> Table:
-    """Median, smallest and largest seconds of every part, and the medians' share of the step."""
+    """Show median, smallest and largest seconds of every part, and the medians' share of the step."""
     result = Table(title=f"{run}: {len(iterations)} iterations", title_justify="left")
     result.add_column("part")
     for name in ("median s", "share", "min s", "max s"):

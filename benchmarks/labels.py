@@ -5,7 +5,7 @@
 
 Files are parquet in verl's format. Each row gives right answers (its own solution, if `extra_info.answer` has one, and
 its ground truth in several ways of writing) and wrong ones (other numbers, the truths of other rows, and its truth with
-something behind it that changes it). The exit code is 1 if there is a wrong label.
+an addition that changes it). The exit code is 1 if a label is wrong.
 """
 
 import argparse
@@ -30,7 +30,7 @@ OTHERS = (1, 7, 100)  # places of the rows whose truths are other answers
 
 
 class Label(NamedTuple):
-    """One answer, what it must score, and what it scores."""
+    """One answer, with its expected score and its score."""
 
     where: str
     answer: str
@@ -44,10 +44,10 @@ Row = tuple[str, str, Any, str | None]
 
 
 def rows(path: Path) -> list[Row]:
-    """The rows of a file.
+    """Read the rows of a file.
 
     Raises:
-        ValueError: the file lacks a column, or a row is of another rule.
+        ValueError: the file lacks a column, or a row belongs to another rule.
     """
     try:
         table = pq.read_table(path, columns=["data_source", "reward_model", "extra_info"])
@@ -66,7 +66,7 @@ def rows(path: Path) -> list[Row]:
 
 
 def right_answers(truth: str, solution: str | None) -> Iterator[str]:
-    """Responses that must score 1."""
+    """Yield responses that must score 1."""
     if solution is not None:
         yield solution
         yield f"{solution.rpartition('####')[0]}The answer is {truth}."
@@ -75,7 +75,7 @@ def right_answers(truth: str, solution: str | None) -> Iterator[str]:
 
 
 def wrong_answers(truth: str, others: Sequence[str]) -> Iterator[str]:
-    """Responses that must score 0."""
+    """Yield responses that must score 0."""
     number = Decimal(truth)
     for value in {number + 1, number - 1, number * 10, number / 10, -number, *map(Decimal, others)} - {number}:
         yield f"#### {value:f}"
@@ -84,10 +84,10 @@ def wrong_answers(truth: str, others: Sequence[str]) -> Iterator[str]:
 
 
 def labels(found: Sequence[Row]) -> Iterator[Label]:
-    """All answers of the rows with their scores.
+    """Score all answers of the rows.
 
     Raises:
-        ValueError: a ground truth is no number; the sentence names its row.
+        ValueError: a ground truth is not a number; the sentence names its row.
     """
     truths = []
     for where, _, ground_truth, _ in found:
@@ -104,7 +104,7 @@ def labels(found: Sequence[Row]) -> Iterator[Label]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code (0 no wrong label, 1 some, 2 bad input)."""
+    """Run the command; returns the exit code (0 no wrong label, 1 some, 2 bad input)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.labels", description=str(__doc__).partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="parquet in verl's format")
     args = parser.parse_args(argv)

@@ -5,9 +5,9 @@
     MALLOC_MMAP_THRESHOLD_=262144 python -m benchmarks.loading      # freed memory goes back to the system at once
 
 Each rank loads a random model, shards it, writes to every weight, and runs a forward and a backward pass. The figures
-are resident memory above that of the imports, at its peak and at the end, in whole models. Slices are pages of the
-files until something writes to them, so what counts is the peak after every weight was written. A forward pass adds the
-groups of weights that it gathers, a backward pass gradients.
+are resident memory on top of the memory after the imports, at its peak and at the end, in whole models. Slices are
+pages of the files until something writes to them, so the peak after the write to every weight counts. A forward pass
+adds the groups of weights that it gathers, a backward pass gradients.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WAYS = ("whole", "slices")
 
 
 def resident(field: str) -> int:
-    """MiB of this process: `VmRSS` now, `VmHWM` at its peak."""
+    """Read the MiB of this process: `VmRSS` now, `VmHWM` at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) // 1024
 
@@ -52,13 +52,16 @@ def make_model(folder: Path, layers: int) -> None:
 
 
 def measure(rank: int, way: str, folder: str, ranks: int, store: str) -> None:
-    """One rank: `(rank, MiB at the peak after loading, after every weight was written, after a forward pass, after a
-    backward pass, at the end, MiB of the whole model, seconds of loading)` is written beside `store`."""
+    """Measure one rank, and write the figures into a file next to `store`.
+
+    They are `(rank, MiB at the peak after loading, after every weight was written, after a forward pass, after a
+    backward pass, at the end, MiB of the whole model, seconds of loading)`.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=300)
     )
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 (its memory is no weight's)
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 (its memory does not count)
 
     from pipeline.config.learner import FSDPConfig
     from pipeline.config.model import ModelConfig
@@ -93,7 +96,7 @@ def measure(rank: int, way: str, folder: str, ranks: int, store: str) -> None:
 
 
 def compare(ranks: int, layers: int) -> dict[str, list[tuple[float, ...]]]:
-    """The figures of `measure` of every rank, by way."""
+    """Measure every rank in both ways; returns the figures of `measure` by way."""
     found: dict[str, list[tuple[float, ...]]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
@@ -106,7 +109,7 @@ def compare(ranks: int, layers: int) -> dict[str, list[tuple[float, ...]]]:
 
 
 def report(found: dict[str, list[tuple[float, ...]]]) -> Table:
-    """A table of them, in MiB and whole models."""
+    """Show the figures, in MiB and whole models."""
     table = Table(
         "way", "rank", "peak loading", "peak, all written", "forward pass", "backward pass", "at the end", "seconds"
     )

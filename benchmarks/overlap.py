@@ -1,17 +1,17 @@
-"""What overlapping saves: iterations of a stream whose engine and trainer take fixed times on separate resources.
+"""Time saved by overlap: iterations of a stream whose engine and trainer take fixed times on separate resources.
 
     python -m benchmarks.overlap                        # engine 2 s, trainer 1.5 s an iteration
     python -m benchmarks.overlap --rollout 1 --train 3 --iterations 20 --cases 0 1
 
-Stream, policy store and schedule are those of a run. The engine takes `r` seconds for the chunks of an iteration, one
-after the other, as an engine does that is busy throughout; the trainer takes `t` seconds for its rows. Both sleep, so
-that neither takes the other's time on any machine. What should come out:
+Stream, policy store and schedule are a run's. The engine takes `r` seconds for the chunks of an iteration, one after
+the other, like an engine that is busy throughout; the trainer takes `t` seconds for its rows. Both sleep, so that
+neither slows the other down on any machine. These results are expected:
 
 - strictly on-policy (`0`): they take turns, at most 1.05 (r + t) an iteration;
 - the same with early training (`early`): clearly less;
 - one iteration ahead (`1`): the slower one is never idle, at most 1.05 max(r, t).
 
-Iterations in which workers start are left out. Ends with exit code 1 where a bound is passed.
+Iterations in which workers start are left out. The exit code is 1 if an iteration takes longer than its bound.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Case:
     early: bool = False
 
     def bound(self, rollout: float, train: float) -> float:
-        """Seconds an iteration may take at most, where the two sides take these."""
+        """Return the most seconds that an iteration may take if the two sides take these."""
         if self.max_staleness:
             return TOLERANCE * max(rollout, train)
         return (CLEARLY if self.early else TOLERANCE) * (rollout + train)
@@ -89,7 +89,7 @@ class TimedRollout(InstantRollout):
 
 
 def measure(case: Case, folder: Path, rollout: float, train: float, iterations: int) -> list[float]:
-    """Seconds of each iteration after the first ones; Ray must be running."""
+    """Measure the seconds of each iteration after the first ones; Ray must be running."""
     config = settings(folder, case.max_staleness)
     config.rollout.engine_kwargs = {SECONDS: rollout / CHUNKS}
     shards = [shard(rank) for rank in range(RANKS)]
@@ -104,7 +104,7 @@ def measure(case: Case, folder: Path, rollout: float, train: float, iterations: 
 
 
 def settings(folder: Path, max_staleness: int) -> Config:
-    """An iteration of 8 chunks of 2 prompts with 2 responses."""
+    """Make the settings of iterations with 8 chunks of 2 prompts with 2 responses."""
     return load_config(
         [
             f"model.path={folder / 'model'}",

@@ -1,11 +1,11 @@
-"""Reads a million prompts in 20 parquet files, and watches time and memory.
+"""Time and memory of the prompt stream over a million prompts in 20 parquet files.
 
     python -m benchmarks.prompt_stream                     # a temporary folder
     python -m benchmarks.prompt_stream --dir DIR --rows 5000000 --row-group-rows 1000000 --parts source
 
 The files, the byte tokenizer and its chat template are made here. Two parts:
 
-- `source`: the prompt source alone, in this process. Seconds to resolve the files, to the first chunk and to a first
+- `source`: only the prompt source, in this process. Seconds to resolve the files, to the first chunk and to a first
   chunk in the middle of the epoch, milliseconds per chunk, resident memory over the run.
 - `stream`: the whole stream on Ray Data with an instant stand-in for the engine and for the trainer. Seconds until the
   stream is built and until the first chunk arrives, chunks per second, and the private memory of every kind of process
@@ -52,7 +52,7 @@ QUESTION = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, with a chat template: no file needed."""
+    """Make a tokenizer of one token per byte, with a chat template, without any file."""
     vocab = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,7 +64,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_prompts(folder: Path, rows: int, files: int, row_group_rows: int) -> None:
-    """`rows` prompts in `files` parquet files of the verl format, written row group by row group."""
+    """Write `rows` prompts into `files` parquet files of the verl format, row group by row group."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(files):
         first, last = rows * number // files, rows * (number + 1) // files
@@ -98,14 +98,14 @@ def _prompts(start: int, stop: int) -> pa.Table:
 
 
 def watch(chunks: Iterable[pa.Table], count: int) -> Iterator[tuple[int, float, float]]:
-    """(chunk number, seconds since the start, resident MiB of this process) for the first `count` chunks."""
+    """Yield (chunk number, seconds since the start, resident MiB of this process) for the first `count` chunks."""
     process, begin = psutil.Process(), time.perf_counter()
     for number, _ in zip(range(count), chunks, strict=False):
         yield number, time.perf_counter() - begin, process.memory_info().rss / 2**20
 
 
 def measure(folder: Path, chunk_prompts: int, chunks: int, window_rows: int) -> dict[str, float]:
-    """The plain source, in this process."""
+    """Measure the plain source, in this process."""
     chat = ChatTokenizer(byte_tokenizer(), data := DataConfig(shuffle_window_rows=window_rows))
     gc.collect()
     rss_before = psutil.Process().memory_info().rss / 2**20
@@ -135,7 +135,7 @@ def measure(folder: Path, chunk_prompts: int, chunks: int, window_rows: int) -> 
 
 
 def measure_stream(folder: Path, model: Path, run_dir: str, chunk_prompts: int, chunks: int) -> dict[str, Any]:
-    """The whole stream, in Ray. Memory in MiB from the first chunk on, at tenths of the run."""
+    """Measure the whole stream, in Ray. Memory is in MiB from the first chunk on, at tenths of the run."""
     byte_tokenizer().save_pretrained(model)
     config = load_config(
         [

@@ -3,12 +3,12 @@
     python -m benchmarks.rollout                           # makes a tiny model and prompts of its own
     python -m benchmarks.rollout --model DIR --data FILE --where process --repeats 6
 
-Bare vLLM is all requests added to an `LLMEngine` at once and stepped until done, as anybody would ask it for token ids
-and log-probs. It takes turns with the stage on the very same engine, so weights, threads, arguments, samples and
-whatever else the machine does are the same for both, and only ratios within one run are to be trusted; on a machine
-that is busy with other work, those by CPU seconds more than those by the clock. `chunk by chunk` is the stage with one
-chunk at a time, whose engine runs empty at the end of each. `--where ray` is the whole stream on Ray Data (prompts,
-rollout, reward, advantage, record, splits), timed from the publication of a version to its last row at the trainer.
+For bare vLLM, all requests for token ids and log-probs are added to an `LLMEngine` at once, which takes steps until
+they are done. It takes turns with the stage on the same engine, so that weights, threads, arguments, samples and other
+work of the machine are the same for both. Only ratios within one run are to be trusted; on a busy machine, ratios by
+CPU seconds are better than ratios by the clock. `chunk by chunk` is the stage with one chunk at a time, whose engine
+runs empty at the end of each. `--where ray` is the whole stream on Ray Data (prompts, rollout, reward, advantage,
+record, splits), timed from the publication of a version to its last row at the trainer.
 
 Responses of the tiny model end by chance: to it all tokens are about equally likely, and several of them count as end
 of sequence, so lengths are geometric with a long tail.
@@ -58,7 +58,7 @@ STOP_IDS = [2, *range(100, 107)]
 
 
 class Generated(NamedTuple):
-    """What one generation of all requests took."""
+    """Tokens and time of one generation of all requests."""
 
     tokens: int
     seconds: float
@@ -72,7 +72,7 @@ class Generated(NamedTuple):
 
 
 def clocks() -> tuple[float, float]:
-    """Wall-clock and CPU seconds of this process."""
+    """Read the wall-clock and CPU seconds of this process."""
     return time.perf_counter(), time.process_time()
 
 
@@ -81,7 +81,7 @@ BARE = -1
 
 
 class OneVersion:
-    """A policy whose newest version is whatever `version` says, always with the same weights."""
+    """A policy with the newest version `version`, always with the same weights."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.version, self.shards = 0, shards
@@ -95,7 +95,7 @@ class OneVersion:
         pass
 
     async def greet(self, greeting: Greeting) -> None:
-        """Never called: no ticket asks for it."""
+        """Do nothing: never called, because no ticket requests a greeting."""
 
 
 class Probe(Rollout):
@@ -126,7 +126,7 @@ class Probe(Rollout):
 def requests(
     data: DataConfig, rollout: RolloutConfig, seed: int | None, chunks: Sequence[pa.Table], version: int
 ) -> list[tuple[Any, Any]]:
-    """Requests for the samples of the stage, as vLLM documents them; `version` salts the prefix cache."""
+    """Make requests for the samples of the stage, as vLLM documents them; `version` salts the prefix cache."""
     made = []
     for table in chunks:
         prompts = token_lists(table, "prompt_ids")
@@ -144,7 +144,7 @@ def requests(
 
 
 def bare(stage: Rollout, pairs: list[tuple[Any, Any]]) -> Generated:
-    """All requests at once, in the engine's own thread."""
+    """Generate for all requests at once, in the engine's own thread."""
 
     def generate(engine: Any) -> Generated:
         begun, tokens = clocks(), 0
@@ -158,7 +158,7 @@ def bare(stage: Rollout, pairs: list[tuple[Any, Any]]) -> Generated:
 
 
 async def staged(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table]) -> Generated:
-    """The stage with all chunks in flight, its weights loaded again."""
+    """Run the stage with all chunks in flight, after it has loaded the weights again."""
     policy.version += 1
     begun = clocks()
     tables = await asyncio.gather(*(stage(chunk) for chunk in chunks))
@@ -166,7 +166,7 @@ async def staged(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table])
 
 
 async def one_by_one(stage: Rollout, policy: OneVersion, chunks: Sequence[pa.Table]) -> Generated:
-    """The stage with one chunk at a time."""
+    """Run the stage with one chunk at a time."""
     policy.version += 1
     begun = clocks()
     tables = [await stage(chunk) for chunk in chunks]
@@ -178,14 +178,14 @@ def response_tokens(table: pa.Table) -> int:
 
 
 def lengths(table: pa.Table) -> str:
-    """How long the responses are, in words."""
+    """Describe the lengths of the responses."""
     tokens = np.diff(rows.flat(table, "response_ids")[1])
     quantiles = ", ".join(f"{share:.0%} {np.quantile(tokens, share):.0f}" for share in (0.5, 0.9, 0.99))
     return f"{len(tokens)} responses of {tokens.mean():.1f} tokens on average ({quantiles}, longest {tokens.max()})"
 
 
 def prompt_chunks(config: Config) -> list[pa.Table]:
-    """The chunks of one iteration."""
+    """Load the chunks of one iteration."""
     train, _ = loaders(config.data, config.model, row_limits(config), config.trainer.seed)
     size = config.rollout.chunk_prompts
     rows = train.iteration(1, config.data.train_batch_size)
@@ -193,7 +193,7 @@ def prompt_chunks(config: Config) -> list[pa.Table]:
 
 
 async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
-    """Tokens per second and per CPU second of each repeat, without Ray."""
+    """Measure tokens per second and per CPU second of each repeat, without Ray."""
     policy = OneVersion([weights(config, lambda buffer: buffer)])
     chunks = prompt_chunks(config)
     stage = Rollout(*sections(config), policy)
@@ -218,7 +218,7 @@ async def in_process(config: Config, repeats: int) -> dict[str, list[float]]:
 
 
 def in_ray(config: Config, repeats: int, run_dir: str) -> dict[str, list[float]]:
-    """Tokens per second of each repeat on Ray Data."""
+    """Measure tokens per second of each repeat on Ray Data."""
     start_ray(config)
     trainer = StandInTrainer(config, repeats + 1, run_dir, Probe, [weights(config, ray.put)])
     rates: dict[str, list[float]] = {"bare": [], "stream": []}
@@ -238,7 +238,7 @@ def in_ray(config: Config, repeats: int, run_dir: str) -> dict[str, list[float]]
 
 
 def weights(config: Config, put: Any) -> Shard:
-    """The model's weights as one rank would publish them."""
+    """Pack the model's weights as one rank would publish them."""
     assert config.model.path is not None
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="float32")
     return pack(named(model), 0, torch_dtype(config.rollout.dtype, "rollout.dtype"), 2**29, put)
@@ -272,7 +272,7 @@ def report(where: str, rates: dict[str, list[float]]) -> None:
 
 
 def inputs(model: str | None, data: str | None, folder: str) -> tuple[str, str]:
-    """The given model and prompts; tiny ones are made in `folder` where they are left out."""
+    """Return the given model and prompts; if one is left out, make a tiny one in `folder`."""
     if data is None:
         data = f"{folder}/countdown/train.parquet"
         prepare.main(
@@ -281,7 +281,7 @@ def inputs(model: str | None, data: str | None, folder: str) -> tuple[str, str]:
     if model is None:
         model = f"{folder}/tiny"
         tiny.main(["--out", model])
-        # vLLM takes these from the model's folder alone: it does not look for them among the engine's arguments.
+        # vLLM takes these only from the model's folder, and not from the engine's arguments.
         GenerationConfig(eos_token_id=STOP_IDS).save_pretrained(model)
     return model, data
 

@@ -1,20 +1,20 @@
-"""A thousand iterations with an instant engine: what an iteration of the stream costs, and whether anything grows.
+"""A thousand iterations with an instant engine: the cost of an iteration of the stream, and the growth of resources.
 
     python -m benchmarks.soak                              # strictly on-policy
     python -m benchmarks.soak --iterations 2000 algorithm.max_staleness=1
     python -m benchmarks.soak algorithm.filter_groups.enable=true
     python -m benchmarks.soak --chunks 2 --ranks 2         # more rows in an iteration, and more trainers
-    python -m benchmarks.soak --bare                       # Ray Data alone, with stages that do nothing
+    python -m benchmarks.soak --bare                       # bare Ray Data, with stages that do nothing
 
-Engine and trainer are stand-ins that answer at once, so an iteration's time is what prompts, Ray Data, rewards,
-advantages, records and the policy store add to it. The smallest iteration, of one chunk for one trainer, says what an
-iteration costs; more chunks add the way of each, which a real engine hides while it generates the others. Memory,
-object store and handles (open files and threads) of every kind of process are watched. Their growth is the slope of a
-line through the second half of the run, as the median over all pairs of samples (Theil and Sen), so that neither the
-start nor a single peak decides.
+Engine and trainer are stand-ins that answer at once, so an iteration's time is the time of prompts, Ray Data, rewards,
+advantages, records and the policy store. The smallest iteration, of one chunk for one trainer, shows the cost of an
+iteration; more chunks add the way of each, which a real engine hides while it generates the others. Memory, object
+store and handles (open files and threads) of every kind of process are watched. Their growth is the slope of a line
+through the second half of the run, as the median over all pairs of samples (Theil and Sen), so that neither the start
+nor a single peak decides.
 
-The exit code is 1 where an iteration costs more than `--most-ms`, or anything grows by more than `--most-growth` of
-what it was, over as many iterations as were watched.
+The exit code is 1 if an iteration costs more than `--most-ms`, or a resource grows in 1000 iterations by more than the
+share `--most-growth`.
 """
 
 import argparse
@@ -41,29 +41,29 @@ from pipeline.run.driver import start_ray
 CHUNK = 8
 """Prompts of a chunk."""
 PAIRS = 200
-"""Samples at most of which all pairs are looked at."""
+"""Most samples for the slope over all pairs; of more samples, only some are used."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """How a number went through the second half of a run."""
+    """The course of a number in the second half of a run."""
 
     name: str
     unit: str
     start: float
-    """In the middle of the run."""
+    """Value in the middle of the run."""
     end: float
     per_1000: float
     """Slope, for 1000 iterations."""
 
     @property
     def share(self) -> float:
-        """Of what it was, that it grows by in 1000 iterations."""
+        """Growth in 1000 iterations as a share of the start."""
         return self.per_1000 / self.start if self.start else float(self.per_1000 > 0)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """The median slope over all pairs of points (x, y) with different x; 0 where there is none."""
+    """Compute the median slope over all pairs of points (x, y) with different x; 0 if there are none."""
     step = max(1, len(points) // PAIRS)
     pairs = combinations(points[::step], 2)
     slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairs if x1 != x0]
@@ -71,7 +71,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def growths(samples: Sequence[Sample], chunks_per_iteration: int) -> list[Growth]:
-    """Of every kind of memory and handles, over the second half of the samples that saw chunks."""
+    """Compute the growth of all memory and handles, over the second half of the samples with chunks."""
     warm = [sample for sample in samples if sample.chunks]
     half = warm[len(warm) // 2 :]
     if len(half) < 2:
@@ -91,11 +91,11 @@ def growths(samples: Sequence[Sample], chunks_per_iteration: int) -> list[Growth
 
 
 def complaints(times: Sequence[float], grown: Sequence[Growth], most_ms: float, most_growth: float) -> list[str]:
-    """What is worse than it may be, in words.
+    """Describe the numbers that are worse than allowed.
 
     Args:
         times: seconds of each iteration.
-        grown: from `growths`.
+        grown: result of `growths`.
         most_ms: milliseconds that the median iteration may take.
         most_growth: share by which a number may grow in 1000 iterations; below 5 MiB or 5 handles nothing counts.
     """
@@ -115,7 +115,7 @@ def complaints(times: Sequence[float], grown: Sequence[Growth], most_ms: float, 
 def soak(
     config: Config, iterations: int, run_dir: str, every: float, bare: bool, ranks: int
 ) -> tuple[list[float], list[Growth]]:
-    """Seconds of each iteration after the first, in which everything starts, and what grew."""
+    """Run; returns the seconds of each iteration after the first, in which everything starts, and the growths."""
     start_ray(config)
     build = bare_stream.build if bare else stream.build
     trainer = StandInTrainer(config, iterations, run_dir, InstantRollout, [shard()], build, ranks)
@@ -137,7 +137,7 @@ def soak(
 
 
 def settings(folder: Path, chunks: int, overrides: Sequence[str]) -> Config:
-    """A run of iterations of so many chunks, over prompts and with a tokenizer that are made in `folder`."""
+    """Make the settings of iterations of so many chunks, and their prompts and tokenizer in `folder`."""
     byte_tokenizer().save_pretrained(folder / "model")
     write_prompts(folder / "prompts", 20_000, 2, 10_000)
     return load_config(
